@@ -1,0 +1,102 @@
+"""Rebuilds the pocket family from nothing: `python recipes/pocket/build.py`.
+
+Stages, each skipped when its result is there: tokenizer, target, text, draft, pard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+import corpus
+from pretrain import PretrainConfig, pretrain
+from tokenizer import train_tokenizer
+
+SEED = 20261120
+MAX_LENGTH = 512
+EMBEDDING_ROWS = 4096
+TARGET = {
+    "hidden_size": 320,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 5,
+    "head_dim": 64,
+    "intermediate_size": 864,
+}
+DRAFT = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "head_dim": 32, "intermediate_size": 384}
+TARGET_RUN = PretrainConfig(steps=1800, seed=1)
+
+
+def new_model(shape: dict[str, int]) -> Qwen3ForCausalLM:
+    """A randomly initialised Qwen3 of the family."""
+    torch.manual_seed(SEED)
+    config = Qwen3Config(
+        vocab_size=EMBEDDING_ROWS,
+        num_key_value_heads=shape["num_attention_heads"],
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **shape,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def tokenized(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
+    """One stream `[n]` of token ids, end-of-text after every document."""
+    ids: list[int] = []
+    for row in tokenizer(texts)["input_ids"]:
+        ids += [*row, tokenizer.eos_token_id]
+    return torch.tensor(ids)
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes an ordinary Hugging Face folder in bf16."""
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def build_tokenizer(out: Path) -> PreTrainedTokenizerFast:
+    """Trains the tokenizer and writes the held-out prompts."""
+    folder = out / "tokenizer"
+    if not (folder / "tokenizer.json").exists():
+        train, held_out = corpus.read_library()
+        train_tokenizer([d.text for d in train], max_length=MAX_LENGTH).save_pretrained(folder)
+        prompts = [p for d in held_out for p in corpus.function_prompts(d)]
+        random.Random(SEED).shuffle(prompts)
+        (out / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts[:64]))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def build_target(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> None:
+    """Trains the target on the standard library."""
+    if (out / "target" / "config.json").exists():
+        return
+    train, held_out = corpus.read_library()
+    random.Random(SEED).shuffle(train)
+    stream = tokenized(tokenizer, [d.text for d in train])
+    held = tokenized(tokenizer, [d.text for d in held_out])
+    print(f"target: {len(stream):,} tokens to learn, {len(held):,} held out", flush=True)
+    model = pretrain(new_model(TARGET).to(device), stream, held, TARGET_RUN, out / "work" / "target")
+    save(model, tokenizer, out / "target")
+
+
+def main() -> None:
+    """Runs all stages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("build/pocket"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer(args.out)
+    build_target(args.out, tokenizer, args.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The text the pocket family learns: Python's own standard library.
+
+Every installation has it, so nothing is downloaded. Whole modules are held out; the prompts that
+benchmarks and the demo use come from those modules alone, so no model of the family has seen them.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+HELD_OUT = (
+    "bisect.py", "calendar.py", "colorsys.py", "configparser.py", "fnmatch.py", "fractions.py",
+    "getopt.py", "graphlib.py", "heapq.py", "netrc.py", "queue.py", "reprlib.py", "sched.py",
+    "shelve.py", "shlex.py", "statistics.py", "string.py", "textwrap.py", "timeit.py", "zipapp.py",
+)  # fmt: skip
+SKIPPED = ("test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "site-packages", "__pycache__")
+MAX_FILE_BYTES = 200_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One source file."""
+
+    name: str
+    text: str
+
+
+def read_library() -> tuple[list[Document], list[Document]]:
+    """All modules of the running Python's standard library.
+
+    Returns:
+        (training documents, held-out documents), each sorted by file name.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    train: list[Document] = []
+    held_out: list[Document] = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if any(part in SKIPPED for part in name.parts) or not 200 < path.stat().st_size < MAX_FILE_BYTES:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        document = Document(name=str(name), text=text)
+        (held_out if str(name) in HELD_OUT else train).append(document)
+    return train, held_out
+
+
+def function_prompts(document: Document, *, max_chars: int = 500) -> list[dict[str, str]]:
+    """Prompts of the task "finish this function" from one module.
+
+    A prompt is the module's text up to and including a function's signature and docstring, cut at
+    the front to whole lines of at most `max_chars` characters. Functions with a body of fewer than
+    four lines are passed over.
+
+    Returns:
+        Dictionaries with `prompt`, `module` and `function`.
+    """
+    lines = document.text.splitlines(keepends=True)
+    prompts = []
+    for node in ast.walk(ast.parse(document.text)):
+        if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
+            continue
+        body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+        if not body or node.end_lineno - body[0].lineno < 3:
+            continue
+        head = lines[: body[0].lineno - 1]
+        while head and sum(map(len, head)) > max_chars:
+            head = head[1:]
+        if len("".join(head)) >= max_chars // 2:
+            prompts.append({"prompt": "".join(head), "module": document.name, "function": node.name})
+    return prompts

@@ -1,0 +1,138 @@
+"""Trains one causal LM from nothing on a stream of tokens (target and draft alike).
+
+Muon for the matrices, AdamW for embeddings and norms, warm-up and linear decay to zero: on CPU many
+small steps of about two thousand tokens beat few large ones. Windows are drawn by (seed, step), so
+a run that was stopped goes on exactly where it was.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """One run. `long_share` of the steps, the last ones, use windows of `long_window` tokens."""
+
+    steps: int
+    tokens_per_step: int = 2048
+    window: int = 256
+    long_window: int = 512
+    long_share: float = 0.15
+    warmup_steps: int = 50
+    muon_lr: float = 2e-2
+    adamw_lr: float = 2e-3
+    weight_decay: float = 0.01
+    seed: int = 0
+    log_every: int = 25
+    save_every: int = 200
+
+
+def windows(stream: torch.Tensor, config: PretrainConfig, step: int) -> torch.Tensor:
+    """The batch of one step: `[tokens_per_step / window, window + 1]` token ids."""
+    is_long = step >= config.steps * (1 - config.long_share)
+    length = config.long_window if is_long else config.window
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+    starts = torch.randint(len(stream) - length - 1, (config.tokens_per_step // length,), generator=generator)
+    return torch.stack([stream[s : s + length + 1] for s in starts.tolist()])
+
+
+def learning_rate_factor(config: PretrainConfig, step: int) -> float:
+    """Linear warm-up, then linear decay to zero."""
+    return min((step + 1) / config.warmup_steps, (config.steps - step) / (config.steps - config.warmup_steps))
+
+
+def optimizers_for(model: torch.nn.Module, config: PretrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices, AdamW for everything else."""
+    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    taken = {id(p) for p in hidden}
+    rest = [p for p in model.parameters() if id(p) not in taken]
+    return [
+        torch.optim.Muon(hidden, lr=config.muon_lr, weight_decay=config.weight_decay),
+        torch.optim.AdamW(rest, lr=config.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+@torch.no_grad()
+def evaluate(model: PreTrainedModel, stream: torch.Tensor, *, window: int = 256, most: int = 64) -> float:
+    """Mean cross-entropy in nats per token over the first `most` windows of held-out text."""
+    batches = stream[: (len(stream) - 1) // window * window].view(-1, window)[:most].split(8)
+    losses = []
+    for batch in batches:
+        tokens = batch.to(model.device)
+        with torch.autocast(model.device.type, torch.bfloat16):
+            logits = model(input_ids=tokens, use_cache=False).logits
+        losses.append(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).item())
+    return sum(losses) / len(losses)
+
+
+def pretrain(
+    model: PreTrainedModel, stream: torch.Tensor, held_out: torch.Tensor, config: PretrainConfig, folder: Path
+) -> PreTrainedModel:
+    """Trains `model` in place; resumes from `folder/state.pt` if it is there.
+
+    Args:
+        model: a freshly initialised causal LM in float32, on the device to train on.
+        stream: `[n]` token ids of the training text.
+        held_out: `[m]` token ids of the held-out text.
+        config: the run.
+        folder: where `state.pt` and `log.txt` go.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state_file = folder / "state.pt"
+    optimizers = optimizers_for(model, config)
+    first = 0
+    if state_file.exists():
+        state = torch.load(state_file, map_location=model.device, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        first = state["step"]
+    base = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    if first:
+        base = [config.muon_lr, config.adamw_lr]
+    model.train()
+    recent: list[float] = []
+    began = time.perf_counter()
+    for step in range(first, config.steps):
+        for optimizer, lr in zip(optimizers, base, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * learning_rate_factor(config, step)
+        batch = windows(stream, config, step).to(model.device)
+        with torch.autocast(model.device.type, torch.bfloat16):
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        recent.append(loss.item())
+        assert math.isfinite(recent[-1]), f"the loss is {recent[-1]} at step {step}"
+        done = step + 1
+        if done % config.log_every == 0 or done == config.steps:
+            left_s = (time.perf_counter() - began) / (done - first) * (config.steps - done)
+            line = f"step {done}/{config.steps}  loss {sum(recent) / len(recent):.3f}  {left_s / 60:.0f} min left"
+            if done % config.save_every == 0 or done == config.steps:
+                model.eval()
+                line += f"  held-out {evaluate(model, held_out):.3f}"
+                model.train()
+            print(line, flush=True)
+            with (folder / "log.txt").open("a") as log:
+                log.write(line + "\n")
+            recent = []
+        if done % config.save_every == 0 or done == config.steps:
+            saved_optimizers = [optimizer.state_dict() for optimizer in optimizers]
+            torch.save(
+                {"model": model.state_dict(), "optimizers": saved_optimizers, "step": done},
+                state_file.with_suffix(".new"),
+            )
+            os.replace(state_file.with_suffix(".new"), state_file)
+    return model.eval()

@@ -1,0 +1,6 @@
+"""Parallel drafting for language models: lossless, fast, measurable."""
+
+from paradraft.api import Engine, Result, load
+from paradraft.core import Sampling
+
+__all__ = ["Engine", "Result", "Sampling", "load"]

@@ -1,0 +1,207 @@
+"""From names to objects: `load` a target with a drafter, then `generate` or `stream`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import overload
+
+import torch
+
+from paradraft import drafters
+from paradraft.core import GREEDY, Drafter, Prompt, Sampling, Step
+from paradraft.decode.lengths import Fixed
+from paradraft.decode.sequential import decode
+from paradraft.decode.stats import Clock, Stats
+from paradraft.decode.stops import Stops
+from paradraft.models.loading import POCKET, Runtime, load_target
+from paradraft.models.target import Target
+
+CPU = Runtime()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The answer to one prompt.
+
+    Args:
+        text: the decoded new tokens, special tokens left out.
+        tokens: the new token ids; the last one is the end token if the text ended by itself.
+        stats: counts and times.
+    """
+
+    text: str
+    tokens: list[int]
+    stats: Stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A piece of a streamed answer: the new tokens of one round.
+
+    Args:
+        drafted_text: the text of the tokens that were drafted and accepted.
+        own_text: the text of the target's own token.
+        tokens: the ids of both.
+        accepted: how many of them, from the first, were drafted.
+    """
+
+    drafted_text: str
+    own_text: str
+    tokens: list[int]
+    accepted: int
+
+    @property
+    def text(self) -> str:
+        """The text of the round; all rounds joined are the whole answer."""
+        return self.drafted_text + self.own_text
+
+
+class Engine:
+    """A target, a drafter, and how many tokens to draft.
+
+    Build one with `load`.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, *, k: int) -> None:
+        if not 1 <= k < target.lm.width:
+            raise ValueError(f"k={k}: draft 1 to {target.lm.width - 1} tokens per round")
+        self.target = target
+        self.drafter = drafter
+        self.k = k
+        self.clock = Clock()
+
+    @overload
+    def generate(self, prompts: str, *, max_new_tokens: int = 128, sampling: Sampling = GREEDY) -> Result: ...
+
+    @overload
+    def generate(
+        self, prompts: list[str], *, max_new_tokens: int = 128, sampling: Sampling = GREEDY
+    ) -> list[Result]: ...
+
+    def generate(
+        self, prompts: str | list[str], *, max_new_tokens: int = 128, sampling: Sampling = GREEDY
+    ) -> Result | list[Result]:
+        """Answers one prompt, or several one after the other.
+
+        Args:
+            prompts: text or texts.
+            max_new_tokens: most tokens of an answer.
+            sampling: greedy by default.
+
+        Raises:
+            ValueError: a prompt is empty, or it and its answer do not fit into the model.
+        """
+        if isinstance(prompts, list):
+            requests = [self._encode(prompt, max_new_tokens, sampling) for prompt in prompts]
+            return [self._answer(request, max_new_tokens) for request in requests]
+        return self._answer(self._encode(prompts, max_new_tokens, sampling), max_new_tokens)
+
+    def stream(self, prompt: str, *, max_new_tokens: int = 128, sampling: Sampling = GREEDY) -> Iterator[Chunk]:
+        """Answers one prompt, piece by piece; never half a character.
+
+        Raises:
+            ValueError: as `generate`.
+        """
+        request = self._encode(prompt, max_new_tokens, sampling)
+        return self._chunks(self._steps(request, max_new_tokens))
+
+    def _chunks(self, steps: Iterator[Step]) -> Iterator[Chunk]:
+        tokens: list[int] = []
+        shown = 0
+        for step in steps:
+            new, accepted = step.tokens[0], step.accepted[0]
+            middle = max(shown, len(self._whole_text(tokens + new[:accepted])))
+            tokens += new
+            text = self._decode(tokens) if step.finished[0] else self._whole_text(tokens)
+            yield Chunk(drafted_text=text[shown:middle], own_text=text[middle:], tokens=new, accepted=accepted)
+            shown = max(shown, len(text))
+
+    def _whole_text(self, tokens: list[int]) -> str:
+        """The text without the half characters at its end that a later token may complete."""
+        return self._decode(tokens).rstrip("\ufffd")
+
+    def _answer(self, request: Prompt, max_new_tokens: int) -> Result:
+        tokens = [token for step in self._steps(request, max_new_tokens) for token in step.tokens[0]]
+        return Result(text=self._decode(tokens), tokens=tokens, stats=self.clock.stats)
+
+    def _steps(self, request: Prompt, max_new_tokens: int) -> Iterator[Step]:
+        self.clock = Clock(torch.cuda.synchronize if self.target.lm.device.type == "cuda" else lambda: None)
+        stops = Stops(batch_size=1, eos_ids=self.eos_ids, max_new_tokens=max_new_tokens)
+        return decode(self.target, self.drafter, request, stops=stops, lengths=Fixed(k=self.k), clock=self.clock)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end a text: the model's and its generation config's."""
+        found = self.target.lm.model.generation_config.eos_token_id
+        if found is None:
+            found = self.target.lm.model.config.eos_token_id
+        return frozenset([found] if isinstance(found, int) else found or [])
+
+    def check(self, prompts: list[str], *, max_new_tokens: int) -> None:
+        """Raises ValueError if a prompt is empty, or it and its answer do not fit into the model."""
+        for prompt in prompts:
+            self._encode(prompt, max_new_tokens, GREEDY)
+
+    def _encode(self, prompt: str, max_new_tokens: int, sampling: Sampling) -> Prompt:
+        tokens = self.target.tokenizer(prompt)["input_ids"] if prompt else []
+        if not tokens:
+            raise ValueError("the prompt is empty: give at least one token")
+        if len(tokens) + max_new_tokens > self.target.capacity:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens and {max_new_tokens} are asked for, but the model has room "
+                f"for {self.target.capacity}: shorten the prompt or lower max_new_tokens"
+            )
+        return self._encode_tokens(tokens, sampling)
+
+    def _encode_tokens(self, tokens: list[int], sampling: Sampling) -> Prompt:
+        return Prompt(tokens=torch.tensor([tokens], device=self.target.lm.device), sampling=sampling)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.target.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def load(target: str, *, drafter: str = "none", draft: str | None = None, k: int = 8, runtime: Runtime = CPU) -> Engine:
+    """Loads a target and a drafter.
+
+    Args:
+        target: a Hugging Face id, a folder, or "pocket".
+        drafter: one of `drafter_names()`; "none" decodes plainly.
+        draft: the draft model, for drafters that have one; the pocket target brings its own.
+        k: tokens drafted per round, at least 1.
+        runtime: device, dtype, compilation.
+
+    Raises:
+        ValueError: a name is unknown, or the draft does not fit the target.
+    """
+    module = drafter_module(drafter)
+    fields = {field.name for field in dataclasses.fields(module.Config)}
+    if draft is not None and "draft" not in fields:
+        raise ValueError(f"drafter {drafter!r} takes no draft model, but draft={draft!r} was given")
+    if draft is None and "draft" in fields:
+        if target != POCKET:
+            raise ValueError(f"drafter {drafter!r} needs a draft model: name its folder or Hugging Face id as draft")
+        draft = POCKET
+    loaded = load_target(target, runtime)
+    config = module.Config() if draft is None else module.Config(draft=draft)
+    return Engine(loaded, module.build(config, loaded, runtime), k=k)
+
+
+def drafter_names() -> list[str]:
+    """The files in `paradraft/drafters`."""
+    return sorted(module.name for module in pkgutil.iter_modules(drafters.__path__))
+
+
+def drafter_module(name: str) -> ModuleType:
+    """The module of a drafter.
+
+    Raises:
+        ValueError: there is no such drafter.
+    """
+    if name not in drafter_names():
+        raise ValueError(f"unknown drafter {name!r}: use one of {', '.join(drafter_names())}")
+    return importlib.import_module(f"paradraft.drafters.{name}")

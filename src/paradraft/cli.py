@@ -1,0 +1,117 @@
+"""The command line: `paradraft generate`, `train`, `bench`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from paradraft.api import Engine, Result, drafter_names, load
+from paradraft.core import Sampling
+from paradraft.models.loading import DTYPES, Runtime
+from paradraft.prompts import read_prompts
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+train_app = typer.Typer(no_args_is_help=True, help="Train a drafter from a recipe.")
+app.add_typer(train_app, name="train")
+
+Target = Annotated[str, typer.Option("--target", help="Hugging Face id, folder, or pocket (the shipped family).")]
+Draft = Annotated[str | None, typer.Option("--draft", help="Draft model; the pocket target brings its own.")]
+K = Annotated[int, typer.Option("-k", help="Tokens drafted per round.")]
+NewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens that together reach p.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text, with any drafter.")]
+Prompts = Annotated[Path | None, typer.Option(help='JSONL file with one {"prompt": …} per line.')]
+Device = Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
+Compile = Annotated[bool, typer.Option(help="Compile decoding passes (needs a C++ compiler on CPU).")]
+Capacity = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; by default the model's limit.")]
+
+
+@app.command()
+def generate(
+    target: Target,
+    drafter: Annotated[str, typer.Option(help=f"One of {', '.join(drafter_names())}.")] = "none",
+    draft: Draft = None,
+    k: K = 8,
+    prompt: Annotated[str | None, typer.Option(help="One prompt; its answer is streamed.")] = None,
+    prompts: Prompts = None,
+    max_new_tokens: NewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    compile: Compile = True,
+    capacity: Capacity = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer, with statistics.")] = False,
+) -> None:
+    """Answer prompts. The text is the target's own, whatever the drafter."""
+    if (prompt is None) == (prompts is None):
+        raise ValueError("give either --prompt or --prompts")
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
+    runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=max(64, 2 * k + 2))
+    engine = load(target, drafter=drafter, draft=draft, k=k, runtime=runtime)
+    texts = [str(record["prompt"]) for record in records]
+    engine.check(texts, max_new_tokens=max_new_tokens)
+    for record, text in zip(records, texts, strict=True):
+        if as_json:
+            result = engine.generate(text, max_new_tokens=max_new_tokens, sampling=sampling)
+            print(json.dumps(record | _as_json(result), ensure_ascii=False), flush=True)
+        else:
+            _stream(engine, text, max_new_tokens, sampling)
+
+
+def _as_json(result: Result) -> dict[str, object]:
+    stats = result.stats
+    return {
+        "text": result.text,
+        "tokens": result.tokens,
+        "stats": vars(stats) | {"total_s": stats.total_s, "acceptance_length": stats.acceptance_length},
+    }
+
+
+def _stream(engine: Engine, prompt: str, max_new_tokens: int, sampling: Sampling) -> None:
+    """Prints the prompt dim, drafted and accepted text green, the target's own tokens plain."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(prompt, style="dim"), end="")
+    for chunk in engine.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling):
+        console.print(Text(chunk.drafted_text, style="green") + Text(chunk.own_text), end="")
+    stats = engine.clock.stats
+    Console(stderr=True, highlight=False).print(
+        f"\n{stats.tokens} tokens in {stats.total_s:.2f} s, {stats.tokens / stats.total_s:.0f} tokens/s, "
+        f"acceptance length {stats.acceptance_length:.2f}"
+    )
+
+
+@train_app.command()
+def pard(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings that replace the recipe's.")] = None,
+) -> None:
+    """Adapt a draft model into a PARD drafter. Run the same command again to resume."""
+    from paradraft.train.recipe import load_recipe
+    from paradraft.train.run import run_with_display
+
+    run_with_display(load_recipe(recipe, overrides or []))
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line and exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        print(f"paradraft: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("paradraft: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None

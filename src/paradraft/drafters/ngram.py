@@ -1,0 +1,84 @@
+"""Prompt lookup: what followed the last few tokens earlier in the text will follow again.
+
+No model: the longest suffix of the committed tokens, at most `max_ngram` long, that occurs earlier
+is looked up, and the tokens behind its latest earlier occurrence are the draft (Saxena 2023,
+"Prompt Lookup Decoding").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paradraft.core import ABSENT, Draft, Prompt, TargetOut, Verdict
+from paradraft.models.loading import Runtime
+from paradraft.models.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the drafter.
+
+    Args:
+        max_ngram: longest suffix to look for, at least 1.
+
+    Raises:
+        ValueError: `max_ngram` is below 1.
+    """
+
+    max_ngram: int = 3
+
+    def __post_init__(self) -> None:
+        if self.max_ngram < 1:
+            raise ValueError(f"max_ngram={self.max_ngram}: use at least 1")
+
+
+class NgramDrafter:
+    """Looks the draft up in the committed tokens."""
+
+    needs_hidden = ()
+    can_run_ahead = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._texts: list[list[int]] = []
+        self._device = torch.device("cpu")
+
+    def start(self, prompt: Prompt, out: TargetOut | None) -> None:
+        """Remembers the prompts."""
+        self._texts = [[token for token in row if token != ABSENT] for row in prompt.tokens.tolist()]
+        self._device = prompt.tokens.device
+
+    def propose(self, k: int, after: Draft | None = None) -> Draft:
+        """At most `k` tokens per row; rows in which nothing is found stay empty."""
+        found = [lookup(text, k, self.config.max_ngram) for text in self._texts]
+        width = max(map(len, found))
+        rows = [row + [ABSENT] * (width - len(row)) for row in found]
+        return Draft.chain(torch.tensor(rows, dtype=torch.long, device=self._device).view(len(rows), width))
+
+    def commit(self, verdict: Verdict, out: TargetOut) -> None:
+        """Appends the committed tokens."""
+        for text, row in zip(self._texts, verdict.tokens.tolist(), strict=True):
+            text += [token for token in row if token != ABSENT]
+
+
+def lookup(text: list[int], k: int, max_ngram: int) -> list[int]:
+    """The at most `k` tokens behind the latest earlier occurrence of the longest known suffix.
+
+    >>> lookup([1, 2, 3, 9, 1, 2], 2, 3)
+    [3, 9]
+    >>> lookup([1, 2, 3], 2, 3)
+    []
+    """
+    for size in range(min(max_ngram, len(text) - 1), 0, -1):
+        suffix = text[-size:]
+        for start in range(len(text) - size - 1, -1, -1):
+            if text[start : start + size] == suffix:
+                return text[start + size : start + size + k]
+    return []
+
+
+def build(config: Config, target: Target, runtime: Runtime) -> NgramDrafter:
+    """The drafter; it needs nothing of the target."""
+    return NgramDrafter(config)

@@ -1,0 +1,111 @@
+"""PARD: all K tokens in one pass of the draft model (An et al. 2025, section 3.1, Eq. 5).
+
+The pass reads the tokens committed since the last one, then K - 1 mask tokens. The last committed
+token predicts the first drafted token and each mask one more. Masks never stay in the cache, and
+drafted tokens never enter it.
+
+Shape letters: B rows of a batch, M pending tokens, K drafted tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from paradraft.core import Draft, Prompt, Sampling, TargetOut, Verdict
+from paradraft.models import pending
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.loading import Runtime, load_draft_lm, locate
+from paradraft.models.target import Target
+from paradraft.sampling import draw
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the drafter.
+
+    Args:
+        draft: Hugging Face id or folder of the PARD model; "pocket" is the shipped one.
+    """
+
+    draft: str
+
+
+class PardDrafter:
+    """One pass of a causal LM that was trained to see mask tokens.
+
+    Args:
+        lm: the draft model.
+        mask_id: its mask token.
+    """
+
+    needs_hidden = ()
+    can_run_ahead = False
+
+    def __init__(self, lm: CausalLM, mask_id: int) -> None:
+        self.lm = lm
+        self.mask_id = mask_id
+        self._sampling = Sampling()
+        self._pending_BM = torch.empty(0, 0, dtype=torch.long)
+
+    def start(self, prompt: Prompt, out: TargetOut | None) -> None:
+        """Reads all but the last token of each prompt."""
+        self._sampling = prompt.sampling
+        self._pending_BM = self.lm.start(prompt)
+
+    def propose(self, k: int, after: Draft | None = None) -> Draft:
+        """Reads [pending tokens, mask × (k - 1)] and draws all k tokens.
+
+        Worked example: 3 tokens are pending and k = 4. The pass reads c0 c1 c2 m m m; the logits
+        of c2 and of the three masks are the draft, and c0 c1 c2 stay in the cache.
+        """
+        if self._pending_BM.shape[1] + k > self.lm.width:
+            self._pending_BM = self.lm.read_all_but_last(self._pending_BM)
+        B = len(self._pending_BM)
+        if k == 0:
+            return Draft.empty(B, self.lm.device)
+        number_B = pending.count(self._pending_BM)
+        masks = torch.full((B, k - 1), self.mask_id, device=self.lm.device)
+        rows_BK = number_B[:, None] - 1 + torch.arange(k, device=self.lm.device)
+        logits_BKV = self.lm.forward(pending.append(self._pending_BM, masks), rows_BR=rows_BK)
+        self.lm.keep(number_B)
+        self._pending_BM = self._pending_BM[:, :0]
+        positions_BK = self.lm.lengths_B[:, None] + torch.arange(k, device=self.lm.device)
+        return Draft.chain(draw(logits_BKV, positions_BK, self._sampling))
+
+    def commit(self, verdict: Verdict, out: TargetOut) -> None:
+        """All newly committed tokens are read in the next pass."""
+        self._pending_BM = pending.append(self._pending_BM, verdict.tokens)
+
+
+def build(config: Config, target: Target, runtime: Runtime) -> PardDrafter:
+    """Loads the PARD model; its mask token is forbidden in the target's output too.
+
+    Raises:
+        ValueError: it does not exist, its vocabulary does not fit the target's, or its
+            `config.json` names no mask token.
+    """
+    lm = load_draft_lm(locate(config.draft, "pard"), target, runtime)
+    mask_id = mask_token_id(lm.model.config, config.draft)
+    target.lm.forbid(mask_id)
+    lm.forbid(mask_id)
+    return PardDrafter(lm, mask_id)
+
+
+def mask_token_id(model_config: PretrainedConfig, name: str) -> int:
+    """The mask token that a PARD folder declares: `mask_token_id`, or `pard_token` as AMD's do.
+
+    Raises:
+        ValueError: there is none, or it is outside the embedding.
+    """
+    found = getattr(model_config, "mask_token_id", None)
+    found = getattr(model_config, "pard_token", None) if found is None else found
+    if found is None:
+        raise ValueError(
+            f"{name} names no mask token (pard_token in config.json): train one with `paradraft train pard`"
+        )
+    if not 0 <= found < model_config.vocab_size:
+        raise ValueError(f"{name}: mask token {found} is outside the embedding of {model_config.vocab_size} rows")
+    return int(found)

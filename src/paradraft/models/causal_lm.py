@@ -1,0 +1,226 @@
+"""A Hugging Face causal LM that reads several tokens per row in one pass and can go back.
+
+The forward pass is compiled once for all widths and lengths. Attention reads the used part of the
+cache only, in steps of `BUCKET` slots.
+
+Shape letters: B rows of a batch, N tokens of a pass, R rows whose logits are wanted, S slots in
+use, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paradraft.core import ABSENT, Prompt
+from paradraft.models import kv_cache
+from paradraft.tree import ancestors, is_chain
+
+BUCKET = 64
+PREFILL_CHUNK = 256
+
+
+class CausalLM:
+    """A model, its cache, and how many tokens of each row the cache holds.
+
+    Args:
+        model: any Llama- or Qwen-type causal LM without sliding windows, in evaluation mode.
+        vocab_size: ids from here on are never chosen (rows that only pad the embedding).
+        capacity: most tokens a row may have; at most the model's `max_position_embeddings`.
+        width: most tokens of one decoding pass; the cache has that much room to spare.
+        compiled: compile the decoding pass; falls back to eager, with a warning, where it fails.
+        pad_to: run decoding passes with at least this many tokens, so that passes of different
+            rounds go through the same kernels.
+
+    Raises:
+        ValueError: an architecture or capacity that this cache cannot serve.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        vocab_size: int,
+        capacity: int | None = None,
+        width: int = 64,
+        compiled: bool = True,
+        pad_to: int = 1,
+    ) -> None:
+        config = model.config
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+            raise ValueError(
+                f"{config.model_type} with sliding-window layers is not supported; use a full-attention model"
+            )
+        most = config.max_position_embeddings
+        if capacity is not None and not 1 <= capacity <= most:
+            raise ValueError(f"capacity={capacity}: this model has room for 1 to {most} tokens")
+        self.model = model
+        self.vocab_size = vocab_size
+        self._forbidden: list[int] = []
+        self.capacity = capacity or most
+        self.width = max(width, pad_to)
+        self.pad_to = pad_to
+        self.device = model.device
+        self.lengths_B = torch.zeros(1, dtype=torch.long, device=self.device)
+        self._longest = 0
+        self._slots = -(-(self.capacity + self.width) // BUCKET) * BUCKET
+        self._storage = self._allocate(1)
+        self._positions = torch.arange(self._slots, device=self.device)
+        self._decode: Callable[..., Tensor] = _compiled_pass() if compiled else _model_pass
+
+    def _allocate(self, batch_size: int) -> kv_cache.Storage:
+        return kv_cache.allocate(
+            self.model.config, batch_size=batch_size, capacity=self._slots, dtype=self.model.dtype, device=self.device
+        )
+
+    def start(self, prompt: Prompt) -> Tensor:
+        """Forgets everything and reads all but the last token of each prompt.
+
+        Returns:
+            `[B, 1]` the last tokens, not yet read.
+
+        Raises:
+            ValueError: a prompt is longer than the capacity.
+        """
+        lengths_B = prompt.lengths
+        longest = int(lengths_B.max())
+        if longest > self.capacity:
+            raise ValueError(f"the prompt has {longest} tokens, the model has room for {self.capacity}: shorten it")
+        B = len(lengths_B)
+        if len(self.lengths_B) != B:
+            self._storage = self._allocate(B)
+        self.lengths_B = torch.zeros(B, dtype=torch.long, device=self.device)
+        self._longest = 0
+        return self.read_all_but_last(prompt.tokens)
+
+    def read_all_but_last(self, tokens_BT: Tensor) -> Tensor:
+        """Reads and keeps all but the last token of each row; at any length, in chunks.
+
+        Returns:
+            `[B, 1]` the last tokens.
+        """
+        last_B1 = (tokens_BT != ABSENT).sum(1, keepdim=True) - 1
+        rest = tokens_BT.scatter(1, last_B1, ABSENT)[:, :-1]
+        for start in range(0, rest.shape[1], PREFILL_CHUNK):
+            chunk = rest[:, start : start + PREFILL_CHUNK]
+            self._run(_model_pass, chunk, None, chunk[:, :0])
+            self.keep((chunk != ABSENT).sum(1))
+        return tokens_BT.gather(1, last_B1)
+
+    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None, rows_BR: Tensor | None = None) -> Tensor:
+        """Reads new tokens behind the kept ones; nothing is kept until `keep` or `keep_path`.
+
+        Args:
+            tokens_BN: `[B, N]` token ids, `ABSENT` where a row has fewer.
+            parents_BN: `[B, N]` the token that each one follows, -1 for the last kept token; by
+                default each follows the one before it.
+            rows_BR: `[B, R]` indices of the tokens whose logits are wanted; all by default.
+
+        Returns:
+            `[B, R, V]` logits of what comes next; ids that may not be chosen are -inf.
+        """
+        B, N = tokens_BN.shape
+        assert N <= self.width, f"a pass of {N} tokens, but room for {self.width}"
+        if rows_BR is None:
+            rows_BR = torch.arange(N, device=self.device).expand(B, N)
+        if N < self.pad_to:
+            tokens_BN = torch.nn.functional.pad(tokens_BN, (0, self.pad_to - N), value=ABSENT)
+            if parents_BN is not None:
+                parents_BN = torch.nn.functional.pad(parents_BN, (0, self.pad_to - N), value=ABSENT)
+        return self._run(self._decode, tokens_BN, parents_BN, rows_BR)
+
+    @torch.inference_mode()
+    def _run(self, run: Callable[..., Tensor], tokens_BN: Tensor, parents_BN: Tensor | None, rows_BR: Tensor) -> Tensor:
+        B, N = tokens_BN.shape
+        used = min(-(-(self._longest + N) // BUCKET) * BUCKET, self._slots)
+        if parents_BN is None or is_chain(parents_BN):
+            visible_BNN = torch.ones(N, N, dtype=torch.bool, device=self.device).tril().expand(B, N, N)
+            depth_BN = torch.arange(N, device=self.device).expand(B, N)
+        else:
+            visible_BNN = ancestors(parents_BN)
+            depth_BN = visible_BNN.sum(2) - 1
+        logits = run(
+            self.model, self._storage, tokens_BN, self.lengths_B, depth_BN, visible_BNN, self._positions[:used], rows_BR
+        )[..., : self.vocab_size]
+        if self._forbidden:
+            logits[..., self._forbidden] = -torch.inf
+        return logits
+
+    def forbid(self, token: int) -> None:
+        """Makes sure that a token, such as a drafter's mask, is never chosen."""
+        if token < self.vocab_size and token not in self._forbidden:
+            self._forbidden.append(token)
+
+    def keep(self, count_B: Tensor) -> None:
+        """Keeps the first `count_B` tokens of the last pass."""
+        self.lengths_B = self.lengths_B + count_B
+        self._longest = int(self.lengths_B.max())
+
+    def keep_path(self, path_BN: Tensor) -> None:
+        """Keeps the tokens of the last pass that a path names, in its order, then `ABSENT`."""
+        straight = torch.arange(path_BN.shape[1], device=path_BN.device)
+        if bool(((path_BN != straight) & (path_BN != ABSENT)).any()):
+            kv_cache.compact(self._storage, self.lengths_B, path_BN)
+        self.keep((path_BN != ABSENT).sum(1))
+
+    def rewind(self, lengths_B: Tensor) -> None:
+        """Goes back to earlier lengths of the rows."""
+        assert bool((lengths_B <= self.lengths_B).all())
+        self.lengths_B = lengths_B
+        self._longest = int(lengths_B.max())
+
+
+def _model_pass(
+    model: PreTrainedModel,
+    storage: kv_cache.Storage,
+    tokens_BN: Tensor,
+    lengths_B: Tensor,
+    depth_BN: Tensor,
+    visible_BNN: Tensor,
+    slots_S: Tensor,
+    rows_BR: Tensor,
+) -> Tensor:
+    """One pass as a pure function of tensors (but for the cache it writes), fit to be compiled."""
+    B, N = tokens_BN.shape
+    S = slots_S.shape[0]
+    written_BN = lengths_B[:, None] + torch.arange(N, device=tokens_BN.device)
+    offset_BS = slots_S[None] - lengths_B[:, None]
+    inside_BS = (offset_BS >= 0) & (offset_BS < N)
+    index_BNS = offset_BS.clamp(0, N - 1)[:, None].expand(B, N, S)
+    sees_BNS = (offset_BS < 0)[:, None] | (inside_BS[:, None] & visible_BNN.gather(2, index_BNS))
+    mask = torch.zeros(B, 1, N, S, dtype=model.dtype, device=tokens_BN.device)
+    mask = mask.masked_fill(~sees_BNS[:, None], torch.finfo(model.dtype).min)
+    hidden_BND = model.model(
+        input_ids=tokens_BN.clamp(min=0),
+        attention_mask=mask,
+        position_ids=lengths_B[:, None] + depth_BN,
+        past_key_values=kv_cache.SlotCache(storage, written_BN, S),
+        use_cache=True,
+    ).last_hidden_state
+    wanted_BRD = hidden_BND.gather(1, rows_BR[:, :, None].expand(-1, -1, hidden_BND.shape[2]))
+    return model.lm_head(wanted_BRD)
+
+
+def _compiled_pass() -> Callable[..., Tensor]:
+    """`_model_pass` compiled for any width and any number of used slots."""
+    compiled = torch.compile(_model_pass, dynamic=True)
+    broken = False
+
+    def run(*args: Any) -> Tensor:
+        nonlocal broken
+        if not broken:
+            try:
+                return compiled(*args)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                broken = True
+                warnings.warn(
+                    f"compilation failed, decoding goes on uncompiled: {str(error).splitlines()[0]}", stacklevel=2
+                )
+        return _model_pass(*args)
+
+    return run

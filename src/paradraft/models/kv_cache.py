@@ -1,0 +1,84 @@
+"""A key/value cache whose rows stand at different lengths.
+
+Memory is allocated once. Each row writes behind its own length; going back is setting the length
+back, and the accepted path of a tree is moved together by one gather. `transformers`' own static
+cache has one position for the whole batch and cannot go back.
+
+Shape letters: B rows of a batch, H key/value heads, C capacity in slots, D head size,
+N new tokens, S slots in use.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Cache, PretrainedConfig
+
+from paradraft.core import ABSENT
+
+Storage = list[tuple[Tensor, Tensor]]
+"""For each layer its keys and its values, both `[B, H, C, D]`. One tensor each, so that a compiled
+pass can write into them in place instead of copying."""
+
+
+def allocate(
+    config: PretrainedConfig, *, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
+) -> Storage:
+    """Empty storage for a causal LM."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = (batch_size, config.num_key_value_heads, capacity, head_dim)
+    layers = range(config.num_hidden_layers)
+    return [
+        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)) for _ in layers
+    ]
+
+
+class SlotCache(Cache):
+    """The view of the storage that one forward pass hands to a `transformers` model.
+
+    Args:
+        storage: from `allocate`.
+        slots_BN: `[B, N]` where the new tokens of each row are written.
+        used: S; attention reads the first S slots only.
+    """
+
+    def __init__(self, storage: Storage, slots_BN: Tensor, used: int) -> None:
+        super().__init__(layers=[])
+        self.storage = storage
+        self.slots_BN = slots_BN
+        self.used = used
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, cache_kwargs: object = None
+    ) -> tuple[Tensor, Tensor]:
+        """Writes `[B, H, N, D]` keys and values, returns `[B, H, S, D]` views of all in use."""
+        keys, values = self.storage[layer_idx]
+        index = self.slots_BN[:, None, :, None].expand_as(key_states)
+        keys.scatter_(2, index, key_states)
+        values.scatter_(2, index, value_states)
+        return keys[:, :, : self.used], values[:, :, : self.used]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Not known as one number; positions are always passed explicitly."""
+        return 0
+
+
+def compact(storage: Storage, first_slot_B: Tensor, path_BN: Tensor) -> None:
+    """Moves the slots of an accepted path to the front of the slots its pass has written.
+
+    Args:
+        storage: changed in place.
+        first_slot_B: `[B]` slot of node 0.
+        path_BN: `[B, N]` nodes to keep in order, then `ABSENT`.
+
+    Worked example: node 0 is in slot 10 and the path is 0, 2, 3. Slots 10, 12, 13 go to
+    10, 11, 12.
+    """
+    to_BN = first_slot_B[:, None] + torch.arange(path_BN.shape[1], device=path_BN.device)
+    from_BN = torch.where(path_BN == ABSENT, to_BN, first_slot_B[:, None] + path_BN)
+    for layer in storage:
+        for tensor in layer:
+            _, H, _, D = tensor.shape
+            source = from_BN[:, None, :, None].expand(-1, H, -1, D)
+            target = to_BN[:, None, :, None].expand(-1, H, -1, D)
+            tensor.scatter_(2, target, tensor.gather(2, source))

@@ -1,0 +1,146 @@
+"""From a name to a model: a Hugging Face id, a local folder, or the shipped "pocket" family."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.target import Target
+
+POCKET = "pocket"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """Where and how models run; the same for target and draft.
+
+    Args:
+        device: a torch device name.
+        dtype: one of `DTYPES`.
+        compiled: compile decoding passes.
+        capacity: most tokens of a row, prompt included; None takes the model's own limit, at most
+            4096.
+        width: most tokens of one decoding pass.
+        pad_to: least tokens of one decoding pass.
+
+    Raises:
+        ValueError: an unknown dtype or device.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    compiled: bool = True
+    capacity: int | None = None
+    width: int = 64
+    pad_to: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}")
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device={self.device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+
+
+def pocket_folder(role: str) -> Path:
+    """The folder of the shipped target, draft or pard model."""
+    return Path(str(resources.files("paradraft"))) / "pocket" / role
+
+
+def locate(name: str, role: str) -> str:
+    """The folder or Hugging Face id behind a model name; "pocket" depends on the role."""
+    return str(pocket_folder(role)) if name == POCKET else name
+
+
+def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
+    """Loads the weights of a causal LM, ready for inference.
+
+    Raises:
+        ValueError: there is no such model, or it is not a causal LM.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[runtime.dtype])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load model {name!r}: {_first_sentence(error)}") from None
+    return model.to(runtime.device).eval()
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a model.
+
+    Raises:
+        ValueError: there is none.
+    """
+    # Tokenizing a text longer than the model's limit is not an error here: the limit is checked, with a
+    # better message, where the text is used.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load the tokenizer of {name!r}: {_first_sentence(error)}") from None
+
+
+def load_target(name: str, runtime: Runtime) -> Target:
+    """Loads the model whose text is produced, and its tokenizer.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be served.
+    """
+    folder = locate(name, "target")
+    tokenizer = load_tokenizer(folder)
+    model = load_model(folder, runtime)
+    vocab_size = min(len(tokenizer), model.config.vocab_size)
+    return Target(_causal_lm(model, vocab_size, runtime, runtime.capacity), tokenizer)
+
+
+def load_draft_lm(folder: str, target: Target, runtime: Runtime) -> CausalLM:
+    """Loads a draft model that speaks the target's tokens.
+
+    Args:
+        folder: folder or Hugging Face id.
+        target: whose text is to be guessed.
+        runtime: the target's.
+
+    Raises:
+        ValueError: there is no such model, or its tokens or capacity do not fit the target's.
+    """
+    model = load_model(folder, runtime)
+    needed = target.lm.vocab_size
+    if model.config.vocab_size < needed:
+        raise ValueError(
+            f"draft {folder!r} knows {model.config.vocab_size} tokens, the target {needed}: use a draft of the same family"
+        )
+    if model.config.max_position_embeddings < target.capacity:
+        raise ValueError(
+            f"draft {folder!r} has room for {model.config.max_position_embeddings} tokens, the target for "
+            f"{target.capacity}: set capacity={model.config.max_position_embeddings}"
+        )
+    if load_tokenizer(folder)(_PROBE)["input_ids"] != target.tokenizer(_PROBE)["input_ids"]:
+        raise ValueError(
+            f"draft {folder!r} splits text into other tokens than the target: use a draft of the same family"
+        )
+    return _causal_lm(model, needed, runtime, target.capacity)
+
+
+def _causal_lm(model: PreTrainedModel, vocab_size: int, runtime: Runtime, capacity: int | None) -> CausalLM:
+    return CausalLM(
+        model,
+        vocab_size=vocab_size,
+        capacity=capacity or min(model.config.max_position_embeddings, 4096),
+        width=runtime.width,
+        compiled=runtime.compiled,
+        pad_to=runtime.pad_to,
+    )
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -1,0 +1,58 @@
+"""The target: prefill, forward(draft), commit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from paradraft.core import ABSENT, Draft, Prompt, TargetOut, Verdict
+from paradraft.models.causal_lm import CausalLM
+
+
+class Target:
+    """The model whose text is produced.
+
+    The last committed token is never in the cache between rounds: it is read together with the
+    draft, as the root of the tree. So the first round needs no special case.
+
+    Args:
+        lm: the model.
+        tokenizer: its tokenizer.
+    """
+
+    def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.lm = lm
+        self.tokenizer = tokenizer
+        self._root_B1 = torch.empty(0, 1, dtype=torch.long)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens, prompt included, that a row may have."""
+        return self.lm.capacity
+
+    @property
+    def root_positions(self) -> Tensor:
+        """`[B]` absolute position of each row's last committed token."""
+        return self.lm.lengths_B
+
+    def prefill(self, prompt: Prompt) -> None:
+        """Reads the prompts, all but their last tokens.
+
+        Raises:
+            ValueError: a prompt is longer than the capacity.
+        """
+        self._root_B1 = self.lm.start(prompt)
+
+    def forward(self, draft: Draft) -> TargetOut:
+        """Reads the last committed tokens and the whole draft in one pass."""
+        tokens = torch.cat([self._root_B1, draft.tokens], dim=1)
+        parents = torch.nn.functional.pad(draft.parents + 1, (1, 0), value=ABSENT)
+        return TargetOut(logits=self.lm.forward(tokens, parents), hidden={})
+
+    def commit(self, verdict: Verdict) -> None:
+        """Keeps the accepted path; the verdict's next token becomes the new root."""
+        self.lm.keep_path(
+            torch.nn.functional.pad(torch.where(verdict.path == ABSENT, ABSENT, verdict.path + 1), (1, 0))
+        )
+        self._root_B1 = verdict.tokens.gather(1, verdict.accepted[:, None])

@@ -1,0 +1,102 @@
+"""Training samples from plain text or JSONL.
+
+A `.jsonl` file has one sample per line: `{"text": …}`, `{"prompt": …, "response": …}` or
+`{"messages": [{"role": …, "content": …}, …]}`. Any other file is one text. Of text every token is a label; of
+a prompt and its response only the response is, end-of-text included; of a conversation the
+assistant's turns, as the model's chat template marks them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Tokens, and which of them are to be predicted.
+
+    Args:
+        tokens: at least two token ids.
+        is_label: for each token whether it is a label.
+    """
+
+    tokens: list[int]
+    is_label: list[bool]
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.is_label)
+
+
+def load_samples(files: list[Path], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Sample]:
+    """Reads all files; long samples are split into pieces of at most `max_length` tokens.
+
+    Raises:
+        ValueError: a file does not exist, a line is broken (named by number), or nothing in the
+            files is a label.
+    """
+    samples: list[Sample] = []
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"training data {str(file)!r} does not exist")
+        for whole in _read(file, tokenizer):
+            for start in range(0, len(whole.tokens), max_length):
+                piece = slice(start, start + max_length)
+                if any(whole.is_label[piece][1:]):
+                    samples.append(Sample(tokens=whole.tokens[piece], is_label=whole.is_label[piece]))
+    if not samples:
+        raise ValueError(f"nothing to learn in {', '.join(map(str, files))}: no sample has a token to predict")
+    return samples
+
+
+def _read(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
+    if file.suffix != ".jsonl":
+        yield _from_text(file.read_text(encoding="utf-8"), tokenizer)
+        return
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield _from_record(json.loads(line), tokenizer)
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{file}, line {number}: {error}") from None
+
+
+def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    match record:
+        case {"text": str(text)}:
+            return _from_text(text, tokenizer)
+        case {"prompt": str(prompt), "response": str(response)}:
+            return _from_response(prompt, response, tokenizer)
+        case {"messages": [_, *_] as messages}:
+            return _from_messages(messages, tokenizer)
+    raise ValueError('expected {"text": …}, {"prompt": …, "response": …} or {"messages": […]}')
+
+
+def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    tokens = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    return Sample(tokens=tokens, is_label=[True] * len(tokens))
+
+
+def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    question = tokenizer(prompt)["input_ids"]
+    answer = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return Sample(tokens=question + answer, is_label=[False] * len(question) + [True] * len(answer))
+
+
+def _from_messages(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Sample:
+    if not tokenizer.chat_template:
+        raise ValueError("the model has no chat template, so conversations cannot be read")
+    encoded = tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    is_label = [bool(flag) for flag in encoded["assistant_masks"]]
+    if not any(is_label):
+        raise ValueError("the chat template marks no assistant tokens ({% generation %} is missing)")
+    return Sample(tokens=list(encoded["input_ids"]), is_label=is_label)

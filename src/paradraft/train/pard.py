@@ -1,0 +1,113 @@
+"""Trains a PARD drafter: turns a causal LM into one that also predicts behind mask tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from paradraft.train.cod import conditional_drop
+from paradraft.train.data import Sample
+from paradraft.train.losses import IGNORED
+from paradraft.train.rows import Rows, attention_rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows of several samples, filled up to the same number.
+
+    Args:
+        tokens: `[S, R]` input ids: the real token, or the mask.
+        positions: `[S, R]` position ids.
+        depths: `[S, R]` depths.
+        labels: `[S, R]` the next token, or `IGNORED`.
+        sees: `[S, 1, R, R]` the attention rule.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    depths: Tensor
+    labels: Tensor
+    sees: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on another device."""
+        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+
+def collate(
+    samples: list[Sample], mask_id: int, *, k: int, r: float, r_min: float, generator: torch.Generator
+) -> Batch:
+    """Drops rows by COD and puts the rest of several samples side by side.
+
+    Memory is that of the kept rows: `[S, R, R]` booleans with R about 3.4 N at the defaults, never
+    (K N)².
+    """
+    kept = [conditional_drop(len(s.tokens) - 1, k=k, r=r, r_min=r_min, generator=generator) for s in samples]
+    size = max(len(rows.position) for rows in kept)
+    S = len(samples)
+    tokens, positions, depths = (torch.zeros(S, size, dtype=torch.long) for _ in range(3))
+    labels = torch.full((S, size), IGNORED)
+    # A filled-up row sees itself alone, so that no softmax is over nothing.
+    sees = torch.eye(size, dtype=torch.bool).repeat(S, 1, 1)
+    for s, (sample, rows) in enumerate(zip(samples, kept, strict=True)):
+        R = len(rows.position)
+        real = torch.tensor(sample.tokens)
+        is_label = torch.tensor(sample.is_label)
+        tokens[s, :R] = torch.where(rows.depth == 0, real[rows.position], mask_id)
+        positions[s, :R] = rows.position
+        depths[s, :R] = rows.depth
+        labels[s, :R] = torch.where(is_label[rows.position + 1], real[rows.position + 1], IGNORED)
+        sees[s, :R, :R] = attention_rule(Rows(position=rows.position, depth=rows.depth))
+    return Batch(tokens=tokens, positions=positions, depths=depths, labels=labels, sees=sees[:, None])
+
+
+def forward(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """One training pass over a batch.
+
+    Returns:
+        `[M, V]` logits, `[M]` labels and `[M]` depths of the M rows that have a label.
+    """
+    hidden = model.model(
+        input_ids=batch.tokens, attention_mask=batch.sees, position_ids=batch.positions, use_cache=False
+    ).last_hidden_state
+    labelled = batch.labels != IGNORED
+    return model.lm_head(hidden[labelled]), batch.labels[labelled], batch.depths[labelled]
+
+
+def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_id: int | None = None) -> int:
+    """Chooses the mask token and makes its embedding the mean of all others.
+
+    One id serves all depths. A model that already names one keeps it. Otherwise an unused row of
+    the padded embedding is taken, and where there is none, one is added. The id is written into
+    the model's config as `pard_token`, `mask_token_id` and `spd_type`, which engines read.
+
+    Args:
+        model: changed in place.
+        tokenizer: tells which rows are in use.
+        mask_id: take this id instead.
+
+    Raises:
+        ValueError: `mask_id` is outside the embedding.
+
+    Returns:
+        The mask token's id.
+    """
+    known = getattr(model.config, "mask_token_id", None) or getattr(model.config, "pard_token", None)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if mask_id is not None and not 0 <= mask_id < rows:
+        raise ValueError(f"mask_token_id={mask_id} is outside the embedding of {rows} rows")
+    chosen = known if mask_id is None else mask_id
+    if chosen is None:
+        chosen = len(tokenizer)
+        if chosen >= rows:
+            model.resize_token_embeddings(chosen + 1, mean_resizing=False)
+    if chosen != known:
+        with torch.no_grad():
+            for weight in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
+                weight[chosen] = weight[: len(tokenizer)].mean(0)
+    model.config.pard_token = model.config.mask_token_id = chosen
+    model.config.spd_type = "pard"
+    return int(chosen)

@@ -1,0 +1,54 @@
+"""Token trees: from parents to depths, ancestors and chains.
+
+Shape letters: B rows of a batch, N nodes of a tree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paradraft.core import ABSENT
+
+
+def ancestors(parents_BN: Tensor) -> Tensor:
+    """Which nodes lie on the way from the root to each node, itself included.
+
+    A node may attend to exactly these (and to all committed tokens).
+
+    Args:
+        parents_BN: `[B, N]` parents, each smaller than its node; -1 is the root, outside the tree.
+
+    Returns:
+        `[B, N, N]` booleans; entry (n, a) is true when a is n or an ancestor of n.
+
+    >>> ancestors(torch.tensor([[-1, 0, 0, 2]]))[0].int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    """
+    B, N = parents_BN.shape
+    result = torch.eye(N, dtype=torch.bool, device=parents_BN.device).repeat(B, 1, 1)
+    rows = torch.arange(B, device=parents_BN.device)
+    for node in range(1, N):
+        parent = parents_BN[:, node]
+        inherited = result[rows, parent.clamp(min=0)] & (parent != ABSENT)[:, None]
+        result[:, node] |= inherited
+    return result
+
+
+def depths(parents_BN: Tensor) -> Tensor:
+    """The depth of each node; a child of the root has depth 0.
+
+    >>> depths(torch.tensor([[-1, 0, 0, 2]])).tolist()
+    [[0, 1, 1, 2]]
+    """
+    return ancestors(parents_BN).sum(2) - 1
+
+
+def is_chain(parents_BN: Tensor) -> bool:
+    """Whether every node's parent is the node before it.
+
+    >>> is_chain(torch.tensor([[-1, 0, 1]])), is_chain(torch.tensor([[-1, 0, 0]]))
+    (True, False)
+    """
+    straight = torch.arange(-1, parents_BN.shape[1] - 1, device=parents_BN.device)
+    return bool((parents_BN == straight).all())

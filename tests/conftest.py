@@ -1,0 +1,62 @@
+"""Tiny random models of one family, in float64, where equality of texts is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB = 64
+"""Token ids of the tiny tokenizer; the embedding has eight more rows."""
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = ["<|eos|>", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+"]
+    vocab = {token: index for index, token in enumerate(alphabet[:VOCAB])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="+"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|eos|>")
+
+
+def tiny_model(seed: int, *, llama: bool = False, layers: int = 2, rows: int = VOCAB + 8) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    kind, config = (LlamaForCausalLM, LlamaConfig) if llama else (Qwen3ForCausalLM, Qwen3Config)
+    model = kind(
+        config(
+            vocab_size=rows,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=0,
+            initializer_range=0.3,
+        )
+    )
+    return model.to(torch.float64).eval()
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders `target`, `draft` (the target's weights, disturbed, so that some drafts are accepted) and `pard`."""
+    root = tmp_path_factory.mktemp("family")
+    target = tiny_model(1)
+    draft = tiny_model(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    for name, model in (("target", target), ("draft", draft), ("pard", draft)):
+        if name == "pard":
+            model.config.pard_token = model.config.mask_token_id = VOCAB + 1
+            model.config.spd_type = "pard"
+        model.save_pretrained(root / name)
+        tiny_tokenizer().save_pretrained(root / name)
+    return root

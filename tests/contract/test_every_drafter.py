@@ -1,0 +1,122 @@
+"""What every drafter must do. The files in `drafters/` are found, not named: a new one is tested by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from paradraft import Sampling, load
+from paradraft.api import Engine, drafter_module, drafter_names
+from paradraft.models.loading import Runtime
+from tests.conftest import VOCAB
+
+EXACT = Runtime(dtype="float64", compiled=False)
+PROMPTS = ["a", "helloworld", "abcabcabcabcabc", "The0quick1brown2fox"]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.7, seed=1),
+    Sampling(temperature=1.3, top_k=12, seed=2),
+    Sampling(temperature=1.0, top_p=0.8, seed=-3),
+]
+
+
+def engine(family: Path, name: str, *, k: int = 4, runtime: Runtime = EXACT) -> Engine:
+    fields = {field.name for field in dataclasses.fields(drafter_module(name).Config)}
+    folder = family / ("pard" if name == "pard" else "draft")
+    return load(
+        str(family / "target"), drafter=name, draft=str(folder) if "draft" in fields else None, k=k, runtime=runtime
+    )
+
+
+@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("k", [1, 2, 5, 8])
+def test_text_equals_plain_decoding(family: Path, name: str, k: int) -> None:
+    """Guards the promise of the library: a drafter changes the speed, never a token."""
+    plain, drafted = engine(family, "none"), engine(family, name, k=k)
+    for sampling in SAMPLINGS:
+        for prompt in PROMPTS:
+            expected = plain.generate(prompt, max_new_tokens=40, sampling=sampling).tokens
+            assert drafted.generate(prompt, max_new_tokens=40, sampling=sampling).tokens == expected
+
+
+def test_greedy_equals_transformers(family: Path) -> None:
+    """Guards against a mistake that all our own paths share: wrong positions or masks."""
+    ours = engine(family, "none")
+    for prompt in PROMPTS:
+        tokens = torch.tensor([ours.target.tokenizer(prompt)["input_ids"]])
+        theirs = ours.target.lm.model.generate(
+            tokens, max_new_tokens=40, do_sample=False, pad_token_id=0, suppress_tokens=list(range(VOCAB, VOCAB + 8))
+        )
+        assert ours.generate(prompt, max_new_tokens=40).tokens == theirs[0, tokens.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("name", drafter_names())
+def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str) -> None:
+    """Guards against a draft that depends on how the rounds before were cut: the same committed
+    tokens, reached by rounds or given as a prompt, must lead to the same draft."""
+    drafted = engine(family, name)
+    chunks = list(drafted.stream("abcabcabcabcabc", max_new_tokens=24))
+    text = drafted.target.tokenizer("abcabcabcabcabc")["input_ids"]
+    for chunk in chunks[:-1]:
+        text = text + chunk.tokens
+    again = engine(family, name)
+    last = drafted.drafter.propose(4)
+    again.drafter.start(again._encode_tokens(text + chunks[-1].tokens, Sampling()), None)
+    assert torch.equal(again.drafter.propose(4).tokens, last.tokens)
+
+
+@pytest.mark.parametrize("name", drafter_names())
+def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
+    """Guards against drafters that forget to read the tokens of rounds with K = 0."""
+    from paradraft.core import Step
+    from paradraft.decode import sequential
+    from paradraft.decode.stats import Clock
+    from paradraft.decode.stops import Stops
+
+    class Alternating:
+        calls = 0
+
+        def next(self) -> int:
+            self.calls += 1
+            return 5 if self.calls % 9 == 0 else 0
+
+        def observe(self, step: Step) -> None:
+            pass
+
+    plain, drafted = engine(family, "none"), engine(family, name, runtime=dataclasses.replace(EXACT, width=8))
+    expected = plain.generate("helloworld", max_new_tokens=60).tokens
+    stops = Stops(batch_size=1, eos_ids=frozenset([0]), max_new_tokens=60)
+    steps = sequential.decode(
+        drafted.target, drafted.drafter, drafted._encode("helloworld", 60, Sampling()),
+        stops=stops, lengths=Alternating(), clock=Clock(),
+    )  # fmt: skip
+    assert [token for step in steps for token in step.tokens[0]] == expected
+
+
+@pytest.mark.parametrize("name", drafter_names())
+def test_ragged_batch_equals_single_rows(family: Path, name: str) -> None:
+    """Guards the per-row positions of the cache: rows of one batch stand at different lengths."""
+    from paradraft.core import ABSENT, Prompt
+    from paradraft.decode import sequential
+    from paradraft.decode.lengths import Fixed
+    from paradraft.decode.stats import Clock
+    from paradraft.decode.stops import Stops
+
+    drafted = engine(family, name)
+    rows = [drafted.target.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    width = max(map(len, rows))
+    sampling = Sampling(temperature=0.9, seed=5)
+    prompt = Prompt(tokens=torch.tensor([row + [ABSENT] * (width - len(row)) for row in rows]), sampling=sampling)
+    stops = Stops(batch_size=len(rows), eos_ids=drafted.eos_ids, max_new_tokens=30)
+    texts: list[list[int]] = [[] for _ in rows]
+    decoding = sequential.decode(
+        drafted.target, drafted.drafter, prompt, stops=stops, lengths=Fixed(k=4), clock=Clock()
+    )
+    for step in decoding:
+        for text, tokens in zip(texts, step.tokens, strict=True):
+            text += tokens
+    alone = engine(family, name)
+    assert texts == [alone.generate(p, max_new_tokens=30, sampling=sampling).tokens for p in PROMPTS]
