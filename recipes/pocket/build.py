@@ -8,17 +8,22 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import corpus
-from pretrain import PretrainConfig, pretrain
+from paradraft.train.recipe import load_recipe
+from paradraft.train.run import run_with_display
+from pretrain import PretrainConfig, pretrain, whole_rows, windows
 from tokenizer import train_tokenizer
+from write_text import save_jsonl, write_text
 
 SEED = 20261120
 MAX_LENGTH = 512
+POCKET = Path(__file__).parents[2] / "src" / "paradraft" / "pocket"
 EMBEDDING_ROWS = 4096
 TARGET = {
     "hidden_size": 320,
@@ -29,6 +34,11 @@ TARGET = {
 }
 DRAFT = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "head_dim": 32, "intermediate_size": 384}
 TARGET_RUN = PretrainConfig(steps=1800, seed=1)
+DRAFT_RUN = PretrainConfig(steps=700, tokens_per_step=1920, seed=2)
+TEXTS = 3584
+SHIPPED_TEXTS = 768
+TEMPERATURE = 0.7
+RECIPE = Path(__file__).with_name("pard.yaml")
 
 
 def new_model(shape: dict[str, int]) -> Qwen3ForCausalLM:
@@ -83,8 +93,37 @@ def build_target(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> 
     stream = tokenized(tokenizer, [d.text for d in train])
     held = tokenized(tokenizer, [d.text for d in held_out])
     print(f"target: {len(stream):,} tokens to learn, {len(held):,} held out", flush=True)
-    model = pretrain(new_model(TARGET).to(device), stream, held, TARGET_RUN, out / "work" / "target")
+    model = pretrain(
+        new_model(TARGET).to(device), windows(stream, TARGET_RUN), held, TARGET_RUN, out / "work" / "target"
+    )
     save(model, tokenizer, out / "target")
+
+
+def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> torch.Tensor:
+    """Lets the target write."""
+    target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.bfloat16).to(device).eval()
+    train, _ = corpus.read_library()
+    random.Random(SEED).shuffle(train)
+    stream = tokenized(tokenizer, [d.text for d in train])
+    tokens = write_text(target, stream, out / "work" / "text.pt", texts=TEXTS, temperature=TEMPERATURE, seed=SEED)
+    save_jsonl(tokens, tokenizer, out / "work" / "text.jsonl")
+    save_jsonl(tokens[:SHIPPED_TEXTS], tokenizer, out / "text.jsonl")
+    return tokens
+
+
+def build_draft(out: Path, tokenizer: PreTrainedTokenizerFast, texts: torch.Tensor, device: str) -> None:
+    """Trains the draft, from nothing, on what the target wrote."""
+    if (out / "draft" / "config.json").exists():
+        return
+    learn, held = texts[:-64], texts[-64:].flatten()
+    model = pretrain(new_model(DRAFT).to(device), whole_rows(learn, DRAFT_RUN), held, DRAFT_RUN, out / "work" / "draft")
+    save(model, tokenizer, out / "draft")
+
+
+def build_pard(out: Path, device: str) -> None:
+    """Adapts the draft with the library's own trainer."""
+    overrides = [f"model={out / 'draft'}", f"data=[{out / 'work' / 'text.jsonl'}]", f"out={out / 'pard'}"]
+    run_with_display(load_recipe(RECIPE, [*overrides, f"device={device}"]))
 
 
 def main() -> None:
@@ -92,10 +131,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/pocket"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--install", action="store_true", help="replace the family in src/paradraft/pocket")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "work").mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(args.out)
     build_target(args.out, tokenizer, args.device)
+    build_draft(args.out, tokenizer, build_text(args.out, tokenizer, args.device), args.device)
+    build_pard(args.out, args.device)
+    if args.install:
+        for name in ("target", "draft", "pard"):
+            shutil.copytree(args.out / name, POCKET / name, dirs_exist_ok=True, ignore=lambda *_: {"checkpoint"})
+        for name in ("prompts.jsonl", "text.jsonl"):
+            shutil.copy(args.out / name, POCKET / name)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,17 @@ a run that was stopped goes on exactly where it was.
 from __future__ import annotations
 
 import math
-import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
+
+from paradraft.train.checkpoint import save_state
+from paradraft.train.optimizers import Optimizers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,29 +39,36 @@ class PretrainConfig:
     save_every: int = 200
 
 
-def windows(stream: torch.Tensor, config: PretrainConfig, step: int) -> torch.Tensor:
-    """The batch of one step: `[tokens_per_step / window, window + 1]` token ids."""
-    is_long = step >= config.steps * (1 - config.long_share)
-    length = config.long_window if is_long else config.window
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-    starts = torch.randint(len(stream) - length - 1, (config.tokens_per_step // length,), generator=generator)
-    return torch.stack([stream[s : s + length + 1] for s in starts.tolist()])
+def windows(stream: torch.Tensor, config: PretrainConfig) -> Callable[[int], torch.Tensor]:
+    """Batches of random windows of a stream `[n]` of tokens.
+
+    Returns:
+        A function from the step to `[tokens_per_step / window, window + 1]` token ids.
+    """
+
+    def batch(step: int) -> torch.Tensor:
+        is_long = step >= config.steps * (1 - config.long_share)
+        length = config.long_window if is_long else config.window
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        starts = torch.randint(len(stream) - length - 1, (config.tokens_per_step // length,), generator=generator)
+        return torch.stack([stream[start : start + length + 1] for start in starts.tolist()])
+
+    return batch
 
 
-def learning_rate_factor(config: PretrainConfig, step: int) -> float:
-    """Linear warm-up, then linear decay to zero."""
-    return min((step + 1) / config.warmup_steps, (config.steps - step) / (config.steps - config.warmup_steps))
+def whole_rows(texts: torch.Tensor, config: PretrainConfig) -> Callable[[int], torch.Tensor]:
+    """Batches of random rows of `[n, T]` texts of one length.
 
+    Returns:
+        A function from the step to `[tokens_per_step / T, T]` token ids.
+    """
 
-def optimizers_for(model: torch.nn.Module, config: PretrainConfig) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for everything else."""
-    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
-    taken = {id(p) for p in hidden}
-    rest = [p for p in model.parameters() if id(p) not in taken]
-    return [
-        torch.optim.Muon(hidden, lr=config.muon_lr, weight_decay=config.weight_decay),
-        torch.optim.AdamW(rest, lr=config.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    def batch(step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        rows = torch.randint(len(texts), (config.tokens_per_step // texts.shape[1],), generator=generator)
+        return texts[rows]
+
+    return batch
 
 
 @torch.no_grad()
@@ -75,45 +85,47 @@ def evaluate(model: PreTrainedModel, stream: torch.Tensor, *, window: int = 256,
 
 
 def pretrain(
-    model: PreTrainedModel, stream: torch.Tensor, held_out: torch.Tensor, config: PretrainConfig, folder: Path
+    model: PreTrainedModel,
+    batch_of_step: Callable[[int], torch.Tensor],
+    held_out: torch.Tensor,
+    config: PretrainConfig,
+    folder: Path,
 ) -> PreTrainedModel:
     """Trains `model` in place; resumes from `folder/state.pt` if it is there.
 
     Args:
         model: a freshly initialised causal LM in float32, on the device to train on.
-        stream: `[n]` token ids of the training text.
+        batch_of_step: `windows` or `whole_rows`.
         held_out: `[m]` token ids of the held-out text.
         config: the run.
         folder: where `state.pt` and `log.txt` go.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state_file = folder / "state.pt"
-    optimizers = optimizers_for(model, config)
+    optimizers = Optimizers(
+        model,
+        muon_lr=config.muon_lr,
+        lr=config.adamw_lr,
+        weight_decay=config.weight_decay,
+        warmup_steps=config.warmup_steps,
+        steps=config.steps,
+    )
     first = 0
     if state_file.exists():
         state = torch.load(state_file, map_location=model.device, weights_only=True)
         model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        optimizers.load_state_dict(state["optimizers"])
         first = state["step"]
-    base = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    if first:
-        base = [config.muon_lr, config.adamw_lr]
     model.train()
     recent: list[float] = []
     began = time.perf_counter()
     for step in range(first, config.steps):
-        for optimizer, lr in zip(optimizers, base, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = lr * learning_rate_factor(config, step)
-        batch = windows(stream, config, step).to(model.device)
+        batch = batch_of_step(step).to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16):
             logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizers.step(step)
         recent.append(loss.item())
         assert math.isfinite(recent[-1]), f"the loss is {recent[-1]} at step {step}"
         done = step + 1
@@ -129,10 +141,5 @@ def pretrain(
                 log.write(line + "\n")
             recent = []
         if done % config.save_every == 0 or done == config.steps:
-            saved_optimizers = [optimizer.state_dict() for optimizer in optimizers]
-            torch.save(
-                {"model": model.state_dict(), "optimizers": saved_optimizers, "step": done},
-                state_file.with_suffix(".new"),
-            )
-            os.replace(state_file.with_suffix(".new"), state_file)
+            save_state(state_file, {"model": model.state_dict(), "optimizers": optimizers.state_dict(), "step": done})
     return model.eval()

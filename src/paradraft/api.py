@@ -178,22 +178,49 @@ def load(target: str, *, drafter: str = "none", draft: str | None = None, k: int
     Raises:
         ValueError: a name is unknown, or the draft does not fit the target.
     """
-    module = drafter_module(drafter)
-    fields = {field.name for field in dataclasses.fields(module.Config)}
-    if draft is not None and "draft" not in fields:
-        raise ValueError(f"drafter {drafter!r} takes no draft model, but draft={draft!r} was given")
-    if draft is None and "draft" in fields:
-        if target != POCKET:
-            raise ValueError(f"drafter {drafter!r} needs a draft model: name its folder or Hugging Face id as draft")
-        draft = POCKET
+    check_draft(drafter, draft, target)
     loaded = load_target(target, runtime)
-    config = module.Config() if draft is None else module.Config(draft=draft)
-    return Engine(loaded, module.build(config, loaded, runtime), k=k)
+    return Engine(loaded, load_drafter(drafter, loaded, draft=draft, runtime=runtime), k=k)
+
+
+def load_drafter(name: str, target: Target, *, draft: str | None, runtime: Runtime) -> Drafter:
+    """Builds a drafter for a loaded target.
+
+    Args:
+        name: one of `drafter_names()`.
+        target: whose text is to be guessed.
+        draft: the draft model; None takes the shipped one.
+        runtime: the target's.
+
+    Raises:
+        ValueError: the drafter is unknown or its draft model does not fit.
+    """
+    module = drafter_module(name)
+    config = module.Config(draft=draft or POCKET) if takes_draft(name) else module.Config()
+    drafter: Drafter = module.build(config, target, runtime)
+    return drafter
+
+
+def check_draft(drafter: str, draft: str | None, target: str) -> None:
+    """Raises ValueError if a draft model is missing, or given to a drafter that has none."""
+    if draft is not None and not takes_draft(drafter):
+        raise ValueError(f"drafter {drafter!r} takes no draft model, but draft={draft!r} was given")
+    if draft is None and takes_draft(drafter) and target != POCKET:
+        raise ValueError(f"drafter {drafter!r} needs a draft model: name its folder or Hugging Face id as draft")
 
 
 def drafter_names() -> list[str]:
     """The files in `paradraft/drafters`."""
     return sorted(module.name for module in pkgutil.iter_modules(drafters.__path__))
+
+
+def takes_draft(name: str) -> bool:
+    """Whether a drafter has a draft model.
+
+    Raises:
+        ValueError: there is no such drafter.
+    """
+    return "draft" in {field.name for field in dataclasses.fields(drafter_module(name).Config)}
 
 
 def drafter_module(name: str) -> ModuleType:

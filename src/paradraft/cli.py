@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from paradraft.api import Engine, Result, drafter_names, load
+from paradraft.api import Result, drafter_names, load
 from paradraft.core import Sampling
 from paradraft.models.loading import DTYPES, Runtime
 from paradraft.prompts import read_prompts
+from paradraft.terminal import stream_answer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 train_app = typer.Typer(no_args_is_help=True, help="Train a drafter from a recipe.")
@@ -68,7 +69,7 @@ def generate(
             result = engine.generate(text, max_new_tokens=max_new_tokens, sampling=sampling)
             print(json.dumps(record | _as_json(result), ensure_ascii=False), flush=True)
         else:
-            _stream(engine, text, max_new_tokens, sampling)
+            stream_answer(engine, text, max_new_tokens=max_new_tokens, sampling=sampling)
 
 
 def _as_json(result: Result) -> dict[str, object]:
@@ -78,19 +79,6 @@ def _as_json(result: Result) -> dict[str, object]:
         "tokens": result.tokens,
         "stats": vars(stats) | {"total_s": stats.total_s, "acceptance_length": stats.acceptance_length},
     }
-
-
-def _stream(engine: Engine, prompt: str, max_new_tokens: int, sampling: Sampling) -> None:
-    """Prints the prompt dim, drafted and accepted text green, the target's own tokens plain."""
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(Text(prompt, style="dim"), end="")
-    for chunk in engine.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling):
-        console.print(Text(chunk.drafted_text, style="green") + Text(chunk.own_text), end="")
-    stats = engine.clock.stats
-    Console(stderr=True, highlight=False).print(
-        f"\n{stats.tokens} tokens in {stats.total_s:.2f} s, {stats.tokens / stats.total_s:.0f} tokens/s, "
-        f"acceptance length {stats.acceptance_length:.2f}"
-    )
 
 
 @train_app.command()
@@ -103,6 +91,58 @@ def pard(
     from paradraft.train.run import run_with_display
 
     run_with_display(load_recipe(recipe, overrides or []))
+
+
+@app.command()
+def bench(
+    target: Target,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated: hf (AR), ar (AR+), drafters; settings as in pard:k=12:dtype=bfloat16.")
+    ] = "hf,ar,autoregressive,pard,ngram",
+    num_prompts: Annotated[int, typer.Option(help="How many prompts of the file to use.")] = 16,
+    max_new_tokens: NewTokens = 128,
+    prompts: Prompts = None,
+    draft: Draft = None,
+    k: K = 8,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    runs: Annotated[int, typer.Option(help="How often everything is repeated.")] = 3,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    compile: Compile = True,
+    capacity: Capacity = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; by default torch's choice.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every raw number to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
+) -> None:
+    """Compare methods on the same prompts, interleaved. The last line of the output is JSON."""
+    from paradraft.bench.methods import Method
+    from paradraft.bench.report import plot, table, write_json
+    from paradraft.bench.run import held_out_prompts, run_bench
+
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    chosen = [Method.parse(spec.strip(), k=k, dtype=dtype, draft=draft) for spec in methods.split(",")]
+    if threads is not None:
+        torch.set_num_threads(threads)
+    width = max(64, 2 * max(method.k for method in chosen) + 2)
+    runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
+    texts = held_out_prompts(num_prompts, prompts)
+    with Console(stderr=True).status("preparing") as status:
+        result = run_bench(
+            target, chosen, texts, max_new_tokens=max_new_tokens, sampling=sampling, runtime=runtime, runs=runs,
+            report=status.update,
+        )  # fmt: skip
+    title = f"{target}, {num_prompts} prompts x {max_new_tokens} tokens, " + (
+        "greedy" if sampling.is_greedy else f"temperature {temperature:g}"
+    )
+    Console().print(table(result["methods"], title))
+    if json_file is not None:
+        write_json(json_file, result)
+    if plot_file is not None:
+        plot(result["methods"], title, plot_file)
+    print(json.dumps(result["methods"]))
 
 
 def main() -> None:

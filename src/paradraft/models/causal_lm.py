@@ -9,16 +9,14 @@ use, V vocabulary.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.core import ABSENT, Prompt
-from paradraft.models import kv_cache
+from paradraft.models import compilation, kv_cache
 from paradraft.tree import ancestors, is_chain
 
 BUCKET = 64
@@ -63,15 +61,18 @@ class CausalLM:
         self.vocab_size = vocab_size
         self._forbidden: list[int] = []
         self.capacity = capacity or most
-        self.width = max(width, pad_to)
-        self.pad_to = pad_to
+        # A pass of one token would be compiled a second time: torch.compile takes sizes 0 and 1 for constants.
+        self.pad_to = max(pad_to, 2) if compiled else pad_to
+        self.width = max(width, self.pad_to)
         self.device = model.device
         self.lengths_B = torch.zeros(1, dtype=torch.long, device=self.device)
         self._longest = 0
         self._slots = -(-(self.capacity + self.width) // BUCKET) * BUCKET
         self._storage = self._allocate(1)
         self._positions = torch.arange(self._slots, device=self.device)
-        self._decode: Callable[..., Tensor] = _compiled_pass() if compiled else _model_pass
+        self._decode: Callable[..., Tensor] = (
+            compilation.compiled(_model_pass, self.device) if compiled else _model_pass
+        )
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
         return kv_cache.allocate(
@@ -204,23 +205,3 @@ def _model_pass(
     ).last_hidden_state
     wanted_BRD = hidden_BND.gather(1, rows_BR[:, :, None].expand(-1, -1, hidden_BND.shape[2]))
     return model.lm_head(wanted_BRD)
-
-
-def _compiled_pass() -> Callable[..., Tensor]:
-    """`_model_pass` compiled for any width and any number of used slots."""
-    compiled = torch.compile(_model_pass, dynamic=True)
-    broken = False
-
-    def run(*args: Any) -> Tensor:
-        nonlocal broken
-        if not broken:
-            try:
-                return compiled(*args)
-            except torch._dynamo.exc.TorchDynamoException as error:
-                broken = True
-                warnings.warn(
-                    f"compilation failed, decoding goes on uncompiled: {str(error).splitlines()[0]}", stacklevel=2
-                )
-        return _model_pass(*args)
-
-    return run

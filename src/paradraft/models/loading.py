@@ -117,7 +117,7 @@ def load_draft_lm(folder: str, target: Target, runtime: Runtime) -> CausalLM:
     needed = target.lm.vocab_size
     if model.config.vocab_size < needed:
         raise ValueError(
-            f"draft {folder!r} knows {model.config.vocab_size} tokens, the target {needed}: use a draft of the same family"
+            f"draft {folder!r} knows {model.config.vocab_size} tokens, the target {needed}: use one of the same family"
         )
     if model.config.max_position_embeddings < target.capacity:
         raise ValueError(

@@ -2,8 +2,9 @@
 
 A `.jsonl` file has one sample per line: `{"text": …}`, `{"prompt": …, "response": …}` or
 `{"messages": [{"role": …, "content": …}, …]}`. Any other file is one text. Of text every token is a label; of
-a prompt and its response only the response is, end-of-text included; of a conversation the
-assistant's turns, as the model's chat template marks them.
+a prompt and its response only the response is, and the end-of-text behind it unless the record says
+`"finish_reason": "length"`; of a conversation the assistant's turns, as the model's chat template
+marks them.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> Sample:
         case {"text": str(text)}:
             return _from_text(text, tokenizer)
         case {"prompt": str(prompt), "response": str(response)}:
-            return _from_response(prompt, response, tokenizer)
+            return _from_response(prompt, response, tokenizer, ended=record.get("finish_reason") != "length")
         case {"messages": [_, *_] as messages}:
             return _from_messages(messages, tokenizer)
     raise ValueError('expected {"text": …}, {"prompt": …, "response": …} or {"messages": […]}')
@@ -84,9 +85,9 @@ def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
     return Sample(tokens=tokens, is_label=[True] * len(tokens))
 
 
-def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, *, ended: bool) -> Sample:
     question = tokenizer(prompt)["input_ids"]
-    answer = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    answer = tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * ended
     return Sample(tokens=question + answer, is_label=[False] * len(question) + [True] * len(answer))
 
 

@@ -1,0 +1,124 @@
+"""`make demo`: the main job on the shipped pocket family, in a few minutes on two CPU cores.
+
+It adapts the ordinary draft into a PARD drafter for a short while, streams one answer, compares
+plain `generate` (AR), our decoding without a drafter (AR+), the ordinary draft (VSD), the drafter
+just trained and the fully trained one that is shipped, and checks that all texts are the same. A
+second run skips what is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from paradraft.api import load
+from paradraft.bench.methods import Method
+from paradraft.bench.report import plot, table, write_json
+from paradraft.bench.run import held_out_prompts, run_bench
+from paradraft.core import GREEDY
+from paradraft.models.loading import POCKET, Runtime, pocket_folder
+from paradraft.terminal import DRAFTED_STYLE, stream_answer
+from paradraft.train.recipe import PardRecipe
+from paradraft.train.run import run_with_display
+
+DTYPE = "float32"
+"""In float32 near-ties are too rare to flip a token, so texts can be compared with `generate`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much the demo does."""
+
+    steps: int
+    prompts: int
+    tokens: int
+
+
+FULL = Size(steps=90, prompts=8, tokens=128)
+SHORT = Size(steps=6, prompts=2, tokens=48)
+
+
+def recipe(out: Path, size: Size) -> PardRecipe:
+    """The short adaptation: the full one's settings (recipes/pocket/pard.yaml) for fewer steps."""
+    return PardRecipe(
+        model=POCKET,
+        data=[pocket_folder("text.jsonl")],
+        out=out,
+        steps=size.steps,
+        samples_per_step=4,
+        max_length=320,
+        optimizer="muon",
+        muon_lr=1e-2,
+        lr=1e-3,
+        warmup_steps=5,
+        log_every=max(size.steps // 15, 1),
+        save_every=30,
+    )
+
+
+def demo(out: Path, size: Size) -> bool:
+    """Runs the demo; results go to `out`.
+
+    Returns:
+        Whether all texts were the same.
+    """
+    console = Console(highlight=False)
+    trained = out / "pard"
+    prompts = held_out_prompts(size.prompts, None)
+
+    console.rule("1. Adapt the ordinary draft into a parallel drafter (PARD with COD)")
+    out.mkdir(parents=True, exist_ok=True)
+    run_with_display(recipe(trained, size))
+
+    console.rule(f"2. One answer: [{DRAFTED_STYLE}]drafted and accepted[/], the rest is the target's own")
+    engine = load(POCKET, drafter="pard", runtime=Runtime(dtype=DTYPE))
+    engine.generate(prompts[0], max_new_tokens=16)
+    stream_answer(engine, prompts[0], max_new_tokens=size.tokens, sampling=GREEDY)
+
+    console.rule("3. Compare")
+    results = out / "results.json"
+    title = f"pocket, {size.prompts} held-out prompts x {size.tokens} tokens, greedy, {DTYPE}"
+    if results.exists():
+        report = json.loads(results.read_text(encoding="utf-8"))
+        console.print(f"measured before; delete {results} to measure again")
+    else:
+        specs = ["hf", "ar", "autoregressive:k=3", f"pard:draft={trained}", "pard"]
+        methods = [Method.parse(spec, k=8, dtype=DTYPE, draft=None) for spec in specs]
+        with console.status("preparing") as status:
+            report = run_bench(
+                POCKET,
+                methods,
+                prompts,
+                max_new_tokens=size.tokens,
+                sampling=GREEDY,
+                runtime=Runtime(dtype=DTYPE),
+                runs=1,
+                report=status.update,
+            )
+        write_json(results, report)
+        plot(report["methods"], title, out / "results.png")
+    console.print(table(report["methods"], title))
+    identical = all(figures["identical_to_ar"] for figures in report["methods"].values())
+    console.print(
+        "all texts are identical" if identical else "TEXTS DIFFER", style="bold green" if identical else "bold red"
+    )
+    console.print(f"plot: {out / 'results.png'}   raw numbers: {results}")
+    return identical
+
+
+def main() -> None:
+    """Entry point of `python -m paradraft.bench.demo`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="a few steps and prompts only")
+    parser.add_argument("--out", type=Path, default=None, help="build/demo, or build/demo-short with --short")
+    args = parser.parse_args()
+    out = args.out or Path("build") / ("demo-short" if args.short else "demo")
+    raise SystemExit(0 if demo(out, SHORT if args.short else FULL) else 1)
+
+
+if __name__ == "__main__":
+    main()

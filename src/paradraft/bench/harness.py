@@ -1,0 +1,160 @@
+"""Runs several methods on the same prompts, interleaved, and sums up.
+
+Every method answers a prompt before any goes on to the next, and the order rotates, so that a slow
+moment of the machine hits all of them alike. Times include prefill and the first draft. Before the
+clock starts every method has answered the longest and the shortest prompt once (compilation).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from paradraft.bench.methods import AR, HF, Answer, Answerer, Method
+from paradraft.core import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one method did.
+
+    Args:
+        method: which.
+        runs: for each run, the answers to all prompts.
+        peak_rss_bytes: most resident memory of the process while the method ran, with the models
+            of all methods loaded.
+    """
+
+    method: Method
+    runs: list[list[Answer]]
+    peak_rss_bytes: int
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The tokens of the first run's answers."""
+        return [answer.tokens for answer in self.runs[0]]
+
+    @property
+    def tokens_per_s(self) -> list[float]:
+        """For each run, emitted tokens per second."""
+        return [sum(len(a.tokens) for a in run) / sum(a.total_s for a in run) for run in self.runs]
+
+
+def measure(
+    answerers: dict[Method, Answerer],
+    prompts: list[str],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    runs: int,
+    report: Callable[[str], None],
+) -> list[Measured]:
+    """Times all methods on all prompts.
+
+    Args:
+        answerers: the prepared methods.
+        prompts: at least one.
+        max_new_tokens: most tokens of an answer.
+        sampling: the same for all methods.
+        runs: how often everything is repeated, at least 1.
+        report: told what is going on.
+    """
+    if runs < 1:
+        raise ValueError(f"runs={runs}: use at least 1")
+    methods = list(answerers)
+    for number, method in enumerate(methods, start=1):
+        report(f"warming up {method.spec} ({number}/{len(methods)})")
+        for prompt in (max(prompts, key=len), min(prompts, key=len)):
+            answerers[method](prompt, max_new_tokens, sampling)
+    answers: dict[Method, list[list[Answer]]] = {method: [[] for _ in range(runs)] for method in methods}
+    peaks = dict.fromkeys(methods, 0)
+    process = psutil.Process()
+    for run in range(runs):
+        for place, prompt in enumerate(prompts):
+            report(f"run {run + 1}/{runs}, prompt {place + 1}/{len(prompts)}")
+            turn = (run + place) % len(methods)
+            for method in methods[turn:] + methods[:turn]:
+                answers[method][run].append(answerers[method](prompt, max_new_tokens, sampling))
+                peaks[method] = max(peaks[method], process.memory_info().rss)
+    return [Measured(method=m, runs=answers[m], peak_rss_bytes=peaks[m]) for m in methods]
+
+
+def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[str, object]]:
+    """The figures of each method, by its spec.
+
+    Speedups are against the fastest `hf` and the fastest `ar` of the run. `identical_to_ar`
+    compares with the `ar` of the same dtype if there is one, else with the fastest; it is None for
+    a sampled `hf`, which has its own random numbers, and where no `ar` ran.
+    """
+    speeds = {m.method: statistics.median(m.tokens_per_s) for m in measured}
+
+    def fastest(name: str) -> Measured | None:
+        return max((m for m in measured if m.method.name == name), key=lambda m: speeds[m.method], default=None)
+
+    hf, ar = fastest(HF), fastest(AR)
+    summary = {}
+    for one in measured:
+        speed = speeds[one.method]
+        same_dtype = (m for m in measured if m.method.name == AR and m.method.dtype == one.method.dtype)
+        reference = next(same_dtype, ar)
+        comparable = reference is not None and (sampling.is_greedy or one.method.name != HF)
+        summary[one.method.spec] = {
+            "method": one.method.name,
+            "k": one.method.k,
+            "dtype": one.method.dtype,
+            "draft": one.method.draft,
+            "tokens_per_s": {"median": speed, "runs": one.tokens_per_s},
+            "speedup_vs_hf": speed / speeds[hf.method] if hf else None,
+            "speedup_vs_ar": speed / speeds[ar.method] if ar else None,
+            **_rounds(one),
+            "identical_to_ar": one.texts == reference.texts if comparable and reference else None,
+            "differing_prompts": _differing(one, reference) if comparable and reference else None,
+            "distinct_4grams": distinct_share(one.texts),
+            "tokens": sum(map(len, one.texts)),
+            "peak_rss_bytes": one.peak_rss_bytes,
+        }
+    return summary
+
+
+def _rounds(one: Measured) -> dict[str, object]:
+    """Acceptance and the split of the time, summed over all runs; empty values for `hf`."""
+    stats = [answer.stats for run in one.runs for answer in run if answer.stats is not None]
+    if not stats:
+        return dict.fromkeys(
+            ("acceptance_length", "acceptance_per_position", "prefill_s", "draft_s", "verify_s", "other_s")
+        ) | {"total_s": sum(answer.total_s for run in one.runs for answer in run)}
+    longest = max(len(s.drafted) for s in stats)
+    drafted = [sum(s.drafted[i] for s in stats if i < len(s.drafted)) for i in range(longest)]
+    accepted = [sum(s.accepted[i] for s in stats if i < len(s.accepted)) for i in range(longest)]
+    return {
+        "acceptance_length": sum(s.tokens for s in stats) / sum(s.rounds for s in stats),
+        "acceptance_per_position": [a / d for a, d in zip(accepted, drafted, strict=True)],
+        "prefill_s": sum(s.prefill_s for s in stats),
+        "draft_s": sum(s.draft_s for s in stats),
+        "verify_s": sum(s.verify_s for s in stats),
+        "other_s": sum(s.other_s for s in stats),
+        "total_s": sum(s.total_s for s in stats),
+    }
+
+
+def _differing(one: Measured, reference: Measured) -> list[dict[str, int]]:
+    """The prompts whose texts differ, and the first token where they do."""
+    found = []
+    for prompt, (mine, theirs) in enumerate(zip(one.texts, reference.texts, strict=True)):
+        if mine != theirs:
+            same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+            found.append({"prompt": prompt, "token": min(len(mine), len(theirs)) if same is None else same})
+    return found
+
+
+def distinct_share(texts: list[list[int]]) -> float:
+    """Distinct 4-grams over all 4-grams, a measure of how far texts are from being loops.
+
+    >>> distinct_share([[1, 2, 3, 4, 5, 6]]), distinct_share([[1, 1, 1, 1, 1, 1]])
+    (1.0, 0.3333333333333333)
+    """
+    each = [[tuple(text[i : i + 4]) for i in range(len(text) - 3)] for text in texts]
+    return sum(len(set(grams)) for grams in each) / max(sum(map(len, each)), 1)

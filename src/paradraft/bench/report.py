@@ -1,0 +1,84 @@
+"""A benchmark's figures as a table, a plot and a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+Summary = dict[str, dict[str, Any]]
+
+LABELS = {"hf": "AR (generate)", "ar": "AR+ (no drafter)", "autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram"}
+
+
+def table(summary: Summary, title: str) -> Table:
+    """One line per method."""
+    result = Table(title=title)
+    for name in ("method", "tokens/s", "vs AR", "vs AR+", "accepted length", "draft", "verify", "rest", "same text"):
+        result.add_column(name, justify="left" if name == "method" else "right")
+    for spec, figures in summary.items():
+        parts = [_share(figures, key) for key in ("draft_s", "verify_s")]
+        parts.append(_share(figures, "prefill_s", "other_s"))
+        result.add_row(
+            _label(spec, figures),
+            f"{figures['tokens_per_s']['median']:.0f}",
+            _times(figures["speedup_vs_hf"]),
+            _times(figures["speedup_vs_ar"]),
+            "-" if figures["acceptance_length"] is None else f"{figures['acceptance_length']:.2f}",
+            *parts,
+            {True: "yes", False: "no", None: "-"}[figures["identical_to_ar"]],
+        )
+    return result
+
+
+def _label(spec: str, figures: dict[str, Any]) -> str:
+    name = LABELS.get(figures["method"], figures["method"])
+    settings = spec.partition(":")[2].replace(":", ", ")
+    return f"{name}, {settings}" if settings else name
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _share(figures: dict[str, Any], *keys: str) -> str:
+    if figures[keys[0]] is None:
+        return "-"
+    return f"{sum(figures[key] for key in keys) / figures['total_s']:.0%}"
+
+
+def write_json(file: Path, report: dict[str, Any]) -> None:
+    """Writes the whole report; an old file is replaced only when the new one is complete."""
+    new = file.with_name(file.name + ".new")
+    new.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(new, file)
+
+
+def plot(summary: Summary, title: str, file: Path) -> None:
+    """Writes a PNG: tokens per second, and acceptance by position."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    speed, acceptance = figure.subplots(1, 2)
+    figure.suptitle(title)
+    specs = list(summary)
+    labels = [_label(spec, summary[spec]) for spec in specs]
+    values = [summary[spec]["tokens_per_s"]["median"] for spec in specs]
+    bars = speed.barh(labels, values, color=[f"C{i}" for i in range(len(specs))])
+    speed.bar_label(
+        bars, [f"{value:.0f}  ({_times(summary[s]['speedup_vs_ar'])})" for value, s in zip(values, specs, strict=True)]
+    )
+    speed.invert_yaxis()
+    speed.margins(x=0.25)
+    speed.set_xlabel("tokens per second (against AR+)")
+    for index, spec in enumerate(specs):
+        rates = summary[spec]["acceptance_per_position"]
+        if rates:
+            acceptance.plot(range(1, len(rates) + 1), rates, marker="o", color=f"C{index}", label=labels[index])
+    acceptance.set(xlabel="position in the draft", ylabel="share accepted", ylim=(0, 1))
+    if acceptance.lines:
+        acceptance.legend()
+    figure.savefig(file, dpi=120)

@@ -1,0 +1,86 @@
+"""`paradraft bench`: prepare, measure, summarize, write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from paradraft.api import check_draft, drafter_names, takes_draft
+from paradraft.bench.harness import measure, summarize
+from paradraft.bench.machine import describe_machine
+from paradraft.bench.methods import Answerer, Method
+from paradraft.core import Sampling
+from paradraft.models.loading import Runtime, load_target, pocket_folder
+from paradraft.models.target import Target
+from paradraft.prompts import read_prompts
+
+
+def held_out_prompts(number: int, file: Path | None) -> list[str]:
+    """The first prompts of a file; without one, of the pocket family's held-out modules.
+
+    Raises:
+        ValueError: the file cannot be read or has fewer prompts.
+    """
+    file = file or pocket_folder("prompts.jsonl")
+    records = read_prompts(file)
+    if not 1 <= number <= len(records):
+        raise ValueError(f"num_prompts={number}: {file.name} has {len(records)} prompts")
+    return [str(record["prompt"]) for record in records[:number]]
+
+
+def run_bench(
+    target: str,
+    methods: list[Method],
+    prompts: list[str],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    runtime: Runtime,
+    runs: int,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measures methods on one target.
+
+    Returns:
+        A report of plain values: `machine`, `arguments`, `methods` (the summary), and `answers`
+        with every raw time and the tokens of the first run.
+
+    Raises:
+        ValueError: a model cannot be loaded, or the same method is given twice.
+    """
+    if len(set(methods)) < len(methods) or not methods:
+        raise ValueError("methods: name at least one, and each only once")
+    for method in methods:
+        if method.name in drafter_names() and takes_draft(method.name):
+            check_draft(method.name, method.draft, target)
+    answerers: dict[Method, Answerer] = {}
+    targets: dict[str, Target] = {}
+    for method in methods:
+        report(f"loading {method.spec}")
+        of_dtype = replace(runtime, dtype=method.dtype)
+        if method.dtype not in targets:
+            targets[method.dtype] = load_target(target, of_dtype)
+        answerers[method] = method.prepare(targets[method.dtype], of_dtype)
+    measured = measure(answerers, prompts, max_new_tokens=max_new_tokens, sampling=sampling, runs=runs, report=report)
+    return {
+        "machine": describe_machine(runtime.device),
+        "arguments": {
+            "target": target,
+            "methods": [method.spec for method in methods],
+            "num_prompts": len(prompts),
+            "max_new_tokens": max_new_tokens,
+            "runs": runs,
+            "sampling": asdict(sampling),
+            "runtime": asdict(runtime),
+        },
+        "methods": summarize(measured, sampling),
+        "answers": {
+            one.method.spec: {
+                "total_s": [[answer.total_s for answer in run] for run in one.runs],
+                "tokens": one.texts,
+            }
+            for one in measured
+        },
+    }
