@@ -12,14 +12,15 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import corpus
+from paradraft.models.loading import Runtime, load_target
 from paradraft.train.recipe import load_recipe
 from paradraft.train.run import run_with_display
 from pretrain import PretrainConfig, pretrain, whole_rows, windows
 from tokenizer import train_tokenizer
-from write_text import save_jsonl, write_text
+from write_text import ANSWER_TOKENS, PROMPT_TOKENS, save_jsonl, write_text
 
 SEED = 20261120
 MAX_LENGTH = 512
@@ -35,8 +36,8 @@ TARGET = {
 DRAFT = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "head_dim": 32, "intermediate_size": 384}
 TARGET_RUN = PretrainConfig(steps=1800, seed=1)
 DRAFT_RUN = PretrainConfig(steps=700, tokens_per_step=1920, seed=2)
-TEXTS = 3584
-SHIPPED_TEXTS = 768
+TEXTS = 1536
+SHIPPED_TEXTS = 640
 TEMPERATURE = 0.7
 RECIPE = Path(__file__).with_name("pard.yaml")
 
@@ -101,7 +102,8 @@ def build_target(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> 
 
 def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> torch.Tensor:
     """Lets the target write."""
-    target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.bfloat16).to(device).eval()
+    runtime = Runtime(device=device, dtype="bfloat16", compiled=False, pad_to=2, capacity=PROMPT_TOKENS + ANSWER_TOKENS)
+    target = load_target(str(out / "target"), runtime)
     train, _ = corpus.read_library()
     random.Random(SEED).shuffle(train)
     stream = tokenized(tokenizer, [d.text for d in train])

@@ -72,5 +72,6 @@ def function_prompts(document: Document, *, max_chars: int = 500) -> list[dict[s
         while head and sum(map(len, head)) > max_chars:
             head = head[1:]
         if len("".join(head)) >= max_chars // 2:
-            prompts.append({"prompt": "".join(head), "module": document.name, "function": node.name})
+            # Without the last newline: the tokenizer joins it with the indentation that follows.
+            prompts.append({"prompt": "".join(head).rstrip("\n"), "module": document.name, "function": node.name})
     return prompts

@@ -6,23 +6,30 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+
+from paradraft.core import Prompt, Sampling
+from paradraft.decode.lengths import Fixed
+from paradraft.decode.sequential import decode
+from paradraft.decode.stats import Clock
+from paradraft.decode.stops import Stops
+from paradraft.drafters.none import NoDrafter
+from paradraft.models.target import Target
 
 PROMPT_TOKENS = 64
 ANSWER_TOKENS = 256
-BATCH = 128
+BATCH = 64
 
 
-@torch.inference_mode()
 def write_text(
-    target: PreTrainedModel, stream: torch.Tensor, file: Path, *, texts: int, temperature: float, seed: int
+    target: Target, stream: torch.Tensor, file: Path, *, texts: int, temperature: float, seed: int
 ) -> torch.Tensor:
-    """Samples continuations of random windows of the training text, a batch at a time.
+    """Samples continuations of random windows of the training text, with our own batched decoding.
 
     Batches that a stopped run has finished are found in `file` and not written again.
 
     Args:
-        target: in evaluation mode, in the dtype to sample with.
+        target: loaded with room for a prompt and its answer.
         stream: `[n]` token ids that prompts are cut from.
         file: where the `[n, PROMPT_TOKENS + ANSWER_TOKENS]` token ids go.
         texts: how many texts.
@@ -34,21 +41,15 @@ def write_text(
     """
     batches: list[torch.Tensor] = list(torch.load(file).split(BATCH)) if file.exists() else []
     while len(batches) * BATCH < texts:
-        generator = torch.Generator().manual_seed(seed + len(batches))
-        torch.manual_seed(seed + len(batches))
+        sampling = Sampling(temperature=temperature, seed=seed + len(batches))
+        generator = torch.Generator().manual_seed(sampling.seed)
         starts = torch.randint(len(stream) - PROMPT_TOKENS, (BATCH,), generator=generator).tolist()
-        prompts = torch.stack([stream[start : start + PROMPT_TOKENS] for start in starts]).to(target.device)
-        answers = target.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=ANSWER_TOKENS,
-            min_new_tokens=ANSWER_TOKENS,
-        )
-        batches.append(answers.cpu())
+        prompts = torch.stack([stream[start : start + PROMPT_TOKENS] for start in starts])
+        stops = Stops(batch_size=BATCH, eos_ids=frozenset(), max_new_tokens=ANSWER_TOKENS)
+        prompt = Prompt(tokens=prompts.to(target.lm.device), sampling=sampling)
+        steps = decode(target, NoDrafter(), prompt, stops=stops, lengths=Fixed(k=0), clock=Clock())
+        answers = torch.cat([torch.tensor(step.tokens) for step in steps], dim=1)
+        batches.append(torch.cat([prompts, answers], dim=1))
         torch.save(torch.cat(batches), file)
         print(f"text: {len(batches) * BATCH}/{texts} written", flush=True)
     return torch.cat(batches)

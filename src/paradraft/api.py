@@ -143,9 +143,12 @@ class Engine:
         return frozenset([found] if isinstance(found, int) else found or [])
 
     def check(self, prompts: list[str], *, max_new_tokens: int) -> None:
-        """Raises ValueError if a prompt is empty, or it and its answer do not fit into the model."""
-        for prompt in prompts:
-            self._encode(prompt, max_new_tokens, GREEDY)
+        """Raises ValueError if a prompt, named by number, is empty, or it and its answer do not fit into the model."""
+        for number, prompt in enumerate(prompts, start=1):
+            try:
+                self._encode(prompt, max_new_tokens, GREEDY)
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") from None
 
     def _encode(self, prompt: str, max_new_tokens: int, sampling: Sampling) -> Prompt:
         tokens = self.target.tokenizer(prompt)["input_ids"] if prompt else []

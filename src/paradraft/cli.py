@@ -15,15 +15,20 @@ from paradraft.api import Result, drafter_names, load
 from paradraft.core import Sampling
 from paradraft.models.loading import DTYPES, Runtime
 from paradraft.prompts import read_prompts
-from paradraft.terminal import stream_answer
+from paradraft.terminal import hide_progress_bars, stream_answer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
-train_app = typer.Typer(no_args_is_help=True, help="Train a drafter from a recipe.")
+MOST_DRAFTED = 256
+"""Largest K; caches keep room for two drafts of that length."""
+INTERRUPTED = 130
+"""What typer makes of Ctrl-C."""
+
+app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+train_app = typer.Typer(help="Train a drafter from a recipe.")
 app.add_typer(train_app, name="train")
 
 Target = Annotated[str, typer.Option("--target", help="Hugging Face id, folder, or pocket (the shipped family).")]
 Draft = Annotated[str | None, typer.Option("--draft", help="Draft model; the pocket target brings its own.")]
-K = Annotated[int, typer.Option("-k", help="Tokens drafted per round.")]
+K = Annotated[int, typer.Option("-k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}.")]
 NewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0 keeps all.")]
@@ -60,7 +65,7 @@ def generate(
         raise ValueError("give either --prompt or --prompts")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
-    runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=max(64, 2 * k + 2))
+    runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=_width(k))
     engine = load(target, drafter=drafter, draft=draft, k=k, runtime=runtime)
     texts = [str(record["prompt"]) for record in records]
     engine.check(texts, max_new_tokens=max_new_tokens)
@@ -70,6 +75,14 @@ def generate(
             print(json.dumps(record | _as_json(result), ensure_ascii=False), flush=True)
         else:
             stream_answer(engine, text, max_new_tokens=max_new_tokens, sampling=sampling)
+
+
+def _width(*ks: int) -> int:
+    """Room for a pass that reads a whole round and drafts the next."""
+    for k in ks:
+        if not 1 <= k <= MOST_DRAFTED:
+            raise ValueError(f"k={k}: draft 1 to {MOST_DRAFTED} tokens per round")
+    return max(64, 2 * max(ks) + 2)
 
 
 def _as_json(result: Result) -> dict[str, object]:
@@ -108,12 +121,12 @@ def bench(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
-    runs: Annotated[int, typer.Option(help="How often everything is repeated.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="How often everything is repeated.")] = 3,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     compile: Compile = True,
     capacity: Capacity = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; by default torch's choice.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every raw number to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
 ) -> None:
@@ -126,9 +139,12 @@ def bench(
     chosen = [Method.parse(spec.strip(), k=k, dtype=dtype, draft=draft) for spec in methods.split(",")]
     if threads is not None:
         torch.set_num_threads(threads)
-    width = max(64, 2 * max(method.k for method in chosen) + 2)
+    width = _width(*(method.k for method in chosen))
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
     texts = held_out_prompts(num_prompts, prompts)
+    for file in (json_file, plot_file):
+        if file is not None and not file.parent.is_dir():
+            raise ValueError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}")
     with Console(stderr=True).status("preparing") as status:
         result = run_bench(
             target, chosen, texts, max_new_tokens=max_new_tokens, sampling=sampling, runtime=runtime, runs=runs,
@@ -147,11 +163,20 @@ def bench(
 
 def main() -> None:
     """Entry point: a user's mistake is one line and exit code 2."""
+    hide_progress_bars()
     try:
-        app()
+        code = app(sys.argv[1:] or ["--help"], prog_name="paradraft", standalone_mode=False) or 0
+    except typer.TyperException as error:
+        code = _complain(error.format_message())
     except ValueError as error:
-        print(f"paradraft: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
+        code = _complain(str(error))
+    except OSError as error:
+        code = _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    if code == INTERRUPTED:
         print("paradraft: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+    raise SystemExit(code)
+
+
+def _complain(message: str) -> int:
+    print(f"paradraft: {' '.join(message.split())}", file=sys.stderr)
+    return 2

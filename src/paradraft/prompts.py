@@ -16,8 +16,13 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
     """
     if not file.is_file():
         raise ValueError(f"prompt file {str(file)!r} does not exist")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt file {str(file)!r} is not UTF-8 text ({error.reason})") from None
     records = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not splitlines(): JSON strings may hold U+2028 and its like as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -80,7 +80,8 @@ def gumbel_noise(seed: int, positions_BN: Tensor, vocab_size: int) -> Tensor:
     start = _mix(_mix(torch.full_like(positions_BN, seed) + _GOLDEN) + (positions_BN + 1) * _GOLDEN)
     index = torch.arange(1, vocab_size + 1, device=positions_BN.device) * _GOLDEN
     bits = _mix(start[..., None] + index)
-    uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+    # 52 bits and not 53: the half must fit too, or the largest number would round to 1 and its noise be infinite.
+    uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
     return -(-uniform.log()).log()
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from huggingface_hub.utils.tqdm import enable_progress_bars
 from rich.console import Console
 from rich.text import Text
+from transformers.utils import logging
 
 from paradraft.api import Engine
 from paradraft.core import Sampling
 
 DRAFTED_STYLE = "green"
+
+
+def hide_progress_bars() -> None:
+    """Turns off the bars of `transformers` for loading and saving; downloads keep theirs."""
+    logging.disable_progress_bar()
+    enable_progress_bars()
 
 
 def stream_answer(engine: Engine, prompt: str, *, max_new_tokens: int, sampling: Sampling) -> None:

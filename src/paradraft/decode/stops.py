@@ -48,5 +48,6 @@ class Stops:
             self._left[row] -= len(emitted)
             tokens.append(emitted)
             accepted.append(min(kept, len(emitted)))
-        drafted = (draft.tokens != ABSENT).sum(1).tolist()
+        proposed = (draft.tokens != ABSENT).sum(1).tolist()
+        drafted = [number if emitted else 0 for number, emitted in zip(proposed, tokens, strict=True)]
         return Step(tokens=tokens, accepted=accepted, drafted=drafted, finished=[left == 0 for left in self._left])

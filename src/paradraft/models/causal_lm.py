@@ -159,7 +159,8 @@ class CausalLM:
 
     def keep(self, count_B: Tensor) -> None:
         """Keeps the first `count_B` tokens of the last pass."""
-        self.lengths_B = self.lengths_B + count_B
+        # A row that has ended is read on until all rows of its batch have; it must not outgrow the cache.
+        self.lengths_B = (self.lengths_B + count_B).clamp(max=self.capacity)
         self._longest = int(self.lengths_B.max())
 
     def keep_path(self, path_BN: Tensor) -> None:

@@ -17,8 +17,8 @@ from transformers import Cache, PretrainedConfig
 from paradraft.core import ABSENT
 
 Storage = list[tuple[Tensor, Tensor]]
-"""For each layer its keys and its values, both `[B, H, C, D]`. One tensor each, so that a compiled
-pass can write into them in place instead of copying."""
+"""For each layer its keys and its values, both `[B, C, H, D]`. One tensor each, so that a compiled
+pass can write into them in place; slots before heads, so that a token is one contiguous run."""
 
 
 def allocate(
@@ -26,7 +26,7 @@ def allocate(
 ) -> Storage:
     """Empty storage for a causal LM."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = (batch_size, config.num_key_value_heads, capacity, head_dim)
+    shape = (batch_size, capacity, config.num_key_value_heads, head_dim)
     layers = range(config.num_hidden_layers)
     return [
         (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)) for _ in layers
@@ -52,11 +52,11 @@ class SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, cache_kwargs: object = None
     ) -> tuple[Tensor, Tensor]:
         """Writes `[B, H, N, D]` keys and values, returns `[B, H, S, D]` views of all in use."""
-        keys, values = self.storage[layer_idx]
-        index = self.slots_BN[:, None, :, None].expand_as(key_states)
-        keys.scatter_(2, index, key_states)
-        values.scatter_(2, index, value_states)
-        return keys[:, :, : self.used], values[:, :, : self.used]
+        views = []
+        for stored_BCHD, new_BHND in zip(self.storage[layer_idx], (key_states, value_states), strict=True):
+            write(stored_BCHD, self.slots_BN, new_BHND.transpose(1, 2))
+            views.append(stored_BCHD[:, : self.used].transpose(1, 2))
+        return views[0], views[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Not known as one number; positions are always passed explicitly."""
@@ -76,9 +76,13 @@ def compact(storage: Storage, first_slot_B: Tensor, path_BN: Tensor) -> None:
     """
     to_BN = first_slot_B[:, None] + torch.arange(path_BN.shape[1], device=path_BN.device)
     from_BN = torch.where(path_BN == ABSENT, to_BN, first_slot_B[:, None] + path_BN)
+    rows_B1 = torch.arange(len(path_BN), device=path_BN.device)[:, None]
     for layer in storage:
-        for tensor in layer:
-            _, H, _, D = tensor.shape
-            source = from_BN[:, None, :, None].expand(-1, H, -1, D)
-            target = to_BN[:, None, :, None].expand(-1, H, -1, D)
-            tensor.scatter_(2, target, tensor.gather(2, source))
+        for stored_BCHD in layer:
+            write(stored_BCHD, to_BN, stored_BCHD[rows_B1, from_BN])
+
+
+def write(stored_BCHD: Tensor, slots_BN: Tensor, new_BNHD: Tensor) -> None:
+    """Puts new entries into each row's own slots, in place."""
+    rows_B1 = torch.arange(len(slots_BN), device=slots_BN.device)[:, None]
+    stored_BCHD.index_put_((rows_B1, slots_BN), new_BNHD)

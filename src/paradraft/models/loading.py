@@ -8,6 +8,9 @@ from importlib import resources
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError  # type: ignore[attr-defined]
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.models.causal_lm import CausalLM
@@ -57,8 +60,34 @@ def pocket_folder(role: str) -> Path:
 
 
 def locate(name: str, role: str) -> str:
-    """The folder or Hugging Face id behind a model name; "pocket" depends on the role."""
-    return str(pocket_folder(role)) if name == POCKET else name
+    """The folder or Hugging Face id behind a model name; "pocket" depends on the role.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if name == POCKET:
+        return str(pocket_folder(role))
+    if not Path(name).is_dir():
+        _check_hub(name)
+    elif not (Path(name) / "config.json").is_file():
+        raise ValueError(f"{name!r} is not a model folder: it has no config.json")
+    return name
+
+
+def _check_hub(name: str) -> None:
+    # Asked once: `from_pretrained` would try for a minute where there is no network.
+    try:
+        if not name or try_to_load_from_cache(name, "config.json") is None:
+            HfApi().model_info(name, timeout=10)
+    except HFValidationError:
+        raise ValueError(f"unknown model {name!r}: there is no such folder, and it is no Hugging Face id") from None
+    except RepositoryNotFoundError:
+        raise ValueError(f"unknown model {name!r}: there is no such folder and no such Hugging Face model") from None
+    except (OSError, HTTPError) as error:
+        raise ValueError(
+            f"unknown model {name!r}: there is no such folder, and Hugging Face cannot be asked for it "
+            f"({_first_sentence(error)})"
+        ) from None
 
 
 def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
@@ -69,7 +98,7 @@ def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[runtime.dtype])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"cannot load model {name!r}: {_first_sentence(error)}") from None
     return model.to(runtime.device).eval()
 
@@ -135,7 +164,7 @@ def _causal_lm(model: PreTrainedModel, vocab_size: int, runtime: Runtime, capaci
     return CausalLM(
         model,
         vocab_size=vocab_size,
-        capacity=capacity or min(model.config.max_position_embeddings, 4096),
+        capacity=min(model.config.max_position_embeddings, 4096) if capacity is None else capacity,
         width=runtime.width,
         compiled=runtime.compiled,
         pad_to=runtime.pad_to,

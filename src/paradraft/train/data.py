@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 
@@ -38,14 +39,20 @@ def load_samples(files: list[Path], tokenizer: PreTrainedTokenizerBase, *, max_l
     """Reads all files; long samples are split into pieces of at most `max_length` tokens.
 
     Raises:
-        ValueError: a file does not exist, a line is broken (named by number), or nothing in the
+        ValueError: a file does not exist or is not text, a line is broken (named by number), or nothing in the
             files is a label.
     """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the model's tokenizer has no end-of-text token, so the end of a text cannot be learned")
     samples: list[Sample] = []
     for file in files:
         if not file.is_file():
             raise ValueError(f"training data {str(file)!r} does not exist")
-        for whole in _read(file, tokenizer):
+        try:
+            wholes = list(_read(file, tokenizer))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"training data {str(file)!r} is not UTF-8 text ({error.reason})") from None
+        for whole in wholes:
             for start in range(0, len(whole.tokens), max_length):
                 piece = slice(start, start + max_length)
                 if any(whole.is_label[piece][1:]):
@@ -65,7 +72,7 @@ def _read(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
                 continue
             try:
                 yield _from_record(json.loads(line), tokenizer)
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, TemplateError) as error:
                 raise ValueError(f"{file}, line {number}: {error}") from None
 
 
@@ -75,7 +82,7 @@ def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> Sample:
             return _from_text(text, tokenizer)
         case {"prompt": str(prompt), "response": str(response)}:
             return _from_response(prompt, response, tokenizer, ended=record.get("finish_reason") != "length")
-        case {"messages": [_, *_] as messages}:
+        case {"messages": [_, *_] as messages} if all(isinstance(message, dict) for message in messages):
             return _from_messages(messages, tokenizer)
     raise ValueError('expected {"text": …}, {"prompt": …, "response": …} or {"messages": […]}')
 

@@ -95,7 +95,8 @@ def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, m
     Returns:
         The mask token's id.
     """
-    known = getattr(model.config, "mask_token_id", None) or getattr(model.config, "pard_token", None)
+    known = getattr(model.config, "mask_token_id", None)
+    known = getattr(model.config, "pard_token", None) if known is None else known
     rows = model.get_input_embeddings().weight.shape[0]
     if mask_id is not None and not 0 <= mask_id < rows:
         raise ValueError(f"mask_token_id={mask_id} is outside the embedding of {rows} rows")

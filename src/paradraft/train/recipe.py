@@ -62,6 +62,8 @@ def load_recipe(file: Path, overrides: list[str]) -> PardRecipe:
         raise ValueError(f"recipe {str(file)!r} does not exist")
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"recipe {file} is not UTF-8 text ({error.reason})") from None
     except yaml.YAMLError as error:
         raise ValueError(f"recipe {file} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):
@@ -70,11 +72,14 @@ def load_recipe(file: Path, overrides: list[str]) -> PardRecipe:
         key, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"{override!r}: write overrides as key=value")
-        settings[key] = _yaml_value(value)
+        try:
+            settings[key] = _yaml_value(value)
+        except yaml.YAMLError:
+            raise ValueError(f"{override!r}: {value!r} is not a YAML value") from None
     try:
-        return PardRecipe(**settings)
+        return PardRecipe.model_validate(settings)
     except ValidationError as error:
-        raise ValueError("; ".join(_complaint(e["loc"], e["msg"]) for e in error.errors())) from None
+        raise ValueError("; ".join(_complaint(e["loc"], e["msg"], e["input"]) for e in error.errors())) from None
 
 
 def _yaml_value(text: str) -> object:
@@ -85,8 +90,10 @@ def _yaml_value(text: str) -> object:
         return yaml.safe_load(text)
 
 
-def _complaint(location: tuple[int | str, ...], message: str) -> str:
+def _complaint(location: tuple[int | str, ...], message: str, given: object) -> str:
     key = ".".join(map(str, location))
     if "Extra inputs" in message:
         return f"unknown recipe key {key!r}; known are {', '.join(PardRecipe.model_fields)}"
-    return f"recipe key {key!r}: {message[0].lower()}{message[1:]}"
+    if message == "Field required":
+        return f"recipe key {key!r} is missing"
+    return f"recipe key {key!r}: {message[0].lower()}{message[1:]}, not {given!r}"

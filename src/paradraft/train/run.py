@@ -20,7 +20,7 @@ def run_with_display(recipe: PardRecipe) -> None:
     """
     console = Console(highlight=False)
     if is_trained(recipe):
-        console.print(f"{recipe.out} is already trained; delete it to train again")
+        console.print(f"{recipe.out} is already trained; delete it to train again", soft_wrap=True)
         return
     try:
         if console.is_terminal:
@@ -29,9 +29,10 @@ def run_with_display(recipe: PardRecipe) -> None:
         else:
             train_pard(recipe, lambda progress: console.print(_line(progress), soft_wrap=True))
     except KeyboardInterrupt:
-        console.print(f"stopped; the same command goes on from the last checkpoint in {recipe.out / 'checkpoint'}")
+        folder = recipe.out / "checkpoint"
+        console.print(f"stopped; the same command goes on from the last checkpoint in {folder}", soft_wrap=True)
         raise
-    console.print(f"drafter written to {recipe.out}")
+    console.print(f"drafter written to {recipe.out}", soft_wrap=True)
 
 
 def _line(progress: Progress) -> str:

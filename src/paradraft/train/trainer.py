@@ -80,6 +80,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
         model.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
         first = state["step"]
+    recipe.out.mkdir(parents=True, exist_ok=True)
     model.train()
     meter = _Meter(recipe, first)
     for step in range(first, recipe.steps):

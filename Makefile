@@ -1,0 +1,48 @@
+# Everything a user or CI runs. `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-long test-gpu check pocket clean
+
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv and install paradraft into it, in the versions of constraints.txt.
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "make: paradraft needs Python 3.11 or newer, and $(PYTHON) is not: try make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "installing paradraft into $(VENV); the first time takes a few minutes"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup ## Adapt a drafter, decode with it and compare; DEMO_ARGS=--short for a brief run.
+	$(BIN)/python -m paradraft.bench.demo $(DEMO_ARGS)
+
+test: setup ## Run the quick tests.
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-long: setup ## Run the slow tests too.
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: setup ## Run the tests that need a GPU.
+	$(BIN)/python -m pytest -m gpu
+
+check: setup ## Check format, lint, types and the direction of imports.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+pocket: setup ## Train the pocket family again, from nothing, into build/pocket (up to two hours on two cores).
+	$(BIN)/python recipes/pocket/build.py
+
+clean: ## Remove what the demo wrote and all caches; .venv and build/pocket stay.
+	rm -rf build/demo build/demo-short dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find src tests recipes examples -name __pycache__ -type d -prune -exec rm -rf {} +

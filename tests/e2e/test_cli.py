@@ -1,0 +1,472 @@
+"""The command line as a user meets it: what it prints, and what it says about mistakes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from paradraft import cli
+from paradraft.api import drafter_names, takes_draft
+from paradraft.models import loading
+from paradraft.train import run, trainer
+from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+
+EXACT = ["--dtype", "float64", "--no-compile"]
+MISTAKE, INTERRUPTED = 2, 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    code: object
+    out: str
+    err: str
+
+
+Paradraft = Callable[..., Outcome]
+
+
+@pytest.fixture
+def paradraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Paradraft:
+    """Runs the command line in this process."""
+
+    def command(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["paradraft", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        captured = capsys.readouterr()
+        return Outcome(code=stopped.value.code, out=captured.out, err=captured.err)
+
+    return command
+
+
+def drafting(family: Path, name: str) -> list[object]:
+    draft = ["--draft", family / ("pard" if name == "pard" else "draft")] if takes_draft(name) else []
+    return ["--target", family / "target", "--drafter", name, *draft, *EXACT]
+
+
+def assert_mistake(outcome: Outcome, *named: object) -> None:
+    """Exit code 2, one line on the standard error that names what is wrong, nothing else."""
+    assert outcome.code == MISTAKE
+    assert outcome.out == ""
+    assert outcome.err.startswith("paradraft: ")
+    assert outcome.err.count("\n") == 1
+    assert outcome.err.endswith("\n")
+    for part in named:
+        assert str(part) in outcome.err
+
+
+# generate
+
+
+@pytest.mark.parametrize("name", drafter_names())
+def test_prompt_is_answered(family: Path, paradraft: Paradraft, name: str) -> None:
+    """Guards against a drafter that changes the text, and against noise of the libraries: the standard output is
+    prompt and answer, the standard error one line of statistics."""
+    plain = paradraft("generate", *drafting(family, "none"), "--prompt", "helloworld", "--max-new-tokens", 20)
+    answer = paradraft("generate", *drafting(family, name), "--prompt", "helloworld", "--max-new-tokens", 20)
+    assert answer.code == 0
+    assert answer.out == plain.out
+    assert answer.out.startswith("helloworld")
+    assert len(answer.out) > len("helloworld\n")
+    assert answer.err.count("\n") == 1
+    assert "acceptance length" in answer.err
+
+
+def test_prompt_file_gives_an_object_per_line(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards the promise that further keys of a prompt record come back, in order, untouched."""
+    file = tmp_path / "prompts.jsonl"
+    records = [{"prompt": "hello", "task": {"id": 7}}, {"prompt": "abcabc", "note": "Grüße\u2028"}]
+    file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n\n" for record in records), encoding="utf-8")
+    options = ["--prompts", file, "--max-new-tokens", 12, "--json"]
+    outcome = paradraft("generate", *drafting(family, "pard"), *options)
+    assert outcome.code == 0
+    assert outcome.err == ""
+    answers = [json.loads(line) for line in outcome.out.split("\n")[:-1]]
+    assert [{key: answer[key] for key in record} for answer, record in zip(answers, records, strict=True)] == records
+    for answer in answers:
+        assert set(answer) >= {"text", "tokens", "stats"}
+        assert len(answer["tokens"]) == answer["stats"]["tokens"] <= 12
+        assert answer["stats"]["acceptance_length"] >= 1
+
+
+def test_same_seed_same_text_with_every_drafter(family: Path, paradraft: Paradraft) -> None:
+    """Guards the match rule on its way through the options: seed, temperature, top-k and top-p must all arrive."""
+
+    def tokens(name: str, seed: int) -> list[int]:
+        sampling = ["--temperature", 0.9, "--top-k", 30, "--top-p", 0.95, "--seed", seed]
+        asked = ["--prompt", "hello", "--max-new-tokens", 24, "--json"]
+        return json.loads(paradraft("generate", *drafting(family, name), "-k", 5, *asked, *sampling).out)["tokens"]
+
+    expected = tokens("none", 3)
+    assert all(tokens(name, 3) == expected for name in drafter_names())
+    assert tokens("none", 4) != expected
+
+
+def test_k_larger_than_the_room_left(family: Path, paradraft: Paradraft) -> None:
+    """Guards against drafts that run over the end of the cache."""
+    asked = ["--prompt", "hello", "--max-new-tokens", 9, "--json"]
+    plain = paradraft("generate", *drafting(family, "none"), *asked)
+    longest = paradraft("generate", *drafting(family, "pard"), "-k", cli.MOST_DRAFTED, *asked, "--capacity", 14)
+    assert json.loads(longest.out)["tokens"] == json.loads(plain.out)["tokens"]
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["train"], ["train", "pard"], ["bench"]])
+def test_help(paradraft: Paradraft, command: list[str]) -> None:
+    """Guards against options without a word of help in the list."""
+    outcome = paradraft(*command, "--help")
+    assert outcome.code == 0
+    assert "Usage: paradraft" in outcome.out
+    assert outcome.err == ""
+
+
+def test_no_arguments_show_the_help(paradraft: Paradraft) -> None:
+    """Guards against an empty complaint: typer's own way to do this is a mistake with no message."""
+    assert "generate" in paradraft().out
+
+
+# mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--temperature", -1], "temperature=-1"),
+        (["--temperature", "nan"], "temperature=nan"),
+        (["--top-p", 0], "top_p=0"),
+        (["--top-k", -1], "top_k=-1"),
+        (["--dtype", "float7"], "float7"),
+        (["--device", "abacus"], "abacus"),
+        (["-k", 0], "k=0"),
+        (["-k", 257], "k=257"),
+        (["-k", "many"], "-k"),
+        (["--capacity", 0], "capacity=0"),
+        (["--capacity", 129], "capacity=129"),
+        (["--max-new-tokens", 0], "max_new_tokens=0"),
+        (["--prompt", ""], "prompt is empty"),
+        (["--prompt", "x" * 100, "--max-new-tokens", 29], "prompt 1: the prompt has 100 tokens"),
+        (["--drafter", "oracle"], "oracle"),
+        (["--draft", "some/model"], "some/model"),
+        (["--prompts", "prompts.jsonl"], "--prompts"),
+        (["--prompts", "prompts.jsonl", "--prompt", "x"], "--prompt"),
+        (["--frobnicate"], "--frobnicate"),
+        (["surplus"], "surplus"),
+        (["--drafter"], "--drafter"),
+    ],
+)
+def test_bad_option(family: Path, paradraft: Paradraft, arguments: list[object], named: str) -> None:
+    """Guards against tracebacks and boxes: every mistake is one line that names the value."""
+    asked = [] if arguments[0] == "--prompt" else ["--prompt", "x"]
+    assert_mistake(paradraft("generate", "--target", family / "target", *EXACT, *asked, *arguments), named)
+
+
+def test_neither_prompt_nor_prompts(family: Path, paradraft: Paradraft) -> None:
+    """Guards against waiting for input, or answering nothing and calling it success."""
+    assert_mistake(paradraft("generate", "--target", family / "target", *EXACT), "--prompt")
+
+
+@pytest.mark.parametrize("arguments", [["generate", "--prompt", "x"], ["train"], ["frobnicate"], ["bench"]])
+def test_incomplete_command(paradraft: Paradraft, arguments: list[str]) -> None:
+    """Guards against typer's own complaints, which are boxes of several lines."""
+    assert_mistake(paradraft(*arguments))
+
+
+def test_unknown_model(family: Path, paradraft: Paradraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the retries of the hub's client, which take a minute and many lines, and against messages about
+    a missing tokenizer where the model is missing."""
+    asked = ["--prompt", "x", *EXACT]
+    assert_mistake(paradraft("generate", "--target", tmp_path / "nothing", *asked), tmp_path / "nothing")
+    assert_mistake(paradraft("generate", "--target", tmp_path, *asked), tmp_path, "config.json")
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(loading.HfApi, "model_info", unreachable)
+    assert_mistake(paradraft("generate", "--target", "no-such/model", *asked), "no-such/model", "no network")
+    draft = ["--drafter", "pard", "--draft", "no-such/model"]
+    assert_mistake(paradraft("generate", "--target", family / "target", *asked, *draft), "no-such/model")
+
+
+def test_damaged_weights(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards against the traceback of an interrupted download."""
+    tiny_tokenizer().save_pretrained(tmp_path)
+    AutoConfig.from_pretrained(family / "target").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((family / "target" / "model.safetensors").read_bytes()[:1000])
+    assert_mistake(paradraft("generate", "--target", tmp_path, "--prompt", "x", *EXACT), tmp_path)
+
+
+@pytest.mark.parametrize("drafter", ["autoregressive", "pard"])
+def test_draft_of_another_family(family: Path, paradraft: Paradraft, tmp_path: Path, drafter: str) -> None:
+    """Guards against drafts whose token ids mean other text: the answers stay right, so nobody would notice."""
+    small, other = tmp_path / "small", tmp_path / "other"
+    for folder, rows in ((small, VOCAB // 2), (other, VOCAB + 8)):
+        tiny_model(1, rows=rows).save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    file = other / "tokenizer.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    vocab = settings["model"]["vocab"]
+    vocab["a"], vocab["e"] = vocab["e"], vocab["a"]
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    asked = ["--target", family / "target", "--drafter", drafter, "--prompt", "x", *EXACT]
+    assert_mistake(paradraft("generate", *asked, "--draft", small), small, VOCAB // 2, VOCAB)
+    assert_mistake(paradraft("generate", *asked, "--draft", other), other, "other tokens")
+
+
+def test_draft_is_missing(family: Path, paradraft: Paradraft) -> None:
+    """Guards against the pocket draft being taken for another family's target."""
+    asked = ["--target", family / "target", "--drafter", "pard", "--prompt", "x", *EXACT]
+    assert_mistake(paradraft("generate", *asked), "pard", "draft")
+
+
+def test_pard_folder_without_a_mask_token(family: Path, paradraft: Paradraft) -> None:
+    """Guards against an ordinary model taken for a PARD drafter."""
+    asked = ["--target", family / "target", "--drafter", "pard", "--draft", family / "draft", "--prompt", "x", *EXACT]
+    assert_mistake(paradraft("generate", *asked), family / "draft", "mask token")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"", "empty"),
+        (b"\n\n", "empty"),
+        (b'{"prompt": "x"}\n\n{"prompt": \n', "line 3"),
+        (b'{"prompt": "x"}\n["x"]\n', "line 2"),
+        (b'{"prompt": ""}\n', "line 1"),
+        (b'{"question": "x"}\n', "line 1"),
+        (b'{"prompt": "x"}\n{"prompt": "' + b"x" * 128 + b'"}\n', "prompt 2: the prompt has 128 tokens"),
+        (b'{"prompt": "\xff"}\n', "UTF-8"),
+    ],
+)
+def test_bad_prompt_file(family: Path, paradraft: Paradraft, tmp_path: Path, content: bytes, named: str) -> None:
+    """Guards against answering the first prompts and failing at the third: all are checked before the first answer."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    assert_mistake(
+        paradraft("generate", "--target", family / "target", *EXACT, "--prompts", file, "--max-new-tokens", 4), named
+    )
+
+
+def test_prompt_file_does_not_exist(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards against an error that does not say which file."""
+    file = tmp_path / "prompts.jsonl"
+    assert_mistake(paradraft("generate", "--target", family / "target", *EXACT, "--prompts", file), file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--methods", "hf,oracle"], "oracle"),
+        (["--methods", "ngram:k=0"], "k=0"),
+        (["--methods", "ngram:k=1000000000"], "k=1000000000"),
+        (["--json", "no-such-folder/out.json"], "no-such-folder"),
+        (["--plot", "no-such-folder/out.png"], "no-such-folder"),
+        (["--runs", 0], "--runs"),
+        (["--threads", 0], "--threads"),
+        (["--num-prompts", 2], "num_prompts=2"),
+        (["--num-prompts", 0], "num_prompts=0"),
+    ],
+)
+def test_bad_bench_option(
+    family: Path, paradraft: Paradraft, tmp_path: Path, arguments: list[object], named: str
+) -> None:
+    """Guards against measuring for an hour and failing when the result is written."""
+    prompts, result = tmp_path / "prompts.jsonl", tmp_path / "result.json"
+    prompts.write_text('{"prompt": "x"}\n', encoding="utf-8")
+    asked = ["--methods", "ar", "--num-prompts", 1, "--prompts", prompts, "--json", result, *EXACT]
+    assert_mistake(paradraft("bench", "--target", family / "target", *asked, *arguments), named)
+    assert not result.exists()
+
+
+# train
+
+
+STEPS = 6
+
+
+@pytest.fixture
+def recipe(family: Path, tmp_path: Path) -> Path:
+    data, file = tmp_path / "data.jsonl", tmp_path / "recipe.yaml"
+    data.write_text('{"text": "abcabcabcabcabc"}\n{"text": "helloworldhelloworld"}\n' * 2, encoding="utf-8")
+    file.write_text(
+        f"""
+        model: {family / "draft"}
+        data: [{data}]
+        out: {tmp_path / "never"}
+        steps: {STEPS}
+        samples_per_step: 2
+        k: 3
+        lr: 1e-3
+        warmup_steps: 1
+        bf16: false
+        log_every: 1
+        save_every: 2
+        """,
+        encoding="utf-8",
+    )
+    return file
+
+
+def test_training_writes_a_drafter(family: Path, paradraft: Paradraft, recipe: Path, tmp_path: Path) -> None:
+    """Guards the way from a recipe to an answer: overrides count, the result loads as a PARD drafter and as an
+    ordinary model, and nothing is trained twice."""
+    out = tmp_path / "drafter"
+    trained = paradraft("train", "pard", recipe, f"out={out}", "lr=2e-3")
+    assert trained.code == 0
+    assert trained.err == ""
+    assert f"step {STEPS}/{STEPS}" in trained.out
+    assert not (tmp_path / "never").exists()
+    config = AutoConfig.from_pretrained(out)
+    assert (config.spd_type, config.pard_token, config.mask_token_id) == ("pard", VOCAB, VOCAB)
+    asked = ["--target", family / "target", "--prompt", "abcabc", "--max-new-tokens", 12, *EXACT]
+    plain = paradraft("generate", *asked)
+    for drafter in ("pard", "autoregressive"):
+        assert paradraft("generate", *asked, "--drafter", drafter, "--draft", out).out == plain.out
+    AutoModelForCausalLM.from_pretrained(out).generate(torch.tensor([[1, 2]]), max_new_tokens=2, pad_token_id=0)
+    again = paradraft("train", "pard", recipe, f"out={out}", "lr=2e-3")
+    assert again.code == 0
+    assert "already trained" in again.out
+
+
+def test_interrupted_training_resumes(
+    paradraft: Paradraft, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a checkpoint that is lost, torn or forgets something: stopped after step 5 and started again, a
+    run goes on from step 4 and ends with the very weights of a run that was never stopped."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert paradraft("train", "pard", recipe, f"out={whole}").code == 0
+    line = run._line
+
+    def stop_at_step_5(progress: trainer.Progress) -> str:
+        if progress.step == 5:
+            raise KeyboardInterrupt
+        return line(progress)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "_line", stop_at_step_5)
+        first = paradraft("train", "pard", recipe, f"out={stopped}")
+    assert first.code == INTERRUPTED
+    assert first.err == "paradraft: interrupted\n"
+    assert [file.name for file in stopped.rglob("*") if file.is_file()] == ["state.pt"]
+    second = paradraft("train", "pard", recipe, f"out={stopped}")
+    assert second.code == 0
+    assert [text in second.out for text in ("step 4/", "step 5/", "step 6/")] == [False, True, True]
+    expected, found = (load_file(folder / "model.safetensors") for folder in (whole, stopped))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_stop_while_a_checkpoint_is_written(
+    paradraft: Paradraft, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a half-written checkpoint: the one before stays, and the run goes on from it."""
+    out = tmp_path / "drafter"
+    save, saved = torch.save, list[int]()
+
+    def save_half(state: dict[str, object], file: Path) -> None:
+        saved.append(1)
+        if len(saved) == 2:
+            Path(file).write_bytes(b"half")
+            raise KeyboardInterrupt
+        save(state, file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", save_half)
+        assert paradraft("train", "pard", recipe, f"out={out}").code == INTERRUPTED
+    second = paradraft("train", "pard", recipe, f"out={out}")
+    assert second.code == 0
+    assert [text in second.out for text in ("step 2/", "step 3/")] == [False, True]
+
+
+def test_checkpoint_of_another_recipe(
+    paradraft: Paradraft, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against mixing two runs: the old checkpoint is neither used nor overwritten."""
+    out = tmp_path / "drafter"
+
+    def stop(progress: trainer.Progress) -> str:
+        if progress.step == 3:
+            raise KeyboardInterrupt
+        return ""
+
+    monkeypatch.setattr(run, "_line", stop)
+    assert paradraft("train", "pard", recipe, f"out={out}").code == INTERRUPTED
+    before = (out / "checkpoint" / "state.pt").read_bytes()
+    assert_mistake(paradraft("train", "pard", recipe, f"out={out}", "k=4"), "another recipe")
+    assert (out / "checkpoint" / "state.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("stpes=5", "stpes"),
+        ("steps=0", "steps"),
+        ("steps=many", "many"),
+        ("lr=-1", "lr"),
+        ("loss=none", "loss"),
+        ("k", "'k'"),
+        ("data=[x", "[x"),
+        ("data=[no-such-file]", "no-such-file"),
+        ("model=/no/such/model", "/no/such/model"),
+        ("mask_token_id=72", "72"),
+        ("mask_token_id=1", "mask token 1"),
+        ("device=abacus", "abacus"),
+    ],
+)
+def test_bad_recipe_value(paradraft: Paradraft, recipe: Path, tmp_path: Path, override: str, named: str) -> None:
+    """Guards against a misspelt key that is silently ignored, and against an `out` folder left by a failed start."""
+    assert_mistake(paradraft("train", "pard", recipe, override), named)
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"model: [", "not YAML"),
+        (b"just text", "key: value"),
+        (b"", "key: value"),
+        (b"model: x\n", "'steps' is missing"),
+        (b"1: 2\n", "1"),
+        (b"\xff\xfe\x00", "UTF-8"),
+    ],
+)
+def test_bad_recipe_file(paradraft: Paradraft, tmp_path: Path, content: bytes, named: str) -> None:
+    """Guards against the tracebacks of the YAML reader."""
+    file = tmp_path / "recipe.yaml"
+    file.write_bytes(content)
+    assert_mistake(paradraft("train", "pard", file), named)
+
+
+def test_recipe_does_not_exist(paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards against an error that does not say which file."""
+    assert_mistake(paradraft("train", "pard", tmp_path / "none.yaml"), tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b'{"text": "abc"}\n{"text": \n', "line 2"),
+        (b'{"text": "abc"}\n{"words": "abc"}\n', "line 2"),
+        (b"", "nothing to learn"),
+        (b'{"text": "\xff"}\n', "UTF-8"),
+    ],
+)
+def test_bad_training_data(paradraft: Paradraft, recipe: Path, tmp_path: Path, content: bytes, named: str) -> None:
+    """Guards against training on the lines that happened to be whole."""
+    (tmp_path / "data.jsonl").write_bytes(content)
+    assert_mistake(paradraft("train", "pard", recipe), named)
+    assert not (tmp_path / "never").exists()
+
+
+def test_out_is_a_file(paradraft: Paradraft, recipe: Path, tmp_path: Path) -> None:
+    """Guards against training to the end and failing to write: the folder is made before the first step."""
+    (tmp_path / "taken").write_text("mine", encoding="utf-8")
+    assert_mistake(paradraft("train", "pard", recipe, f"out={tmp_path / 'taken'}"), tmp_path / "taken")
+    assert (tmp_path / "taken").read_text(encoding="utf-8") == "mine"

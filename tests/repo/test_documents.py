@@ -1,0 +1,160 @@
+"""Documents and examples say what the code does.
+
+Three conventions for code blocks in README.md, CONTRIBUTING.md and docs/:
+
+- ```` ```python run ````: executed; the blocks of a document share their names. Blocks with `>>>` run as doctests.
+  A block with the word "pocket" needs the shipped models.
+- ```` ```python from PATH ````: an excerpt; it stands in that file, literally. A line `...` leaves lines out.
+- any other block is only read.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from examples import new_drafter, quickstart
+
+from paradraft import Engine, Sampling, drafters, load
+from paradraft.api import drafter_names
+from paradraft.models.loading import Runtime
+from tests.contract import test_every_drafter as contract
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/README.md")])
+BLOCK = re.compile(r"^```(?P<tag>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\((?!https?:|mailto:)(?P<file>[^)#\s]*)(?:#(?P<anchor>[^)\s]*))?\)")
+PATH = re.compile(r"`(?P<path>[\w.-]+(?:/[\w.-]+)+\.(?:py|md|toml|yaml))`")
+PLACES = (ROOT, ROOT / "src" / "paradraft", ROOT / "docs")
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled() -> Iterator[None]:
+    """Compiling takes longer than everything else here."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def blocks(document: Path) -> list[tuple[str, str]]:
+    return [(match["tag"].strip(), match["text"]) for match in BLOCK.finditer(document.read_text(encoding="utf-8"))]
+
+
+def run_block(text: str, names: dict[str, object], title: str) -> None:
+    if ">>>" not in text:
+        exec(compile(text, title, "exec"), names)
+        return
+    test = doctest.DocTestParser().get_doctest(text, {}, title, title, 0)
+    test.globs = names
+    report: list[str] = []
+    failed = doctest.DocTestRunner(verbose=False).run(test, out=report.append, clear_globs=False).failed
+    assert not failed, "".join(report)
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a document."""
+    headings = re.findall(r"^#+ +(.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_document
+def test_runnable_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against code in a document that worked once."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for number, (tag, text) in enumerate(blocks(document), start=1):
+        if tag == "python run":
+            run_block(text, names, f"{document.name}, block {number}")
+
+
+@each_document
+def test_excerpts_stand_in_the_code(document: Path) -> None:
+    """Guards against excerpts of code that has been changed since."""
+    for tag, text in blocks(document):
+        if tag.startswith("python from "):
+            code = (ROOT / tag.removeprefix("python from ")).read_text(encoding="utf-8")
+            lines = [line.strip() for line in code.splitlines()]
+            for part in re.split(r"^ *\.\.\.\n", text, flags=re.MULTILINE):
+                wanted = [line.strip() for line in part.strip().splitlines()]
+                starts = range(len(lines) - len(wanted) + 1)
+                assert any(lines[i : i + len(wanted)] == wanted for i in starts), f"{tag}: not there:\n{part}"
+
+
+@each_document
+def test_links_and_paths_exist(document: Path) -> None:
+    """Guards against documents that name files which were moved."""
+    prose = BLOCK.sub("", document.read_text(encoding="utf-8"))
+    for link in LINK.finditer(prose):
+        file = (document.parent / link["file"]).resolve() if link["file"] else document
+        assert file.exists(), f"{document.name} links to {link['file']}"
+        assert not link["anchor"] or link["anchor"] in anchors(file), f"{document.name}: no heading {link[0]}"
+    for match in PATH.finditer(prose):
+        path = match["path"]
+        assert path.startswith("build/") or any((place / path).exists() for place in PLACES), (
+            f"{document.name} names {path}"
+        )
+
+
+@each_document
+def test_make_targets_exist(document: Path) -> None:
+    """Guards against instructions to make what the Makefile does not know."""
+    for name in re.findall(r"(?:^|`)(?:\$ )?make ([a-z][a-z-]*)", document.read_text(encoding="utf-8"), re.MULTILINE):
+        assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), f"make {name}"
+
+
+def test_conventions_catch_what_they_should(tmp_path: Path) -> None:
+    """Control: a wrong output, a made-up excerpt, and a link to nowhere must fail."""
+    document = tmp_path / "wrong.md"
+    run = "```python run\n>>> 1 + 1\n3\n```\n"
+    excerpt = "```python from examples/quickstart.py\nimport nothing\n```\n"
+    document.write_text(f"{run}{excerpt}[x](nowhere.md)\n")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
+        test_runnable_blocks_run(document, tmp_path, patch)
+    with pytest.raises(AssertionError):
+        test_excerpts_stand_in_the_code(document)
+    with pytest.raises(AssertionError):
+        test_links_and_paths_exist(document)
+
+
+def test_quickstart_runs(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the first code that a newcomer copies."""
+    quickstart.main(["--target", str(family / "target"), "--draft", str(family / "pard"), "--max-new-tokens", "24"])
+    assert "with and without a drafter are equal: True" in capsys.readouterr().out
+
+
+def test_new_drafter_runs(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the example that a newcomer starts from; it compares itself with plain decoding."""
+    new_drafter.main(["--target", str(family / "target"), "--max-new-tokens", "40"])
+    assert "equal plain decoding" in capsys.readouterr().out
+
+
+def test_new_drafter_is_lossless(family: Path) -> None:
+    """Guards the example at every K and with both of its settings, in float64, where equality is exact."""
+    plain = load(str(family / "target"), runtime=contract.EXACT)
+    for k, min_count in ((1, 1), (4, 1), (8, 2)):
+        drafter = new_drafter.build(new_drafter.Config(min_count=min_count), plain.target, Runtime())
+        drafted = Engine(plain.target, drafter, k=k)
+        accepted = 0
+        for sampling in (Sampling(), Sampling(temperature=0.9, seed=3)):
+            expected = plain.generate("abcabcabcabc", max_new_tokens=60, sampling=sampling).tokens
+            answer = drafted.generate("abcabcabcabc", max_new_tokens=60, sampling=sampling)
+            assert answer.tokens == expected
+            accepted += sum(answer.stats.accepted)
+        assert accepted, "nothing was ever accepted, so the equality shows nothing"
+
+
+def test_new_drafter_drops_into_the_package(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the promise of one file: found by its name, and the contract holds for it, no other file changed."""
+    shutil.copy(ROOT / "examples" / "new_drafter.py", tmp_path / "bigram.py")
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
+    assert "bigram" in drafter_names()
+    contract.test_text_equals_plain_decoding(family, "bigram", 5)
+    contract.test_state_is_a_function_of_the_committed_tokens(family, "bigram")
+    contract.test_rounds_without_a_draft_lose_nothing(family, "bigram")
+    contract.test_ragged_batch_equals_single_rows(family, "bigram")

@@ -1,0 +1,88 @@
+"""Every `paradraft` command of the README runs.
+
+Commands stand in blocks tagged ```` ```bash run ```` or ```` ```console run ````, one per line, with or without `$ `; a
+backslash continues a line. They run in one process, in order, in a copy of the folder, without compilation. Sizes are
+cut: what takes minutes in the README takes seconds here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paradraft import cli
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(?:bash|console) run\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+AT_MOST = {"--num-prompts": 2, "--max-new-tokens": 12, "--runs": 1, "steps": 2}
+COPIED = ("README.md", "recipes", "examples", "docs", "benchmarks")
+
+
+def commands(text: str) -> list[list[str]]:
+    """The arguments of every command, `paradraft` itself left out."""
+    lines = "".join(match["text"] for match in BLOCK.finditer(text)).replace("\\\n", " ").splitlines()
+    calls = [shlex.split(line.strip().removeprefix("$ "), comments=True) for line in lines]
+    return [call[1:] for call in calls if call[:1] == ["paradraft"]]
+
+
+def cut(arguments: list[str]) -> list[str]:
+    """The same command with smaller sizes."""
+    result = list(arguments)
+    for index, argument in enumerate(arguments):
+        key, equals, value = argument.partition("=")
+        if equals and key in AT_MOST:
+            result[index] = f"{key}={min(int(value), AT_MOST[key])}"
+        elif argument in AT_MOST:
+            result[index + 1] = str(min(int(arguments[index + 1]), AT_MOST[argument]))
+    return result
+
+
+def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """The exit code of one command."""
+    monkeypatch.setattr(sys, "argv", ["paradraft", *arguments])
+    with pytest.raises(SystemExit) as stop, torch.compiler.set_stance("force_eager"):
+        cli.main()
+    return stop.value.code or 0
+
+
+def test_commands_are_found_and_cut() -> None:
+    """Control: comments, prompts, continued lines and other programs are read as meant."""
+    run = "```bash run\n# note\n$ paradraft bench \\\n  --num-prompts 16 --runs=3  # note\nmake demo\n```\n"
+    text = f"{run}```bash\nparadraft no\n```\n"
+    assert commands(text) == [["bench", "--num-prompts", "16", "--runs=3"]]
+    assert cut(commands(text)[0]) == ["bench", "--num-prompts", "2", "--runs=1"]
+
+
+def test_a_wrong_command_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a misspelt option and an unknown drafter must not exit with 0."""
+    assert run(["generate", "--targt", "pocket"], monkeypatch) == 2
+    assert run(["generate", "--target", "pocket", "--drafter", "nothing", "--prompt", "a"], monkeypatch) == 2
+
+
+def test_the_readme_has_commands() -> None:
+    """Guards against a README whose examples escape this test."""
+    assert commands((ROOT / "README.md").read_text(encoding="utf-8")), "README.md has no ```bash run block"
+
+
+def test_commands_of_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the README: what it tells people to type works, in the order in which it stands there."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copy(source, tmp_path / name)
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    monkeypatch.chdir(tmp_path)
+    for command in commands((ROOT / "README.md").read_text(encoding="utf-8")):
+        code = run(cut(command), monkeypatch)
+        captured = capsys.readouterr()
+        assert code == 0, f"paradraft {shlex.join(command)} exits with {code}\n{captured.out}{captured.err}"

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paradraft.core import ABSENT, Prompt, Sampling, Verdict
+from paradraft.drafters.ngram import Config, NgramDrafter, lookup
+
+
+def naive(text: list[int], k: int, max_ngram: int) -> list[int]:
+    """All earlier places that end in a suffix of the text; the longest suffix wins, then the latest place."""
+    places = [
+        (size, end)
+        for size in range(1, max_ngram + 1)
+        for end in range(size, len(text))
+        if text[end - size : end] == text[len(text) - size :]
+    ]
+    if not places:
+        return []
+    _, end = max(places)
+    return text[end : end + k]
+
+
+@given(st.lists(st.integers(0, 2), max_size=14), st.integers(0, 5), st.integers(1, 4))
+@settings(deadline=None, max_examples=300)
+def test_lookup_equals_naive(text: list[int], k: int, max_ngram: int) -> None:
+    """Guards against a suffix that finds itself, a short match before a long one, or an old place before a new."""
+    assert lookup(text, k, max_ngram) == naive(text, k, max_ngram)
+
+
+def test_rows_without_a_match_are_absent() -> None:
+    """Guards against token 0 in place of a missing draft, and against a commit that forgets its tokens."""
+    drafter = NgramDrafter(Config(max_ngram=2))
+    tokens = torch.tensor([[5, 6, 7, 5], [1, 2, ABSENT, ABSENT]])
+    drafter.start(Prompt(tokens=tokens, sampling=Sampling()), None)
+    assert drafter.propose(3).tokens.tolist() == [[6, 7, 5], [ABSENT] * 3]
+    assert drafter.propose(0).tokens.shape == (2, 0)
+    path = torch.tensor([[0, 1, ABSENT], [ABSENT] * 3])
+    new = torch.tensor([[6, 7, 9, ABSENT], [1, ABSENT, ABSENT, ABSENT]])
+    drafter.commit(Verdict(path=path, accepted=torch.tensor([2, 0]), tokens=new), None)
+    assert drafter.propose(2).tokens.tolist() == [[ABSENT] * 2, [2, 1]]
+
+
+def test_max_ngram_is_at_least_one() -> None:
+    """Guards against a drafter that silently never finds anything."""
+    with pytest.raises(ValueError, match="max_ngram=0"):
+        Config(max_ngram=0)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from paradraft.core import ABSENT, Prompt, Sampling, Verdict
+from paradraft.drafters.pard import PardDrafter, mask_token_id
+from paradraft.models.causal_lm import CausalLM
+from tests.conftest import VOCAB, tiny_model
+
+MASK = VOCAB + 1
+
+
+def test_mask_token_has_two_names() -> None:
+    """Guards AMD's published drafters, which say `pard_token`; id 0 is an id and not a missing one."""
+    assert mask_token_id(LlamaConfig(vocab_size=10, pard_token=7), "x") == 7
+    assert mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=8), "x") == 8
+    assert mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=0, pard_token=7), "x") == 0
+
+
+def test_an_ordinary_model_is_no_pard_drafter() -> None:
+    """Guards against drafting with a made-up mask, which works, slowly, and tells nobody."""
+    with pytest.raises(ValueError, match="some/model names no mask token"):
+        mask_token_id(LlamaConfig(vocab_size=10), "some/model")
+
+
+@pytest.mark.parametrize("mask_id", [-1, 10])
+def test_mask_token_lies_inside_the_embedding(mask_id: int) -> None:
+    """Guards against an index error deep inside the model."""
+    with pytest.raises(ValueError, match=f"mask token {mask_id} is outside the embedding of 10 rows"):
+        mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=mask_id), "x")
+
+
+@torch.inference_mode()
+def naive_draft(model: torch.nn.Module, text: list[int], k: int) -> list[int]:
+    logits = model(torch.tensor([text + [MASK] * (k - 1)])).logits[0, len(text) - 1 :, :VOCAB]
+    return logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_draft_is_one_fresh_pass_over_the_text_and_masks(k: int) -> None:
+    """Guards against masks or drafted tokens left in the cache: every draft equals that of a fresh pass."""
+    model = tiny_model(4)
+    drafter = PardDrafter(CausalLM(model, vocab_size=VOCAB, compiled=False, width=12), MASK)
+    texts = [[5, 3], [1, 2, 3, 4, 5, 6]]
+    tokens = torch.tensor([texts[0] + [ABSENT] * 4, texts[1]])
+    drafter.start(Prompt(tokens=tokens, sampling=Sampling()), None)
+    for new in ([[1], [2, 3, 4]], [[9, 8], [7]], [[4, 4, 4], [6, 5]]):
+        assert drafter.propose(k).tokens.tolist() == [naive_draft(model, text, k) for text in texts]
+        accepted = torch.tensor([len(row) - 1 for row in new])
+        path = torch.where(torch.arange(3) < accepted[:, None], torch.arange(3), ABSENT)
+        rows = torch.tensor([row + [ABSENT] * (4 - len(row)) for row in new])
+        drafter.commit(Verdict(path=path, accepted=accepted, tokens=rows), None)
+        texts = [text + row for text, row in zip(texts, new, strict=True)]

@@ -1,0 +1,65 @@
+"""The cache as a `transformers` model sees it: `[B, H, S, D]` views, however the storage is laid out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from paradraft.core import ABSENT
+from paradraft.models.kv_cache import SlotCache, Storage, allocate, compact
+
+B, H, C, D = 2, 2, 12, 3
+
+
+def storage() -> Storage:
+    config = LlamaConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=H, num_hidden_layers=3)
+    return allocate(config, batch_size=B, capacity=C, dtype=torch.float64, device=torch.device("cpu"))
+
+
+def contents(layers: Storage, layer: int) -> tuple[Tensor, Tensor]:
+    """Everything a layer holds: what a pass of no tokens sees."""
+    nothing = torch.empty(B, H, 0, D, dtype=torch.float64)
+    return SlotCache(layers, torch.empty(B, 0, dtype=torch.long), used=C).update(nothing, nothing, layer)
+
+
+def fill(layers: Storage) -> list[tuple[Tensor, Tensor]]:
+    """Random numbers in every slot; returns a copy."""
+    slots = torch.arange(C).expand(B, C)
+    for layer in range(len(layers)):
+        new = torch.randn(2, B, H, C, D, dtype=torch.float64)
+        SlotCache(layers, slots, used=C).update(new[0], new[1], layer)
+    return [(keys.clone(), values.clone()) for keys, values in (contents(layers, layer) for layer in range(3))]
+
+
+def test_allocate_falls_back_to_hidden_size_over_heads() -> None:
+    """Guards the models whose config names no head_dim, and those with fewer key/value heads than heads."""
+    layers = storage()
+    assert len(layers) == 3
+    assert all(tensor.numel() == B * H * C * D for layer in layers for tensor in layer)
+    assert len({tensor.data_ptr() for layer in layers for tensor in layer}) == 6
+
+
+def test_update_writes_each_row_behind_its_own_length() -> None:
+    """Guards against one write position for the whole batch; other layers and slots stay as they are."""
+    layers = storage()
+    before = fill(layers)
+    new_keys, new_values = torch.randn(2, B, H, 2, D, dtype=torch.float64)
+    keys, values = SlotCache(layers, torch.tensor([[0, 1], [7, 8]]), used=9).update(new_keys, new_values, 1)
+    for old, new in zip(before[1], (new_keys, new_values), strict=True):
+        old[0, :, 0:2], old[1, :, 7:9] = new[0], new[1]
+    assert torch.equal(keys, before[1][0][:, :, :9])
+    assert torch.equal(values, before[1][1][:, :, :9])
+    for layer in range(3):
+        assert all(map(torch.equal, contents(layers, layer), before[layer]))
+
+
+def test_compact_moves_a_path_and_nothing_else() -> None:
+    """Guards against a gather that reads slots it has already overwritten, or moves rows without a path."""
+    layers = storage()
+    before = fill(layers)
+    compact(layers, torch.tensor([3, 5]), torch.tensor([[0, 2, 3, 5], [0, ABSENT, ABSENT, ABSENT]]))
+    for layer in range(3):
+        for tensor, old in zip(contents(layers, layer), before[layer], strict=True):
+            old[0, :, [3, 4, 5, 6]] = old[0, :, [3, 5, 6, 8]]
+            assert torch.equal(tensor, old)

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paradraft.core import ABSENT
+from paradraft.models import pending
+
+ROWS = st.lists(st.tuples(*[st.lists(st.integers(0, 3), max_size=4)] * 2, st.integers(0, 4)), min_size=1, max_size=4)
+
+
+def filled(rows: list[list[int]], spare: int = 0) -> torch.Tensor:
+    width = max(map(len, rows)) + spare
+    return torch.tensor([row + [ABSENT] * (width - len(row)) for row in rows], dtype=torch.long).view(len(rows), width)
+
+
+@given(ROWS, st.integers(0, 2))
+@settings(deadline=None)
+def test_rows_are_joined_and_cut_as_lists_are(rows: list[tuple[list[int], list[int], int]], spare: int) -> None:
+    """Guards against holes between tokens, token 0 taken for a hole, and columns that hold nothing."""
+    first, second, numbers = ([row[i] for row in rows] for i in range(3))
+    joined = [a + b for a, b in zip(first, second, strict=True)]
+    shorter = [tokens[number:] for tokens, number in zip(first, numbers, strict=True)]
+    assert pending.count(filled(first, spare)).tolist() == [len(row) for row in first]
+    assert torch.equal(pending.append(filled(first, spare), filled(second, spare)), filled(joined))
+    assert torch.equal(pending.drop_first(filled(first, spare), torch.tensor(numbers)), filled(shorter))

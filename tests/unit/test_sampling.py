@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+
+from paradraft import sampling as module
+from paradraft.core import Sampling
+from paradraft.sampling import draw, filtered_logits, gumbel_noise, probabilities
+
+
+def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
+    expected = p * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def chi_square_limit(degrees: int, z: float = 4.753) -> float:
+    """Wilson & Hilferty 1931; exceeded with probability 1e-6 at z = 4.753."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + z * math.sqrt(spread)) ** 3
+
+
+def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.6, top_k=5, seed=3),
+        Sampling(temperature=1.5, top_p=0.7, seed=-4),
+    ],
+)
+def test_draws_have_the_distribution_p(settings: Sampling) -> None:
+    """Guards losslessness itself: draws over many positions follow p (chi-square, false alarm 1e-6)."""
+    logits = random_logits(1, 1, 9)
+    p = probabilities(logits, settings)[0, 0].double()
+    tokens = draw(logits.expand(1, 40_000, 9), torch.arange(40_000)[None], settings)
+    counts = torch.bincount(tokens[0], minlength=9).double()
+    possible = p > 0
+    assert counts[~possible].sum() == 0
+    assert chi_square(counts[possible], p[possible]) < chi_square_limit(int(possible.sum()) - 1)
+
+
+def test_chi_square_sees_a_wrong_distribution() -> None:
+    """Control of the test above: draws at temperature 1.1 must not pass for draws at temperature 1."""
+    logits = random_logits(1, 1, 9)
+    p = probabilities(logits, Sampling(temperature=1.0))[0, 0]
+    tokens = draw(logits.expand(1, 40_000, 9), torch.arange(40_000)[None], Sampling(temperature=1.1))
+    assert chi_square(torch.bincount(tokens[0], minlength=9).double(), p) > chi_square_limit(8)
+
+
+def test_draws_over_seeds_have_the_distribution_p() -> None:
+    """Guards against seeds that share their numbers: the first token over 2000 seeds (false alarm 1e-6)."""
+    logits = random_logits(1, 1, 6)
+    p = probabilities(logits, Sampling(temperature=1.0))[0, 0]
+    tokens = [draw(logits, torch.tensor([[7]]), Sampling(temperature=1.0, seed=seed)).item() for seed in range(2000)]
+    counts = torch.bincount(torch.tensor(tokens), minlength=6).double()
+    assert chi_square(counts, p) < chi_square_limit(5)
+
+
+def test_noise_is_standard_gumbel() -> None:
+    """Guards the formula: mean 0.5772 and variance pi^2 / 6, each within 5 standard errors (false alarm 1e-6)."""
+    noise = gumbel_noise(1, torch.arange(500)[None], 400).flatten()
+    assert abs(noise.mean() - 0.577216) < 5 * math.sqrt(math.pi**2 / 6 / noise.numel())
+    kurtosis = 5.4
+    assert abs(noise.var() - math.pi**2 / 6) < 5 * math.pi**2 / 6 * math.sqrt((kurtosis - 1) / noise.numel())
+
+
+@pytest.mark.parametrize("lag", ["position", "seed", "token"])
+def test_noise_of_neighbours_is_uncorrelated(lag: str) -> None:
+    """Guards against a weak hash: neighbouring positions, seeds and tokens (|r| < 5 / sqrt(n), false alarm 6e-7)."""
+    noise = torch.stack([gumbel_noise(seed, torch.arange(60), 120) for seed in range(30)])
+    dim = {"seed": 0, "position": 1, "token": 2}[lag]
+    size = noise.shape[dim] - 1
+    pair = torch.stack([noise.narrow(dim, 0, size).flatten(), noise.narrow(dim, 1, size).flatten()])
+    assert abs(float(torch.corrcoef(pair)[0, 1])) < 5 / math.sqrt(pair.shape[1])
+
+
+def test_noise_of_a_position_is_not_a_shift_of_another() -> None:
+    """Guards against SplitMix64 streams that overlap: position n + 1 must not be position n moved by one token."""
+    noise = gumbel_noise(0, torch.arange(50), 60)
+    assert noise.flatten().unique().numel() == noise.numel()
+
+
+def test_noise_belongs_to_the_position_alone() -> None:
+    """Guards against numbers that depend on the batch or on how many positions are asked for at once."""
+    positions = torch.tensor([[5, 6, 9], [9, 5, 0]])
+    noise = gumbel_noise(3, positions, 20)
+    for row in range(2):
+        for column in range(3):
+            assert torch.equal(gumbel_noise(3, positions[row, column], 20), noise[row, column])
+    assert torch.equal(gumbel_noise(3, positions, 12), noise[..., :12])
+
+
+def test_noise_is_finite_at_the_ends_of_the_random_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against uniform numbers rounded to 0 or 1, whose infinite noise chooses tokens that were cut."""
+    for bits in (0, -1):
+        monkeypatch.setattr(module, "_mix", lambda z, bits=bits: torch.full_like(z, bits))
+        assert gumbel_noise(0, torch.tensor([0]), 2).isfinite().all()
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 30, 50])
+def test_top_k_equals_transformers(k: int) -> None:
+    """Guards against another treatment of ties or of k beyond the vocabulary than users know."""
+    logits = random_logits(4, 30).round(decimals=0)  # many ties
+    expected = TopKLogitsWarper(top_k=k)(None, logits / 0.7)
+    assert torch.equal(filtered_logits(logits[None], Sampling(temperature=0.7, top_k=k))[0], expected)
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999])
+def test_top_p_equals_transformers(p: float) -> None:
+    """Guards against dropping the token that crosses p, or every token when the first already crosses it."""
+    logits = random_logits(20, 30)
+    expected = TopPLogitsWarper(top_p=p)(None, logits / 1.3)
+    assert torch.equal(filtered_logits(logits[None], Sampling(temperature=1.3, top_p=p))[0], expected)
+
+
+def test_top_k_and_top_p_apply_in_the_order_of_transformers() -> None:
+    """Guards against top-p computed before top-k: p is a share of what top-k left."""
+    logits = random_logits(20, 30)
+    expected = TopPLogitsWarper(top_p=0.8)(None, TopKLogitsWarper(top_k=6)(None, logits / 0.9))
+    assert torch.equal(filtered_logits(logits[None], Sampling(temperature=0.9, top_k=6, top_p=0.8))[0], expected)
+
+
+def test_temperature_zero_is_argmax() -> None:
+    """Guards against noise or top-p leaking into greedy decoding."""
+    logits = random_logits(2, 50, 12)
+    greedy = Sampling(temperature=0.0, top_p=0.5, top_k=2, seed=9)
+    assert torch.equal(draw(logits, torch.arange(100).view(2, 50), greedy), logits.argmax(-1))
+    assert torch.equal(probabilities(logits, greedy).argmax(-1), logits.argmax(-1))
+    assert torch.equal(probabilities(logits, greedy).sum(-1), torch.ones(2, 50))
+
+
+def test_low_precision_is_sampled_in_float32() -> None:
+    """Guards against a softmax in bfloat16, which loses the tail of the distribution."""
+    logits = random_logits(1, 1, 8).bfloat16()
+    assert filtered_logits(logits, Sampling(temperature=0.7)).dtype == torch.float32
+    assert torch.equal(
+        filtered_logits(logits, Sampling(temperature=0.7)), filtered_logits(logits.float(), Sampling(temperature=0.7))
+    )
+
+
+def same_text_in_any_number_of_passes(settings: Sampling, position_of_step: int) -> bool:
+    """Whether drawing 40 positions at once equals drawing them in passes of 4."""
+    logits = random_logits(1, 40, 12, seed=5)
+    positions = torch.arange(40)[None]
+    at_once = draw(logits, positions, settings)
+    by_step = [
+        draw(logits[:, start : start + 4], positions[:, start : start + 4] - position_of_step * start, settings)
+        for start in range(0, 40, 4)
+    ]
+    return torch.equal(torch.cat(by_step, dim=1), at_once)
+
+
+def test_noise_is_tied_to_the_position_and_not_to_the_step() -> None:
+    """Guards the promise of the same text in any number of passes; noise that restarts each step must be caught."""
+    settings = Sampling(temperature=1.0, seed=2)
+    assert same_text_in_any_number_of_passes(settings, position_of_step=0)
+    assert not same_text_in_any_number_of_passes(settings, position_of_step=1), "the control must fail"

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paradraft.tree import ancestors, depths, is_chain
+from tests.unit.trees import parents_from, path_to
+
+CHOICES = st.lists(st.integers(0, 1000), max_size=9)
+
+
+@given(CHOICES)
+@settings(deadline=None)
+def test_ancestors_and_depths_equal_a_walk_to_the_root(choices: list[int]) -> None:
+    """Guards against a node that inherits from the wrong parent, or turns by its index instead of its depth."""
+    parents = parents_from(choices)
+    sees, depth = ancestors(torch.tensor([parents], dtype=torch.long)), depths(torch.tensor([parents]).long())
+    assert sees.shape == (1, len(parents), len(parents))
+    for node in range(len(parents)):
+        assert sees[0, node].nonzero().flatten().tolist() == sorted(path_to(parents, node))
+        assert depth[0, node] == len(path_to(parents, node)) - 1
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), min_size=6, max_size=6), min_size=2, max_size=3))
+@settings(deadline=None)
+def test_rows_of_a_batch_are_independent(batch: list[list[int]]) -> None:
+    """Guards against one row's tree leaking into another's."""
+    parents = torch.tensor([parents_from(choices) for choices in batch])
+    assert torch.equal(ancestors(parents), torch.cat([ancestors(row[None]) for row in parents]))
+
+
+@given(CHOICES)
+@settings(deadline=None)
+def test_is_chain(choices: list[int]) -> None:
+    """Guards against a tree that takes the fast path of chains, and against a chain that does not."""
+    straight = list(range(-1, len(choices) - 1))
+    parents = parents_from(choices)
+    assert is_chain(torch.tensor([straight]).long())
+    assert is_chain(torch.tensor([straight, parents]).long()) == (parents == straight)

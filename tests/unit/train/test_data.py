@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paradraft.train.data import Sample, load_samples
+from tests.conftest import tiny_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|eos|>{% endgeneration %}"
+    "{% elif m.role == 'user' %}{{ '+' + m.content + '+' }}{% else %}{{ raise_exception('no such role') }}{% endif %}"
+    "{% endfor %}"
+)
+A, B, C, D, PLUS, EOS = 1, 2, 3, 4, 63, 0
+
+
+def load(tmp_path: Path, *records: object, template: str | None = TEMPLATE, max_length: int = 100) -> list[Sample]:
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in records))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return load_samples([file], tokenizer, max_length=max_length)
+
+
+def test_every_token_of_a_text_is_a_label(tmp_path: Path) -> None:
+    """Guards against losing the end-of-text label: a drafter that never learns to stop."""
+    file = tmp_path / "some.txt"
+    file.write_text("abc")
+    expected = [Sample(tokens=[A, B, C, EOS], is_label=[True] * 4)]
+    assert load_samples([file], tiny_tokenizer(), max_length=9) == expected
+    assert load(tmp_path, {"text": "abc"}) == expected
+
+
+def test_only_the_response_is_a_label(tmp_path: Path) -> None:
+    """Guards against learning the prompt; the end-of-text is a label unless the answer was cut for length."""
+    record = {"prompt": "ab", "response": "cd"}
+    assert load(tmp_path, record, {**record, "finish_reason": "length"}, {**record, "finish_reason": "stop"}) == [
+        Sample(tokens=[A, B, C, D, EOS], is_label=[False, False, True, True, True]),
+        Sample(tokens=[A, B, C, D], is_label=[False, False, True, True]),
+        Sample(tokens=[A, B, C, D, EOS], is_label=[False, False, True, True, True]),
+    ]
+
+
+def test_end_of_text_is_a_label_even_when_it_is_the_pad_token(tmp_path: Path) -> None:
+    """Guards the oldest trap of training data: pad == eos silently drops every end-of-text from the labels."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"prompt": "a", "response": "b"}')
+    (sample,) = load_samples([file], tokenizer, max_length=9)
+    assert (sample.tokens[-1], sample.is_label[-1]) == (EOS, True)
+
+
+def test_the_assistants_turns_are_labels(tmp_path: Path) -> None:
+    """Guards against learning the user's turns, or losing the end of the assistant's."""
+    turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "a")]
+    (sample,) = load(tmp_path, {"messages": [{"role": role, "content": text} for role, text in turns]})
+    assert sample.tokens == [PLUS, A, PLUS, B, C, EOS, PLUS, D, PLUS, A, EOS]
+    assert sample.is_label == [False] * 3 + [True] * 3 + [False] * 3 + [True] * 2
+
+
+def test_a_template_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> None:
+    """Guards against two BOS tokens where the tokenizer adds one to the one of the template."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="Z $A", special_tokens=[("Z", 52)])
+    assert tokenizer("a")["input_ids"] == [52, A], "this tokenizer adds a BOS"
+    tokenizer.chat_template = "Z" + TEMPLATE
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
+    (sample,) = load_samples([file], tokenizer, max_length=20)
+    assert sample.tokens == [52, PLUS, A, PLUS, B, EOS]
+
+
+def test_a_response_begins_without_bos(tmp_path: Path) -> None:
+    """Guards against a BOS between prompt and response, which the target never sees there."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="Z $A", special_tokens=[("Z", 52)])
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"prompt": "a", "response": "b"}')
+    (sample,) = load_samples([file], tokenizer, max_length=20)
+    assert sample.tokens == [52, A, B, EOS]
+
+
+def test_long_samples_are_split_and_pieces_without_labels_dropped(tmp_path: Path) -> None:
+    """Guards against tokens lost at the end of a long text, and against pieces of nothing but prompt."""
+    pieces = load(tmp_path, {"text": "abcda"}, {"prompt": "aaaaaa", "response": "bc"}, max_length=4)
+    assert [piece.tokens for piece in pieces] == [[A, B, C, D], [A, EOS], [A, A, B, C]]
+    assert [piece.is_label for piece in pieces] == [[True] * 4, [True] * 2, [False, False, True, True]]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{", "3", "[]", '{"txt": "a"}', '{"prompt": "a"}', '{"text": 3}', '{"prompt": "a", "response": null}',
+        '{"messages": []}', '{"messages": ["a"]}', '{"messages": [{"role": "user", "content": "a"}]}',
+        '{"messages": [{"role": "judge", "content": "a"}]}', '{"messages": [{"content": "a"}]}', '{"messages": [3]}',
+    ],
+)  # fmt: skip
+def test_a_broken_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
+    """Guards against a traceback without a place in a file of a million lines."""
+    with pytest.raises(ValueError, match=r"data\.jsonl, line 3: ."):
+        load(tmp_path, {"text": "ab"}, "", line)
+
+
+def test_conversations_need_a_template_that_marks_the_answers(tmp_path: Path) -> None:
+    """Guards against silently learning nothing, or the user's words, from conversations."""
+    record = {"messages": [{"role": "assistant", "content": "a"}]}
+    with pytest.raises(ValueError, match="line 1: the model has no chat template"):
+        load(tmp_path, record, template=None)
+    with pytest.raises(ValueError, match=r"line 1: .*generation %} is missing"):
+        load(tmp_path, record, template="{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+def test_line_separators_inside_a_text_do_not_end_the_line(tmp_path: Path) -> None:
+    """Guards against cutting a JSON string at U+2028, which JSON allows inside it."""
+    assert len(load(tmp_path, {"text": "a\u2028b"})[0].tokens) == 4
+
+
+def test_nothing_to_learn(tmp_path: Path) -> None:
+    """Guards against a run over no data; a file that does not exist is named."""
+    with pytest.raises(ValueError, match="nothing to learn"):
+        load(tmp_path, {"text": ""}, {"prompt": "ab", "response": "", "finish_reason": "length"})
+    with pytest.raises(ValueError, match=r"none\.txt' does not exist"):
+        load_samples([tmp_path / "none.txt"], tiny_tokenizer(), max_length=9)

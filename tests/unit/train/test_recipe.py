@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paradraft.train.recipe import PardRecipe, load_recipe
+
+TEXT = "model: some/model\ndata: [a.txt, b.jsonl]\nout: there\nsteps: 100\n"
+
+
+def load(tmp_path: Path, *overrides: str, text: str = TEXT) -> PardRecipe:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    return load_recipe(file, list(overrides))
+
+
+def test_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
+    """Guards the published numbers: K = 8, r = 0.7, r_min = 0.2, loss per depth."""
+    recipe = load(tmp_path)
+    assert (recipe.k, recipe.r, recipe.r_min, recipe.loss) == (8, 0.7, 0.2, "per_depth")
+    assert recipe.data == [Path("a.txt"), Path("b.jsonl")] and recipe.out == Path("there")
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "value"),
+    [
+        ("lr=1e-3", "lr", 1e-3), ("lr=0.001", "lr", 1e-3), ("lr=1E-3", "lr", 1e-3), ("steps=7", "steps", 7),
+        ("bf16=false", "bf16", False), ("bf16=true", "bf16", True), ("optimizer=muon", "optimizer", "muon"),
+        ("loss=token_mean", "loss", "token_mean"), ("out=elsewhere/e=1", "out", Path("elsewhere/e=1")),
+        ("data=[c.txt]", "data", [Path("c.txt")]), ("mask_token_id=null", "mask_token_id", None), ("k=12", "k", 12),
+    ],
+)  # fmt: skip
+def test_overrides(tmp_path: Path, override: str, field: str, value: object) -> None:
+    """Guards against 1e-3 read as text, true as text, and a value that holds an equals sign."""
+    assert getattr(load(tmp_path, override), field) == value
+    assert getattr(load(tmp_path, f"{field}=9", override), field) == value, "the last override wins"
+
+
+def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
+    """Guards against YAML 1.1, which reads 1e-3 as text."""
+    assert load(tmp_path, text=TEXT + "lr: 1e-3\n").lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("stepps=3", "unknown recipe key 'stepps'; known are .*steps"), ("k=0", "'k'.*greater than or equal to 1"),
+        ("r=0", "'r'"), ("r=1.5", "'r'"), ("r_min=-0.1", "'r_min'"), ("loss=sum", "'loss'.*token_mean"),
+        ("optimizer=sgd", "'optimizer'.*muon"), ("steps=many", "'steps'"), ("steps=1.5", "'steps'"),
+        ("data=[]", "'data'"),
+        ("steps", "'steps': write overrides as key=value"), ("out=[a", "'out=.a'"), ("max_length=1", "'max_length'"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_named(tmp_path: Path, override: str, complaint: str) -> None:
+    """Guards against a setting that is silently ignored, and against a message without the key."""
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path, override)
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    """Guards against tracebacks out of the YAML library."""
+    with pytest.raises(ValueError, match=r"none\.yaml' does not exist"):
+        load_recipe(tmp_path / "none.yaml", [])
+    for text in ("- a\n", "just text", "", "a: [b", "1: 2\n" + TEXT):
+        with pytest.raises(ValueError, match="recipe"):
+            load(tmp_path, text=text)
+    with pytest.raises(ValueError, match="'steps'"):
+        load(tmp_path, text="model: m\ndata: [a]\nout: o\n")
+
+
+def test_fingerprint_tells_runs_apart(tmp_path: Path) -> None:
+    """Guards against resuming another run; how often a run reports or saves, and where to, is no difference."""
+    same = load(tmp_path).fingerprint
+    assert load(tmp_path, "log_every=3", "save_every=4", "out=elsewhere").fingerprint == same
+    for override in ("lr=1e-3", "steps=101", "seed=1", "k=9", "model=m", "data=[a.txt]", "bf16=false", "r=0.71"):
+        assert load(tmp_path, override).fingerprint != same, override

@@ -1,0 +1,138 @@
+"""The match rule against plain drawing, one token after the other, and wrong rules that must be caught."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from paradraft.core import ABSENT, Draft, Sampling, TargetOut, Verdict
+from paradraft.sampling import draw
+from paradraft.tree import depths
+from paradraft.verify.match import verify
+from tests.unit.trees import path_to, random_parents
+
+VOCAB = 6
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4), Sampling(temperature=0.8, top_k=4, top_p=0.9, seed=-1)]
+Verify = Callable[[Draft, TargetOut, torch.Tensor, Sampling], Verdict]
+
+
+def target_logits(text: list[int]) -> torch.Tensor:
+    """A "target": any function of the tokens so far."""
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(hash(tuple(text))))
+
+
+def plain_token(text: list[int], sampling: Sampling) -> int:
+    """The token that plain decoding puts behind a text."""
+    return int(draw(target_logits(text)[None, None], torch.tensor([[len(text)]]), sampling))
+
+
+def random_row(seed: int, nodes: int, present: int, text: list[int], sampling: Sampling, *, chain: bool):
+    """A tree whose tokens are often the ones that plain decoding gives; nodes from `present` on are absent."""
+    chooser = random.Random(seed)
+    parents = list(range(-1, nodes - 1)) if chain else random_parents(seed, nodes)
+    tokens: list[int] = []
+    for node, parent in enumerate(parents):
+        before = text + [tokens[i] for i in path_to(parents, parent)]
+        free = set(range(VOCAB)) - {tokens[i] for i in range(node) if parents[i] == parent}
+        right = plain_token(before, sampling)
+        token = right if right in free and chooser.random() < 0.7 else chooser.choice(sorted(free))
+        tokens.append(token if node < present else ABSENT)
+    rows = [target_logits(text + [tokens[i] for i in path_to(parents, node)]) for node in range(-1, nodes)]
+    return tokens, parents, torch.stack(rows)
+
+
+def check(verify: Verify) -> int:
+    """Fails unless `verify` accepts exactly what plain decoding gives; returns how many tokens it accepted."""
+    accepted = 0
+    for seed in range(36):
+        sampling, chain, nodes = SAMPLINGS[seed % 3], seed % 2 == 0, seed % 5 + 1
+        texts = [[seed, row] + [1] * row for row in range(3)]
+        rows = [
+            random_row(seed * 3 + row, nodes, nodes - row if row < nodes else nodes, text, sampling, chain=chain)
+            for row, text in enumerate(texts)
+        ]
+        tokens, parents, logits = zip(*rows, strict=True)
+        draft = Draft(tokens=torch.tensor(tokens), parents=torch.tensor(parents))
+        out = TargetOut(logits=torch.stack(logits), hidden={})
+        verdict = verify(draft, out, torch.tensor([len(text) - 1 for text in texts]), sampling)
+        for row, text in enumerate(texts):
+            path, emitted = naive_walk(tokens[row], parents[row], text, sampling)
+            rest = nodes - len(path)
+            assert verdict.accepted[row] == len(path)
+            assert verdict.path[row].tolist() == path + [ABSENT] * rest
+            assert verdict.tokens[row].tolist() == emitted + [ABSENT] * rest
+            accepted += len(path)
+    return accepted
+
+
+def naive_walk(tokens: list[int], parents: list[int], text: list[int], sampling: Sampling):
+    """Decodes plainly, and goes down the tree as long as it holds the same tokens."""
+    node, path, emitted = -1, list[int](), list[int]()
+    while True:
+        emitted.append(plain_token(text + emitted, sampling))
+        below = [child for child, parent in enumerate(parents) if parent == node and tokens[child] == emitted[-1]]
+        if not below:
+            return path, emitted
+        (node,) = below
+        path.append(node)
+
+
+def test_verdict_is_what_plain_decoding_gives() -> None:
+    """Guards losslessness: the emitted tokens are plain decoding's, for ragged trees and chains, at any temperature."""
+    assert check(verify) > 60, "a check in which nothing is accepted shows nothing"
+
+
+def always_accept(draft: Draft, out: TargetOut, root_positions_B: torch.Tensor, sampling: Sampling) -> Verdict:
+    """Accepts the way to the deepest present node, whatever the target says."""
+    depth_BN = depths(draft.parents).masked_fill(draft.tokens == ABSENT, -1)
+    logits = out.logits.clone()
+    for row in range(len(depth_BN)):
+        path = path_to(draft.parents[row].tolist(), int(depth_BN[row].argmax()))
+        for node in path:
+            logits[row, draft.parents[row, node] + 1] = torch.eye(VOCAB)[draft.tokens[row, node]] * 1e6
+    return verify(draft, TargetOut(logits=logits, hidden={}), root_positions_B, sampling)
+
+
+def bonus_after_rejection(draft: Draft, out: TargetOut, root_positions_B: torch.Tensor, sampling: Sampling) -> Verdict:
+    """After the recovered token adds one from the logits behind the rejected token."""
+    verdict = verify(draft, out, root_positions_B, sampling)
+    tokens = verdict.tokens.clone()
+    for row, accepted in enumerate(verdict.accepted.tolist()):
+        if accepted < draft.tokens.shape[1]:
+            tokens[row, accepted + 1] = out.logits[row, accepted + 1].argmax()
+    return Verdict(path=verdict.path, accepted=verdict.accepted, tokens=tokens)
+
+
+def pad_is_zero(draft: Draft, out: TargetOut, root_positions_B: torch.Tensor, sampling: Sampling) -> Verdict:
+    """Takes absent nodes for drafts of token 0, once per parent."""
+    tokens = draft.tokens.clone()
+    for row, node in (tokens == ABSENT).nonzero().tolist():
+        siblings = draft.parents[row] == draft.parents[row, node]
+        if not (tokens[row, siblings] == 0).any():
+            tokens[row, node] = 0
+    return verify(Draft(tokens=tokens, parents=draft.parents), out, root_positions_B, sampling)
+
+
+def noise_of_the_step(draft: Draft, out: TargetOut, root_positions_B: torch.Tensor, sampling: Sampling) -> Verdict:
+    """Numbers its noise from the start of the round instead of the text."""
+    return verify(draft, out, torch.zeros_like(root_positions_B), sampling)
+
+
+@pytest.mark.parametrize("wrong", [always_accept, bonus_after_rejection, pad_is_zero, noise_of_the_step])
+def test_the_check_catches_wrong_rules(wrong: Verify) -> None:
+    """Control: a check that these rules pass would not guard losslessness."""
+    with pytest.raises(AssertionError):
+        check(wrong)
+
+
+def test_empty_draft_is_plain_decoding() -> None:
+    """Guards the rounds with K = 0."""
+    logits = torch.eye(VOCAB)[torch.tensor([[3], [0]])]
+    verdict = verify(
+        Draft.empty(2, torch.device("cpu")), TargetOut(logits=logits, hidden={}), torch.tensor([0, 9]), Sampling()
+    )
+    assert verdict.accepted.tolist() == [0, 0]
+    assert verdict.tokens.tolist() == [[3], [0]]
