@@ -134,6 +134,13 @@ class Engine:
         stops = Stops(batch_size=1, eos_ids=self.eos_ids, max_new_tokens=max_new_tokens)
         return decode(self.target, self.drafter, request, stops=stops, lengths=Fixed(k=self.k), clock=self.clock)
 
+    def warm_up(self) -> None:
+        """Compiles the passes that decoding will use, so that the first answer is not slow."""
+        stops = Stops(batch_size=1, eos_ids=frozenset(), max_new_tokens=self.k + 2)
+        prompt = self._encode_tokens([0], GREEDY)
+        for _ in decode(self.target, self.drafter, prompt, stops=stops, lengths=Fixed(k=self.k), clock=Clock()):
+            pass
+
     @property
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a text: the model's and its generation config's."""

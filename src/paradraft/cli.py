@@ -69,6 +69,9 @@ def generate(
     engine = load(target, drafter=drafter, draft=draft, k=k, runtime=runtime)
     texts = [str(record["prompt"]) for record in records]
     engine.check(texts, max_new_tokens=max_new_tokens)
+    if compile:
+        with Console(stderr=True).status("compiling (a minute or less; --no-compile does without)"):
+            engine.warm_up()
     for record, text in zip(records, texts, strict=True):
         if as_json:
             result = engine.generate(text, max_new_tokens=max_new_tokens, sampling=sampling)

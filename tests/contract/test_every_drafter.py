@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paradraft import Sampling, load
-from paradraft.api import Engine, drafter_module, drafter_names
+from paradraft.api import Engine, drafter_names, takes_draft
 from paradraft.models.loading import Runtime
 from tests.conftest import VOCAB
 
@@ -24,11 +24,9 @@ SAMPLINGS = [
 
 
 def engine(family: Path, name: str, *, k: int = 4, runtime: Runtime = EXACT) -> Engine:
-    fields = {field.name for field in dataclasses.fields(drafter_module(name).Config)}
-    folder = family / ("pard" if name == "pard" else "draft")
-    return load(
-        str(family / "target"), drafter=name, draft=str(folder) if "draft" in fields else None, k=k, runtime=runtime
-    )
+    # The PARD folder is an ordinary causal LM too, so it serves every drafter that wants a draft model.
+    draft = str(family / "pard") if takes_draft(name) else None
+    return load(str(family / "target"), drafter=name, draft=draft, k=k, runtime=runtime)
 
 
 @pytest.mark.parametrize("name", drafter_names())

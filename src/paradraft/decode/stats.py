@@ -20,7 +20,7 @@ class Stats:
 
     Args:
         tokens: emitted tokens.
-        rounds: target passes after prefill.
+        rounds: target passes after prefill that gave a row tokens, summed over the rows.
         drafted: drafted tokens, by position in the draft.
         accepted: accepted tokens that were emitted, by position in the draft.
         prefill_s: reading the prompt (target).
@@ -85,8 +85,8 @@ class Clock:
 
     def count(self, step: Step) -> None:
         """Adds one round."""
-        self._rounds += 1
         for tokens, drafted, accepted in zip(step.tokens, step.drafted, step.accepted, strict=True):
+            self._rounds += bool(tokens)
             self._tokens += len(tokens)
             self._drafted.update(range(drafted))
             self._accepted.update(range(accepted))

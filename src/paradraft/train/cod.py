@@ -9,19 +9,24 @@ all its keys.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from paradraft.train.rows import Rows
 
 
-def conditional_drop(n: int, *, k: int, r: float, r_min: float, generator: torch.Generator) -> Rows:
+def conditional_drop(
+    n: int, *, k: int, r: float, r_min: float, generator: torch.Generator, may_draft: Tensor | None = None
+) -> Rows:
     """Draws the rows of a sample.
 
     Args:
         n: positions that have a next token to predict, at least 1.
         k: depths, 0 to k - 1; as many tokens as a draft pass predicts.
         r: share of rows that each depth keeps of the one before, in (0, 1].
-        r_min: least share of the positions that a depth keeps, in [0, 1].
+        r_min: least share that a depth keeps of the positions that masks may stand behind, in [0, 1].
         generator: source of the random choice.
+        may_draft: `[n]` whether masks may stand behind each position; everywhere by default. Only the
+            positions before an answer's tokens need them: nothing is drafted inside a prompt.
 
     Returns:
         Rows ordered by depth, then position.
@@ -37,9 +42,12 @@ def conditional_drop(n: int, *, k: int, r: float, r_min: float, generator: torch
     """
     position = torch.arange(n)
     positions, depths = [position], [torch.zeros_like(position)]
+    if may_draft is not None:
+        position = position[may_draft]
+    anchors = len(position)
     for depth in range(1, k):
         candidates = position[position + 1 < n] + 1
-        kept = min(len(candidates), round(n * max(r**depth, r_min)))
+        kept = min(len(candidates), round(anchors * max(r**depth, r_min)))
         choice = torch.randperm(len(candidates), generator=generator)[:kept].sort().values
         position = candidates[choice]
         positions.append(position)

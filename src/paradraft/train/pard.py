@@ -45,7 +45,11 @@ def collate(
     Memory is that of the kept rows: `[S, R, R]` booleans with R about 3.4 N at the defaults, never
     (K N)².
     """
-    kept = [conditional_drop(len(s.tokens) - 1, k=k, r=r, r_min=r_min, generator=generator) for s in samples]
+    kept = []
+    for sample in samples:
+        is_next_label = torch.tensor(sample.is_label[1:])
+        n = len(is_next_label)
+        kept.append(conditional_drop(n, k=k, r=r, r_min=r_min, generator=generator, may_draft=is_next_label))
     size = max(len(rows.position) for rows in kept)
     S = len(samples)
     tokens, positions, depths = (torch.zeros(S, size, dtype=torch.long) for _ in range(3))
@@ -70,8 +74,12 @@ def forward(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor, Tenso
     Returns:
         `[M, V]` logits, `[M]` labels and `[M]` depths of the M rows that have a label.
     """
+    sees: Tensor = batch.sees
+    if model.config._attn_implementation == "eager":
+        # Eager attention adds the mask to the scores; booleans would be taken for 0 and 1.
+        sees = torch.zeros_like(sees, dtype=model.dtype).masked_fill(~sees, torch.finfo(model.dtype).min)
     hidden = model.model(
-        input_ids=batch.tokens, attention_mask=batch.sees, position_ids=batch.positions, use_cache=False
+        input_ids=batch.tokens, attention_mask=sees, position_ids=batch.positions, use_cache=False
     ).last_hidden_state
     labelled = batch.labels != IGNORED
     return model.lm_head(hidden[labelled]), batch.labels[labelled], batch.depths[labelled]

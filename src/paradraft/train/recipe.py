@@ -51,6 +51,14 @@ class PardRecipe(BaseModel):
         return hashlib.sha256(self.model_dump_json(exclude=ignored).encode()).hexdigest()[:16]
 
 
+def read_fingerprint(file: Path) -> str | None:
+    """The fingerprint of a recipe that was written as JSON; None if there is none, or none that is valid."""
+    try:
+        return PardRecipe.model_validate_json(file.read_text(encoding="utf-8")).fingerprint
+    except (OSError, ValueError):
+        return None
+
+
 def load_recipe(file: Path, overrides: list[str]) -> PardRecipe:
     """Reads a recipe and applies `key=value` overrides.
 

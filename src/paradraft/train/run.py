@@ -7,7 +7,7 @@ from rich.live import Live
 from rich.table import Table
 
 from paradraft.train.recipe import PardRecipe
-from paradraft.train.trainer import Progress, is_trained, train_pard
+from paradraft.train.trainer import CHECKPOINT, Progress, is_trained, train_pard
 
 
 def run_with_display(recipe: PardRecipe) -> None:
@@ -29,7 +29,7 @@ def run_with_display(recipe: PardRecipe) -> None:
         else:
             train_pard(recipe, lambda progress: console.print(_line(progress), soft_wrap=True))
     except KeyboardInterrupt:
-        folder = recipe.out / "checkpoint"
+        folder = recipe.out / CHECKPOINT
         console.print(f"stopped; the same command goes on from the last checkpoint in {folder}", soft_wrap=True)
         raise
     console.print(f"drafter written to {recipe.out}", soft_wrap=True)

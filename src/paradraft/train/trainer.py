@@ -7,6 +7,7 @@ was never stopped.
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,11 @@ from paradraft.train.checkpoint import load_state, save_model, save_state
 from paradraft.train.data import Sample, load_samples
 from paradraft.train.losses import depth_accuracy, depth_cross_entropy
 from paradraft.train.optimizers import Optimizers
-from paradraft.train.recipe import PardRecipe
+from paradraft.train.recipe import PardRecipe, read_fingerprint
+
+CHECKPOINT = "checkpoint"
+RECORD = "recipe.json"
+"""Inside `out`: the state of an unfinished run, and what is or was trained there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +49,16 @@ class Progress:
 
 
 def is_trained(recipe: PardRecipe) -> bool:
-    """Whether `recipe.out` already holds a drafter."""
-    return (recipe.out / "config.json").exists()
+    """Whether `recipe.out` already holds this recipe's drafter.
+
+    Raises:
+        ValueError: it holds another model, which training would overwrite.
+    """
+    if not (recipe.out / "config.json").exists():
+        return False
+    if read_fingerprint(recipe.out / RECORD) != recipe.fingerprint:
+        raise ValueError(f"{recipe.out} holds a model of another recipe: delete it, or choose another `out`")
+    return True
 
 
 def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
@@ -73,7 +86,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
         warmup_steps=recipe.warmup_steps,
         steps=recipe.steps,
     )
-    state_file = recipe.out / "checkpoint" / "state.pt"
+    state_file = recipe.out / CHECKPOINT / "state.pt"
     state = load_state(state_file, recipe.fingerprint)
     first = 0
     if state is not None:
@@ -81,6 +94,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
         optimizers.load_state_dict(state["optimizers"])
         first = state["step"]
     recipe.out.mkdir(parents=True, exist_ok=True)
+    (recipe.out / RECORD).write_text(recipe.model_dump_json(indent=1) + "\n", encoding="utf-8")
     model.train()
     meter = _Meter(recipe, first)
     for step in range(first, recipe.steps):
@@ -104,6 +118,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
                 {"model": weights, "optimizers": members, "step": done, "fingerprint": recipe.fingerprint},
             )
     save_model(recipe.out, model.to(torch.bfloat16).eval(), tokenizer)
+    shutil.rmtree(recipe.out / CHECKPOINT, ignore_errors=True)
 
 
 def samples_of_step(samples: list[Sample], recipe: PardRecipe, step: int) -> list[Sample]:

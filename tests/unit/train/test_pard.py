@@ -51,12 +51,13 @@ def test_training_predicts_what_decoding_computes(llama: bool, r: float) -> None
 
 
 def test_only_labels_count() -> None:
-    """Guards against learning the prompt, and against a shifted label flag: the flag is that of the next token."""
-    sample = Sample(tokens=[1, 2, 3, 4], is_label=[False, False, True, False])
+    """Guards against learning the prompt, against masks inside the prompt, where nothing is ever drafted, and against
+    a shifted label flag: the flag is that of the next token."""
+    sample = Sample(tokens=[1, 2, 3, 4, 5], is_label=[False, False, True, True, False])
     batch = collate([sample], MASK, k=2, r=1.0, r_min=0.0, generator=torch.Generator())
-    assert batch.positions[0].tolist() == [0, 1, 2, 1, 2]
-    assert batch.tokens[0].tolist() == [1, 2, 3, MASK, MASK]
-    assert batch.labels[0].tolist() == [IGNORED, 3, IGNORED, 3, IGNORED]
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 3]
+    assert batch.tokens[0].tolist() == [1, 2, 3, 4, MASK, MASK]
+    assert batch.labels[0].tolist() == [IGNORED, 3, 4, IGNORED, 4, IGNORED]
 
 
 def test_samples_of_a_batch_do_not_see_each_other_or_the_filling() -> None:
@@ -144,3 +145,12 @@ def test_a_mask_token_outside_the_embedding_is_refused(mask_id: int) -> None:
     """Guards against an index error in the middle of training."""
     with pytest.raises(ValueError, match=f"mask_token_id={mask_id} is outside"):
         add_mask_token(tiny_model(6), tiny_tokenizer(), mask_id)
+
+
+def test_eager_attention_obeys_the_mask_too() -> None:
+    """Guards models without SDPA, which would silently train with every row seeing every other."""
+    model = tiny_model(5)
+    with torch.no_grad():
+        expected = forward(model, batch_of(0.6))[0]
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(forward(model, batch_of(0.6))[0], expected, rtol=1e-10, atol=1e-10)

@@ -25,7 +25,7 @@ def test_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "field", "value"),
     [
-        ("lr=1e-3", "lr", 1e-3), ("lr=0.001", "lr", 1e-3), ("lr=1E-3", "lr", 1e-3), ("steps=7", "steps", 7),
+        ("lr=1e-3", "lr", 1e-3), ("lr=0.001", "lr", 1e-3), ("lr=1E-3", "lr", 1e-3), ("steps=1e2", "steps", 100),
         ("bf16=false", "bf16", False), ("bf16=true", "bf16", True), ("optimizer=muon", "optimizer", "muon"),
         ("loss=token_mean", "loss", "token_mean"), ("out=elsewhere/e=1", "out", Path("elsewhere/e=1")),
         ("data=[c.txt]", "data", [Path("c.txt")]), ("mask_token_id=null", "mask_token_id", None), ("k=12", "k", 12),
