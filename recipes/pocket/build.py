@@ -36,7 +36,8 @@ TARGET = {
 DRAFT = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "head_dim": 32, "intermediate_size": 384}
 TARGET_RUN = PretrainConfig(steps=1800, seed=1)
 DRAFT_RUN = PretrainConfig(steps=700, tokens_per_step=1920, seed=2)
-TEXTS = 1536
+TEXTS = 3072
+DRAFT_TEXTS = 1536
 SHIPPED_TEXTS = 640
 TEMPERATURE = 0.7
 RECIPE = Path(__file__).with_name("pard.yaml")
@@ -117,7 +118,7 @@ def build_draft(out: Path, tokenizer: PreTrainedTokenizerFast, texts: torch.Tens
     """Trains the draft, from nothing, on what the target wrote."""
     if (out / "draft" / "config.json").exists():
         return
-    learn, held = texts[:-64], texts[-64:].flatten()
+    learn, held = texts[: DRAFT_TEXTS - 64], texts[DRAFT_TEXTS - 64 : DRAFT_TEXTS].flatten()
     model = pretrain(new_model(DRAFT).to(device), whole_rows(learn, DRAFT_RUN), held, DRAFT_RUN, out / "work" / "draft")
     save(model, tokenizer, out / "draft")
 

@@ -38,8 +38,8 @@ class Size:
     tokens: int
 
 
-FULL = Size(steps=90, prompts=8, tokens=128)
-SHORT = Size(steps=6, prompts=2, tokens=48)
+FULL = Size(steps=60, prompts=8, tokens=128)
+SHORT = Size(steps=4, prompts=2, tokens=48)
 
 
 def recipe(out: Path, size: Size) -> PardRecipe:
@@ -49,8 +49,9 @@ def recipe(out: Path, size: Size) -> PardRecipe:
         data=[pocket_folder("text.jsonl")],
         out=out,
         steps=size.steps,
-        samples_per_step=4,
-        max_length=320,
+        loss="token_mean",
+        samples_per_step=3,
+        max_length=384,
         optimizer="muon",
         muon_lr=1e-2,
         lr=1e-3,
