@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 
 import corpus
 from paradraft.models.loading import Runtime, load_target
+from paradraft.train.checkpoint import save_model
 from paradraft.train.recipe import load_recipe
 from paradraft.train.run import run_with_display
 from pretrain import PretrainConfig, pretrain, whole_rows, windows
@@ -70,8 +71,7 @@ def tokenized(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Ten
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Writes an ordinary Hugging Face folder in bf16."""
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_model(folder, model.to(torch.bfloat16), tokenizer)
 
 
 def build_tokenizer(out: Path) -> PreTrainedTokenizerFast:
@@ -79,10 +79,10 @@ def build_tokenizer(out: Path) -> PreTrainedTokenizerFast:
     folder = out / "tokenizer"
     if not (folder / "tokenizer.json").exists():
         train, held_out = corpus.read_library()
-        train_tokenizer([d.text for d in train], max_length=MAX_LENGTH).save_pretrained(folder)
         prompts = [p for d in held_out for p in corpus.function_prompts(d)]
         random.Random(SEED).shuffle(prompts)
         (out / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts[:64]))
+        train_tokenizer([d.text for d in train], max_length=MAX_LENGTH).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -50,7 +51,8 @@ def write_text(
         steps = decode(target, NoDrafter(), prompt, stops=stops, lengths=Fixed(k=0), clock=Clock())
         answers = torch.cat([torch.tensor(step.tokens) for step in steps], dim=1)
         batches.append(torch.cat([prompts, answers], dim=1))
-        torch.save(torch.cat(batches), file)
+        torch.save(torch.cat(batches), file.with_suffix(".new"))
+        os.replace(file.with_suffix(".new"), file)
         print(f"text: {len(batches) * BATCH}/{texts} written", flush=True)
     return torch.cat(batches)
 

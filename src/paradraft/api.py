@@ -70,6 +70,8 @@ class Engine:
     def __init__(self, target: Target, drafter: Drafter, *, k: int) -> None:
         if not 1 <= k < target.lm.width:
             raise ValueError(f"k={k}: draft 1 to {target.lm.width - 1} tokens per round")
+        if drafter.needs_hidden:
+            raise ValueError("this drafter wants hidden states of the target, which no pass returns yet")
         self.target = target
         self.drafter = drafter
         self.k = k
@@ -131,7 +133,7 @@ class Engine:
 
     def _steps(self, request: Prompt, max_new_tokens: int) -> Iterator[Step]:
         self.clock = Clock(torch.cuda.synchronize if self.target.lm.device.type == "cuda" else lambda: None)
-        stops = Stops(batch_size=1, eos_ids=self.eos_ids, max_new_tokens=max_new_tokens)
+        stops = Stops(batch_size=1, eos_ids=self.target.eos_ids, max_new_tokens=max_new_tokens)
         return decode(self.target, self.drafter, request, stops=stops, lengths=Fixed(k=self.k), clock=self.clock)
 
     def warm_up(self) -> None:
@@ -140,14 +142,6 @@ class Engine:
         prompt = self._encode_tokens([0], GREEDY)
         for _ in decode(self.target, self.drafter, prompt, stops=stops, lengths=Fixed(k=self.k), clock=Clock()):
             pass
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """The tokens that end a text: the model's and its generation config's."""
-        found = self.target.lm.model.generation_config.eos_token_id
-        if found is None:
-            found = self.target.lm.model.config.eos_token_id
-        return frozenset([found] if isinstance(found, int) else found or [])
 
     def check(self, prompts: list[str], *, max_new_tokens: int) -> None:
         """Raises ValueError if a prompt, named by number, is empty, or it and its answer do not fit into the model."""
@@ -206,7 +200,7 @@ def load_drafter(name: str, target: Target, *, draft: str | None, runtime: Runti
         ValueError: the drafter is unknown or its draft model does not fit.
     """
     module = drafter_module(name)
-    config = module.Config(draft=draft or POCKET) if takes_draft(name) else module.Config()
+    config = module.Config(draft=POCKET if draft is None else draft) if takes_draft(name) else module.Config()
     drafter: Drafter = module.build(config, target, runtime)
     return drafter
 

@@ -68,6 +68,9 @@ def generate(
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=_width(k))
     engine = load(target, drafter=drafter, draft=draft, k=k, runtime=runtime)
     texts = [str(record["prompt"]) for record in records]
+    taken = {"text", "tokens", "stats"}.intersection(key for record in records for key in record) if as_json else set()
+    if taken:
+        raise ValueError(f"prompts have a key {sorted(taken)[0]!r}, which --json would overwrite: rename it")
     engine.check(texts, max_new_tokens=max_new_tokens)
     if compile:
         with Console(stderr=True).status("compiling (a minute or less; --no-compile does without)"):
@@ -146,8 +149,10 @@ def bench(
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
     texts = held_out_prompts(num_prompts, prompts)
     for file in (json_file, plot_file):
-        if file is not None and not file.parent.is_dir():
-            raise ValueError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}")
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise ValueError(f"{str(file)!r} cannot be written: it is a folder, or in a folder that does not exist")
+    if plot_file is not None and plot_file.suffix != ".png":
+        raise ValueError(f"--plot {plot_file}: name a .png file")
     with Console(stderr=True).status("preparing") as status:
         result = run_bench(
             target, chosen, texts, max_new_tokens=max_new_tokens, sampling=sampling, runtime=runtime, runs=runs,
@@ -173,6 +178,8 @@ def main() -> None:
         code = _complain(error.format_message())
     except ValueError as error:
         code = _complain(str(error))
+    except ModuleNotFoundError as error:
+        code = _complain(f"{error.name} is not installed: pip install 'paradraft[train,bench]'")
     except OSError as error:
         code = _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     if code == INTERRUPTED:

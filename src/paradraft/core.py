@@ -40,8 +40,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: use 0 (greedy) or a positive number")
+        if self.temperature != 0.0 and not 1e-6 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature}: use 0 (greedy) or a number of at least 0.000001")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: use 0 (keep all tokens) or a positive number")
         if not 0.0 < self.top_p <= 1.0:

@@ -31,6 +31,10 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{file}, line {number}: not JSON ({error})") from None
         if not isinstance(record, dict) or not isinstance(record.get("prompt"), str) or not record["prompt"]:
             raise ValueError(f'{file}, line {number}: expected {{"prompt": "some text"}}')
+        try:
+            record["prompt"].encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{file}, line {number}: the prompt is not valid text ({error.reason})") from None
         records.append(record)
     if not records:
         raise ValueError(f"prompt file {str(file)!r} is empty")

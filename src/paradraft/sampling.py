@@ -38,7 +38,7 @@ def filtered_logits(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
         kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if sampling.top_p < 1.0:
-        ordered, index = logits.sort(dim=-1, descending=True)
+        ordered, index = logits.sort(dim=-1, descending=True, stable=True)
         probs = ordered.softmax(-1)
         before = probs.cumsum(-1) - probs
         cut = torch.zeros_like(before, dtype=torch.bool).scatter(-1, index, before >= sampling.top_p)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 from huggingface_hub.utils.tqdm import enable_progress_bars
 from rich.console import Console
-from rich.text import Text
 from transformers.utils import logging
 
 from paradraft.api import Engine
 from paradraft.core import Sampling
 
-DRAFTED_STYLE = "green"
+DIM, GREEN, PLAIN = "\x1b[2m", "\x1b[32m", "\x1b[0m"
 
 
 def hide_progress_bars() -> None:
@@ -27,14 +28,21 @@ def stream_answer(engine: Engine, prompt: str, *, max_new_tokens: int, sampling:
     Raises:
         ValueError: see `Engine.stream`.
     """
-    console = Console(highlight=False, soft_wrap=True)
     chunks = engine.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling)
-    console.print(Text(prompt, style="dim"), end="")
+    # Written as it is: a formatter would expand tabs and drop control characters.
+    _write(prompt, DIM)
     for chunk in chunks:
-        console.print(Text(chunk.drafted_text, style=DRAFTED_STYLE) + Text(chunk.own_text), end="")
+        _write(chunk.drafted_text, GREEN)
+        _write(chunk.own_text, "")
     stats = engine.clock.stats
-    console.print()
+    _write("\n", "")
     Console(stderr=True, highlight=False).print(
         f"{stats.tokens} tokens in {stats.total_s:.2f} s, {stats.tokens / stats.total_s:.0f} tokens/s, "
         f"acceptance length {stats.acceptance_length:.2f}"
     )
+
+
+def _write(text: str, style: str) -> None:
+    is_styled = bool(text and style) and sys.stdout.isatty()
+    sys.stdout.write(f"{style}{text}{PLAIN}" if is_styled else text)
+    sys.stdout.flush()

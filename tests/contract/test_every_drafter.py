@@ -108,7 +108,7 @@ def test_ragged_batch_equals_single_rows(family: Path, name: str) -> None:
     width = max(map(len, rows))
     sampling = Sampling(temperature=0.9, seed=5)
     prompt = Prompt(tokens=torch.tensor([row + [ABSENT] * (width - len(row)) for row in rows]), sampling=sampling)
-    stops = Stops(batch_size=len(rows), eos_ids=drafted.eos_ids, max_new_tokens=30)
+    stops = Stops(batch_size=len(rows), eos_ids=drafted.target.eos_ids, max_new_tokens=30)
     texts: list[list[int]] = [[] for _ in rows]
     decoding = sequential.decode(
         drafted.target, drafted.drafter, prompt, stops=stops, lengths=Fixed(k=4), clock=Clock()
@@ -118,3 +118,22 @@ def test_ragged_batch_equals_single_rows(family: Path, name: str) -> None:
             text += tokens
     alone = engine(family, name)
     assert texts == [alone.generate(p, max_new_tokens=30, sampling=sampling).tokens for p in PROMPTS]
+
+
+@pytest.mark.parametrize("name", [name for name in drafter_names() if name != "none"])
+def test_something_is_accepted(family: Path, name: str) -> None:
+    """Guards all other tests of this file: a drafter whose guesses are never accepted passes them without being
+    tested, and helps nobody."""
+    stats = engine(family, name).generate("abcabcabcabcabc", max_new_tokens=60).stats
+    assert sum(stats.accepted) > 0
+    assert stats.rounds < stats.tokens
+
+
+def test_a_new_answer_ends_an_unfinished_stream(family: Path) -> None:
+    """Guards against two streams that write into one cache and both become garbage."""
+    drafted = engine(family, "pard")
+    first = drafted.stream("abc", max_new_tokens=60)
+    next(first)
+    drafted.generate("xyz", max_new_tokens=5)
+    with pytest.raises(ValueError, match="another answer was started"):
+        next(first)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -21,7 +23,7 @@ from paradraft.bench.report import plot, table, write_json
 from paradraft.bench.run import held_out_prompts, run_bench
 from paradraft.core import GREEDY
 from paradraft.models.loading import POCKET, Runtime, pocket_folder
-from paradraft.terminal import DRAFTED_STYLE, stream_answer
+from paradraft.terminal import hide_progress_bars, stream_answer
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.run import run_with_display
 
@@ -75,7 +77,7 @@ def demo(out: Path, size: Size) -> bool:
     out.mkdir(parents=True, exist_ok=True)
     run_with_display(recipe(trained, size))
 
-    console.rule(f"2. One answer: [{DRAFTED_STYLE}]drafted and accepted[/], the rest is the target's own")
+    console.rule("2. One answer with the shipped drafter: [green]drafted and accepted[/], the rest is the target's own")
     engine = load(POCKET, drafter="pard", runtime=Runtime(dtype=DTYPE))
     engine.generate(prompts[0], max_new_tokens=16)
     stream_answer(engine, prompts[0], max_new_tokens=size.tokens, sampling=GREEDY)
@@ -83,25 +85,15 @@ def demo(out: Path, size: Size) -> bool:
     console.rule("3. Compare")
     results = out / "results.json"
     title = f"pocket, {size.prompts} held-out prompts x {size.tokens} tokens, greedy, {DTYPE}"
-    if results.exists():
-        report = json.loads(results.read_text(encoding="utf-8"))
+    setting = {"size": asdict(size), "trained": recipe(trained, size).fingerprint}
+    report = read_report(results)
+    if report.get("demo") == setting:
         console.print(f"measured before; delete {results} to measure again")
     else:
-        specs = ["hf", "ar", "autoregressive:k=3", f"pard:draft={trained}", "pard"]
-        methods = [Method.parse(spec, k=8, dtype=DTYPE, draft=None) for spec in specs]
         with console.status("preparing") as status:
-            report = run_bench(
-                POCKET,
-                methods,
-                prompts,
-                max_new_tokens=size.tokens,
-                sampling=GREEDY,
-                runtime=Runtime(dtype=DTYPE),
-                runs=1,
-                report=status.update,
-            )
-        write_json(results, report)
-        plot(report["methods"], title, out / "results.png")
+            report = compare(trained, prompts, size, status.update)
+        write_json(results, report | {"demo": setting})
+    plot(report["methods"], title, out / "results.png")
     console.print(table(report["methods"], title))
     identical = all(figures["identical_to_ar"] for figures in report["methods"].values())
     console.print(
@@ -111,6 +103,30 @@ def demo(out: Path, size: Size) -> bool:
     return identical
 
 
+def compare(trained: Path, prompts: list[str], size: Size, report: Callable[[str], None]) -> dict[str, Any]:
+    """Measures all methods: AR, AR+, VSD, PARD with the drafter just trained, PARD with the shipped one."""
+    specs = ["hf", "ar", "autoregressive:k=3", f"pard:draft={trained}", "pard"]
+    return run_bench(
+        POCKET,
+        [Method.parse(spec, k=8, dtype=DTYPE, draft=None) for spec in specs],
+        prompts,
+        max_new_tokens=size.tokens,
+        sampling=GREEDY,
+        runtime=Runtime(dtype=DTYPE),
+        runs=1,
+        report=report,
+    )
+
+
+def read_report(file: Path) -> dict[str, Any]:
+    """An earlier report; empty if there is none that is whole."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def main() -> None:
     """Entry point of `python -m paradraft.bench.demo`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,7 +134,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="build/demo, or build/demo-short with --short")
     args = parser.parse_args()
     out = args.out or Path("build") / ("demo-short" if args.short else "demo")
-    raise SystemExit(0 if demo(out, SHORT if args.short else FULL) else 1)
+    hide_progress_bars()
+    try:
+        identical = demo(out, SHORT if args.short else FULL)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"demo: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("demo: interrupted; the same command goes on") from None
+    raise SystemExit(0 if identical else 1)
 
 
 if __name__ == "__main__":

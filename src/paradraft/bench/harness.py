@@ -34,8 +34,8 @@ class Measured:
 
     @property
     def texts(self) -> list[list[int]]:
-        """The tokens of the first run's answers."""
-        return [answer.tokens for answer in self.runs[0]]
+        """The tokens of all answers, run by run."""
+        return [answer.tokens for run in self.runs for answer in run]
 
     @property
     def tokens_per_s(self) -> list[float]:
@@ -141,12 +141,19 @@ def _rounds(one: Measured) -> dict[str, object]:
 
 
 def _differing(one: Measured, reference: Measured) -> list[dict[str, int]]:
-    """The prompts whose texts differ, and the first token where they do."""
+    """The answers whose texts differ, and the first token where they do."""
     found = []
-    for prompt, (mine, theirs) in enumerate(zip(one.texts, reference.texts, strict=True)):
+    prompts = len(one.runs[0])
+    for answer, (mine, theirs) in enumerate(zip(one.texts, reference.texts, strict=True)):
         if mine != theirs:
             same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
-            found.append({"prompt": prompt, "token": min(len(mine), len(theirs)) if same is None else same})
+            found.append(
+                {
+                    "run": answer // prompts,
+                    "prompt": answer % prompts,
+                    "token": min(len(mine), len(theirs)) if same is None else same,
+                }
+            )
     return found
 
 

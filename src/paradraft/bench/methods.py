@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from transformers import GenerationConfig
 
 from paradraft.api import Engine, drafter_names, load_drafter, takes_draft
 from paradraft.core import Sampling
@@ -68,11 +69,14 @@ class Method:
         known = [HF, AR, *(drafter for drafter in drafter_names() if drafter != "none")]
         if name not in known:
             raise ValueError(f"unknown method {name!r}: use some of {', '.join(known)}")
+        allowed = ["dtype"]
+        if name not in (HF, AR):
+            allowed += ["k", "draft"] if takes_draft(name) else ["k"]
         values: dict[str, str] = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
-            if not equals or key not in ("k", "dtype", "draft"):
-                raise ValueError(f"method {spec!r}: settings are k=…, dtype=… and draft=…")
+            if not equals or key not in allowed:
+                raise ValueError(f"method {spec!r}: settings of {name} are {', '.join(allowed)}")
             values[key] = value
         if not values.get("k", "1").isdigit():
             raise ValueError(f"method {spec!r}: k must be a whole number")
@@ -108,6 +112,7 @@ def _ours(engine: Engine) -> Answerer:
 
 def _hugging_face(target: Target) -> Answerer:
     model, tokenizer = target.lm.model, target.tokenizer
+    eos_ids = sorted(target.eos_ids)
 
     def answer(prompt: str, max_new_tokens: int, sampling: Sampling) -> Answer:
         chosen: dict[str, object] = {"do_sample": False}
@@ -119,14 +124,14 @@ def _hugging_face(target: Target) -> Answerer:
                 "top_p": sampling.top_p,
             }
         torch.manual_seed(sampling.seed)
-        began_s = time.perf_counter()
         tokens = torch.tensor([tokenizer(prompt)["input_ids"]], device=model.device)
+        began_s = time.perf_counter()
         answered = model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=0,
-            **chosen,
+            generation_config=GenerationConfig(
+                max_new_tokens=max_new_tokens, eos_token_id=eos_ids or None, pad_token_id=0, **chosen
+            ),
         )[0, tokens.shape[1] :].tolist()
         return Answer(tokens=answered, total_s=time.perf_counter() - began_s, stats=None)
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paradraft.api import check_draft, drafter_names, takes_draft
+from paradraft.api import Engine, check_draft, drafter_names, load_drafter, takes_draft
 from paradraft.bench.harness import measure, summarize
 from paradraft.bench.machine import describe_machine
 from paradraft.bench.methods import Answerer, Method
@@ -62,6 +62,10 @@ def run_bench(
         of_dtype = replace(runtime, dtype=method.dtype)
         if method.dtype not in targets:
             targets[method.dtype] = load_target(target, of_dtype)
+            plain = Engine(
+                targets[method.dtype], load_drafter("none", targets[method.dtype], draft=None, runtime=of_dtype), k=1
+            )
+            plain.check(prompts, max_new_tokens=max_new_tokens)
         answerers[method] = method.prepare(targets[method.dtype], of_dtype)
     measured = measure(answerers, prompts, max_new_tokens=max_new_tokens, sampling=sampling, runs=runs, report=report)
     return {
@@ -79,7 +83,7 @@ def run_bench(
         "answers": {
             one.method.spec: {
                 "total_s": [[answer.total_s for answer in run] for run in one.runs],
-                "tokens": one.texts,
+                "tokens": [answer.tokens for answer in one.runs[0]],
             }
             for one in measured
         },

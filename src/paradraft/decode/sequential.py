@@ -32,13 +32,17 @@ def decode(
         clock: takes the time of each part.
 
     Raises:
-        ValueError: a prompt is longer than the model's capacity.
+        ValueError: a prompt is longer than the model's capacity, or another request was started on
+            this target before all rows had ended.
     """
     target.prefill(prompt)
+    request = target.request
     clock.lap("prefill")
     drafter.start(prompt, None)
     clock.lap("draft")
     while not stops.all_finished:
+        if target.request != request:
+            raise ValueError("another answer was started on this engine: finish one stream before the next")
         draft = drafter.propose(min(lengths.next(), stops.room - 1))
         clock.lap("draft")
         out = target.forward(draft)

@@ -1,6 +1,6 @@
 """A Hugging Face causal LM that reads several tokens per row in one pass and can go back.
 
-The forward pass is compiled once for all widths and lengths. Attention reads the used part of the
+The forward pass is compiled once for all widths and lengths of one batch size. Attention reads the used part of the
 cache only, in steps of `BUCKET` slots.
 
 Shape letters: B rows of a batch, N tokens of a pass, R rows whose logits are wanted, S slots in
@@ -10,6 +10,7 @@ use, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,6 +100,7 @@ class CausalLM:
         self._longest = 0
         return self.read_all_but_last(prompt.tokens)
 
+    @torch.inference_mode()
     def read_all_but_last(self, tokens_BT: Tensor) -> Tensor:
         """Reads and keeps all but the last token of each row; at any length, in chunks.
 
@@ -109,10 +111,11 @@ class CausalLM:
         rest = tokens_BT.scatter(1, last_B1, ABSENT)[:, :-1]
         for start in range(0, rest.shape[1], PREFILL_CHUNK):
             chunk = rest[:, start : start + PREFILL_CHUNK]
-            self._run(_model_pass, chunk, None, chunk[:, :0])
+            self._run(_hidden_pass, chunk, None)
             self.keep((chunk != ABSENT).sum(1))
         return tokens_BT.gather(1, last_B1)
 
+    @torch.inference_mode()
     def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None, rows_BR: Tensor | None = None) -> Tensor:
         """Reads new tokens behind the kept ones; nothing is kept until `keep` or `keep_path`.
 
@@ -125,32 +128,32 @@ class CausalLM:
         Returns:
             `[B, R, V]` logits of what comes next; ids that may not be chosen are -inf.
         """
-        B, N = tokens_BN.shape
+        N = tokens_BN.shape[1]
         assert N <= self.width, f"a pass of {N} tokens, but room for {self.width}"
-        if rows_BR is None:
-            rows_BR = torch.arange(N, device=self.device).expand(B, N)
+        if parents_BN is not None and is_chain(parents_BN):
+            parents_BN = None
         if N < self.pad_to:
             tokens_BN = torch.nn.functional.pad(tokens_BN, (0, self.pad_to - N), value=ABSENT)
             if parents_BN is not None:
                 parents_BN = torch.nn.functional.pad(parents_BN, (0, self.pad_to - N), value=ABSENT)
-        return self._run(self._decode, tokens_BN, parents_BN, rows_BR)
+        logits_BNV = self._run(self._decode, tokens_BN, parents_BN)[..., : self.vocab_size]
+        if self._forbidden:
+            logits_BNV[..., self._forbidden] = -torch.inf
+        if rows_BR is None:
+            return logits_BNV[:, :N]
+        return logits_BNV.gather(1, rows_BR[:, :, None].expand(-1, -1, logits_BNV.shape[2]))
 
-    @torch.inference_mode()
-    def _run(self, run: Callable[..., Tensor], tokens_BN: Tensor, parents_BN: Tensor | None, rows_BR: Tensor) -> Tensor:
+    def _run(self, run: Callable[..., Tensor], tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
         B, N = tokens_BN.shape
         used = min(-(-(self._longest + N) // BUCKET) * BUCKET, self._slots)
-        if parents_BN is None or is_chain(parents_BN):
+        if parents_BN is None:
             visible_BNN = torch.ones(N, N, dtype=torch.bool, device=self.device).tril().expand(B, N, N)
             depth_BN = torch.arange(N, device=self.device).expand(B, N)
         else:
             visible_BNN = ancestors(parents_BN)
             depth_BN = visible_BNN.sum(2) - 1
-        logits = run(
-            self.model, self._storage, tokens_BN, self.lengths_B, depth_BN, visible_BNN, self._positions[:used], rows_BR
-        )[..., : self.vocab_size]
-        if self._forbidden:
-            logits[..., self._forbidden] = -torch.inf
-        return logits
+        slots_S = self._positions[:used]
+        return run(self.model, self._storage, tokens_BN, self.lengths_B, depth_BN, visible_BNN, slots_S)
 
     def forbid(self, token: int) -> None:
         """Makes sure that a token, such as a drafter's mask, is never chosen."""
@@ -177,7 +180,7 @@ class CausalLM:
         self._longest = int(lengths_B.max())
 
 
-def _model_pass(
+def _hidden_pass(
     model: PreTrainedModel,
     storage: kv_cache.Storage,
     tokens_BN: Tensor,
@@ -185,9 +188,8 @@ def _model_pass(
     depth_BN: Tensor,
     visible_BNN: Tensor,
     slots_S: Tensor,
-    rows_BR: Tensor,
 ) -> Tensor:
-    """One pass as a pure function of tensors (but for the cache it writes), fit to be compiled."""
+    """The last hidden states `[B, N, D]` of one pass: a function of tensors, but for the cache it writes."""
     B, N = tokens_BN.shape
     S = slots_S.shape[0]
     written_BN = lengths_B[:, None] + torch.arange(N, device=tokens_BN.device)
@@ -197,12 +199,15 @@ def _model_pass(
     sees_BNS = (offset_BS < 0)[:, None] | (inside_BS[:, None] & visible_BNN.gather(2, index_BNS))
     mask = torch.zeros(B, 1, N, S, dtype=model.dtype, device=tokens_BN.device)
     mask = mask.masked_fill(~sees_BNS[:, None], torch.finfo(model.dtype).min)
-    hidden_BND = model.model(
+    return model.model(
         input_ids=tokens_BN.clamp(min=0),
         attention_mask=mask,
         position_ids=lengths_B[:, None] + depth_BN,
         past_key_values=kv_cache.SlotCache(storage, written_BN, S),
         use_cache=True,
     ).last_hidden_state
-    wanted_BRD = hidden_BND.gather(1, rows_BR[:, :, None].expand(-1, -1, hidden_BND.shape[2]))
-    return model.lm_head(wanted_BRD)
+
+
+def _model_pass(model: PreTrainedModel, *inputs: Any) -> Tensor:
+    """The logits `[B, N, V]` of one pass, fit to be compiled."""
+    return model.lm_head(_hidden_pass(model, *inputs))

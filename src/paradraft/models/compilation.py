@@ -14,9 +14,9 @@ def compiled(function: Callable[..., Tensor], device: torch.device) -> Callable[
     """`function` through `torch.compile`, for any sizes; eager, with a warning, where that fails.
 
     On a CPU the weights are packed for the matrix kernels ("freezing"; they must not change
-    afterwards) and the kernels are called from C++, which small models feel most. Each call has its
-    own budget of recompilations: by default all models of a process share one of eight, and a
-    ninth shape or model would silently run uncompiled.
+    afterwards) and the kernels are called from C++, which small models feel most. All models of a
+    process share one budget of recompilations, by default eight, and the ninth model would run
+    uncompiled without a word; so it is raised.
     """
     fast = torch.compile(function, dynamic=True)
     on_cpu = device.type == "cpu"

@@ -28,9 +28,15 @@ def allocate(
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = (batch_size, capacity, config.num_key_value_heads, head_dim)
     layers = range(config.num_hidden_layers)
-    return [
-        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)) for _ in layers
-    ]
+    storage = []
+    for _ in layers:
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        for tensor in (keys, values):
+            # Else torch.compile may take a size that equals another by chance, such as 64 slots and a head of
+            # 64, for the same variable, and compile again when they part.
+            torch._dynamo.mark_static(tensor)
+        storage.append((keys, values))
+    return storage
 
 
 class SlotCache(Cache):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -18,6 +19,10 @@ from paradraft.models.target import Target
 
 POCKET = "pocket"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Models whose cache, masks and output head are the ones `CausalLM` assumes."""
+CHANGES_LOGITS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "min_length": 0}
+"""Settings of a model's `generation_config` that `transformers` obeys and we do not, with their neutral values."""
 _PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
 
 
@@ -100,6 +105,10 @@ def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[runtime.dtype])
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"cannot load model {name!r}: {_first_sentence(error)}") from None
+    if model.config.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"{name!r} is a {model.config.model_type} model; supported architectures are {', '.join(ARCHITECTURES)}"
+        )
     return model.to(runtime.device).eval()
 
 
@@ -127,7 +136,11 @@ def load_target(name: str, runtime: Runtime) -> Target:
     folder = locate(name, "target")
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, runtime)
-    vocab_size = min(len(tokenizer), model.config.vocab_size)
+    for setting, neutral in CHANGES_LOGITS.items():
+        value = getattr(model.generation_config, setting, None)
+        if value not in (None, neutral):
+            warnings.warn(f"{name}: generation_config asks for {setting}={value}, which is ignored", stacklevel=2)
+    vocab_size = min(max(tokenizer.get_vocab().values()) + 1, model.config.vocab_size)
     return Target(_causal_lm(model, vocab_size, runtime, runtime.capacity), tokenizer)
 
 

@@ -24,12 +24,22 @@ class Target:
     def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
         self.lm = lm
         self.tokenizer = tokenizer
+        self.request = 0
+        """Counts the requests: there is one cache, so a new request ends the one before."""
         self._root_B1 = torch.empty(0, 1, dtype=torch.long)
 
     @property
     def capacity(self) -> int:
         """Most tokens, prompt included, that a row may have."""
         return self.lm.capacity
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end a text: those of the generation config, or of the model's config if it has none."""
+        found = self.lm.model.generation_config.eos_token_id
+        if found is None:
+            found = self.lm.model.config.eos_token_id
+        return frozenset([found] if isinstance(found, int) else found or [])
 
     @property
     def root_positions(self) -> Tensor:
@@ -42,6 +52,7 @@ class Target:
         Raises:
             ValueError: a prompt is longer than the capacity.
         """
+        self.request += 1
         self._root_B1 = self.lm.start(prompt)
 
     def forward(self, draft: Draft) -> TargetOut:

@@ -35,6 +35,7 @@ def load_state(file: Path, fingerprint: str) -> dict[str, Any] | None:
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Writes an ordinary Hugging Face folder; `folder` appears or changes only when all is written."""
+    folder = folder.resolve()
     new = folder.with_name(folder.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
     model.save_pretrained(new)

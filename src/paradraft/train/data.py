@@ -53,7 +53,8 @@ def load_samples(files: list[Path], tokenizer: PreTrainedTokenizerBase, *, max_l
         except UnicodeDecodeError as error:
             raise ValueError(f"training data {str(file)!r} is not UTF-8 text ({error.reason})") from None
         for whole in wholes:
-            for start in range(0, len(whole.tokens), max_length):
+            # Pieces overlap by one token, or the first token of a piece would be nobody's label.
+            for start in range(0, max(len(whole.tokens) - 1, 1), max_length - 1):
                 piece = slice(start, start + max_length)
                 if any(whole.is_label[piece][1:]):
                     samples.append(Sample(tokens=whole.tokens[piece], is_label=whole.is_label[piece]))
@@ -101,10 +102,37 @@ def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBas
 def _from_messages(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Sample:
     if not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so conversations cannot be read")
+    if "{% generation" not in tokenizer.chat_template.replace("{%-", "{%"):
+        return _from_turns(messages, tokenizer)
     encoded = tokenizer.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     is_label = [bool(flag) for flag in encoded["assistant_masks"]]
     if not any(is_label):
-        raise ValueError("the chat template marks no assistant tokens ({% generation %} is missing)")
+        raise ValueError("the conversation has no assistant turn")
     return Sample(tokens=list(encoded["input_ids"]), is_label=is_label)
+
+
+def _from_turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """Labels where the template marks none: what each assistant turn adds behind its generation prompt."""
+
+    def tokens_of(upto: int, *, ask: bool) -> list[int]:
+        if upto == 0:
+            return []
+        encoded = tokenizer.apply_chat_template(
+            messages[:upto], tokenize=True, return_dict=True, add_generation_prompt=ask
+        )
+        return list(encoded["input_ids"])
+
+    whole = tokens_of(len(messages), ask=False)
+    is_label = [False] * len(whole)
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = tokens_of(index, ask=True), tokens_of(index + 1, ask=False)
+        if whole[: len(after)] != after or after[: len(before)] != before:
+            raise ValueError(f"message {index + 1}: the chat template rewrites it later, so it cannot be labelled")
+        is_label[len(before) : len(after)] = [True] * (len(after) - len(before))
+    if not any(is_label):
+        raise ValueError("the conversation has no assistant turn")
+    return Sample(tokens=whole, is_label=is_label)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -40,22 +41,32 @@ class PardRecipe(BaseModel):
     warmup_steps: int = Field(default=50, ge=0, description="linear warm-up; linear decay to 0 follows")
     bf16: bool = Field(default=True, description="compute in bf16 (weights stay in float32)")
     device: str = Field(default="cpu", description="a torch device")
-    seed: int = Field(default=0, description="of the order of samples and the dropped rows")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="of the order of samples and the dropped rows")
     log_every: int = Field(default=10, ge=1, description="steps between reports")
     save_every: int = Field(default=100, ge=1, description="steps between checkpoints")
 
     @property
     def fingerprint(self) -> str:
-        """Tells runs apart whose checkpoints do not fit each other."""
+        """Tells runs apart whose checkpoints do not fit each other: by settings and by the bytes of the data."""
         ignored = {"log_every", "save_every", "out"}
-        return hashlib.sha256(self.model_dump_json(exclude=ignored).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(self.model_dump_json(exclude=ignored).encode())
+        for file in self.data:
+            if file.is_file():
+                with file.open("rb") as stream:
+                    digest.update(hashlib.file_digest(stream, "sha256").digest())
+        return digest.hexdigest()[:16]
+
+    def write_record(self, file: Path) -> None:
+        """Writes the recipe and its fingerprint as JSON."""
+        record = {"fingerprint": self.fingerprint, "recipe": self.model_dump(mode="json")}
+        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def read_fingerprint(file: Path) -> str | None:
-    """The fingerprint of a recipe that was written as JSON; None if there is none, or none that is valid."""
+    """The fingerprint in a record; None if there is no record."""
     try:
-        return PardRecipe.model_validate_json(file.read_text(encoding="utf-8")).fingerprint
-    except (OSError, ValueError):
+        return str(json.loads(file.read_text(encoding="utf-8"))["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

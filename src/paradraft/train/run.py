@@ -30,7 +30,10 @@ def run_with_display(recipe: PardRecipe) -> None:
             train_pard(recipe, lambda progress: console.print(_line(progress), soft_wrap=True))
     except KeyboardInterrupt:
         folder = recipe.out / CHECKPOINT
-        console.print(f"stopped; the same command goes on from the last checkpoint in {folder}", soft_wrap=True)
+        saved = (
+            f"goes on from the last checkpoint in {folder}" if folder.exists() else "starts again: no checkpoint yet"
+        )
+        console.print(f"stopped; the same command {saved}", soft_wrap=True)
         raise
     console.print(f"drafter written to {recipe.out}", soft_wrap=True)
 

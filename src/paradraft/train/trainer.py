@@ -94,10 +94,12 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
         optimizers.load_state_dict(state["optimizers"])
         first = state["step"]
     recipe.out.mkdir(parents=True, exist_ok=True)
-    (recipe.out / RECORD).write_text(recipe.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    recipe.write_record(recipe.out / RECORD)
+    fingerprint = recipe.fingerprint
     model.train()
     meter = _Meter(recipe, first)
     for step in range(first, recipe.steps):
+        torch.manual_seed(recipe.seed * 1_000_003 + step)  # for models with dropout
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
         chosen = samples_of_step(samples, recipe, step)
         batch = pard.collate(chosen, mask_id, k=recipe.k, r=recipe.r, r_min=recipe.r_min, generator=generator)
@@ -115,7 +117,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
             weights, members = model.state_dict(), optimizers.state_dict()
             save_state(
                 state_file,
-                {"model": weights, "optimizers": members, "step": done, "fingerprint": recipe.fingerprint},
+                {"model": weights, "optimizers": members, "step": done, "fingerprint": fingerprint},
             )
     save_model(recipe.out, model.to(torch.bfloat16).eval(), tokenizer)
     shutil.rmtree(recipe.out / CHECKPOINT, ignore_errors=True)

@@ -47,11 +47,12 @@ def verify(draft: Draft, out: TargetOut, root_positions_B: Tensor, sampling: Sam
 
     matches_BN = draft.tokens == drawn.gather(1, draft.parents + 1)
     accepted_BN = (matches_BN[:, None] | ~sees_BNN).all(2)
-    accepted_B = accepted_BN.sum(1)
 
     nodes = torch.arange(N, device=draft.tokens.device).expand(B, N)
     path = torch.full((B, N + 1), ABSENT, device=draft.tokens.device)
     path = path.scatter(1, torch.where(accepted_BN, depth_BN - 1, N), nodes)[:, :N].contiguous()
+    # Counted on the path, one node per depth: siblings that hold the same token are one continuation.
+    accepted_B = (path != ABSENT).sum(1)
     last_row = torch.nn.functional.pad(path + 1, (1, 0)).gather(1, accepted_B[:, None])
     next_token = drawn.gather(1, last_row)
     taken = torch.where(path == ABSENT, ABSENT, draft.tokens.gather(1, path.clamp(min=0)))

@@ -13,7 +13,7 @@ from tests.conftest import tiny_model
 
 @pytest.mark.slow
 def test_compiled_passes_equal_eager_ones() -> None:
-    """Guards against a compiled graph that is wrong for some width or loses what it wrote into the cache. `transformers`
+    """Guards against a graph that is wrong for some width or loses what it wrote into the cache. `transformers`
     computes norms and rotations in float32 whatever the dtype, and compiling reorders them, hence the tolerance."""
     plain, fast = (CausalLM(tiny_model(3), vocab_size=64, compiled=flag) for flag in (False, True))
     prompt = Prompt(tokens=torch.tensor([[5, 6, 7, 8]]), sampling=GREEDY)

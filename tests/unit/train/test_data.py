@@ -88,10 +88,11 @@ def test_a_response_begins_without_bos(tmp_path: Path) -> None:
 
 
 def test_long_samples_are_split_and_pieces_without_labels_dropped(tmp_path: Path) -> None:
-    """Guards against tokens lost at the end of a long text, and against pieces of nothing but prompt."""
+    """Guards against tokens at the border of two pieces, the end token above all, that no row learns to predict, and
+    against pieces of nothing but prompt."""
     pieces = load(tmp_path, {"text": "abcda"}, {"prompt": "aaaaaa", "response": "bc"}, max_length=4)
-    assert [piece.tokens for piece in pieces] == [[A, B, C, D], [A, EOS], [A, A, B, C]]
-    assert [piece.is_label for piece in pieces] == [[True] * 4, [True] * 2, [False, False, True, True]]
+    assert [piece.tokens for piece in pieces] == [[A, B, C, D], [D, A, EOS], [A, A, A, B], [B, C, EOS]]
+    assert [piece.is_label for piece in pieces] == [[True] * 4, [True] * 3, [False] * 3 + [True], [True] * 3]
 
 
 @pytest.mark.parametrize(
@@ -108,13 +109,27 @@ def test_a_broken_line_is_named_by_its_number(tmp_path: Path, line: str) -> None
         load(tmp_path, {"text": "ab"}, "", line)
 
 
-def test_conversations_need_a_template_that_marks_the_answers(tmp_path: Path) -> None:
-    """Guards against silently learning nothing, or the user's words, from conversations."""
+def test_conversations_need_a_template(tmp_path: Path) -> None:
+    """Guards against silently learning nothing from conversations."""
     record = {"messages": [{"role": "assistant", "content": "a"}]}
     with pytest.raises(ValueError, match="line 1: the model has no chat template"):
         load(tmp_path, record, template=None)
-    with pytest.raises(ValueError, match=r"line 1: .*generation %} is missing"):
-        load(tmp_path, record, template="{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+def test_a_template_without_marks_labels_what_the_assistant_adds(tmp_path: Path) -> None:
+    """Guards the templates that most models ship: no generation mark, so the turns are told apart by their prefixes."""
+    turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "a")]
+    record = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert load(tmp_path, record, template=unmarked) == load(tmp_path, record, template=TEMPLATE)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
+    """Guards against labels on the wrong tokens: here all turns but the last are dropped."""
+    turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "a")]
+    record = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    with pytest.raises(ValueError, match="line 1: message 2: the chat template rewrites it"):
+        load(tmp_path, record, template="{{ messages[-1].content }}")
 
 
 def test_line_separators_inside_a_text_do_not_end_the_line(tmp_path: Path) -> None:

@@ -136,3 +136,12 @@ def test_empty_draft_is_plain_decoding() -> None:
     )
     assert verdict.accepted.tolist() == [0, 0]
     assert verdict.tokens.tolist() == [[3], [0]]
+
+
+def test_siblings_with_the_same_token_are_one_continuation() -> None:
+    """Guards against a drafter that repeats itself: two accepted siblings would commit a token nobody verified."""
+    logits = torch.eye(10)[[5, 6, 6]][None]
+    draft = Draft(tokens=torch.tensor([[5, 5]]), parents=torch.tensor([[-1, -1]]))
+    verdict = verify(draft, TargetOut(logits=logits, hidden={}), torch.tensor([3]), Sampling())
+    assert verdict.accepted.tolist() == [1]
+    assert verdict.tokens.tolist() == [[5, 6, -1]]
