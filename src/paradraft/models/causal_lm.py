@@ -100,7 +100,7 @@ class CausalLM:
         self._longest = 0
         return self.read_all_but_last(prompt.tokens)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def read_all_but_last(self, tokens_BT: Tensor) -> Tensor:
         """Reads and keeps all but the last token of each row; at any length, in chunks.
 
@@ -115,7 +115,7 @@ class CausalLM:
             self.keep((chunk != ABSENT).sum(1))
         return tokens_BT.gather(1, last_B1)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None, rows_BR: Tensor | None = None) -> Tensor:
         """Reads new tokens behind the kept ones; nothing is kept until `keep` or `keep_path`.
 
