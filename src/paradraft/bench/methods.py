@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig
 
 from paradraft.api import Engine, drafter_names, load_drafter, takes_draft
-from paradraft.core import Sampling
+from paradraft.core import Drafter, Sampling
 from paradraft.decode.stats import Stats
 from paradraft.models.loading import Runtime
 from paradraft.models.target import Target
@@ -88,17 +88,23 @@ class Method:
             draft=values.get("draft", draft),
         )
 
-    def prepare(self, target: Target, runtime: Runtime) -> Answerer:
-        """Loads what the method needs beside the target, which all methods of a dtype share.
+    @property
+    def drafter_name(self) -> str:
+        """The drafter behind the method; `hf` has none either."""
+        return "none" if self.name in (HF, AR) else self.name
+
+    def load_drafter(self, target: Target, runtime: Runtime) -> Drafter:
+        """Loads the drafter, which methods that differ in k alone can share.
 
         Raises:
             ValueError: see `paradraft.load`.
         """
-        if self.name == HF:
-            return _hugging_face(target)
-        name = "none" if self.name == AR else self.name
-        drafter = load_drafter(name, target, draft=self.draft if takes_draft(name) else None, runtime=runtime)
-        return _ours(Engine(target, drafter, k=self.k))
+        draft = self.draft if takes_draft(self.drafter_name) else None
+        return load_drafter(self.drafter_name, target, draft=draft, runtime=runtime)
+
+    def answerer(self, engine: Engine) -> Answerer:
+        """What answers prompts by this method, with this target and drafter."""
+        return _hugging_face(engine.target) if self.name == HF else _ours(engine)
 
 
 def _ours(engine: Engine) -> Answerer:

@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paradraft.api import Engine, check_draft, drafter_names, load_drafter, takes_draft
+from paradraft.api import Engine, check_draft, drafter_names, takes_draft
 from paradraft.bench.harness import measure, summarize
 from paradraft.bench.machine import describe_machine
 from paradraft.bench.methods import Answerer, Method
-from paradraft.core import Sampling
+from paradraft.core import Drafter, Sampling
 from paradraft.models.loading import Runtime, load_target, pocket_folder
 from paradraft.models.target import Target
 from paradraft.prompts import read_prompts
@@ -57,16 +57,18 @@ def run_bench(
             check_draft(method.name, method.draft, target)
     answerers: dict[Method, Answerer] = {}
     targets: dict[str, Target] = {}
+    drafters: dict[tuple[str, str | None, str], Drafter] = {}
     for method in methods:
         report(f"loading {method.spec}")
         of_dtype = replace(runtime, dtype=method.dtype)
         if method.dtype not in targets:
             targets[method.dtype] = load_target(target, of_dtype)
-            plain = Engine(
-                targets[method.dtype], load_drafter("none", targets[method.dtype], draft=None, runtime=of_dtype), k=1
-            )
-            plain.check(prompts, max_new_tokens=max_new_tokens)
-        answerers[method] = method.prepare(targets[method.dtype], of_dtype)
+        key = (method.drafter_name, method.draft, method.dtype)
+        if key not in drafters:
+            drafters[key] = method.load_drafter(targets[method.dtype], of_dtype)
+        engine = Engine(targets[method.dtype], drafters[key], k=method.k)
+        engine.check(prompts, max_new_tokens=max_new_tokens)
+        answerers[method] = method.answerer(engine)
     measured = measure(answerers, prompts, max_new_tokens=max_new_tokens, sampling=sampling, runs=runs, report=report)
     return {
         "machine": describe_machine(runtime.device),
