@@ -152,8 +152,9 @@ class CausalLM:
         else:
             visible_BNN = ancestors(parents_BN)
             depth_BN = visible_BNN.sum(2) - 1
-        slots_S = self._positions[:used]
-        return run(self.model, self._storage, tokens_BN, self.lengths_B, depth_BN, visible_BNN, slots_S)
+        # Copies, because torch.compile guards on what a view is a view of, and would compile again for another.
+        inputs = (tensor.clone() for tensor in (tokens_BN, self.lengths_B, depth_BN, visible_BNN))
+        return run(self.model, self._storage, *inputs, self._positions[:used])
 
     def forbid(self, token: int) -> None:
         """Makes sure that a token, such as a drafter's mask, is never chosen."""
