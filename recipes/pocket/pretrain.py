@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from paradraft.models.loading import computes_bf16
 from paradraft.train.checkpoint import save_state
 from paradraft.train.optimizers import Optimizers
 
@@ -78,10 +79,16 @@ def evaluate(model: PreTrainedModel, stream: torch.Tensor, *, window: int = 256,
     losses = []
     for batch in batches:
         tokens = batch.to(model.device)
-        with torch.autocast(model.device.type, torch.bfloat16):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=computes_bf16(model.device)):
             logits = model(input_ids=tokens, use_cache=False).logits
         losses.append(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).item())
     return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def probabilities(teacher: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """`[B, T, V]` probabilities of the token after each of `[B, T]` tokens."""
+    return teacher(input_ids=tokens, use_cache=False).logits.float().softmax(-1)
 
 
 def pretrain(
@@ -90,6 +97,7 @@ def pretrain(
     held_out: torch.Tensor,
     config: PretrainConfig,
     folder: Path,
+    teacher: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Trains `model` in place; resumes from `folder/state.pt` if it is there.
 
@@ -99,6 +107,7 @@ def pretrain(
         held_out: `[m]` token ids of the held-out text.
         config: the run.
         folder: where `state.pt` and `log.txt` go.
+        teacher: learn this model's probabilities instead of the tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state_file = folder / "state.pt"
@@ -121,9 +130,10 @@ def pretrain(
     began = time.perf_counter()
     for step in range(first, config.steps):
         batch = batch_of_step(step).to(model.device)
-        with torch.autocast(model.device.type, torch.bfloat16):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=computes_bf16(model.device)):
             logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+            expected = batch[:, 1:] if teacher is None else probabilities(teacher, batch[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), expected.flatten(0, 1))
         loss.backward()
         optimizers.step(step)
         recent.append(loss.item())

@@ -37,7 +37,10 @@ Seed = Annotated[int, typer.Option(help="The same seed gives the same text, with
 Prompts = Annotated[Path | None, typer.Option(help='JSONL file with one {"prompt": …} per line.')]
 Device = Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
-Compile = Annotated[bool, typer.Option(help="Compile decoding passes (needs a C++ compiler on CPU).")]
+Compile = Annotated[
+    bool,
+    typer.Option(help="Compile decoding passes: takes a minute or two, pays for itself after thousands of tokens."),
+]
 Capacity = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; by default the model's limit.")]
 
 
@@ -56,7 +59,7 @@ def generate(
     seed: Seed = 0,
     device: Device = "cpu",
     dtype: Dtype = "float32",
-    compile: Compile = True,
+    compile: Compile = False,
     capacity: Capacity = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer, with statistics.")] = False,
 ) -> None:
@@ -73,7 +76,7 @@ def generate(
         raise ValueError(f"prompts have a key {sorted(taken)[0]!r}, which --json would overwrite: rename it")
     engine.check(texts, max_new_tokens=max_new_tokens)
     if compile:
-        with Console(stderr=True).status("compiling (a minute or less; --no-compile does without)"):
+        with Console(stderr=True).status("compiling (a minute or two)"):
             engine.warm_up()
     for record, text in zip(records, texts, strict=True):
         if as_json:

@@ -64,6 +64,12 @@ def anchors(document: Path) -> set[str]:
 
 
 @each_document
+def test_nothing_is_left_to_fill_in(document: Path) -> None:
+    """Guards against a document that was published before its numbers were."""
+    assert not re.search(r"TODO|FIXME|TBD|[A-Z]+_HERE", document.read_text(encoding="utf-8"))
+
+
+@each_document
 def test_runnable_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against code in a document that worked once."""
     monkeypatch.chdir(tmp_path)

@@ -51,6 +51,7 @@ def recipe(out: Path, size: Size) -> PardRecipe:
         data=[pocket_folder("text.jsonl")],
         out=out,
         steps=size.steps,
+        teacher=POCKET,
         loss="token_mean",
         samples_per_step=3,
         max_length=384,
@@ -79,7 +80,6 @@ def demo(out: Path, size: Size) -> bool:
 
     console.rule("2. One answer with the shipped drafter: [green]drafted and accepted[/], the rest is the target's own")
     engine = load(POCKET, drafter="pard", runtime=Runtime(dtype=DTYPE))
-    engine.generate(prompts[0], max_new_tokens=16)
     stream_answer(engine, prompts[0], max_new_tokens=size.tokens, sampling=GREEDY)
 
     console.rule("3. Compare")
@@ -112,7 +112,7 @@ def compare(trained: Path, prompts: list[str], size: Size, report: Callable[[str
         prompts,
         max_new_tokens=size.tokens,
         sampling=GREEDY,
-        runtime=Runtime(dtype=DTYPE),
+        runtime=Runtime(dtype=DTYPE, compiled=True),
         runs=1,
         report=report,
     )

@@ -11,13 +11,15 @@ from rich.table import Table
 
 Summary = dict[str, dict[str, Any]]
 
-LABELS = {"hf": "AR (generate)", "ar": "AR+ (no drafter)", "autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram"}
+LABELS = {"hf": "AR", "ar": "AR+", "autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram"}
+"""AR is plain `generate` of transformers, AR+ our decoding without a drafter, VSD an ordinary draft model."""
+_EVIDENT = ("dtype=", "draft=")
 
 
 def table(summary: Summary, title: str) -> Table:
-    """One line per method."""
+    """One line per method: speed, acceptance length, and the shares of drafting, verifying and the rest of its time."""
     result = Table(title=title)
-    for name in ("method", "tokens/s", "vs AR", "vs AR+", "accepted length", "draft", "verify", "rest", "same text"):
+    for name in ("method", "tokens/s", "vs AR", "vs AR+", "length", "draft", "verify", "rest", "same"):
         result.add_column(name, justify="left" if name == "method" else "right")
     for spec, figures in summary.items():
         parts = [_share(figures, key) for key in ("draft_s", "verify_s")]
@@ -36,8 +38,10 @@ def table(summary: Summary, title: str) -> Table:
 
 def _label(spec: str, figures: dict[str, Any]) -> str:
     name = LABELS.get(figures["method"], figures["method"])
-    settings = spec.partition(":")[2].replace(":", ", ")
-    return f"{name}, {settings}" if settings else name
+    settings = spec.split(":")[1:]
+    for key in _EVIDENT:
+        settings = [setting.removeprefix(key) for setting in settings]
+    return ", ".join([name, *settings])
 
 
 def _times(value: float | None) -> str:

@@ -47,7 +47,7 @@ class CausalLM:
         vocab_size: int,
         capacity: int | None = None,
         width: int = 64,
-        compiled: bool = True,
+        compiled: bool = False,
         pad_to: int = 1,
     ) -> None:
         config = model.config

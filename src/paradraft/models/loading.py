@@ -33,7 +33,8 @@ class Runtime:
     Args:
         device: a torch device name.
         dtype: one of `DTYPES`.
-        compiled: compile decoding passes.
+        compiled: compile decoding passes: half a minute to two per model, so worth it for thousands
+            of tokens.
         capacity: most tokens of a row, prompt included; None takes the model's own limit, at most
             4096.
         width: most tokens of one decoding pass.
@@ -45,7 +46,7 @@ class Runtime:
 
     device: str = "cpu"
     dtype: str = "float32"
-    compiled: bool = True
+    compiled: bool = False
     capacity: int | None = None
     width: int = 64
     pad_to: int = 1
@@ -57,6 +58,16 @@ class Runtime:
             torch.empty(0, device=self.device)
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"device={self.device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether the device has instructions for bf16; a CPU without them is many times slower in bf16 than in float32."""
+    if device.type == "cpu":
+        has = torch.cpu.get_capabilities()
+        return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return True
 
 
 def pocket_folder(role: str) -> Path:

@@ -15,7 +15,9 @@ IGNORED = -100
 Reduction = Literal["per_depth", "token_mean"]
 
 
-def depth_cross_entropy(logits_RV: Tensor, labels_R: Tensor, depths_R: Tensor, reduction: Reduction) -> Tensor:
+def depth_cross_entropy(
+    logits_RV: Tensor, labels_R: Tensor, depths_R: Tensor, reduction: Reduction, teacher_RV: Tensor | None = None
+) -> Tensor:
     """Cross-entropy in nats.
 
     Args:
@@ -24,9 +26,14 @@ def depth_cross_entropy(logits_RV: Tensor, labels_R: Tensor, depths_R: Tensor, r
         depths_R: `[R]` depth of each row.
         reduction: "per_depth" averages within each depth, then over the depths, as Eq. 8 does;
             "token_mean" averages over all rows, so that depths with fewer rows weigh less.
+        teacher_RV: `[R, V]` probabilities to predict in place of the tokens. The gradient is that
+            of the forward KL divergence from the teacher (Hinton et al. 2015).
     """
-    each_R = F.cross_entropy(logits_RV.float(), labels_R, ignore_index=IGNORED, reduction="none")
     counted_R = (labels_R != IGNORED).float()
+    if teacher_RV is None:
+        each_R = F.cross_entropy(logits_RV.float(), labels_R, ignore_index=IGNORED, reduction="none")
+    else:
+        each_R = F.cross_entropy(logits_RV.float(), teacher_RV, reduction="none") * counted_R
     if reduction == "token_mean":
         return each_R.sum() / counted_R.sum().clamp(min=1)
     depths = int(depths_R.max()) + 1

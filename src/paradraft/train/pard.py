@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,6 +25,7 @@ class Batch:
         depths: `[S, R]` depths.
         labels: `[S, R]` the next token, or `IGNORED`.
         sees: `[S, 1, R, R]` the attention rule.
+        texts: `[S, N]` the samples themselves, without their last token; filled up on the right.
     """
 
     tokens: Tensor
@@ -31,6 +33,7 @@ class Batch:
     depths: Tensor
     labels: Tensor
     sees: Tensor
+    texts: Tensor
 
     def to(self, device: torch.device) -> Batch:
         """The same on another device."""
@@ -54,18 +57,20 @@ def collate(
     S = len(samples)
     tokens, positions, depths = (torch.zeros(S, size, dtype=torch.long) for _ in range(3))
     labels = torch.full((S, size), IGNORED)
+    texts = torch.zeros(S, max(len(sample.tokens) for sample in samples) - 1, dtype=torch.long)
     # A filled-up row sees itself alone, so that no softmax is over nothing.
     sees = torch.eye(size, dtype=torch.bool).repeat(S, 1, 1)
     for s, (sample, rows) in enumerate(zip(samples, kept, strict=True)):
         R = len(rows.position)
         real = torch.tensor(sample.tokens)
+        texts[s, : len(real) - 1] = real[:-1]
         is_label = torch.tensor(sample.is_label)
         tokens[s, :R] = torch.where(rows.depth == 0, real[rows.position], mask_id)
         positions[s, :R] = rows.position
         depths[s, :R] = rows.depth
         labels[s, :R] = torch.where(is_label[rows.position + 1], real[rows.position + 1], IGNORED)
         sees[s, :R, :R] = attention_rule(Rows(position=rows.position, depth=rows.depth))
-    return Batch(tokens=tokens, positions=positions, depths=depths, labels=labels, sees=sees[:, None])
+    return Batch(tokens=tokens, positions=positions, depths=depths, labels=labels, sees=sees[:, None], texts=texts)
 
 
 def forward(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,6 +88,25 @@ def forward(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor, Tenso
     ).last_hidden_state
     labelled = batch.labels != IGNORED
     return model.lm_head(hidden[labelled]), batch.labels[labelled], batch.depths[labelled]
+
+
+@torch.no_grad()
+def teacher_probabilities(teacher: PreTrainedModel, batch: Batch, vocabulary: int) -> Tensor:
+    """What another model expects in place of each label, knowing all the tokens before it.
+
+    Args:
+        teacher: a causal LM with the same tokenizer.
+        batch: as for `forward`.
+        vocabulary: V of the model that is trained; embeddings may be padded to different sizes.
+
+    Returns:
+        `[M, V]` probabilities for the M rows that have a label.
+    """
+    sample, row = (batch.labels != IGNORED).nonzero(as_tuple=True)
+    hidden = teacher.model(input_ids=batch.texts, use_cache=False).last_hidden_state
+    logits = teacher.lm_head(hidden)[sample, batch.positions[sample, row], :vocabulary]
+    probabilities = logits.float().softmax(-1)
+    return F.pad(probabilities, (0, vocabulary - probabilities.shape[-1]))
 
 
 def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_id: int | None = None) -> int:

@@ -27,6 +27,9 @@ class PardRecipe(BaseModel):
     k: int = Field(default=8, ge=1, description="tokens that one draft pass learns to predict")
     r: float = Field(default=0.7, gt=0, le=1, description="COD: share of rows kept from depth to depth")
     r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any depth")
+    teacher: str | None = Field(
+        default=None, description="learn this model's probabilities for each token instead of the token alone"
+    )
     loss: Reduction = Field(default="per_depth", description="per_depth (Eq. 8) or token_mean")
     mask_token_id: int | None = Field(default=None, description="by default an unused row of the embedding")
     steps: int = Field(ge=1, description="optimizer steps")
@@ -39,7 +42,9 @@ class PardRecipe(BaseModel):
     muon_lr: float = Field(default=1e-2, gt=0, description="Muon's highest learning rate")
     weight_decay: float = Field(default=0.0, ge=0, description="of the matrices")
     warmup_steps: int = Field(default=50, ge=0, description="linear warm-up; linear decay to 0 follows")
-    bf16: bool = Field(default=True, description="compute in bf16 (weights stay in float32)")
+    bf16: bool | None = Field(
+        default=None, description="compute in bf16 (weights stay in float32); by default where the device can"
+    )
     device: str = Field(default="cpu", description="a torch device")
     seed: int = Field(default=0, ge=0, lt=2**31, description="of the order of samples and the dropped rows")
     log_every: int = Field(default=10, ge=1, description="steps between reports")

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.models.loading import Runtime, load_model, load_tokenizer, locate
+from paradraft.models.loading import Runtime, computes_bf16, load_model, load_tokenizer, locate
 from paradraft.train import pard
 from paradraft.train.checkpoint import load_state, save_model, save_state
 from paradraft.train.data import Sample, load_samples
@@ -78,6 +79,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
     mask_id = pard.add_mask_token(model, tokenizer, recipe.mask_token_id)
     if any(mask_id in sample.tokens for sample in samples):
         raise ValueError(f"the mask token {mask_id} occurs in the data: choose another mask_token_id")
+    teacher = _load_teacher(recipe, tokenizer)
     optimizers = Optimizers(
         model,
         muon_lr=recipe.muon_lr if recipe.optimizer == "muon" else None,
@@ -96,6 +98,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
     recipe.out.mkdir(parents=True, exist_ok=True)
     recipe.write_record(recipe.out / RECORD)
     fingerprint = recipe.fingerprint
+    in_bf16 = computes_bf16(model.device) if recipe.bf16 is None else recipe.bf16
     model.train()
     meter = _Meter(recipe, first)
     for step in range(first, recipe.steps):
@@ -104,9 +107,10 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
         chosen = samples_of_step(samples, recipe, step)
         batch = pard.collate(chosen, mask_id, k=recipe.k, r=recipe.r, r_min=recipe.r_min, generator=generator)
         batch = batch.to(model.device)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=recipe.bf16):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=in_bf16):
             logits, labels, depths = pard.forward(model, batch)
-        loss = depth_cross_entropy(logits, labels, depths, recipe.loss)
+            expected = None if teacher is None else pard.teacher_probabilities(teacher, batch, logits.shape[-1])
+        loss = depth_cross_entropy(logits, labels, depths, recipe.loss, expected)
         loss.backward()
         optimizers.step(step)
         meter.add(loss.item(), depth_accuracy(logits, labels, depths, recipe.k), batch.tokens.numel())
@@ -121,6 +125,15 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
             )
     save_model(recipe.out, model.to(torch.bfloat16).eval(), tokenizer)
     shutil.rmtree(recipe.out / CHECKPOINT, ignore_errors=True)
+
+
+def _load_teacher(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:
+    if recipe.teacher is None:
+        return None
+    name = locate(recipe.teacher, "target")
+    if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"teacher {recipe.teacher!r} has another vocabulary than the model {recipe.model!r}")
+    return load_model(name, Runtime(device=recipe.device, dtype="float32"))
 
 
 def samples_of_step(samples: list[Sample], recipe: PardRecipe, step: int) -> list[Sample]:

@@ -42,6 +42,28 @@ def test_losses_equal_a_double_loop(seed: int) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["per_depth", "token_mean"])
+def test_a_teacher_that_is_sure_is_a_label(reduction: str) -> None:
+    """Guards distillation: with all probability on the label it is cross-entropy; ignored rows count nowhere."""
+    logits, labels, depths = case(3)
+    certain = torch.nn.functional.one_hot(labels.clamp(min=0), V).float()
+    expected = depth_cross_entropy(logits, labels, depths, reduction)
+    assert torch.allclose(depth_cross_entropy(logits, labels, depths, reduction, certain), expected)
+
+
+def test_a_drafter_that_agrees_with_its_teacher_has_nothing_to_learn() -> None:
+    """Guards the direction of the divergence: the gradient is (drafter - teacher) per row, whatever the tokens were."""
+    logits, labels, depths = case(4)
+    teacher = torch.randn(R, V, generator=torch.Generator().manual_seed(9)).softmax(-1)
+    teacher[:5] = logits[:5].softmax(-1)
+    logits.requires_grad_()
+    depth_cross_entropy(logits, labels, depths, "token_mean", teacher).backward()
+    real = labels != IGNORED
+    expected = (logits.detach().softmax(-1) - teacher) * real[:, None] / real.sum()
+    torch.testing.assert_close(logits.grad, expected)
+    assert logits.grad[:5].abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("reduction", ["per_depth", "token_mean"])
 def test_ignored_rows_have_no_gradient(reduction: str) -> None:
     """Guards against learning from the prompt."""
     logits, labels, depths = case(0)

@@ -90,6 +90,32 @@ def test_training_lowers_the_loss_at_every_depth(family: Path, tmp_path: Path) -
     assert len(reports[-1].accuracy) == 3 and min(reports[-1].accuracy) > 0.6
 
 
+def test_a_teacher_is_learnt(family: Path, tmp_path: Path) -> None:
+    """Guards distillation end to end: the drafter moves towards the teacher's probabilities, not the text's tokens."""
+    target = str(family / "target")
+    taught = recipe_for(family, tmp_path / "taught", teacher=target, steps=30, lr=1e-2, muon_lr=3e-2)
+    alone = recipe_for(family, tmp_path / "alone", steps=30, lr=1e-2, muon_lr=3e-2)
+    ids = torch.tensor([list(range(8))])
+
+    def answer(folder: Path | str) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model(ids).logits.detach().log_softmax(-1)
+
+    expected = answer(target)
+    distances = []
+    for recipe in (taught, alone):
+        train_pard(recipe, lambda progress: None)
+        distances.append((expected.exp() * (expected - answer(recipe.out))).sum(-1).mean().item())
+    assert distances[0] < distances[1] / 2
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(family: Path, tmp_path: Path) -> None:
+    """Guards against learning probabilities of other tokens."""
+    with pytest.raises(ValueError, match="teacher 'pocket' has another vocabulary than the model"):
+        train_pard(recipe_for(family, tmp_path, teacher="pocket"), lambda progress: None)
+    assert not (tmp_path / "out").exists()
+
+
 def test_another_recipe_does_not_go_on_from_this_one(family: Path, tmp_path: Path) -> None:
     """Guards against mixing two runs in one folder."""
     recipe = recipe_for(family, tmp_path)
