@@ -42,7 +42,7 @@ TARGET_RUNS = (
     PretrainConfig(steps=640, muon_lr=1.5e-2, adamw_lr=1.5e-3, long_share=0.3, seed=4),
 )
 DRAFT_RUN = PretrainConfig(steps=500, tokens_per_step=1920, seed=2)
-TEXTS = 1536
+TEXTS = 1152
 SHIPPED_TEXTS = 640
 TEMPERATURE = 0.7
 RECIPE = Path(__file__).with_name("pard.yaml")
@@ -104,15 +104,16 @@ def build_target(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> 
     for number, run in enumerate(TARGET_RUNS, start=1):
         pretrain(model, windows(stream, run), held, run, out / "work" / f"target-{number}")
         ends.append({name: weight.clone() for name, weight in model.state_dict().items()})
+        print(f"target: run {number} ended at a held-out loss of {evaluate(model, held, most=128):.3f}", flush=True)
     model.load_state_dict({name: sum(end[name] for end in ends) / len(ends) for name in ends[0]})
-    print(f"target: held-out {evaluate(model, held, most=128):.3f}", flush=True)
+    print(f"target: the mean of the weights has {evaluate(model, held, most=128):.3f}", flush=True)
     save(model, tokenizer, out / "target")
 
 
 def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> torch.Tensor:
     """Lets the target write."""
     dtype = "bfloat16" if computes_bf16(torch.device(device)) else "float32"
-    runtime = Runtime(device=device, dtype=dtype, compiled=False, pad_to=2, capacity=PROMPT_TOKENS + ANSWER_TOKENS)
+    runtime = Runtime(device=device, dtype=dtype, pad_to=2, capacity=PROMPT_TOKENS + ANSWER_TOKENS)
     target = load_target(str(out / "target"), runtime)
     train, _ = corpus.read_library()
     random.Random(SEED).shuffle(train)

@@ -1,4 +1,4 @@
-"""Trains one causal LM from nothing on a stream of tokens (target and draft alike).
+"""Trains one causal LM on batches of tokens (target and draft alike).
 
 Muon for the matrices, AdamW for embeddings and norms, warm-up and linear decay to zero: on CPU many
 small steps of about two thousand tokens beat few large ones. Windows are drawn by (seed, step), so
@@ -102,12 +102,12 @@ def pretrain(
     """Trains `model` in place; resumes from `folder/state.pt` if it is there.
 
     Args:
-        model: a freshly initialised causal LM in float32, on the device to train on.
+        model: a causal LM in float32, on the device to train on.
         batch_of_step: `windows` or `whole_rows`.
         held_out: `[m]` token ids of the held-out text.
         config: the run.
         folder: where `state.pt` and `log.txt` go.
-        teacher: learn this model's probabilities instead of the tokens.
+        teacher: learn this model's probabilities instead of the tokens; the held-out loss is on tokens either way.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state_file = folder / "state.pt"
@@ -122,6 +122,7 @@ def pretrain(
     first = 0
     if state_file.exists():
         state = torch.load(state_file, map_location=model.device, weights_only=True)
+        assert state.get("config") == str(config), f"{state_file} belongs to another run: delete its folder"
         model.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
         first = state["step"]
@@ -151,5 +152,13 @@ def pretrain(
                 log.write(line + "\n")
             recent = []
         if done % config.save_every == 0 or done == config.steps:
-            save_state(state_file, {"model": model.state_dict(), "optimizers": optimizers.state_dict(), "step": done})
+            save_state(
+                state_file,
+                {
+                    "model": model.state_dict(),
+                    "optimizers": optimizers.state_dict(),
+                    "step": done,
+                    "config": str(config),
+                },
+            )
     return model.eval()

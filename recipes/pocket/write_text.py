@@ -54,7 +54,7 @@ def write_text(
         torch.save(torch.cat(batches), file.with_suffix(".new"))
         os.replace(file.with_suffix(".new"), file)
         print(f"text: {len(batches) * BATCH}/{texts} written", flush=True)
-    return torch.cat(batches)
+    return torch.cat(batches)[:texts]
 
 
 def save_jsonl(tokens: torch.Tensor, tokenizer: PreTrainedTokenizerBase, file: Path) -> None:

@@ -137,7 +137,7 @@ class Engine:
         return decode(self.target, self.drafter, request, stops=stops, lengths=Fixed(k=self.k), clock=self.clock)
 
     def warm_up(self) -> None:
-        """Compiles the passes that decoding will use, so that the first answer is not slow."""
+        """Runs the passes that decoding will use once, so that none is compiled in the middle of an answer."""
         stops = Stops(batch_size=1, eos_ids=frozenset(), max_new_tokens=self.k + 2)
         prompt = self._encode_tokens([0], GREEDY)
         for _ in decode(self.target, self.drafter, prompt, stops=stops, lengths=Fixed(k=self.k), clock=Clock()):

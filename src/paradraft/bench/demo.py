@@ -3,7 +3,8 @@
 It adapts the ordinary draft into a PARD drafter for a short while, streams one answer, compares
 plain `generate` (AR), our decoding without a drafter (AR+), the ordinary draft (VSD), the drafter
 just trained and the fully trained one that is shipped, and checks that all texts are the same. A
-second run skips what is done.
+second run skips what is done. Nothing is compiled unless `--compile` is given: on a slow CPU
+compiling takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def recipe(out: Path, size: Size) -> PardRecipe:
     )
 
 
-def demo(out: Path, size: Size) -> bool:
+def demo(out: Path, size: Size, *, compiled: bool) -> bool:
     """Runs the demo; results go to `out`.
 
     Returns:
@@ -84,14 +85,15 @@ def demo(out: Path, size: Size) -> bool:
 
     console.rule("3. Compare")
     results = out / "results.json"
-    title = f"pocket, {size.prompts} held-out prompts x {size.tokens} tokens, greedy, {DTYPE}"
-    setting = {"size": asdict(size), "trained": recipe(trained, size).fingerprint}
+    how = "compiled" if compiled else "eager"
+    title = f"pocket, {size.prompts} held-out prompts x {size.tokens} tokens, greedy, {DTYPE}, {how}"
+    setting = {"size": asdict(size), "compiled": compiled, "trained": recipe(trained, size).fingerprint}
     report = read_report(results)
     if report.get("demo") == setting:
         console.print(f"measured before; delete {results} to measure again")
     else:
         with console.status("preparing") as status:
-            report = compare(trained, prompts, size, status.update)
+            report = compare(trained, prompts, size, compiled, status.update)
         write_json(results, report | {"demo": setting})
     plot(report["methods"], title, out / "results.png")
     console.print(table(report["methods"], title))
@@ -103,7 +105,9 @@ def demo(out: Path, size: Size) -> bool:
     return identical
 
 
-def compare(trained: Path, prompts: list[str], size: Size, report: Callable[[str], None]) -> dict[str, Any]:
+def compare(
+    trained: Path, prompts: list[str], size: Size, compiled: bool, report: Callable[[str], None]
+) -> dict[str, Any]:
     """Measures all methods: AR, AR+, VSD, PARD with the drafter just trained, PARD with the shipped one."""
     specs = ["hf", "ar", "autoregressive:k=3", f"pard:draft={trained}", "pard"]
     return run_bench(
@@ -112,7 +116,7 @@ def compare(trained: Path, prompts: list[str], size: Size, report: Callable[[str
         prompts,
         max_new_tokens=size.tokens,
         sampling=GREEDY,
-        runtime=Runtime(dtype=DTYPE, compiled=True),
+        runtime=Runtime(dtype=DTYPE, compiled=compiled),
         runs=1,
         report=report,
     )
@@ -131,12 +135,13 @@ def main() -> None:
     """Entry point of `python -m paradraft.bench.demo`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a few steps and prompts only")
+    parser.add_argument("--compile", action="store_true", help="compare compiled passes; takes minutes longer")
     parser.add_argument("--out", type=Path, default=None, help="build/demo, or build/demo-short with --short")
     args = parser.parse_args()
     out = args.out or Path("build") / ("demo-short" if args.short else "demo")
     hide_progress_bars()
     try:
-        identical = demo(out, SHORT if args.short else FULL)
+        identical = demo(out, SHORT if args.short else FULL, compiled=args.compile)
     except (ValueError, OSError) as error:
         raise SystemExit(f"demo: {error}") from None
     except KeyboardInterrupt:

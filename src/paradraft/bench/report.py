@@ -12,13 +12,17 @@ from rich.table import Table
 Summary = dict[str, dict[str, Any]]
 
 LABELS = {"hf": "AR", "ar": "AR+", "autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram"}
-"""AR is plain `generate` of transformers, AR+ our decoding without a drafter, VSD an ordinary draft model."""
+CAPTION = (
+    "AR: generate of transformers · AR+: ours without a drafter · VSD: an ordinary draft model · "
+    "length: tokens per target pass · draft, verify, rest: shares of the time · same: the tokens of AR+"
+)
 _EVIDENT = ("dtype=", "draft=")
+"""Settings whose value says what it is."""
 
 
 def table(summary: Summary, title: str) -> Table:
     """One line per method: speed, acceptance length, and the shares of drafting, verifying and the rest of its time."""
-    result = Table(title=title)
+    result = Table(title=title, caption=CAPTION)
     for name in ("method", "tokens/s", "vs AR", "vs AR+", "length", "draft", "verify", "rest", "same"):
         result.add_column(name, justify="left" if name == "method" else "right")
     for spec, figures in summary.items():

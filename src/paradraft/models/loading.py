@@ -33,8 +33,7 @@ class Runtime:
     Args:
         device: a torch device name.
         dtype: one of `DTYPES`.
-        compiled: compile decoding passes: half a minute to two per model, so worth it for thousands
-            of tokens.
+        compiled: compile decoding passes: a minute or two, worth it for thousands of tokens.
         capacity: most tokens of a row, prompt included; None takes the model's own limit, at most
             4096.
         width: most tokens of one decoding pass.
@@ -66,7 +65,8 @@ def computes_bf16(device: torch.device) -> bool:
         has = torch.cpu.get_capabilities()
         return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
     return True
 
 

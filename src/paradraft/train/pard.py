@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,7 +24,8 @@ class Batch:
         depths: `[S, R]` depths.
         labels: `[S, R]` the next token, or `IGNORED`.
         sees: `[S, 1, R, R]` the attention rule.
-        texts: `[S, N]` the samples themselves, without their last token; filled up on the right.
+        texts: `[S, N]` the samples themselves, without their last token, filled up on the right with 0;
+            N is the longest's length.
     """
 
     tokens: Tensor
@@ -88,25 +88,6 @@ def forward(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor, Tenso
     ).last_hidden_state
     labelled = batch.labels != IGNORED
     return model.lm_head(hidden[labelled]), batch.labels[labelled], batch.depths[labelled]
-
-
-@torch.no_grad()
-def teacher_probabilities(teacher: PreTrainedModel, batch: Batch, vocabulary: int) -> Tensor:
-    """What another model expects in place of each label, knowing all the tokens before it.
-
-    Args:
-        teacher: a causal LM with the same tokenizer.
-        batch: as for `forward`.
-        vocabulary: V of the model that is trained; embeddings may be padded to different sizes.
-
-    Returns:
-        `[M, V]` probabilities for the M rows that have a label.
-    """
-    sample, row = (batch.labels != IGNORED).nonzero(as_tuple=True)
-    hidden = teacher.model(input_ids=batch.texts, use_cache=False).last_hidden_state
-    logits = teacher.lm_head(hidden)[sample, batch.positions[sample, row], :vocabulary]
-    probabilities = logits.float().softmax(-1)
-    return F.pad(probabilities, (0, vocabulary - probabilities.shape[-1]))
 
 
 def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_id: int | None = None) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.models.loading import Runtime, computes_bf16, load_model, load_tokenizer, locate
 from paradraft.train import pard
@@ -22,6 +21,7 @@ from paradraft.train.data import Sample, load_samples
 from paradraft.train.losses import depth_accuracy, depth_cross_entropy
 from paradraft.train.optimizers import Optimizers
 from paradraft.train.recipe import PardRecipe, read_fingerprint
+from paradraft.train.teacher import load_teacher
 
 CHECKPOINT = "checkpoint"
 RECORD = "recipe.json"
@@ -70,7 +70,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
         report: called every `recipe.log_every` steps and after the last one.
 
     Raises:
-        ValueError: model or data cannot be used, or the checkpoint belongs to another recipe.
+        ValueError: model, data or teacher cannot be used, or the checkpoint belongs to another recipe.
     """
     base = locate(recipe.model, "draft")
     tokenizer = load_tokenizer(base)
@@ -79,7 +79,12 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
     mask_id = pard.add_mask_token(model, tokenizer, recipe.mask_token_id)
     if any(mask_id in sample.tokens for sample in samples):
         raise ValueError(f"the mask token {mask_id} occurs in the data: choose another mask_token_id")
-    teacher = _load_teacher(recipe, tokenizer)
+    in_bf16 = computes_bf16(model.device) if recipe.bf16 is None else recipe.bf16
+    teacher = None
+    if recipe.teacher is not None:
+        runtime = Runtime(device=recipe.device, dtype="bfloat16" if in_bf16 else "float32")
+        longest = max(len(sample.tokens) for sample in samples)
+        teacher = load_teacher(recipe.teacher, tokenizer, mask_id=mask_id, longest=longest, runtime=runtime)
     optimizers = Optimizers(
         model,
         muon_lr=recipe.muon_lr if recipe.optimizer == "muon" else None,
@@ -95,10 +100,11 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
         model.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
         first = state["step"]
+        if state["bf16"] != in_bf16:
+            raise ValueError(f"the run in {recipe.out} began with bf16={state['bf16']}: go on with the same")
     recipe.out.mkdir(parents=True, exist_ok=True)
     recipe.write_record(recipe.out / RECORD)
     fingerprint = recipe.fingerprint
-    in_bf16 = computes_bf16(model.device) if recipe.bf16 is None else recipe.bf16
     model.train()
     meter = _Meter(recipe, first)
     for step in range(first, recipe.steps):
@@ -109,7 +115,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
         batch = batch.to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=in_bf16):
             logits, labels, depths = pard.forward(model, batch)
-            expected = None if teacher is None else pard.teacher_probabilities(teacher, batch, logits.shape[-1])
+            expected = None if teacher is None else teacher.probabilities(batch, logits.shape[-1])
         loss = depth_cross_entropy(logits, labels, depths, recipe.loss, expected)
         loss.backward()
         optimizers.step(step)
@@ -121,19 +127,10 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
             weights, members = model.state_dict(), optimizers.state_dict()
             save_state(
                 state_file,
-                {"model": weights, "optimizers": members, "step": done, "fingerprint": fingerprint},
+                {"model": weights, "optimizers": members, "step": done, "bf16": in_bf16, "fingerprint": fingerprint},
             )
     save_model(recipe.out, model.to(torch.bfloat16).eval(), tokenizer)
     shutil.rmtree(recipe.out / CHECKPOINT, ignore_errors=True)
-
-
-def _load_teacher(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:
-    if recipe.teacher is None:
-        return None
-    name = locate(recipe.teacher, "target")
-    if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"teacher {recipe.teacher!r} has another vocabulary than the model {recipe.model!r}")
-    return load_model(name, Runtime(device=recipe.device, dtype="float32"))
 
 
 def samples_of_step(samples: list[Sample], recipe: PardRecipe, step: int) -> list[Sample]:

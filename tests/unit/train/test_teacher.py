@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paradraft.models.loading import Runtime
+from paradraft.train.data import Sample
+from paradraft.train.losses import IGNORED
+from paradraft.train.pard import collate
+from paradraft.train.teacher import Teacher, load_teacher
+from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+
+ROWS = VOCAB + 8
+TEXTS = [[7, 3, 0, 9, 9, 2, 5, 1, 0, 4, 6, 8], [1, 2, 3, 2, 1]]
+
+
+@pytest.mark.parametrize("mask_id", [5, VOCAB + 1])
+@pytest.mark.parametrize("width", [ROWS, ROWS + 5])
+def test_a_teacher_answers_for_the_token_of_each_label(width: int, mask_id: int) -> None:
+    """Guards against probabilities one token off or of another sample, and against any for ids that decoding forbids:
+    the mask and rows that only pad the embedding."""
+    model = tiny_model(6)
+    samples = [Sample(tokens=text, is_label=[token != 9 for token in text]) for text in TEXTS]
+    batch = collate(samples, mask_id, k=4, r=0.6, r_min=0.2, generator=torch.Generator().manual_seed(0))
+    answers = Teacher(model, vocab_size=VOCAB, mask_id=mask_id).probabilities(batch, width)
+    sample, row = (batch.labels != IGNORED).nonzero(as_tuple=True)
+    assert answers.shape == (len(sample), width)
+    for s, position, answer in zip(sample, batch.positions[sample, row], answers, strict=True):
+        logits = model(torch.tensor([TEXTS[s][: position + 1]])).logits[0, -1]
+        assert logits[VOCAB:].max() > logits[:VOCAB].min(), "the forbidden rows must have something to lose"
+        allowed = [token for token in range(VOCAB) if token != mask_id]
+        torch.testing.assert_close(answer[allowed], logits[allowed].float().softmax(-1))
+        assert answer.sum() == pytest.approx(answer[allowed].sum().item())
+
+
+def load_for(family: Path, longest: int, name: str | None = None) -> Teacher:
+    name = str(family / "target") if name is None else name
+    return load_teacher(name, tiny_tokenizer(), mask_id=VOCAB, longest=longest, runtime=Runtime())
+
+
+def test_a_loaded_teacher_is_the_model_and_is_not_trained(family: Path) -> None:
+    """Guards against gradients, and their memory, for a model that only answers."""
+    teacher = load_for(family, longest=128)
+    assert teacher.vocab_size == VOCAB
+    assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "longest", "message"),
+    [
+        ("pocket", 9, "teacher 'pocket' has another vocabulary than the model: use one of the same family"),
+        ("no/such/folder", 9, "teacher: unknown model 'no/such/folder'"),
+        (None, 129, "has room for 128 tokens, a sample has 129: set max_length=128"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(family: Path, name: str | None, longest: int, message: str) -> None:
+    """Guards against probabilities of other tokens, and those of a model beyond its context."""
+    with pytest.raises(ValueError, match=message):
+        load_for(family, longest, name)
