@@ -38,10 +38,7 @@ Prompts = Annotated[Path | None, typer.Option(help='JSONL file with one {"prompt
 Device = Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
 Compile = Annotated[
-    bool,
-    typer.Option(
-        help="Compile decoding passes: needs a C++ compiler on CPU, takes a minute or two, pays off after thousands of tokens."
-    ),
+    bool, typer.Option(help="Compile decoding passes: takes a minute or two, pays off after thousands of tokens.")
 ]
 Capacity = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; by default the model's limit.")]
 

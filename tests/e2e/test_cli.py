@@ -19,7 +19,7 @@ from paradraft.models import loading
 from paradraft.train import run, trainer
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 
-EXACT = ["--dtype", "float64", "--no-compile"]
+EXACT = ["--dtype", "float64"]
 MISTAKE, INTERRUPTED = 2, 130
 
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 Summary = dict[str, dict[str, Any]]
@@ -22,9 +23,9 @@ _EVIDENT = ("dtype=", "draft=")
 
 def table(summary: Summary, title: str) -> Table:
     """One line per method: speed, acceptance length, and the shares of drafting, verifying and the rest of its time."""
-    result = Table(title=title, caption=CAPTION)
+    result = Table(title=title, caption=CAPTION, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("method", "tokens/s", "vs AR", "vs AR+", "length", "draft", "verify", "rest", "same"):
-        result.add_column(name, justify="left" if name == "method" else "right")
+        result.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for spec, figures in summary.items():
         parts = [_share(figures, key) for key in ("draft_s", "verify_s")]
         parts.append(_share(figures, "prefill_s", "other_s"))

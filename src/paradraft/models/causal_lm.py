@@ -1,7 +1,7 @@
 """A Hugging Face causal LM that reads several tokens per row in one pass and can go back.
 
-The forward pass, if it is compiled, is compiled once for all widths and lengths of one batch size. Attention reads the used part of the
-cache only, in steps of `BUCKET` slots.
+If asked for, the forward pass is compiled once for all widths and lengths of one batch size.
+Attention reads the used part of the cache only, in steps of `BUCKET` slots.
 
 Shape letters: B rows of a batch, N tokens of a pass, R rows whose logits are wanted, S slots in
 use, V vocabulary.

@@ -1,0 +1,47 @@
+"""What the table shows of a benchmark's figures."""
+
+from __future__ import annotations
+
+import re
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+
+from paradraft.bench.report import table
+
+
+def figures(method: str, **given: Any) -> dict[str, Any]:
+    shown = {
+        "method": method, "tokens_per_s": {"median": 123.4}, "speedup_vs_hf": 2.0, "speedup_vs_ar": None,
+        "acceptance_length": 2.345, "draft_s": 1.0, "verify_s": 2.0, "prefill_s": 0.5, "other_s": 0.5, "total_s": 4.0,
+        "identical_to_ar": True,
+    }  # fmt: skip
+    return {**shown, **given}
+
+
+def lines(summary: dict[str, dict[str, Any]], width: int = 80) -> list[list[str]]:
+    out = StringIO()
+    Console(file=out, width=width).print(table(summary, "title"))
+    rows = [line.strip() for line in out.getvalue().splitlines()]
+    return [re.split(r"\s{2,}", row) for row in rows if re.search(r"\s{2,}(yes|no|-)$", row)]
+
+
+def test_every_figure_stands_in_its_column() -> None:
+    """Guards against a column that shows another's figure, and shares that leave a part of the time out."""
+    (row,) = lines({"pard:k=4": figures("pard")})
+    assert row == ["PARD, k=4", "123", "2.00x", "-", "2.35", "25%", "50%", "25%", "yes"]
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    """Guards against figures of our loop for `generate`, which has none, and "no" where nothing was compared."""
+    nothing = dict.fromkeys(("acceptance_length", "draft_s", "verify_s", "prefill_s", "other_s", "identical_to_ar"))
+    (row,) = lines({"hf": figures("hf", **nothing)})
+    assert row == ["AR", "123", "2.00x", "-", "-", "-", "-", "-", "-"]
+
+
+def test_settings_are_named_where_the_value_does_not_say_what_it_is() -> None:
+    """Guards against lines that look alike, and a table too wide for a terminal of 80 columns."""
+    specs = ["pard:k=8:dtype=bfloat16", "autoregressive:k=3", "pard:draft=build/demo/pard", "ar", "ngram"]
+    names = [row[0] for row in lines({spec: figures(spec.partition(":")[0]) for spec in specs}, width=96)]
+    assert names == ["PARD, k=8, bfloat16", "VSD, k=3", "PARD, build/demo/pard", "AR+", "n-gram"]
