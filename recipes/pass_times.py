@@ -37,23 +37,26 @@ def pass_times_ms(lm: CausalLM, repeats: int) -> dict[int, float]:
 
 
 def main() -> None:
-    """Measures both models in both dtypes, compiled and not."""
+    """Measures target and draft in each way that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument(
+        "--ways", nargs="+", default=["float32", "bfloat16", "float32:compiled", "bfloat16:compiled"], metavar="DTYPE"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     found: dict[str, dict[int, float]] = {}
-    for dtype in ("float32", "bfloat16"):
-        for compiled in (True, False):
-            runtime = Runtime(dtype=dtype, compiled=compiled)
-            target = load_target(POCKET, runtime)
-            draft = load_draft_lm(locate(POCKET, "draft"), target, runtime)
-            for name, lm in (("target", target.lm), ("draft", draft)):
-                key = f"{name}, {dtype}, {'compiled' if compiled else 'eager'}"
-                found[key] = pass_times_ms(lm, args.repeats)
-                print(f"{key:28}", *(f"{width}: {ms:.2f} ms" for width, ms in found[key].items()), sep="  ", flush=True)
+    for way in args.ways:
+        dtype, _, compiled = way.partition(":")
+        runtime = Runtime(dtype=dtype, compiled=bool(compiled))
+        target = load_target(POCKET, runtime)
+        draft = load_draft_lm(locate(POCKET, "draft"), target, runtime)
+        for name, lm in (("target", target.lm), ("draft", draft)):
+            found[f"{name}:{way}"] = pass_times_ms(lm, args.repeats)
+            times = (f"{width}: {ms:.2f} ms" for width, ms in found[f"{name}:{way}"].items())
+            print(f"{name}:{way}".ljust(26), *times, sep="  ", flush=True)
     write_json(args.json, {"machine": describe_machine("cpu"), "pass_ms_by_width": found})
 
 

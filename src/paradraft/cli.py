@@ -118,7 +118,12 @@ def pard(
 def bench(
     target: Target,
     methods: Annotated[
-        str, typer.Option(help="Comma-separated: hf (AR), ar (AR+), drafters; settings as in pard:k=12:dtype=bfloat16.")
+        str,
+        typer.Option(
+            help="Comma-separated: hf (AR), ar (AR+) or a drafter, with settings behind colons, as in "
+            "pard:k=12. By default hf, ar and every drafter.",
+            show_default=False,
+        ),
     ] = "hf,ar,autoregressive,pard,ngram",
     num_prompts: Annotated[int, typer.Option(help="How many prompts of the file to use.")] = 16,
     max_new_tokens: NewTokens = 128,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -126,6 +128,14 @@ def test_help(paradraft: Paradraft, command: list[str]) -> None:
     assert outcome.code == 0
     assert "Usage: paradraft" in outcome.out
     assert outcome.err == ""
+    found = typer.main.get_command(cli.app)
+    for name in command:
+        found = found.commands[name]
+    shown = re.sub(r"\W+", "", outcome.out)
+    for parameter in found.params:
+        text = getattr(parameter, "help", None)
+        assert text, f"{parameter.name} has no help"
+        assert re.sub(r"\W+", "", text) in shown, f"{parameter.name} is not explained"
 
 
 def test_no_arguments_show_the_help(paradraft: Paradraft) -> None:

@@ -26,13 +26,15 @@ from paradraft.models.loading import Runtime
 from tests.contract import test_every_drafter as contract
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/README.md")])
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/README.md"), *ROOT.glob("recipes/*/README.md")]
+)
 BLOCK = re.compile(r"^```(?P<tag>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:|mailto:)(?P<file>[^)#\s]*)(?:#(?P<anchor>[^)\s]*))?\)")
 PATH = re.compile(r"`(?P<path>[\w.-]+(?:/[\w.-]+)+\.(?:py|md|toml|yaml))`")
 PLACES = (ROOT, ROOT / "src" / "paradraft", ROOT / "docs")
 
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 
 
 @pytest.fixture(autouse=True)
