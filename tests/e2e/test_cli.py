@@ -131,7 +131,7 @@ def test_help(paradraft: Paradraft, command: list[str]) -> None:
     found = typer.main.get_command(cli.app)
     for name in command:
         found = found.commands[name]
-    shown = re.sub(r"\W+", "", outcome.out)
+    shown = re.sub(r"\W+", "", re.sub(r"\[[^]]*\]", "", outcome.out))
     for parameter in found.params:
         text = getattr(parameter, "help", None)
         assert text, f"{parameter.name} has no help"
