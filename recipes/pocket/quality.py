@@ -1,0 +1,56 @@
+"""Says how good the shipped family is: `python recipes/pocket/quality.py --bench FILE.json … --json FILE.json`.
+
+Held-out loss of every model, and how much the target repeats itself in the answers that benchmark
+files hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+import corpus
+from build import POCKET, tokenized
+from paradraft.bench.machine import describe_machine
+from paradraft.bench.report import write_json
+from paradraft.models.loading import Runtime, load_model
+from pretrain import evaluate
+
+WINDOWS = 256
+
+
+def distinct_4_grams(answers: list[list[int]]) -> float:
+    """The share of 4-grams that are the first of their kind in their answer; 1 means that nothing is repeated."""
+    grams = [[tuple(answer[i : i + 4]) for i in range(len(answer) - 3)] for answer in answers]
+    return sum(len(set(each)) for each in grams) / sum(map(len, grams))
+
+
+def main() -> None:
+    """Measures and writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bench", type=Path, nargs="*", default=[], help="files of `paradraft bench` with `ar`")
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(POCKET / "target")
+    _, held_out = corpus.read_library()
+    stream: torch.Tensor = tokenized(tokenizer, [document.text for document in held_out])
+    losses = {}
+    for name in ("target", "draft", "pard"):
+        losses[name] = evaluate(load_model(str(POCKET / name), Runtime()), stream, most=WINDOWS)
+        print(f"{name}: held-out loss {losses[name]:.3f} nats per token", flush=True)
+    repetition = {}
+    for file in args.bench:
+        repetition[file.name] = distinct_4_grams(
+            json.loads(file.read_text(encoding="utf-8"))["answers"]["ar"]["tokens"]
+        )
+        print(f"{file.name}: {repetition[file.name]:.0%} of the 4-grams of an answer are new")
+    figures = {"held_out_loss": losses, "windows_of_256_tokens": WINDOWS, "distinct_4_grams": repetition}
+    write_json(args.json, {"machine": describe_machine("cpu"), **figures})
+
+
+if __name__ == "__main__":
+    main()
