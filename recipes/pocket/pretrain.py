@@ -1,4 +1,4 @@
-"""Trains one causal LM on batches of tokens (target and draft alike).
+"""Trains one causal LM from nothing on a stream of tokens (target and draft alike).
 
 Muon for the matrices, AdamW for embeddings and norms, warm-up and linear decay to zero: on CPU many
 small steps of about two thousand tokens beat few large ones. Windows are drawn by (seed, step), so
@@ -85,29 +85,21 @@ def evaluate(model: PreTrainedModel, stream: torch.Tensor, *, window: int = 256,
     return sum(losses) / len(losses)
 
 
-@torch.no_grad()
-def probabilities(teacher: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """`[B, T, V]` probabilities of the token after each of `[B, T]` tokens."""
-    return teacher(input_ids=tokens, use_cache=False).logits.float().softmax(-1)
-
-
 def pretrain(
     model: PreTrainedModel,
     batch_of_step: Callable[[int], torch.Tensor],
     held_out: torch.Tensor,
     config: PretrainConfig,
     folder: Path,
-    teacher: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Trains `model` in place; resumes from `folder/state.pt` if it is there.
 
     Args:
-        model: a causal LM in float32, on the device to train on.
+        model: a freshly initialised causal LM in float32, on the device to train on.
         batch_of_step: `windows` or `whole_rows`.
         held_out: `[m]` token ids of the held-out text.
         config: the run.
         folder: where `state.pt` and `log.txt` go.
-        teacher: learn this model's probabilities instead of the tokens; the held-out loss is on tokens either way.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state_file = folder / "state.pt"
@@ -122,7 +114,7 @@ def pretrain(
     first = 0
     if state_file.exists():
         state = torch.load(state_file, map_location=model.device, weights_only=True)
-        assert state.get("config") == str(config), f"{state_file} belongs to another run: delete its folder"
+        assert state["config"] == str(config), f"{state_file} belongs to another run: delete its folder"
         model.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
         first = state["step"]
@@ -133,8 +125,7 @@ def pretrain(
         batch = batch_of_step(step).to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=computes_bf16(model.device)):
             logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-            expected = batch[:, 1:] if teacher is None else probabilities(teacher, batch[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), expected.flatten(0, 1))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         loss.backward()
         optimizers.step(step)
         recent.append(loss.item())

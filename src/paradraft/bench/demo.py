@@ -52,7 +52,6 @@ def recipe(out: Path, size: Size) -> PardRecipe:
         data=[pocket_folder("text.jsonl")],
         out=out,
         steps=size.steps,
-        teacher=POCKET,
         loss="token_mean",
         samples_per_step=3,
         max_length=384,
