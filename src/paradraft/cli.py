@@ -160,10 +160,11 @@ def bench(
             raise ValueError(f"{str(file)!r} cannot be written: it is a folder, or in a folder that does not exist")
     if plot_file is not None and plot_file.suffix != ".png":
         raise ValueError(f"--plot {plot_file}: name a .png file")
-    with Console(stderr=True).status("preparing") as status:
+    console = Console(stderr=True, highlight=False)
+    with console.status("preparing") as status:
         result = run_bench(
             target, chosen, texts, max_new_tokens=max_new_tokens, sampling=sampling, runtime=runtime, runs=runs,
-            report=status.update,
+            report=status.update if console.is_terminal else console.print,
         )  # fmt: skip
     title = f"{target}, {num_prompts} prompts x {max_new_tokens} tokens, " + (
         "greedy" if sampling.is_greedy else f"temperature {temperature:g}"
