@@ -1,0 +1,50 @@
+"""Runs the command line in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from paradraft import cli
+
+EXACT = ["--dtype", "float64"]
+MISTAKE, INTERRUPTED = 2, 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    code: object
+    out: str
+    err: str
+
+
+Paradraft = Callable[..., Outcome]
+
+
+@pytest.fixture
+def paradraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Paradraft:
+    """Runs the command line in this process."""
+
+    def command(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["paradraft", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        captured = capsys.readouterr()
+        return Outcome(code=stopped.value.code, out=captured.out, err=captured.err)
+
+    return command
+
+
+def assert_mistake(outcome: Outcome, *named: object) -> None:
+    """Exit code 2, one line on the standard error that names what is wrong, nothing else."""
+    assert outcome.code == MISTAKE
+    assert outcome.out == ""
+    assert outcome.err.startswith("paradraft: ")
+    assert outcome.err.count("\n") == 1
+    assert outcome.err.endswith("\n")
+    for part in named:
+        assert str(part) in outcome.err

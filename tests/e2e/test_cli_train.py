@@ -1,0 +1,197 @@
+"""`paradraft train pard` as a user meets it: a drafter, a stop, a mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from paradraft.train import run, trainer
+from tests.conftest import VOCAB
+from tests.e2e.conftest import EXACT, INTERRUPTED, Paradraft, assert_mistake
+
+STEPS = 6
+
+
+@pytest.fixture
+def recipe(family: Path, tmp_path: Path) -> Path:
+    data, file = tmp_path / "data.jsonl", tmp_path / "recipe.yaml"
+    data.write_text('{"text": "abcabcabcabcabc"}\n{"text": "helloworldhelloworld"}\n' * 2, encoding="utf-8")
+    file.write_text(
+        f"""
+        model: {family / "draft"}
+        data: [{data}]
+        out: {tmp_path / "never"}
+        steps: {STEPS}
+        samples_per_step: 2
+        k: 3
+        lr: 1e-3
+        warmup_steps: 1
+        bf16: false
+        log_every: 1
+        save_every: 2
+        """,
+        encoding="utf-8",
+    )
+    return file
+
+
+def test_training_writes_a_drafter(family: Path, paradraft: Paradraft, recipe: Path, tmp_path: Path) -> None:
+    """Guards the way from a recipe to an answer: overrides count, the result loads as a PARD drafter and as an
+    ordinary model, and nothing is trained twice."""
+    out = tmp_path / "drafter"
+    trained = paradraft("train", "pard", recipe, f"out={out}", "lr=2e-3")
+    assert trained.code == 0
+    assert trained.err == ""
+    assert f"step {STEPS}/{STEPS}" in trained.out
+    assert not (tmp_path / "never").exists()
+    config = AutoConfig.from_pretrained(out)
+    assert (config.spd_type, config.pard_token, config.mask_token_id) == ("pard", VOCAB, VOCAB)
+    asked = ["--target", family / "target", "--prompt", "abcabc", "--max-new-tokens", 12, *EXACT]
+    plain = paradraft("generate", *asked)
+    for drafter in ("pard", "autoregressive"):
+        assert paradraft("generate", *asked, "--drafter", drafter, "--draft", out).out == plain.out
+    AutoModelForCausalLM.from_pretrained(out).generate(torch.tensor([[1, 2]]), max_new_tokens=2, pad_token_id=0)
+    again = paradraft("train", "pard", recipe, f"out={out}", "lr=2e-3")
+    assert again.code == 0
+    assert "already trained" in again.out
+
+
+def test_interrupted_training_resumes(
+    paradraft: Paradraft, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a checkpoint that is lost, torn or forgets something: stopped after step 5 and started again, a
+    run goes on from step 4 and ends with the very weights of a run that was never stopped."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert paradraft("train", "pard", recipe, f"out={whole}").code == 0
+    line = run._line
+
+    def stop_at_step_5(progress: trainer.Progress) -> str:
+        if progress.step == 5:
+            raise KeyboardInterrupt
+        return line(progress)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "_line", stop_at_step_5)
+        first = paradraft("train", "pard", recipe, f"out={stopped}")
+    assert first.code == INTERRUPTED
+    assert first.err == "paradraft: interrupted\n"
+    assert sorted(file.name for file in stopped.rglob("*") if file.is_file()) == ["recipe.json", "state.pt"]
+    second = paradraft("train", "pard", recipe, f"out={stopped}")
+    assert second.code == 0
+    assert [text in second.out for text in ("step 4/", "step 5/", "step 6/")] == [False, True, True]
+    expected, found = (load_file(folder / "model.safetensors") for folder in (whole, stopped))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_stop_while_a_checkpoint_is_written(
+    paradraft: Paradraft, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a half-written checkpoint: the one before stays, and the run goes on from it."""
+    out = tmp_path / "drafter"
+    save, saved = torch.save, list[int]()
+
+    def save_half(state: dict[str, object], file: Path) -> None:
+        saved.append(1)
+        if len(saved) == 2:
+            Path(file).write_bytes(b"half")
+            raise KeyboardInterrupt
+        save(state, file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", save_half)
+        assert paradraft("train", "pard", recipe, f"out={out}").code == INTERRUPTED
+    second = paradraft("train", "pard", recipe, f"out={out}")
+    assert second.code == 0
+    assert [text in second.out for text in ("step 2/", "step 3/")] == [False, True]
+
+
+def test_checkpoint_of_another_recipe(
+    paradraft: Paradraft, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against mixing two runs: the old checkpoint is neither used nor overwritten."""
+    out = tmp_path / "drafter"
+
+    def stop(progress: trainer.Progress) -> str:
+        if progress.step == 3:
+            raise KeyboardInterrupt
+        return ""
+
+    monkeypatch.setattr(run, "_line", stop)
+    assert paradraft("train", "pard", recipe, f"out={out}").code == INTERRUPTED
+    before = (out / "checkpoint" / "state.pt").read_bytes()
+    assert_mistake(paradraft("train", "pard", recipe, f"out={out}", "k=4"), "another recipe")
+    assert (out / "checkpoint" / "state.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("stpes=5", "stpes"),
+        ("steps=0", "steps"),
+        ("steps=many", "many"),
+        ("lr=-1", "lr"),
+        ("loss=none", "loss"),
+        ("k", "'k'"),
+        ("data=[x", "[x"),
+        ("data=[no-such-file]", "no-such-file"),
+        ("model=/no/such/model", "/no/such/model"),
+        ("mask_token_id=72", "72"),
+        ("mask_token_id=1", "mask token 1"),
+        ("device=abacus", "abacus"),
+    ],
+)
+def test_bad_recipe_value(paradraft: Paradraft, recipe: Path, tmp_path: Path, override: str, named: str) -> None:
+    """Guards against a misspelt key that is silently ignored, and against an `out` folder left by a failed start."""
+    assert_mistake(paradraft("train", "pard", recipe, override), named)
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"model: [", "not YAML"),
+        (b"just text", "key: value"),
+        (b"", "key: value"),
+        (b"model: x\n", "'steps' is missing"),
+        (b"1: 2\n", "1"),
+        (b"\xff\xfe\x00", "UTF-8"),
+    ],
+)
+def test_bad_recipe_file(paradraft: Paradraft, tmp_path: Path, content: bytes, named: str) -> None:
+    """Guards against the tracebacks of the YAML reader."""
+    file = tmp_path / "recipe.yaml"
+    file.write_bytes(content)
+    assert_mistake(paradraft("train", "pard", file), named)
+
+
+def test_recipe_does_not_exist(paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards against an error that does not say which file."""
+    assert_mistake(paradraft("train", "pard", tmp_path / "none.yaml"), tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b'{"text": "abc"}\n{"text": \n', "line 2"),
+        (b'{"text": "abc"}\n{"words": "abc"}\n', "line 2"),
+        (b"", "nothing to learn"),
+        (b'{"text": "\xff"}\n', "UTF-8"),
+    ],
+)
+def test_bad_training_data(paradraft: Paradraft, recipe: Path, tmp_path: Path, content: bytes, named: str) -> None:
+    """Guards against training on the lines that happened to be whole."""
+    (tmp_path / "data.jsonl").write_bytes(content)
+    assert_mistake(paradraft("train", "pard", recipe), named)
+    assert not (tmp_path / "never").exists()
+
+
+def test_out_is_a_file(paradraft: Paradraft, recipe: Path, tmp_path: Path) -> None:
+    """Guards against training to the end and failing to write: the folder is made before the first step."""
+    (tmp_path / "taken").write_text("mine", encoding="utf-8")
+    assert_mistake(paradraft("train", "pard", recipe, f"out={tmp_path / 'taken'}"), tmp_path / "taken")
+    assert (tmp_path / "taken").read_text(encoding="utf-8") == "mine"
