@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
+
+# `HTTPError` is imported there and not exported; taking it from the client beneath would name another dependency.
 from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase

@@ -73,7 +73,8 @@ def load_teacher(
     except ValueError as error:
         raise ValueError(f"teacher: {error}") from None
     ours = tokenizer.get_vocab()
-    if any(theirs.get(token, ours[token]) != ours[token] for token in ours) or not ours.keys() & theirs.keys():
+    shared = ours.keys() & theirs.keys()
+    if not shared or any(ours[token] != theirs[token] for token in shared):
         raise ValueError(f"teacher {name!r} has another vocabulary than the model: use one of the same family")
     model = load_model(folder, runtime)
     if longest > model.config.max_position_embeddings:
