@@ -42,7 +42,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument(
-        "--ways", nargs="+", default=["float32", "bfloat16", "float32:compiled", "bfloat16:compiled"], metavar="DTYPE"
+        "--ways",
+        nargs="+",
+        default=["float32", "bfloat16", "float32:compiled", "bfloat16:compiled"],
+        metavar="WAY",
+        help="dtypes, with :compiled behind those to compile",
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
