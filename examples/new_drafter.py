@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paradraft import ragged
 from paradraft.core import ABSENT, Draft, Prompt, TargetOut, Verdict
 from paradraft.models.loading import Runtime
 from paradraft.models.target import Target
@@ -74,8 +75,9 @@ class Bigrams:
 class BigramDrafter:
     """Guesses from the pairs in the committed tokens; every row of a batch has its own."""
 
-    needs_hidden = ()
+    needs_hidden: tuple[int, ...] = ()
     can_run_ahead = False
+    can_branch = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -90,14 +92,16 @@ class BigramDrafter:
     def propose(self, k: int, after: Draft | None = None) -> Draft:
         """At most `k` tokens per row, filled with `ABSENT` on the right."""
         guesses = [row.guess(k, min_count=self.config.min_count) for row in self._rows]
-        width = max(map(len, guesses))
-        filled = [guess + [ABSENT] * (width - len(guess)) for guess in guesses]
-        return Draft.chain(torch.tensor(filled, dtype=torch.long, device=self._device).view(len(filled), width))
+        return Draft.chain(ragged.from_lists(guesses, self._device))
 
     def commit(self, verdict: Verdict, out: TargetOut) -> None:
         """Counts the pairs of the committed tokens."""
         for row, tokens in zip(self._rows, verdict.tokens.tolist(), strict=True):
             row.read(present(tokens))
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Forgets the rows that have ended."""
+        self._rows = [self._rows[row] for row in rows.tolist()]
 
 
 def present(tokens: list[int]) -> list[int]:

@@ -25,7 +25,7 @@ PROMPT_TOKENS = 160
 def pass_times_ms(lm: CausalLM, repeats: int) -> dict[int, float]:
     """Median milliseconds of a pass of each width behind a prompt; widths take turns."""
     tokens = torch.randint(1, lm.vocab_size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
-    lm.start(Prompt(tokens=tokens, sampling=GREEDY))
+    lm.start(Prompt(tokens=tokens, sampling=(GREEDY,)))
     times: dict[int, list[float]] = {width: [] for width in WIDTHS}
     for repeat in range(repeats + 3):
         for width in WIDTHS:

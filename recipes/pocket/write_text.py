@@ -16,6 +16,7 @@ from paradraft.decode.stats import Clock
 from paradraft.decode.stops import Stops
 from paradraft.drafters.none import NoDrafter
 from paradraft.models.target import Target
+from paradraft.verify import match
 
 PROMPT_TOKENS = 64
 ANSWER_TOKENS = 256
@@ -46,9 +47,9 @@ def write_text(
         generator = torch.Generator().manual_seed(sampling.seed)
         starts = torch.randint(len(stream) - PROMPT_TOKENS, (BATCH,), generator=generator).tolist()
         prompts = torch.stack([stream[start : start + PROMPT_TOKENS] for start in starts])
-        stops = Stops(batch_size=BATCH, eos_ids=frozenset(), max_new_tokens=ANSWER_TOKENS)
-        prompt = Prompt(tokens=prompts.to(target.lm.device), sampling=sampling)
-        steps = decode(target, NoDrafter(), prompt, stops=stops, lengths=Fixed(k=0), clock=Clock())
+        stops = Stops(limits=[ANSWER_TOKENS] * BATCH, eos_ids=frozenset())
+        prompt = Prompt(tokens=prompts.to(target.lm.device), sampling=(sampling,) * BATCH)
+        steps = decode(target, NoDrafter(), prompt, match.verify, stops=stops, lengths=Fixed(0), clock=Clock())
         answers = torch.cat([torch.tensor(step.tokens) for step in steps], dim=1)
         batches.append(torch.cat([prompts, answers], dim=1))
         torch.save(torch.cat(batches), file.with_suffix(".new"))

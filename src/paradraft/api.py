@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import overload
+from typing import TypeVar, cast, get_type_hints, overload
 
 import torch
 
-from paradraft import drafters
-from paradraft.core import GREEDY, Drafter, Prompt, Sampling, Step
-from paradraft.decode.lengths import Fixed
-from paradraft.decode.sequential import decode
+from paradraft import drafters, ragged
+from paradraft.core import GREEDY, RULES, Drafter, Prompt, Sampling, Step, Tree
+from paradraft.decode.lengths import POLICIES, Fixed, LengthPolicy
+from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock, Stats
-from paradraft.decode.stops import Stops
+from paradraft.decode.stops import Stops, find_stop, settled
 from paradraft.models.loading import POCKET, Runtime, load_target
 from paradraft.models.target import Target
 
@@ -29,13 +29,15 @@ class Result:
     """The answer to one prompt.
 
     Args:
-        text: the decoded new tokens, special tokens left out.
+        text: the decoded new tokens, special tokens left out, up to the stop string if one ended it.
         tokens: the new token ids; the last one is the end token if the text ended by itself.
-        stats: counts and times.
+        finish_reason: "eos", "stop" (a stop string) or "length".
+        stats: counts of this answer; the times are those of the batch it was in.
     """
 
     text: str
     tokens: list[int]
+    finish_reason: str
     stats: Stats
 
 
@@ -62,129 +64,261 @@ class Chunk:
 
 
 class Engine:
-    """A target, a drafter, and how many tokens to draft.
+    """A target, a drafter, and how to draft and verify.
 
-    Build one with `load`.
+    Build one with `load`, which explains the settings.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, *, k: int) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        *,
+        k: int,
+        verify: str = "match",
+        tree: Tree | None = None,
+        lengths: str = "fixed",
+    ) -> None:
         if not 1 <= k < target.lm.width:
             raise ValueError(f"k={k}: draft 1 to {target.lm.width - 1} tokens per round")
         if drafter.needs_hidden:
             raise ValueError("this drafter wants hidden states of the target, which no pass returns yet")
+        if verify not in RULES:
+            raise ValueError(f"verify={verify!r}: use one of {', '.join(RULES)}")
+        if lengths not in POLICIES:
+            raise ValueError(f"lengths={lengths!r}: use one of {', '.join(POLICIES)}")
+        if tree is not None:
+            if not drafter.can_branch:
+                raise ValueError("this drafter drafts chains only: leave the tree out")
+            if tree.nodes >= target.lm.width:
+                raise ValueError(f"a tree of {tree.nodes} nodes: a pass has room for {target.lm.width - 1}")
+            if tree.depth is not None and tree.depth > k:
+                raise ValueError(f"a tree path is {tree.depth} tokens deep, but k={k}: raise k or shorten the path")
         self.target = target
         self.drafter = drafter
         self.k = k
+        self.verify = verify
+        self.tree = tree
+        self.lengths: LengthPolicy = POLICIES[lengths](k)
         self.clock = Clock()
-
-    @overload
-    def generate(self, prompts: str, *, max_new_tokens: int = 128, sampling: Sampling = GREEDY) -> Result: ...
+        """Times and counts of the last batch."""
 
     @overload
     def generate(
-        self, prompts: list[str], *, max_new_tokens: int = 128, sampling: Sampling = GREEDY
+        self,
+        prompts: str,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stop: str | Sequence[str] = (),
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        stop: str | Sequence[str] = (),
+        batch_size: int = 8,
     ) -> list[Result]: ...
 
     def generate(
-        self, prompts: str | list[str], *, max_new_tokens: int = 128, sampling: Sampling = GREEDY
+        self,
+        prompts: str | list[str],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        stop: str | Sequence[str] = (),
+        batch_size: int = 8,
     ) -> Result | list[Result]:
-        """Answers one prompt, or several one after the other.
+        """Answers one prompt, or several in batches.
 
         Args:
             prompts: text or texts.
-            max_new_tokens: most tokens of an answer.
-            sampling: greedy by default.
+            max_new_tokens: most tokens of an answer, for all prompts or for each.
+            sampling: greedy by default; for all prompts or for each.
+            stop: strings that end an answer; its text ends before the first of them.
+            batch_size: most prompts that are answered together.
 
         Raises:
-            ValueError: a prompt is empty, or it and its answer do not fit into the model.
+            ValueError: a prompt is empty, it and its answer do not fit into the model, or a batch does
+                not fit into memory. Prompts are named by number, and no work was done.
         """
-        if isinstance(prompts, list):
-            requests = [self._encode(prompt, max_new_tokens, sampling) for prompt in prompts]
-            return [self._answer(request, max_new_tokens) for request in requests]
-        return self._answer(self._encode(prompts, max_new_tokens, sampling), max_new_tokens)
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        requests = self._requests(texts, max_new_tokens, sampling)
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: use at least 1")
+        results: list[Result] = []
+        for start in range(0, len(requests), batch_size):
+            results += self._answers(requests[start : start + batch_size], _strings(stop))
+        return results[0] if isinstance(prompts, str) else results
 
-    def stream(self, prompt: str, *, max_new_tokens: int = 128, sampling: Sampling = GREEDY) -> Iterator[Chunk]:
-        """Answers one prompt, piece by piece; never half a character.
+    def stream(
+        self, prompt: str, *, max_new_tokens: int = 128, sampling: Sampling = GREEDY, stop: str | Sequence[str] = ()
+    ) -> Iterator[Chunk]:
+        """Answers one prompt, piece by piece: never half a character, and nothing that is taken back.
 
         Raises:
             ValueError: as `generate`.
         """
-        request = self._encode(prompt, max_new_tokens, sampling)
-        return self._chunks(self._steps(request, max_new_tokens))
+        requests = self._requests([prompt], max_new_tokens, sampling)
+        strings = _strings(stop)
+        return self._chunks(self._steps(requests, self._stops(requests, strings)), strings)
 
-    def _chunks(self, steps: Iterator[Step]) -> Iterator[Chunk]:
+    def _chunks(self, steps: Iterator[Step], strings: tuple[str, ...]) -> Iterator[Chunk]:
         tokens: list[int] = []
         shown = 0
         for step in steps:
             new, accepted = step.tokens[0], step.accepted[0]
-            middle = max(shown, len(self._whole_text(tokens + new[:accepted])))
+            drafted = settled(self._text(tokens + new[:accepted]), strings)
             tokens += new
-            text = self._decode(tokens) if step.finished[0] else self._whole_text(tokens)
+            text = self._text(tokens)
+            text = text[: find_stop(text, strings)] if step.finished[0] else settled(text, strings)
+            middle = min(max(shown, len(drafted)), len(text))
             yield Chunk(drafted_text=text[shown:middle], own_text=text[middle:], tokens=new, accepted=accepted)
             shown = max(shown, len(text))
 
-    def _whole_text(self, tokens: list[int]) -> str:
-        """The text without the half characters at its end that a later token may complete."""
-        return self._decode(tokens).rstrip("\ufffd")
+    def _answers(self, requests: list[_Request], strings: tuple[str, ...]) -> list[Result]:
+        stops = self._stops(requests, strings)
+        answers: list[list[int]] = [[] for _ in requests]
+        for step in self._steps(requests, stops):
+            for row, tokens in zip(step.rows, step.tokens, strict=True):
+                answers[row] += tokens
+        results = []
+        for row, tokens in enumerate(answers):
+            text = self._text(tokens)
+            text = text[: find_stop(text, strings)]
+            stats = self.clock.stats_of(row)
+            results.append(Result(text=text, tokens=tokens, finish_reason=stops.reasons[row], stats=stats))
+        return results
 
-    def _answer(self, request: Prompt, max_new_tokens: int) -> Result:
-        tokens = [token for step in self._steps(request, max_new_tokens) for token in step.tokens[0]]
-        return Result(text=self._decode(tokens), tokens=tokens, stats=self.clock.stats)
+    def _stops(self, requests: list[_Request], strings: tuple[str, ...]) -> Stops:
+        limits = [request.max_new_tokens for request in requests]
+        return Stops(limits=limits, eos_ids=self.target.eos_ids, strings=strings, text_of=self._text)
 
-    def _steps(self, request: Prompt, max_new_tokens: int) -> Iterator[Step]:
+    def _steps(self, requests: list[_Request], stops: Stops) -> Iterator[Step]:
         self.clock = Clock(torch.cuda.synchronize if self.target.lm.device.type == "cuda" else lambda: None)
-        stops = Stops(batch_size=1, eos_ids=self.target.eos_ids, max_new_tokens=max_new_tokens)
-        return decode(self.target, self.drafter, request, stops=stops, lengths=Fixed(k=self.k), clock=self.clock)
+        prompt = self._prompt([r.tokens for r in requests], tuple(r.sampling for r in requests))
+        return decode(
+            self.target,
+            self.drafter,
+            prompt,
+            VERIFY[self.verify],
+            stops=stops,
+            lengths=self.lengths,
+            clock=self.clock,
+        )
 
-    def warm_up(self) -> None:
+    def _prompt(self, rows: list[list[int]], sampling: tuple[Sampling, ...]) -> Prompt:
+        return Prompt(
+            tokens=ragged.from_lists(rows, self.target.lm.device),
+            sampling=sampling,
+            rule=self.verify,
+            tree=self.tree,
+            wants_confidence=self.lengths.wants_confidence,
+        )
+
+    def warm_up(self, batch_size: int = 1) -> None:
         """Runs the passes that decoding will use once, so that none is compiled in the middle of an answer."""
-        stops = Stops(batch_size=1, eos_ids=frozenset(), max_new_tokens=self.k + 2)
-        prompt = self._encode_tokens([0], GREEDY)
-        for _ in decode(self.target, self.drafter, prompt, stops=stops, lengths=Fixed(k=self.k), clock=Clock()):
+        stops = Stops(limits=[self.k + 2] * batch_size, eos_ids=frozenset())
+        prompt = self._prompt([[0]] * batch_size, (GREEDY,) * batch_size)
+        verify = VERIFY[self.verify]
+        for _ in decode(self.target, self.drafter, prompt, verify, stops=stops, lengths=Fixed(self.k), clock=Clock()):
             pass
 
     def check(self, prompts: list[str], *, max_new_tokens: int) -> None:
         """Raises ValueError if a prompt, named by number, is empty, or it and its answer do not fit into the model."""
-        for number, prompt in enumerate(prompts, start=1):
-            try:
-                self._encode(prompt, max_new_tokens, GREEDY)
-            except ValueError as error:
-                raise ValueError(f"prompt {number}: {error}") from None
+        self._requests(prompts, max_new_tokens, GREEDY)
 
-    def _encode(self, prompt: str, max_new_tokens: int, sampling: Sampling) -> Prompt:
-        tokens = self.target.tokenizer(prompt)["input_ids"] if prompt else []
-        if not tokens:
-            raise ValueError("the prompt is empty: give at least one token")
-        if len(tokens) + max_new_tokens > self.target.capacity:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens and {max_new_tokens} are asked for, but the model has room "
-                f"for {self.target.capacity}: shorten the prompt or lower max_new_tokens"
-            )
-        return self._encode_tokens(tokens, sampling)
+    def _requests(
+        self, texts: list[str], max_new_tokens: int | Sequence[int], sampling: Sampling | Sequence[Sampling]
+    ) -> list[_Request]:
+        limits = _each("max_new_tokens", max_new_tokens, int, len(texts))
+        samplings = _each("sampling", sampling, Sampling, len(texts))
+        requests = []
+        for number, (text, limit, chosen) in enumerate(zip(texts, limits, samplings, strict=True), start=1):
+            tokens = self.target.tokenizer(text)["input_ids"] if text else []
+            name = f"prompt {number}" if len(texts) > 1 else "the prompt"
+            if not tokens:
+                raise ValueError(f"{name} is empty: give at least one token")
+            if limit < 1:
+                raise ValueError(f"max_new_tokens={limit}: ask for at least 1")
+            known = self.target.lm.vocab_size
+            if any(token >= known for token, _ in chosen.biases):
+                raise ValueError(f"logit_bias: {max(dict(chosen.biases))} is not among the {known} token ids")
+            if len(tokens) + limit > self.target.capacity:
+                raise ValueError(
+                    f"{name} has {len(tokens)} tokens and {limit} are asked for, but the model has room "
+                    f"for {self.target.capacity}: shorten the prompt or lower max_new_tokens"
+                )
+            requests.append(_Request(tokens=tokens, max_new_tokens=limit, sampling=chosen))
+        return requests
 
-    def _encode_tokens(self, tokens: list[int], sampling: Sampling) -> Prompt:
-        return Prompt(tokens=torch.tensor([tokens], device=self.target.lm.device), sampling=sampling)
-
-    def _decode(self, tokens: list[int]) -> str:
+    def _text(self, tokens: list[int]) -> str:
         return str(self.target.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def load(target: str, *, drafter: str = "none", draft: str | None = None, k: int = 8, runtime: Runtime = CPU) -> Engine:
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """One prompt and what was asked for it."""
+
+    tokens: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+
+
+_T = TypeVar("_T")
+
+
+def _each(name: str, value: _T | Sequence[_T], kind: type[_T], number: int) -> list[_T]:
+    """A setting for each of `number` prompts."""
+    if isinstance(value, kind):
+        return [value] * number
+    values = list(cast(Sequence[_T], value))
+    if len(values) != number:
+        raise ValueError(f"{name}: {len(values)} values for {number} prompts; give one for all, or one for each")
+    return values
+
+
+def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def load(
+    target: str,
+    *,
+    drafter: str = "none",
+    draft: str | None = None,
+    k: int = 8,
+    verify: str = "match",
+    tree: Tree | int | None = None,
+    lengths: str = "fixed",
+    runtime: Runtime = CPU,
+) -> Engine:
     """Loads a target and a drafter.
 
     Args:
         target: a Hugging Face id, a folder, or "pocket".
         drafter: one of `drafter_names()`; "none" decodes plainly.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
-        k: tokens drafted per round, at least 1.
+        k: most tokens drafted per round, one behind the other, at least 1.
+        verify: "match" gives the same tokens with every drafter; "rejection" gives the same
+            distribution and accepts more when sampling.
+        tree: let drafts branch: a `Tree`, or a number of nodes to grow to. None drafts chains.
+        lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success,
+            "confidence" while the drafter is sure, "expected" what pays on this machine.
         runtime: device, dtype, compilation.
 
     Raises:
-        ValueError: a name is unknown, or the draft does not fit the target.
+        ValueError: a name or setting is unknown, or the draft does not fit the target.
     """
     check_draft(drafter, draft, target)
     loaded = load_target(target, runtime)
-    return Engine(loaded, load_drafter(drafter, loaded, draft=draft, runtime=runtime), k=k)
+    model = load_drafter(drafter, loaded, draft=draft, runtime=runtime)
+    shape = Tree(budget=tree) if isinstance(tree, int) else tree
+    return Engine(loaded, model, k=k, verify=verify, tree=shape, lengths=lengths)
 
 
 def load_drafter(name: str, target: Target, *, draft: str | None, runtime: Runtime) -> Drafter:
@@ -225,6 +359,16 @@ def takes_draft(name: str) -> bool:
         ValueError: there is no such drafter.
     """
     return "draft" in {field.name for field in dataclasses.fields(drafter_module(name).Config)}
+
+
+def branches(name: str) -> bool:
+    """Whether a drafter's drafts can be trees.
+
+    Raises:
+        ValueError: there is no such drafter.
+    """
+    built = get_type_hints(drafter_module(name).build)["return"]
+    return bool(built.can_branch)
 
 
 def drafter_module(name: str) -> ModuleType:

@@ -5,6 +5,8 @@ Shape letters: B rows of a batch, N nodes of a draft, T tokens of a prompt, V vo
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,16 +17,28 @@ ABSENT = -1
 """Token id and node index that mean "nothing here". Never 0, which is a real token."""
 
 
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""As in `transformers`: from `[M, T]` token ids and `[M, V]` logits of what follows them to new `[M, V]` logits."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the next token is chosen from the logits.
 
-    The same seed gives the same text with and without speculation, whatever the drafter or K.
+    The settings act in this order: logit bias, penalties, processors, temperature, top-k, top-p,
+    min-p. With the match rule the same seed gives the same text with and without speculation.
 
     Args:
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p, in (0, 1].
+        min_p: keep tokens at least this times as likely as the likeliest, in [0, 1].
+        repetition_penalty: above 1 makes tokens of prompt and answer less likely (Keskar et al. 2019).
+        presence_penalty: taken off the logit of a token that the answer contains.
+        frequency_penalty: taken off the logit of a token for each time the answer contains it.
+        logit_bias: token id to what is added to its logit; -inf forbids it.
+        processors: `LogitsProcessor`s, such as a `LogitsProcessorList` of `transformers`. Each is given
+            every drafted position's own text; it must be a function of its two arguments.
         seed: names the random numbers of this request.
 
     Raises:
@@ -37,25 +51,113 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    processors: Sequence[LogitsProcessor] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature != 0.0 and not 1e-6 <= self.temperature < float("inf"):
+        if self.temperature != 0.0 and not 1e-6 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: use 0 (greedy) or a number of at least 0.000001")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: use 0 (keep all tokens) or a positive number")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p={self.top_p}: use a number above 0 and at most 1 (keep all tokens)")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p={self.min_p}: use a number from 0 (keep all tokens) to 1")
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty}: use a number above 0; 1 is no penalty")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)}: use a finite number; 0 is no penalty")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: use a whole number that fits in 64 bits")
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        for token, bias in pairs:
+            if token < 0 or not -math.inf <= bias < math.inf:
+                raise ValueError(f"logit_bias: {token}: {bias}: use a token id and a finite number or -inf")
+        # As tuples, so that equal settings are equal and can be told apart quickly.
+        object.__setattr__(self, "logit_bias", tuple(sorted(pairs)))
+        object.__setattr__(self, "processors", tuple(self.processors))
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs of token id and bias, by id."""
+        return tuple(dict(self.logit_bias).items())
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether the logits of a position are changed in view of the tokens before it."""
+        return bool(
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.processors
+        )
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether tokens are the argmax of the model's own logits."""
+        return self.is_greedy and not self.reads_text and not self.logit_bias
+
 
 GREEDY = Sampling()
+RULES = ("match", "rejection")
+"""The verification rules, `paradraft/verify/<name>.py`; both are lossless."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """The shape of drafts that branch: either a budget or fixed paths.
+
+    A path names a node by the rank of the candidate taken at each depth: `(0,)` is the drafter's
+    best first token, `(0, 1)` the second best behind it.
+
+    Args:
+        budget: grow each draft to this many nodes, the most promising first; at least 1.
+        paths: these nodes in every round; every path's parent must be there too.
+
+    Raises:
+        ValueError: neither or both are given, or a path is empty, repeated or without its parent.
+
+    >>> Tree(paths=((0,), (1,), (0, 0))).depth
+    2
+    """
+
+    budget: int | None = None
+    paths: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.budget is None) == (self.paths is None):
+            raise ValueError("a tree has either a budget or paths")
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"tree budget {self.budget}: use at least 1 node")
+        if self.paths is not None:
+            known = set(self.paths)
+            if len(known) < len(self.paths) or not self.paths:
+                raise ValueError("tree paths: name at least one, and each only once")
+            for path in self.paths:
+                if not path or min(path) < 0:
+                    raise ValueError(f"tree path {path}: use ranks from 0 on, at least one")
+                if path[:-1] and path[:-1] not in known:
+                    raise ValueError(f"tree path {path} is there without its parent {path[:-1]}: add it")
+            # By depth, then rank: parents come before children, better siblings before worse ones.
+            object.__setattr__(self, "paths", tuple(sorted(known, key=lambda path: (len(path), path))))
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes of a draft."""
+        return len(self.paths or ()) if self.budget is None else self.budget
+
+    @property
+    def depth(self) -> int | None:
+        """Depth of the fixed paths; None for a budget, which K bounds."""
+        return None if self.paths is None else max(map(len, self.paths))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +166,22 @@ class Prompt:
 
     Args:
         tokens: `[B, T]` token ids, ragged rows filled with `ABSENT` on the right.
-        sampling: how tokens are chosen.
+        sampling: for each row how its tokens are chosen.
+        rule: one of `RULES`. It decides how drafters draw: with the target's random numbers (match),
+            or with their own, telling the distribution (rejection).
+        tree: the shape of the drafts; None for chains.
+        wants_confidence: whether drafts shall tell how sure the drafter is.
     """
 
     tokens: Tensor
-    sampling: Sampling
+    sampling: tuple[Sampling, ...]
+    rule: str = "match"
+    tree: Tree | None = None
+    wants_confidence: bool = False
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 2 and bool((self.tokens[:, 0] != ABSENT).all()), "a prompt has at least one token"
+        assert len(self.sampling) == len(self.tokens) and self.rule in RULES
 
     @property
     def lengths(self) -> Tensor:
@@ -90,7 +200,8 @@ class Draft:
         tokens: `[B, N]` token ids; `ABSENT` where a row has fewer nodes.
         parents: `[B, N]` index of each node's parent; -1 is the last committed token.
         probs: `[B, N, V]` the distribution each token was really drawn from, or None if the tokens
-            were chosen deterministically.
+            were chosen deterministically. A later sibling's is without the tokens of earlier ones.
+        confidence: `[B, N]` the drafter's largest probability at each node's place, if it knows.
 
     >>> Draft.chain(torch.tensor([[5, 6, 7]])).parents.tolist()
     [[-1, 0, 1]]
@@ -99,16 +210,30 @@ class Draft:
     tokens: Tensor
     parents: Tensor
     probs: Tensor | None = None
+    confidence: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 2 and self.tokens.shape == self.parents.shape
         assert self.probs is None or self.probs.shape[:2] == self.tokens.shape
+        assert self.confidence is None or self.confidence.shape == self.tokens.shape
 
     @classmethod
-    def chain(cls, tokens: Tensor, probs: Tensor | None = None) -> Draft:
+    def chain(cls, tokens: Tensor, probs: Tensor | None = None, confidence: Tensor | None = None) -> Draft:
         """A draft without branches from `[B, N]` token ids."""
         parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
-        return cls(tokens=tokens, parents=parents, probs=probs)
+        return cls(tokens=tokens, parents=parents, probs=probs, confidence=confidence)
+
+    def where(self, is_kept_BN: Tensor) -> Draft:
+        """The draft without some nodes `[B, N]`; whose parent goes must go too."""
+        tokens = self.tokens.masked_fill(~is_kept_BN, ABSENT)
+        is_used = (tokens != ABSENT).any(0).nonzero()
+        width = int(is_used.max()) + 1 if len(is_used) else 0
+        return Draft(
+            tokens=tokens[:, :width],
+            parents=self.parents[:, :width],
+            probs=None if self.probs is None else self.probs[:, :width],
+            confidence=None if self.confidence is None else self.confidence[:, :width],
+        )
 
     @classmethod
     def empty(cls, batch_size: int, device: torch.device) -> Draft:
@@ -143,6 +268,14 @@ class Verdict:
     accepted: Tensor
     tokens: Tensor
 
+    @classmethod
+    def of(cls, draft: Draft, path: Tensor, next_token: Tensor) -> Verdict:
+        """The verdict that accepts a path `[B, N]` and goes on with `[B]` tokens."""
+        accepted = (path != ABSENT).sum(1)
+        taken = torch.where(path == ABSENT, ABSENT, draft.tokens.gather(1, path.clamp(min=0)))
+        tokens = torch.nn.functional.pad(taken, (0, 1), value=ABSENT).scatter(1, accepted[:, None], next_token[:, None])
+        return cls(path=path, accepted=accepted, tokens=tokens)
+
     def __post_init__(self) -> None:
         assert self.path.ndim == 2 and self.accepted.shape == self.path.shape[:1]
         assert self.tokens.shape == (self.path.shape[0], self.path.shape[1] + 1)
@@ -150,18 +283,22 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One round as a reader of the stream sees it; every list has one entry per row.
+    """One round as a reader of the stream sees it; every list has one entry per row still in the batch.
 
     Args:
+        rows: which prompts these are.
         tokens: the new tokens of each row, cut at its stop.
         accepted: how many of them, counted from the first, were drafted.
-        drafted: how many tokens were proposed.
+        drafted: how deep the draft was; for a chain, how many tokens.
+        nodes: how many tokens the draft had, all nodes of a tree.
         finished: whether the row has ended.
     """
 
+    rows: list[int]
     tokens: list[list[int]]
     accepted: list[int]
     drafted: list[int]
+    nodes: list[int]
     finished: list[bool]
 
 
@@ -172,6 +309,8 @@ class Drafter(Protocol):
     """Layers of the target whose hidden states `commit` wants; () for none."""
     can_run_ahead: bool
     """Whether it can propose before the verdict on its last draft (PEARL)."""
+    can_branch: bool
+    """Whether its drafts take the shape of `Prompt.tree`; False for chains only."""
 
     def start(self, prompt: Prompt, out: TargetOut | None) -> None:
         """Forgets everything and takes in a new batch of prompts."""
@@ -181,3 +320,6 @@ class Drafter(Protocol):
 
     def commit(self, verdict: Verdict, out: TargetOut) -> None:
         """Brings the drafter's own state back to the committed tokens."""
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Forgets all rows of the batch but `rows`, `[b]` indices in rising order; the others have ended."""

@@ -5,15 +5,19 @@ alone. A token is drawn as argmax(log p + Gumbel noise), which has exactly the d
 (Gumbel 1954; Maddison, Tarlow & Minka 2014, "A* sampling"). Because the noise belongs to the
 position and not to the step, decoding in any number of passes gives the same text.
 
-Shape letters: B rows of a batch, N positions, V vocabulary.
+These are the pure functions; `sampler.py` applies them to the rows of a batch.
+
+Shape letters: B rows of a batch, N positions, T tokens of a text, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from paradraft.core import Sampling
+from paradraft.core import ABSENT, Sampling
 
 # SplitMix64 (Steele, Lea & Flood 2014): stream increment and the two multipliers of its finalizer,
 # written as signed 64-bit numbers because torch has no unsigned arithmetic.
@@ -22,11 +26,63 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
+def penalized_logits(logits_BNV: Tensor, sampling: Sampling, texts_BNT: Tensor, prompt_lengths_B: Tensor) -> Tensor:
+    """Logits after bias, penalties and processors, at least in float32.
+
+    The repetition penalty counts prompt and answer, as in `transformers`; presence and frequency
+    penalties count the answer, as in the OpenAI interface.
+
+    Args:
+        logits_BNV: `[B, N, V]` raw logits of any float type.
+        sampling: what to apply.
+        texts_BNT: `[B, N, T]` for each position the tokens before it, prompt first; `ABSENT` may
+            stand anywhere. Not looked at unless `sampling.reads_text`.
+        prompt_lengths_B: `[B]` how many of them are the prompt.
+    """
+    logits = logits_BNV if logits_BNV.dtype == torch.float64 else logits_BNV.float()
+    B, N, V = logits.shape
+    if sampling.biases:
+        tokens, biases = zip(*sampling.biases, strict=True)
+        logits = logits.clone()
+        logits[..., list(tokens)] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+    if sampling.repetition_penalty != 1.0:
+        seen = _counts(texts_BNT, V) > 0
+        penalty = sampling.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        place_BNT = (texts_BNT != ABSENT).cumsum(2)
+        counts = _counts(texts_BNT.masked_fill(place_BNT <= prompt_lengths_B[:, None, None], ABSENT), V)
+        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    if sampling.processors:
+        logits = logits.clone()
+        texts = [[token for token in text if token != ABSENT] for text in texts_BNT.flatten(0, 1).tolist()]
+        flat_MV = logits.view(B * N, V)
+        # Texts of one length are given together, as rows of one batch.
+        for length in {len(text) for text in texts}:
+            rows = [row for row, text in enumerate(texts) if len(text) == length]
+            scores = flat_MV[rows]
+            ids = torch.tensor([texts[row] for row in rows], device=logits.device)
+            for processor in sampling.processors:
+                scores = processor(ids, scores)
+            flat_MV[rows] = scores.to(flat_MV.dtype)
+    return logits
+
+
+def _counts(texts_BNT: Tensor, vocab_size: int) -> Tensor:
+    """`[B, N, V]` how often each token occurs in each text."""
+    B, N, _ = texts_BNT.shape
+    places = torch.where(texts_BNT < vocab_size, texts_BNT, ABSENT) % (vocab_size + 1)  # ABSENT counts behind the end
+    ones = torch.ones_like(places)
+    return torch.zeros(B, N, vocab_size + 1, dtype=torch.long, device=places.device).scatter_add(2, places, ones)[
+        ..., :-1
+    ]
+
+
 def filtered_logits(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
-    """Logits after temperature, top-k and top-p, at least in float32; what is cut is -inf.
+    """Logits after temperature, top-k, top-p and min-p, at least in float32; what is cut is -inf.
 
     The order and the treatment of ties follow `transformers`: temperature, top-k (ties with the
-    k-th stay), top-p (the token that crosses p stays).
+    k-th stay), top-p (the token that crosses p stays), min-p.
 
     Args:
         logits_BNV: `[B, N, V]` raw logits of any float type.
@@ -43,14 +99,16 @@ def filtered_logits(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
         before = probs.cumsum(-1) - probs
         cut = torch.zeros_like(before, dtype=torch.bool).scatter(-1, index, before >= sampling.top_p)
         logits = logits.masked_fill(cut, -torch.inf)
+    if sampling.min_p > 0.0:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(sampling.min_p), -torch.inf)
     return logits
 
 
 def probabilities(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution `[B, N, V]` that tokens are drawn from; one-hot when greedy."""
+    """The distribution `[B, N, V]` that tokens are drawn from, in float64; one-hot when greedy."""
     if sampling.is_greedy:
-        return torch.nn.functional.one_hot(logits_BNV.argmax(-1), logits_BNV.shape[-1]).to(torch.float32)
-    return filtered_logits(logits_BNV, sampling).softmax(-1)
+        return torch.nn.functional.one_hot(logits_BNV.argmax(-1), logits_BNV.shape[-1]).double()
+    return filtered_logits(logits_BNV, sampling).double().softmax(-1)
 
 
 def draw(logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling) -> Tensor:
@@ -71,18 +129,42 @@ def draw(logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling) -> Tensor
     return (filtered_logits(logits_BNV, sampling) + noise).argmax(-1)
 
 
-def gumbel_noise(seed: int, positions_BN: Tensor, vocab_size: int) -> Tensor:
+def gumbel_noise(seed: int | Tensor, positions_BN: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise `[B, N, V]` in float64, a pure function of (seed, position, token id).
 
-    The same on every device and in every batch: token v of a position takes the v-th number of
-    a SplitMix64 stream whose start is hashed from seed and position.
+    Args:
+        seed: one for all rows, or `[B]` of int64.
+        positions_BN: `[B, N]`.
+        vocab_size: V.
     """
-    start = _mix(_mix(torch.full_like(positions_BN, seed) + _GOLDEN) + (positions_BN + 1) * _GOLDEN)
-    index = torch.arange(1, vocab_size + 1, device=positions_BN.device) * _GOLDEN
+    return -(-_uniform(seed, positions_BN, vocab_size).log()).log()
+
+
+def uniform_numbers(seed: int | Tensor, positions_BN: Tensor) -> Tensor:
+    """Numbers `[B, N]` in float64, uniform between 0 and 1, a pure function of (seed, position)."""
+    return _uniform(seed, positions_BN, 1)[..., 0]
+
+
+def seed_of(seed: int | Tensor, purpose: int) -> Tensor:
+    """Another seed, for random numbers that must have nothing to do with those of `seed`.
+
+    Args:
+        seed: one, or `[B]` of int64.
+        purpose: a number above 0; each gives another seed.
+    """
+    return _mix(torch.as_tensor(seed) ^ _mix(torch.as_tensor(purpose) * _GOLDEN))
+
+
+def _uniform(seed: int | Tensor, positions_BN: Tensor, count: int) -> Tensor:
+    """`[B, N, count]`, the same on every device and in every batch: number v of a position is the v-th of
+    a SplitMix64 stream whose start is hashed from seed and position."""
+    seeds = torch.as_tensor(seed, device=positions_BN.device)
+    seeds = seeds[:, None] if seeds.ndim else seeds
+    start = _mix(_mix(seeds + _GOLDEN) + (positions_BN + 1) * _GOLDEN)
+    index = torch.arange(1, count + 1, device=positions_BN.device) * _GOLDEN
     bits = _mix(start[..., None] + index)
     # 52 bits and not 53: the half must fit too, or the largest number would round to 1 and its noise be infinite.
-    uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
-    return -(-uniform.log()).log()
+    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from huggingface_hub.utils.tqdm import enable_progress_bars
 from rich.console import Console
@@ -20,7 +21,9 @@ def hide_progress_bars() -> None:
     enable_progress_bars()
 
 
-def stream_answer(engine: Engine, prompt: str, *, max_new_tokens: int, sampling: Sampling) -> None:
+def stream_answer(
+    engine: Engine, prompt: str, *, max_new_tokens: int, sampling: Sampling, stop: Sequence[str] = ()
+) -> None:
     """Prints the prompt dim, drafted and accepted text green, the target's own tokens plain.
 
     A line with tokens per second and acceptance length goes to the standard error.
@@ -28,7 +31,7 @@ def stream_answer(engine: Engine, prompt: str, *, max_new_tokens: int, sampling:
     Raises:
         ValueError: see `Engine.stream`.
     """
-    chunks = engine.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling)
+    chunks = engine.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
     # Written as it is: a formatter would expand tabs and drop control characters.
     _write(prompt, DIM)
     for chunk in chunks:

@@ -26,6 +26,8 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
     """
     B, N = parents_BN.shape
+    if is_chain(parents_BN):
+        return torch.ones(N, N, dtype=torch.bool, device=parents_BN.device).tril().expand(B, N, N)
     result = torch.eye(N, dtype=torch.bool, device=parents_BN.device).repeat(B, 1, 1)
     rows = torch.arange(B, device=parents_BN.device)
     for node in range(1, N):
@@ -52,3 +54,16 @@ def is_chain(parents_BN: Tensor) -> bool:
     """
     straight = torch.arange(-1, parents_BN.shape[1] - 1, device=parents_BN.device)
     return bool((parents_BN == straight).all())
+
+
+def texts_before(tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
+    """The drafted tokens on the way to the root and to each node, the node's own included.
+
+    Returns:
+        `[B, N + 1, N]` token ids, `ABSENT` between and behind them; row 0 is the root's.
+
+    >>> texts_before(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))[0].tolist()
+    [[-1, -1, -1], [5, -1, -1], [5, 6, -1], [5, -1, 7]]
+    """
+    tokens = torch.where(ancestors(parents_BN), tokens_BN[:, None], ABSENT)
+    return torch.nn.functional.pad(tokens, (0, 0, 1, 0), value=ABSENT)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft import Sampling, load
+from paradraft import Sampling, Tree, load
 from paradraft.api import Engine, drafter_names, takes_draft
 from paradraft.models.loading import Runtime
 from tests.conftest import VOCAB
@@ -23,10 +23,13 @@ SAMPLINGS = [
 ]
 
 
-def engine(family: Path, name: str, *, k: int = 4, runtime: Runtime = EXACT) -> Engine:
+def engine(family: Path, name: str, *, k: int = 4, tree: int | None = None, runtime: Runtime = EXACT) -> Engine:
     # The PARD folder is an ordinary causal LM too, so it serves every drafter that wants a draft model.
     draft = str(family / "pard") if takes_draft(name) else None
-    return load(str(family / "target"), drafter=name, draft=draft, k=k, runtime=runtime)
+    chains = load(str(family / "target"), drafter=name, draft=draft, k=k, runtime=runtime)
+    if tree is None or not chains.drafter.can_branch:
+        return chains
+    return Engine(chains.target, chains.drafter, k=k, tree=Tree(budget=tree))
 
 
 @pytest.mark.parametrize("name", drafter_names())
@@ -62,62 +65,49 @@ def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str) ->
         text = text + chunk.tokens
     again = engine(family, name)
     last = drafted.drafter.propose(4)
-    again.drafter.start(again._encode_tokens(text + chunks[-1].tokens, Sampling()), None)
+    again.drafter.start(again._prompt([text + chunks[-1].tokens], (Sampling(),)), None)
     assert torch.equal(again.drafter.propose(4).tokens, last.tokens)
 
 
 @pytest.mark.parametrize("name", drafter_names())
 def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
     """Guards against drafters that forget to read the tokens of rounds with K = 0."""
-    from paradraft.core import Step
     from paradraft.decode import sequential
+    from paradraft.decode.lengths import Fixed
     from paradraft.decode.stats import Clock
     from paradraft.decode.stops import Stops
+    from paradraft.verify.match import verify
 
-    class Alternating:
+    class Alternating(Fixed):
         calls = 0
 
         def next(self) -> int:
             self.calls += 1
             return 5 if self.calls % 9 == 0 else 0
 
-        def observe(self, step: Step) -> None:
-            pass
-
     plain, drafted = engine(family, "none"), engine(family, name, runtime=dataclasses.replace(EXACT, width=8))
     expected = plain.generate("helloworld", max_new_tokens=60).tokens
-    stops = Stops(batch_size=1, eos_ids=frozenset([0]), max_new_tokens=60)
+    stops = Stops(limits=[60], eos_ids=frozenset([0]))
+    prompt = drafted._prompt([drafted.target.tokenizer("helloworld")["input_ids"]], (Sampling(),))
     steps = sequential.decode(
-        drafted.target, drafted.drafter, drafted._encode("helloworld", 60, Sampling()),
-        stops=stops, lengths=Alternating(), clock=Clock(),
+        drafted.target, drafted.drafter, prompt, verify,
+        stops=stops, lengths=Alternating(5), clock=Clock(),
     )  # fmt: skip
     assert [token for step in steps for token in step.tokens[0]] == expected
 
 
 @pytest.mark.parametrize("name", drafter_names())
-def test_ragged_batch_equals_single_rows(family: Path, name: str) -> None:
-    """Guards the per-row positions of the cache: rows of one batch stand at different lengths."""
-    from paradraft.core import ABSENT, Prompt
-    from paradraft.decode import sequential
-    from paradraft.decode.lengths import Fixed
-    from paradraft.decode.stats import Clock
-    from paradraft.decode.stops import Stops
-
-    drafted = engine(family, name)
-    rows = [drafted.target.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    width = max(map(len, rows))
-    sampling = Sampling(temperature=0.9, seed=5)
-    prompt = Prompt(tokens=torch.tensor([row + [ABSENT] * (width - len(row)) for row in rows]), sampling=sampling)
-    stops = Stops(batch_size=len(rows), eos_ids=drafted.target.eos_ids, max_new_tokens=30)
-    texts: list[list[int]] = [[] for _ in rows]
-    decoding = sequential.decode(
-        drafted.target, drafted.drafter, prompt, stops=stops, lengths=Fixed(k=4), clock=Clock()
-    )
-    for step in decoding:
-        for text, tokens in zip(texts, step.tokens, strict=True):
-            text += tokens
-    alone = engine(family, name)
-    assert texts == [alone.generate(p, max_new_tokens=30, sampling=sampling).tokens for p in PROMPTS]
+@pytest.mark.parametrize("tree", [None, 9])
+def test_ragged_batch_equals_single_rows(family: Path, name: str, tree: int | None) -> None:
+    """Guards batches: rows with prompts, settings, seeds and limits of their own, which end at different times."""
+    plain, drafted = engine(family, "none"), engine(family, name, tree=tree)
+    limits = [30, 7, 19, 1]
+    alone = [
+        plain.generate(prompt, max_new_tokens=limit, sampling=sampling).tokens
+        for prompt, limit, sampling in zip(PROMPTS, limits, SAMPLINGS, strict=True)
+    ]
+    together = drafted.generate(PROMPTS, max_new_tokens=limits, sampling=SAMPLINGS)
+    assert [result.tokens for result in together] == alone
 
 
 @pytest.mark.parametrize("name", [name for name in drafter_names() if name != "none"])

@@ -12,6 +12,8 @@ from transformers import AutoConfig
 
 from paradraft import cli
 from paradraft.api import drafter_names, takes_draft
+from paradraft.bench.audit import accept_all
+from paradraft.decode import sequential
 from paradraft.models import loading
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
@@ -77,7 +79,7 @@ def test_k_larger_than_the_room_left(family: Path, paradraft: Paradraft) -> None
     assert json.loads(longest.out)["tokens"] == json.loads(plain.out)["tokens"]
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["train"], ["train", "pard"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["train"], ["train", "pard"], ["bench"], ["audit"]])
 def test_help(paradraft: Paradraft, command: list[str]) -> None:
     """Guards against options without a word of help in the list."""
     outcome = paradraft(*command, "--help")
@@ -99,6 +101,65 @@ def test_no_arguments_show_the_help(paradraft: Paradraft) -> None:
     assert "generate" in paradraft().out
 
 
+def test_batches_give_the_texts_of_single_prompts(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards batches, trees, length policies, penalties and stops on their way through the options."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ["hello", "a", "abcabcabc"]))
+    asked = ["--prompts", file, "--max-new-tokens", 20, "--json", "--temperature", 0.8, "--seed", 3, "--min-p", 0.02]
+    asked += ["--repetition-penalty", 1.1, "--frequency-penalty", 0.1, "--logit-bias", "5=-inf", "--stop", "q"]
+
+    def answers(name: str, *options: object) -> list[dict[str, object]]:
+        lines = paradraft("generate", *drafting(family, name), *asked, *options).out.splitlines()
+        return [{key: json.loads(line)[key] for key in ("text", "tokens", "finish_reason")} for line in lines]
+
+    plain = answers("none", "--batch-size", 1)
+    assert len(plain) == 3
+    for options in (["--batch-size", 2], ["--tree-budget", 9], ["--tree-paths", "0 1 0.0"], ["--lengths", "expected"]):
+        assert answers("pard", *options) == plain
+    assert all("q" not in answer["text"] for answer in plain)
+    greedy = ["--temperature", 0, "--tree-budget", 9]
+    assert answers("pard", "--verify", "rejection", *greedy) == answers("none", "--temperature", 0)
+
+
+# audit
+
+
+def audit_options(family: Path, tmp_path: Path) -> list[object]:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ["hello", "abcabcabc"]))
+    return [*drafting(family, "pard"), "--prompts", file, "--num-prompts", 2, "--max-new-tokens", 20, "-k", 4]
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--temperature", 0.9, "--tree-budget", 8], ["--dtype", "bfloat16", "--shape-invariant"]]
+)
+def test_audit_passes(family: Path, paradraft: Paradraft, tmp_path: Path, options: list[object]) -> None:
+    """Guards the audit's words, exit code, last line and file."""
+    file = tmp_path / "audit.json"
+    outcome = paradraft("audit", *audit_options(family, tmp_path), *options, "--json", file)
+    assert outcome.code == 0
+    assert outcome.out.startswith("PASS: every answer has the tokens of plain decoding")
+    written = json.loads(file.read_text())
+    last = json.loads(outcome.out.splitlines()[-1])
+    assert {key: written[key] for key in last} == last
+    assert last["verdict"] == "PASS" and last["tokens"] == last["positions"]
+    assert written["arguments"]["k"] == 4 and written["machine"]["cpu_capability"]
+    if "--shape-invariant" in options:
+        assert last["bitwise_equal"] == last["positions"]
+
+
+def test_audit_fails_with_exit_code_one(
+    family: Path, paradraft: Paradraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards scripts that trust the exit code."""
+    monkeypatch.setitem(sequential.VERIFY, "match", accept_all)
+    outcome = paradraft("audit", *audit_options(family, tmp_path))
+    assert outcome.code == 1
+    assert outcome.out.startswith("FAIL: ")
+    assert "NOT explained by rounding" in outcome.out
+    assert outcome.err == ""
+
+
 # mistakes
 
 
@@ -118,11 +179,27 @@ def test_no_arguments_show_the_help(paradraft: Paradraft) -> None:
         (["--capacity", 129], "capacity=129"),
         (["--max-new-tokens", 0], "max_new_tokens=0"),
         (["--prompt", ""], "prompt is empty"),
-        (["--prompt", "x" * 100, "--max-new-tokens", 29], "prompt 1: the prompt has 100 tokens"),
+        (["--prompt", "x" * 100, "--max-new-tokens", 29], "the prompt has 100 tokens"),
         (["--drafter", "oracle"], "oracle"),
         (["--draft", "some/model"], "some/model"),
         (["--prompts", "prompts.jsonl"], "--prompts"),
         (["--prompts", "prompts.jsonl", "--prompt", "x"], "--prompt"),
+        (["--min-p", 2], "min_p=2"),
+        (["--repetition-penalty", 0], "repetition_penalty=0"),
+        (["--presence-penalty", "nan"], "presence_penalty=nan"),
+        (["--logit-bias", "a=b"], "a=b"),
+        (["--logit-bias", "7=inf"], "7: inf"),
+        (["--logit-bias", "64=1", "--max-new-tokens", 4], "64 is not among the 64"),
+        (["--stop", "", "--max-new-tokens", 4], "stop string is empty"),
+        (["--verify", "magic"], "verify='magic'"),
+        (["--lengths", "long"], "lengths='long'"),
+        (["--batch-size", 0], "--batch-size"),
+        (["--tree-budget", 3], "chains only"),
+        (["--tree-budget", 0], "budget 0"),
+        (["--tree-budget", 5000], "5000 nodes"),
+        (["--tree-budget", 3, "--tree-paths", "0"], "--tree-paths"),
+        (["--tree-paths", "0 a"], "'0 a'"),
+        (["--tree-paths", "0 1.0"], "(1, 0) is there without its parent"),
         (["--frobnicate"], "--frobnicate"),
         (["surplus"], "surplus"),
         (["--drafter"], "--drafter"),
@@ -207,7 +284,7 @@ def test_pard_folder_without_a_mask_token(family: Path, paradraft: Paradraft) ->
         (b'{"prompt": "x"}\n["x"]\n', "line 2"),
         (b'{"prompt": ""}\n', "line 1"),
         (b'{"question": "x"}\n', "line 1"),
-        (b'{"prompt": "x"}\n{"prompt": "' + b"x" * 128 + b'"}\n', "prompt 2: the prompt has 128 tokens"),
+        (b'{"prompt": "x"}\n{"prompt": "' + b"x" * 128 + b'"}\n', "prompt 2 has 128 tokens"),
         (b'{"prompt": "\xff"}\n', "UTF-8"),
     ],
 )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paradraft.core import Draft, Prompt, Sampling
+from paradraft.core import GREEDY, Draft, Prompt, Sampling, Tree
 
 
 @pytest.mark.parametrize(
@@ -11,6 +11,8 @@ from paradraft.core import Draft, Prompt, Sampling
     [
         ("temperature", -0.1), ("temperature", float("inf")), ("temperature", float("nan")),
         ("top_k", -1), ("top_p", 0.0), ("top_p", 1.01), ("top_p", float("nan")),
+        ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0.0), ("repetition_penalty", -1.0),
+        ("presence_penalty", float("nan")), ("frequency_penalty", float("inf")),
         ("seed", 2**63), ("seed", -(2**63) - 1),
     ],
 )  # fmt: skip
@@ -18,6 +20,43 @@ def test_sampling_rejects_what_it_cannot_mean(field: str, value: float) -> None:
     """Guards against nonsense settings that would silently sample something else; the message names them."""
     with pytest.raises(ValueError, match=f"{field}={value}"):
         Sampling(**{field: value})
+
+
+@pytest.mark.parametrize("bias", [{-1: 1.0}, {3: float("inf")}, {3: float("nan")}])
+def test_a_bias_names_a_token_and_a_number(bias: dict[int, float]) -> None:
+    """Guards against a bias that makes a token certain, or logits that are no numbers."""
+    with pytest.raises(ValueError, match="logit_bias"):
+        Sampling(logit_bias=bias)
+
+
+def test_equal_settings_are_equal() -> None:
+    """Guards batches: rows of equal settings are computed together, however these were written."""
+    assert Sampling(logit_bias={2: 1.0, 1: 0.5}) == Sampling(logit_bias=((1, 0.5), (2, 1.0)))
+    assert len({Sampling(processors=[]), Sampling(logit_bias={})}) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, "either a budget or paths"),
+        ({"budget": 3, "paths": ((0,),)}, "either a budget or paths"),
+        ({"budget": 0}, "tree budget 0"),
+        ({"paths": ()}, "at least one"),
+        ({"paths": ((0,), (0,))}, "only once"),
+        ({"paths": ((0,), ())}, "use ranks"),
+        ({"paths": ((0,), (-1,))}, "use ranks"),
+        ({"paths": ((0,), (1, 0))}, r"\(1, 0\) is there without its parent \(1,\)"),
+    ],
+)
+def test_trees_are_checked(settings: dict[str, object], named: str) -> None:
+    """Guards against nodes that hang in the air, whose tokens would be verified behind the wrong text."""
+    with pytest.raises(ValueError, match=named):
+        Tree(**settings)
+
+
+def test_paths_are_ordered_parents_first() -> None:
+    """Guards against siblings tried in another order than by rank, and children before their parents."""
+    assert Tree(paths=((1,), (0, 1), (0,), (0, 0))).paths == ((0,), (1,), (0, 0), (0, 1))
 
 
 def test_sampling_accepts_the_edges() -> None:
@@ -29,10 +68,10 @@ def test_sampling_accepts_the_edges() -> None:
 
 def test_prompt_lengths_count_token_zero() -> None:
     """Guards against taking token 0, which is a real one, for padding."""
-    prompt = Prompt(tokens=torch.tensor([[0, 0, 5], [0, -1, -1]]), sampling=Sampling())
+    prompt = Prompt(tokens=torch.tensor([[0, 0, 5], [0, -1, -1]]), sampling=(GREEDY, GREEDY))
     assert prompt.lengths.tolist() == [3, 1]
     with pytest.raises(AssertionError):
-        Prompt(tokens=torch.tensor([[-1, -1]]), sampling=Sampling())
+        Prompt(tokens=torch.tensor([[-1, -1]]), sampling=(GREEDY,))
 
 
 def test_empty_draft_is_a_chain_of_nothing() -> None:

@@ -4,11 +4,26 @@ import math
 
 import pytest
 import torch
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from paradraft import sampling as module
-from paradraft.core import Sampling
-from paradraft.sampling import draw, filtered_logits, gumbel_noise, probabilities
+from paradraft.core import ABSENT, Sampling
+from paradraft.sampling import (
+    draw,
+    filtered_logits,
+    gumbel_noise,
+    penalized_logits,
+    probabilities,
+    seed_of,
+    uniform_numbers,
+)
 
 
 def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
@@ -124,6 +139,79 @@ def test_top_k_and_top_p_apply_in_the_order_of_transformers() -> None:
     logits = random_logits(20, 30)
     expected = TopPLogitsWarper(top_p=0.8)(None, TopKLogitsWarper(top_k=6)(None, logits / 0.9))
     assert torch.equal(filtered_logits(logits[None], Sampling(temperature=0.9, top_k=6, top_p=0.8))[0], expected)
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.05, 0.5, 1.0])
+def test_min_p_equals_transformers(p: float) -> None:
+    """Guards against a share of 1 instead of a share of the likeliest token's probability."""
+    logits = random_logits(20, 30)
+    expected = MinPLogitsWarper(min_p=p)(None, logits / 1.3)
+    assert torch.equal(filtered_logits(logits[None], Sampling(temperature=1.3, min_p=p))[0], expected)
+
+
+TEXTS = torch.tensor([[[3, 3, 5, ABSENT, 0, 5], [3, 3, 5, ABSENT, ABSENT, 1]], [[2, ABSENT, 4, 2, ABSENT, ABSENT]] * 2])
+"""Two rows of two positions; of row 0 two tokens are the prompt, of row 1 one."""
+PROMPT_LENGTHS = torch.tensor([2, 1])
+
+
+def one_by_one(processor: object, logits: torch.Tensor) -> torch.Tensor:
+    """What a processor of `transformers` makes of every position with its own text."""
+    found = logits.clone()
+    for row in range(2):
+        for place in range(2):
+            text = TEXTS[row, place]
+            found[row, place] = processor(text[text != ABSENT][None], logits[row, place][None].clone())[0]
+    return found
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])
+def test_repetition_penalty_equals_transformers(penalty: float) -> None:
+    """Guards the sign (negative logits are multiplied), repeated tokens, filling taken for a token, and token 0."""
+    logits = random_logits(2, 2, 7)
+    found = penalized_logits(logits, Sampling(repetition_penalty=penalty), TEXTS, PROMPT_LENGTHS)
+    assert torch.equal(found, one_by_one(RepetitionPenaltyLogitsProcessor(penalty), logits))
+
+
+def test_presence_and_frequency_count_the_answer_alone() -> None:
+    """Guards against penalties for what the prompt says, and against counting a token once."""
+    logits = torch.zeros(2, 2, 7, dtype=torch.float64)
+    sampling = Sampling(presence_penalty=10.0, frequency_penalty=1.0)
+    found = -penalized_logits(logits, sampling, TEXTS, PROMPT_LENGTHS)
+    assert found.tolist() == [
+        [[11, 0, 0, 0, 0, 12, 0], [0, 11, 0, 0, 0, 11, 0]],
+        [[0, 0, 11, 0, 11, 0, 0], [0, 0, 11, 0, 11, 0, 0]],
+    ]
+
+
+def test_processors_of_transformers_see_the_text_of_each_position() -> None:
+    """Guards `LogitsProcessorList`: its members get the tokens before every position, in order, without filling."""
+    processors = LogitsProcessorList([NoRepeatNGramLogitsProcessor(1), RepetitionPenaltyLogitsProcessor(1.5)])
+    logits = random_logits(2, 2, 7)
+    found = penalized_logits(logits, Sampling(processors=processors), TEXTS, PROMPT_LENGTHS)
+    assert torch.equal(found, one_by_one(processors, logits))
+    assert found.isinf().sum(-1).tolist() == [[3, 3], [2, 2]]
+
+
+def test_bias_comes_first() -> None:
+    """Guards the order of the settings, and the argument, which must not be changed in place."""
+    logits = random_logits(2, 2, 7)
+    kept = logits.clone()
+    sampling = Sampling(logit_bias={3: 1.5, 0: float("-inf")}, repetition_penalty=2.0)
+    biased = logits.clone()
+    biased[..., 3] += 1.5
+    biased[..., 0] = -torch.inf
+    expected = penalized_logits(biased, Sampling(repetition_penalty=2.0), TEXTS, PROMPT_LENGTHS)
+    assert torch.equal(penalized_logits(logits, sampling, TEXTS, PROMPT_LENGTHS), expected)
+    assert torch.equal(logits, kept)
+
+
+def test_seeds_of_purposes_have_nothing_in_common() -> None:
+    """Guards the independence that the rejection rule needs (correlation of 20,000 pairs, false alarm 1e-6)."""
+    positions = torch.arange(20_000)[None]
+    rows = [uniform_numbers(seed, positions)[0] for seed in (5, *(seed_of(5, purpose) for purpose in (1, 2, 3)))]
+    correlations = torch.corrcoef(torch.stack(rows)) - torch.eye(4)
+    assert correlations.abs().max() < 4.9 / 20_000**0.5
+    assert 0.0 < min(row.min() for row in rows) and max(row.max() for row in rows) < 1.0
 
 
 def test_temperature_zero_is_argmax() -> None:

@@ -111,7 +111,7 @@ def compare(
     specs = ["hf", "ar", "autoregressive:k=3", f"pard:draft={trained}", "pard"]
     return run_bench(
         POCKET,
-        [Method.parse(spec, k=8, dtype=DTYPE, draft=None) for spec in specs],
+        [Method.parse(spec, dtype=DTYPE) for spec in specs],
         prompts,
         max_new_tokens=size.tokens,
         sampling=GREEDY,

@@ -1,8 +1,9 @@
 """Runs several methods on the same prompts, interleaved, and sums up.
 
-Every method answers a prompt before any goes on to the next, and the order rotates, so that a slow
-moment of the machine hits all of them alike. Times include prefill and the first draft. Before the
-clock starts every method has answered the longest and the shortest prompt once (compilation).
+Every method answers as many prompts as the largest batch has before any goes on to the next ones, and
+the order rotates, so that a slow moment of the machine hits all of them alike. Times include prefill
+and the first draft. Before the clock starts every method has answered the longest and the shortest
+prompt once, and a batch method a whole batch (compilation).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Measured:
 
     Args:
         method: which.
-        runs: for each run, the answers to all prompts.
+        runs: for each run, the answers to all prompts, batch by batch.
         peak_rss_bytes: most resident memory of the process while the method ran, with the models
             of all methods loaded.
     """
@@ -35,12 +36,12 @@ class Measured:
     @property
     def texts(self) -> list[list[int]]:
         """The tokens of all answers, run by run."""
-        return [answer.tokens for run in self.runs for answer in run]
+        return [tokens for run in self.runs for answer in run for tokens in answer.tokens]
 
     @property
     def tokens_per_s(self) -> list[float]:
         """For each run, emitted tokens per second."""
-        return [sum(len(a.tokens) for a in run) / sum(a.total_s for a in run) for run in self.runs]
+        return [sum(len(tokens) for a in run for tokens in a.tokens) / sum(a.total_s for a in run) for run in self.runs]
 
 
 def measure(
@@ -67,43 +68,54 @@ def measure(
     methods = list(answerers)
     for number, method in enumerate(methods, start=1):
         report(f"warming up {method.spec} ({number}/{len(methods)})")
-        for prompt in (max(prompts, key=len), min(prompts, key=len)):
-            answerers[method](prompt, max_new_tokens, sampling)
+        for batch in (prompts[: method.batch], [max(prompts, key=len)], [min(prompts, key=len)]):
+            answerers[method](batch if len(batch) == method.batch else batch * method.batch, max_new_tokens, sampling)
     answers: dict[Method, list[list[Answer]]] = {method: [[] for _ in range(runs)] for method in methods}
     peaks = dict.fromkeys(methods, 0)
     process = psutil.Process()
+    most = max(method.batch for method in methods)
     for run in range(runs):
-        for place, prompt in enumerate(prompts):
+        for place in range(0, len(prompts), most):
             report(f"run {run + 1}/{runs}, prompt {place + 1}/{len(prompts)}")
-            turn = (run + place) % len(methods)
+            turn = (run + place // most) % len(methods)
             for method in methods[turn:] + methods[:turn]:
-                answers[method][run].append(answerers[method](prompt, max_new_tokens, sampling))
-                peaks[method] = max(peaks[method], process.memory_info().rss)
+                for start in range(place, min(place + most, len(prompts)), method.batch):
+                    batch = prompts[start : min(start + method.batch, place + most)]
+                    answers[method][run].append(answerers[method](batch, max_new_tokens, sampling))
+                    peaks[method] = max(peaks[method], process.memory_info().rss)
     return [Measured(method=m, runs=answers[m], peak_rss_bytes=peaks[m]) for m in methods]
 
 
 def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[str, object]]:
     """The figures of each method, by its spec.
 
-    Speedups are against the fastest `hf` and the fastest `ar` of the run. `identical_to_ar`
-    compares with the `ar` of the same dtype if there is one, else with the fastest; it is None for
-    a sampled `hf`, which has its own random numbers, and where no `ar` ran.
+    Speedups are against the fastest `hf` and the fastest `ar` of the same batch size, or of any if
+    there is none. `identical_to_ar` compares with the `ar` of the same dtype if there is one, else
+    with the fastest; it is None for what is sampled with other random numbers (`hf`, and the
+    rejection rule), and where no `ar` ran.
     """
     speeds = {m.method: statistics.median(m.tokens_per_s) for m in measured}
 
-    def fastest(name: str) -> Measured | None:
-        return max((m for m in measured if m.method.name == name), key=lambda m: speeds[m.method], default=None)
+    def fastest(name: str, like: Method) -> Measured | None:
+        of_name = [m for m in measured if m.method.name == name]
+        same_batch = [m for m in of_name if m.method.batch == like.batch]
+        return max(same_batch or of_name, key=lambda m: speeds[m.method], default=None)
 
-    hf, ar = fastest(HF), fastest(AR)
     summary = {}
     for one in measured:
         speed = speeds[one.method]
+        hf, ar = fastest(HF, one.method), fastest(AR, one.method)
         same_dtype = (m for m in measured if m.method.name == AR and m.method.dtype == one.method.dtype)
         reference = next(same_dtype, ar)
-        comparable = reference is not None and (sampling.is_greedy or one.method.name != HF)
+        has_own_numbers = one.method.name == HF or one.method.verify == "rejection"
+        comparable = reference is not None and (sampling.is_greedy or not has_own_numbers)
         summary[one.method.spec] = {
             "method": one.method.name,
             "k": one.method.k,
+            "tree": one.method.tree,
+            "verify": one.method.verify,
+            "lengths": one.method.lengths,
+            "batch": one.method.batch,
             "dtype": one.method.dtype,
             "draft": one.method.draft,
             "tokens_per_s": {"median": speed, "runs": one.tokens_per_s},
@@ -143,7 +155,7 @@ def _rounds(one: Measured) -> dict[str, object]:
 def _differing(one: Measured, reference: Measured) -> list[dict[str, int]]:
     """The answers whose texts differ, and the first token where they do."""
     found = []
-    prompts = len(one.runs[0])
+    prompts = sum(len(answer.tokens) for answer in one.runs[0])
     for answer, (mine, theirs) in enumerate(zip(one.texts, reference.texts, strict=True)):
         if mine != theirs:
             same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)

@@ -1,8 +1,8 @@
 """The decoding methods that a benchmark compares.
 
 A method is written `name` or `name:setting=value:…`, such as `autoregressive:k=3` or
-`hf:dtype=bfloat16`. `hf` is plain `generate` of `transformers` (AR), `ar` is our decoding without a
-drafter (AR+), and every drafter is a method.
+`pard:tree=24:verify=rejection:lengths=expected:batch=4`. `hf` is plain `generate` of `transformers`
+(AR), `ar` is our decoding without a drafter (AR+), and every drafter is a method.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig
 
-from paradraft.api import Engine, drafter_names, load_drafter, takes_draft
-from paradraft.core import Drafter, Sampling
+from paradraft.api import Engine, branches, drafter_names, load_drafter, takes_draft
+from paradraft.core import Drafter, Sampling, Tree
 from paradraft.decode.stats import Stats
 from paradraft.models.loading import Runtime
 from paradraft.models.target import Target
@@ -25,20 +25,20 @@ HF, AR = "hf", "ar"
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One answered prompt.
+    """The answers to one batch of prompts.
 
     Args:
-        tokens: the new tokens.
-        total_s: from the prompt to the last token, prefill included.
+        tokens: the new tokens of each.
+        total_s: from the prompts to the last token, prefill included.
         stats: counts and times of our own loop; None for `hf`.
     """
 
-    tokens: list[int]
+    tokens: list[list[int]]
     total_s: float
     stats: Stats | None
 
 
-Answerer = Callable[[str, int, Sampling], Answer]
+Answerer = Callable[[list[str], int, Sampling], Answer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,13 @@ class Method:
     Args:
         spec: as the user wrote it.
         name: `hf`, `ar` or a drafter.
-        k: tokens drafted per round.
+        k: most tokens drafted per round, one behind the other.
+        tree: nodes to grow drafts to; None for chains.
+        verify: the verification rule.
+        lengths: the length policy.
         dtype: of the weights and activations.
         draft: the draft model, where the drafter has one.
+        batch: prompts answered together.
 
     Raises:
         ValueError: an unknown method or setting.
@@ -59,33 +63,58 @@ class Method:
     spec: str
     name: str
     k: int
+    tree: int | None
+    verify: str
+    lengths: str
     dtype: str
     draft: str | None
+    batch: int
 
     @classmethod
-    def parse(cls, spec: str, *, k: int, dtype: str, draft: str | None) -> Method:
-        """Reads a method; the arguments are the values of settings that it leaves out."""
+    def parse(
+        cls,
+        spec: str,
+        *,
+        k: int = 8,
+        tree: int | None = None,
+        verify: str = "match",
+        lengths: str = "fixed",
+        dtype: str = "float32",
+        draft: str | None = None,
+        batch: int = 1,
+    ) -> Method:
+        """Reads a method; the other arguments are the values of settings that it leaves out."""
         name, *settings = spec.split(":")
         known = [HF, AR, *(drafter for drafter in drafter_names() if drafter != "none")]
         if name not in known:
             raise ValueError(f"unknown method {name!r}: use some of {', '.join(known)}")
-        allowed = ["dtype"]
-        if name not in (HF, AR):
-            allowed += ["k", "draft"] if takes_draft(name) else ["k"]
+        is_drafter = name not in (HF, AR)
+        allowed = ["dtype", "batch"]
+        if is_drafter:
+            allowed += ["k", "verify", "lengths"]
+            allowed += ["tree"] if branches(name) else []
+            allowed += ["draft"] if takes_draft(name) else []
         values: dict[str, str] = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
             if not equals or key not in allowed:
                 raise ValueError(f"method {spec!r}: settings of {name} are {', '.join(allowed)}")
             values[key] = value
-        if not values.get("k", "1").isdigit():
-            raise ValueError(f"method {spec!r}: k must be a whole number")
+        for key in ("k", "tree", "batch"):
+            if not values.get(key, "1").isdigit() or int(values.get(key, 1)) < 1:
+                raise ValueError(f"method {spec!r}: {key} must be a whole number of at least 1")
+        if "tree" in values:
+            tree = int(values["tree"])
         return cls(
             spec=spec,
             name=name,
             k=int(values.get("k", k)),
+            tree=tree if is_drafter and branches(name) else None,
+            verify=values.get("verify", verify) if is_drafter else "match",
+            lengths=values.get("lengths", lengths) if is_drafter else "fixed",
             dtype=values.get("dtype", dtype),
             draft=values.get("draft", draft),
+            batch=int(values.get("batch", batch)),
         )
 
     @property
@@ -102,16 +131,23 @@ class Method:
         draft = self.draft if takes_draft(self.drafter_name) else None
         return load_drafter(self.drafter_name, target, draft=draft, runtime=runtime)
 
-    def answerer(self, engine: Engine) -> Answerer:
-        """What answers prompts by this method, with this target and drafter."""
-        return _hugging_face(engine.target) if self.name == HF else _ours(engine)
+    def answerer(self, target: Target, drafter: Drafter) -> Answerer:
+        """What answers prompts by this method.
+
+        Raises:
+            ValueError: the settings do not fit each other.
+        """
+        if self.name == HF:
+            return _hugging_face(target)
+        tree = None if self.tree is None else Tree(budget=self.tree)
+        return _ours(Engine(target, drafter, k=self.k, verify=self.verify, tree=tree, lengths=self.lengths))
 
 
 def _ours(engine: Engine) -> Answerer:
-
-    def answer(prompt: str, max_new_tokens: int, sampling: Sampling) -> Answer:
-        result = engine.generate(prompt, max_new_tokens=max_new_tokens, sampling=sampling)
-        return Answer(tokens=result.tokens, total_s=result.stats.total_s, stats=result.stats)
+    def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
+        results = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, batch_size=len(prompts))
+        stats = engine.clock.stats
+        return Answer(tokens=[result.tokens for result in results], total_s=stats.total_s, stats=stats)
 
     return answer
 
@@ -120,7 +156,7 @@ def _hugging_face(target: Target) -> Answerer:
     model, tokenizer = target.lm.model, target.tokenizer
     eos_ids = sorted(target.eos_ids)
 
-    def answer(prompt: str, max_new_tokens: int, sampling: Sampling) -> Answer:
+    def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
         chosen: dict[str, object] = {"do_sample": False}
         if not sampling.is_greedy:
             chosen = {
@@ -130,15 +166,29 @@ def _hugging_face(target: Target) -> Answerer:
                 "top_p": sampling.top_p,
             }
         torch.manual_seed(sampling.seed)
-        tokens = torch.tensor([tokenizer(prompt)["input_ids"]], device=model.device)
+        rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+        width = max(map(len, rows))
+        tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
         began_s = time.perf_counter()
         answered = model.generate(
             tokens,
-            attention_mask=torch.ones_like(tokens),
+            attention_mask=mask,
             generation_config=GenerationConfig(
                 max_new_tokens=max_new_tokens, eos_token_id=eos_ids or None, pad_token_id=0, **chosen
             ),
-        )[0, tokens.shape[1] :].tolist()
-        return Answer(tokens=answered, total_s=time.perf_counter() - began_s, stats=None)
+        )[:, width:].tolist()
+        total_s = time.perf_counter() - began_s
+        return Answer(tokens=[up_to_end(row, eos_ids) for row in answered], total_s=total_s, stats=None)
 
     return answer
+
+
+def up_to_end(tokens: list[int], eos_ids: list[int]) -> list[int]:
+    """An answer without the filling behind its end.
+
+    >>> up_to_end([5, 6, 2, 0, 0], [2])
+    [5, 6, 2]
+    """
+    ends = [place + 1 for place, token in enumerate(tokens) if token in eos_ids]
+    return tokens[: ends[0]] if ends else tokens

@@ -9,6 +9,9 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from paradraft.bench.audit import Report
 
 Summary = dict[str, dict[str, Any]]
 
@@ -57,6 +60,31 @@ def _share(figures: dict[str, Any], *keys: str) -> str:
     if figures[keys[0]] is None:
         return "-"
     return f"{sum(figures[key] for key in keys) / figures['total_s']:.0%}"
+
+
+def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """An audit in words, a line each."""
+    lines = [
+        f"{report.verdict}: {report.reason}",
+        f"  {report.answers} answers, {report.tokens} tokens, acceptance length {report.acceptance_length:.2f}",
+    ]
+    if report.uniformity is not None and report.control is not None:
+        caught = "was not caught" if report.control.is_uniform else "was caught"
+        lines.append(f"  control, a rule that takes every drafted token: {caught}; {report.control.in_words}")
+        return lines
+    share = report.bitwise_equal / max(report.positions, 1)
+    lines.append(
+        f"  logits of {report.positions} places compared: {share:.0%} equal to the last bit, largest difference "
+        f"{report.largest_difference:.2g}; passes of one and of several tokens differ by {report.rounding:.2g}"
+    )
+    for one in report.divergences:
+        plain, drafted = (tokenizer.decode([token]) for token in (one.plain, one.drafted))
+        lines.append(
+            f"  prompt {one.prompt}, seed {one.seed}, new token {one.position}: {plain!r} without, {drafted!r} with "
+            f"the drafter; margin {one.margin:.2g}, logits differ by {one.difference:.2g}: "
+            + ("a near-tie" if one.is_tie else "NOT explained by rounding")
+        )
+    return lines
 
 
 def write_json(file: Path, report: dict[str, Any]) -> None:

@@ -66,9 +66,8 @@ def run_bench(
         key = (method.drafter_name, method.draft, method.dtype)
         if key not in drafters:
             drafters[key] = method.load_drafter(targets[method.dtype], of_dtype)
-        engine = Engine(targets[method.dtype], drafters[key], k=method.k)
-        engine.check(prompts, max_new_tokens=max_new_tokens)
-        answerers[method] = method.answerer(engine)
+        answerers[method] = method.answerer(targets[method.dtype], drafters[key])
+        Engine(targets[method.dtype], drafters[key], k=1).check(prompts, max_new_tokens=max_new_tokens)
     measured = measure(answerers, prompts, max_new_tokens=max_new_tokens, sampling=sampling, runs=runs, report=report)
     return {
         "machine": describe_machine(runtime.device),
@@ -85,7 +84,7 @@ def run_bench(
         "answers": {
             one.method.spec: {
                 "total_s": [[answer.total_s for answer in run] for run in one.runs],
-                "tokens": [answer.tokens for answer in one.runs[0]],
+                "tokens": [tokens for answer in one.runs[0] for tokens in answer.tokens],
             }
             for one in measured
         },

@@ -1,32 +1,238 @@
-"""How many tokens to draft in the next round."""
+"""How many tokens to draft in the next round.
+
+A policy is asked before each round how deep the draft may be, may cut the draft that came, and
+learns from what was accepted. It changes the speed, never the text: what it decides depends on
+tokens that are committed, on times, and on the drafter's distributions, never on which tokens were
+drawn for the round it decides about. (Under the rejection rule a draft cut in view of its own
+tokens would bias the text.)
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from paradraft.core import Step
+import torch
+from torch import Tensor
+
+from paradraft.core import Draft, Step
+from paradraft.tree import ancestors, depths
 
 
 class LengthPolicy(Protocol):
     """Chooses the length of the next draft from what earlier rounds accepted."""
 
+    wants_confidence: bool
+    """Whether `cut` looks at the drafter's confidence."""
+
+    def start(self, batch_size: int) -> None:
+        """Begins with a new batch; what was learnt about costs may stay."""
+
     def next(self) -> int:
-        """Tokens to draft in the next round; 0 decodes plainly."""
+        """Most tokens to draft in any row of the next round; 0 decodes plainly."""
 
-    def observe(self, step: Step) -> None:
-        """Learns what a round accepted."""
+    def cut(self, draft: Draft) -> Draft:
+        """The draft without what is not worth the target's time."""
+
+    def observe(self, step: Step, *, draft_s: float, verify_s: float) -> None:
+        """Learns what a round accepted and how long its two passes took."""
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Forgets all rows of the batch but `rows`."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Fixed:
     """Always drafts `k` tokens."""
 
-    k: int
+    wants_confidence = False
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def start(self, batch_size: int) -> None:
+        """See `LengthPolicy`."""
 
     def next(self) -> int:
         """See `LengthPolicy`."""
         return self.k
 
-    def observe(self, step: Step) -> None:
+    def cut(self, draft: Draft) -> Draft:
+        """The draft as it is."""
+        return draft
+
+    def observe(self, step: Step, *, draft_s: float, verify_s: float) -> None:
         """Nothing to learn."""
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Nothing to forget."""
+
+
+class Heuristic(Fixed):
+    """Two more after a draft that was accepted whole, one less after a rejection; for each row by itself.
+
+    Args:
+        k: most tokens.
+    """
+
+    def start(self, batch_size: int) -> None:
+        """Every row begins with half of the most."""
+        self._wanted = [max(self.k // 2, 1)] * batch_size
+
+    def next(self) -> int:
+        """What the most successful row gets."""
+        return max(self._wanted)
+
+    def cut(self, draft: Draft) -> Draft:
+        """Every row gets its own length."""
+        if min(self._wanted) == max(self._wanted) or not draft.tokens.shape[1]:
+            return draft
+        most_B1 = torch.tensor(self._wanted, device=draft.tokens.device)[:, None]
+        return draft.where(depths(draft.parents) < most_B1)
+
+    def observe(self, step: Step, *, draft_s: float, verify_s: float) -> None:
+        """Grows or shrinks each row's length."""
+        for row, (accepted, drafted) in enumerate(zip(step.accepted, step.drafted, strict=True)):
+            if drafted:
+                change = 2 if accepted == drafted else -1
+                self._wanted[row] = min(max(self._wanted[row] + change, 1), self.k)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keeps the lengths of these rows."""
+        self._wanted = [self._wanted[row] for row in rows.tolist()]
+
+
+class Confidence(Fixed):
+    """Cuts a draft before the first position at which the drafter is not sure of any token.
+
+    Not sure means that its largest probability there is below the threshold. (The probability of the
+    drawn token itself would do for the match rule only.)
+
+    Args:
+        k: most tokens.
+        threshold: in [0, 1].
+
+    Raises:
+        ValueError: `threshold` is out of range.
+    """
+
+    wants_confidence = True
+
+    def __init__(self, k: int, threshold: float = 0.3) -> None:
+        super().__init__(k)
+        if not 0.0 <= threshold <= 1.0:
+            raise ValueError(f"confidence threshold {threshold}: use a number from 0 (cut nothing) to 1")
+        self.threshold = threshold
+
+    def cut(self, draft: Draft) -> Draft:
+        """Cuts below the first unsure node of every path; drafters without a confidence are not cut."""
+        if draft.confidence is None or not draft.tokens.shape[1]:
+            return draft
+        is_unsure = (draft.confidence < self.threshold)[:, None]
+        return draft.where(~(ancestors(draft.parents) & is_unsure).any(2))
+
+
+@dataclass(kw_only=True)
+class _Costs:
+    """Times of the passes of one batch size, by depth of the draft."""
+
+    seconds: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=8)))
+
+    def add(self, k: int, seconds: float) -> None:
+        self.seconds[k].append(seconds)
+
+    def of(self, k: int) -> float:
+        """The median time with drafts of depth `k`; between known depths on a straight line."""
+        known = sorted(self.seconds)
+        if k in self.seconds or len(known) == 1:
+            return statistics.median(self.seconds[k if k in self.seconds else known[0]])
+        below = max((other for other in known if other < k), default=known[0])
+        above = min((other for other in known if other > k), default=known[-1])
+        if below == above:
+            return statistics.median(self.seconds[below])
+        share = (k - below) / (above - below)
+        return (1 - share) * statistics.median(self.seconds[below]) + share * statistics.median(self.seconds[above])
+
+
+class Expected(Fixed):
+    """Maximises the expected tokens per second; plain decoding while speculation does not pay.
+
+    With a_i the share of recent rounds that accepted position i, and T(k) the measured time of a
+    round with k drafted tokens, it drafts the k for which (1 + a_1 + … + a_k) / T(k) is largest. T is
+    learnt for each batch size (in powers of two) in a few rounds with the most and with no tokens;
+    now and then the most are tried again. What was learnt stays for the next batch.
+
+    Args:
+        k: most tokens.
+    """
+
+    MEMORY = 0.98
+    """How much of its weight a round keeps with every later one."""
+    ROUNDS = 12
+    """Rounds with the longest draft that the first batch begins with, to learn what is accepted."""
+    TRIALS = 3
+    """Rounds with the longest draft and without one that every new batch size begins with, to learn the costs."""
+    RETRY = 64
+    """Rounds after which plain decoding tries the longest draft again; a quarter of that after shorter drafts."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self._costs: dict[int, _Costs] = defaultdict(_Costs)
+        self._accepted = [0.0] * k
+        self._drafted = [0.0] * k
+        self._tries = self._since_try = 0
+        self._batch = 1
+        self._is_first = True
+        self._asked = 0
+
+    def start(self, batch_size: int) -> None:
+        """Keeps what is known of costs and acceptance."""
+        self._batch = batch_size
+        self._is_first = True
+
+    def next(self) -> int:
+        """The best length for the whole batch."""
+        costs = self._costs[self._size]
+        trials = {k: len(costs.seconds.get(k, ())) for k in (self.k, 0)}
+        fewest = min(trials, key=lambda k: trials[k])
+        self._since_try += 1
+        if trials[fewest] < self.TRIALS:
+            self._asked = fewest
+        elif self._tries < self.ROUNDS:
+            self._asked = self.k
+        else:
+            self._asked = max(range(self.k + 1), key=lambda k: (self._tokens(k) / costs.of(k), -k))
+            if self._since_try >= (self.RETRY // 4 if self._asked else self.RETRY):
+                self._asked = self.k
+        if self._asked == self.k:
+            self._tries, self._since_try = self._tries + 1, 0
+        return self._asked
+
+    @property
+    def _size(self) -> int:
+        return (self._batch - 1).bit_length()
+
+    def _tokens(self, k: int) -> float:
+        """Expected tokens of a row's round with `k` drafted tokens."""
+        shares = (a / d if d else 0.0 for a, d in zip(self._accepted[:k], self._drafted[:k], strict=True))
+        return 1.0 + sum(shares)
+
+    def observe(self, step: Step, *, draft_s: float, verify_s: float) -> None:
+        """Adds a round to costs and acceptance."""
+        drafted = max(step.drafted)
+        # The first draft of a batch reads the prompts, and near the end of a text drafts are shorter than asked for.
+        if not (self._is_first and drafted) and drafted == self._asked:
+            self._costs[self._size].add(drafted, draft_s + verify_s)
+        self._is_first = self._is_first and not drafted
+        for place in range(drafted):
+            rows = [a > place for a, d in zip(step.accepted, step.drafted, strict=True) if d > place]
+            self._accepted[place] = self.MEMORY * self._accepted[place] + sum(rows) / len(rows)
+            self._drafted[place] = self.MEMORY * self._drafted[place] + 1.0
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """A smaller batch has other costs."""
+        self._batch = len(rows)
+
+
+POLICIES = {"fixed": Fixed, "heuristic": Heuristic, "confidence": Confidence, "expected": Expected}

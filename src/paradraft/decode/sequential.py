@@ -8,25 +8,37 @@ committed text. With an empty draft a round is plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from paradraft.core import Drafter, Prompt, Step
+from paradraft.core import Draft, Drafter, Prompt, Step, TargetOut, Verdict
 from paradraft.decode.lengths import LengthPolicy
 from paradraft.decode.stats import Clock
 from paradraft.decode.stops import Stops
 from paradraft.models.target import Target
-from paradraft.verify.match import verify
+from paradraft.sampler import Sampler
+from paradraft.verify import match, rejection
+
+Verify = Callable[[Draft, TargetOut, Sampler], Verdict]
+VERIFY: dict[str, Verify] = {"match": match.verify, "rejection": rejection.verify}
 
 
 def decode(
-    target: Target, drafter: Drafter, prompt: Prompt, *, stops: Stops, lengths: LengthPolicy, clock: Clock
+    target: Target,
+    drafter: Drafter,
+    prompt: Prompt,
+    verify: Verify,
+    *,
+    stops: Stops,
+    lengths: LengthPolicy,
+    clock: Clock,
 ) -> Iterator[Step]:
     """Yields the new tokens of every round until all rows have ended.
 
     Args:
         target: the model whose text this is.
         drafter: where the guesses come from; it changes the speed, never the text.
-        prompt: the prompts and how to sample.
+        prompt: the prompts, how to sample, and the shape of the drafts.
+        verify: `VERIFY[prompt.rule]`.
         stops: where each row ends.
         lengths: how many tokens to draft in the next round.
         clock: takes the time of each part.
@@ -35,23 +47,29 @@ def decode(
         ValueError: a prompt is longer than the model's capacity, or another request was started on
             this target before all rows had ended.
     """
+    sampler = Sampler(prompt)
+    lengths.start(len(prompt.tokens))
     target.prefill(prompt)
     request = target.request
     clock.lap("prefill")
     drafter.start(prompt, None)
-    clock.lap("draft")
     while not stops.all_finished:
         if target.request != request:
             raise ValueError("another answer was started on this engine: finish one stream before the next")
-        draft = drafter.propose(min(lengths.next(), stops.room - 1))
-        clock.lap("draft")
+        draft = drafter.propose(lengths.next() if stops.room > 1 else 0)
+        draft = stops.limit(lengths.cut(draft))
+        draft_s = clock.lap("draft")
         out = target.forward(draft)
-        verdict = verify(draft, out, target.root_positions, prompt.sampling)
-        clock.lap("verify")
+        verdict = verify(draft, out, sampler)
+        verify_s = clock.lap("verify")
         target.commit(verdict)
         drafter.commit(verdict, out)
+        sampler.commit(verdict)
         step = stops.cut(draft, verdict)
-        lengths.observe(step)
+        lengths.observe(step, draft_s=draft_s, verify_s=verify_s)
+        if (rows := stops.leave(at_least=target.fewest_rows)) is not None:
+            for part in (target, drafter, sampler, lengths):
+                part.keep_rows(rows)
         clock.count(step)
         clock.lap("other")
         yield step

@@ -7,9 +7,9 @@ tokens cut at a stop do not. Prefill and the drafter's first pass are part of th
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paradraft.core import Step
 
@@ -21,8 +21,9 @@ class Stats:
     Args:
         tokens: emitted tokens.
         rounds: target passes after prefill that gave a row tokens, summed over the rows.
-        drafted: drafted tokens, by position in the draft.
-        accepted: accepted tokens that were emitted, by position in the draft.
+        nodes: drafted tokens, side branches included.
+        drafted: by position in the draft, rounds whose draft was that deep.
+        accepted: by position in the draft, accepted tokens that were emitted.
         prefill_s: reading the prompt (target).
         draft_s: everything the drafter did before the target's pass, its own prefill included.
         verify_s: target passes and verification.
@@ -31,6 +32,7 @@ class Stats:
 
     tokens: int
     rounds: int
+    nodes: int
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     prefill_s: float
@@ -50,8 +52,19 @@ class Stats:
 
     @property
     def acceptance_per_position(self) -> tuple[float, ...]:
-        """For each position of the draft, the share of proposed tokens that were accepted."""
+        """For each position of the draft, the share of rounds with a draft that deep in which it was accepted."""
         return tuple(kept / made for kept, made in zip(self.accepted, self.drafted, strict=True) if made)
+
+
+@dataclass
+class _Counts:
+    """What one row has got so far."""
+
+    tokens: int = 0
+    rounds: int = 0
+    nodes: int = 0
+    drafted: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
 
 
 class Clock:
@@ -67,17 +80,17 @@ class Clock:
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
         self._synchronize = synchronize
         self._times_s = {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "other": 0.0}
-        self._tokens = self._rounds = 0
-        self._drafted: Counter[int] = Counter()
-        self._accepted: Counter[int] = Counter()
+        self._counts: dict[int, _Counts] = defaultdict(_Counts)
         self._last_s = time.perf_counter()
 
-    def lap(self, name: str) -> None:
-        """Books the time since the last lap."""
+    def lap(self, name: str) -> float:
+        """Books the time since the last lap, and returns it."""
         self._synchronize()
         now_s = time.perf_counter()
-        self._times_s[name] += now_s - self._last_s
+        lap_s = now_s - self._last_s
+        self._times_s[name] += lap_s
         self._last_s = now_s
+        return lap_s
 
     def skip(self) -> None:
         """Books the time since the last lap nowhere."""
@@ -85,21 +98,32 @@ class Clock:
 
     def count(self, step: Step) -> None:
         """Adds one round."""
-        for tokens, drafted, accepted in zip(step.tokens, step.drafted, step.accepted, strict=True):
-            self._rounds += bool(tokens)
-            self._tokens += len(tokens)
-            self._drafted.update(range(drafted))
-            self._accepted.update(range(accepted))
+        for place, row in enumerate(step.rows):
+            counts = self._counts[row]
+            counts.rounds += bool(step.tokens[place])
+            counts.tokens += len(step.tokens[place])
+            counts.nodes += step.nodes[place]
+            counts.drafted.update(range(step.drafted[place]))
+            counts.accepted.update(range(step.accepted[place]))
 
     @property
     def stats(self) -> Stats:
-        """What has been taken so far."""
-        positions = range(len(self._drafted))
+        """What has been taken so far, summed over the rows."""
+        return self._stats(list(self._counts.values()))
+
+    def stats_of(self, row: int) -> Stats:
+        """The counts of one row; the times are those of its whole batch."""
+        return self._stats([self._counts[row]])
+
+    def _stats(self, counts: list[_Counts]) -> Stats:
+        drafted = sum((c.drafted for c in counts), Counter[int]())
+        accepted = sum((c.accepted for c in counts), Counter[int]())
         return Stats(
-            tokens=self._tokens,
-            rounds=self._rounds,
-            drafted=tuple(self._drafted[i] for i in positions),
-            accepted=tuple(self._accepted[i] for i in positions),
+            tokens=sum(c.tokens for c in counts),
+            rounds=sum(c.rounds for c in counts),
+            nodes=sum(c.nodes for c in counts),
+            drafted=tuple(drafted[i] for i in range(len(drafted))),
+            accepted=tuple(accepted[i] for i in range(len(drafted))),
             prefill_s=self._times_s["prefill"],
             draft_s=self._times_s["draft"],
             verify_s=self._times_s["verify"],

@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from paradraft import ragged
 from paradraft.core import ABSENT, Draft, Prompt, TargetOut, Verdict
 from paradraft.models.loading import Runtime
 from paradraft.models.target import Target
@@ -37,8 +39,9 @@ class Config:
 class NgramDrafter:
     """Looks the draft up in the committed tokens."""
 
-    needs_hidden = ()
+    needs_hidden: tuple[int, ...] = ()
     can_run_ahead = False
+    can_branch = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -53,14 +56,16 @@ class NgramDrafter:
     def propose(self, k: int, after: Draft | None = None) -> Draft:
         """At most `k` tokens per row; rows in which nothing is found stay empty."""
         found = [lookup(text, k, self.config.max_ngram) for text in self._texts]
-        width = max(map(len, found))
-        rows = [row + [ABSENT] * (width - len(row)) for row in found]
-        return Draft.chain(torch.tensor(rows, dtype=torch.long, device=self._device).view(len(rows), width))
+        return Draft.chain(ragged.from_lists(found, self._device))
 
     def commit(self, verdict: Verdict, out: TargetOut) -> None:
         """Appends the committed tokens."""
         for text, row in zip(self._texts, verdict.tokens.tolist(), strict=True):
             text += [token for token in row if token != ABSENT]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Forgets the other rows."""
+        self._texts = [self._texts[row] for row in rows.tolist()]
 
 
 def lookup(text: list[int], k: int, max_ngram: int) -> list[int]:

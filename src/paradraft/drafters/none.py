@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from paradraft.core import Draft, Prompt, TargetOut, Verdict
 from paradraft.models.loading import Runtime
 from paradraft.models.target import Target
@@ -17,8 +19,9 @@ class Config:
 class NoDrafter:
     """Proposes nothing."""
 
-    needs_hidden = ()
+    needs_hidden: tuple[int, ...] = ()
     can_run_ahead = False
+    can_branch = False
 
     def start(self, prompt: Prompt, out: TargetOut | None) -> None:
         """See `Drafter`."""
@@ -30,6 +33,10 @@ class NoDrafter:
 
     def commit(self, verdict: Verdict, out: TargetOut) -> None:
         """Nothing to bring back."""
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """See `Drafter`."""
+        self._nothing = Draft.empty(len(rows), rows.device)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> NoDrafter:

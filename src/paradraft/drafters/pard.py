@@ -12,14 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
-from paradraft.core import Draft, Prompt, Sampling, TargetOut, Verdict
-from paradraft.models import pending
+from paradraft import ragged
+from paradraft.core import Draft, Prompt, TargetOut, Tree, Verdict
+from paradraft.drafting import assemble, candidates_needed
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import Runtime, load_draft_lm, locate
 from paradraft.models.target import Target
-from paradraft.sampling import draw
+from paradraft.sampler import Sampler
+
+ASIDE = 0.5
+"""What an estimate is worth behind a side branch: a mask's candidates continue the likeliest tokens before it,
+and those of a side branch are others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +47,22 @@ class PardDrafter:
         mask_id: its mask token.
     """
 
-    needs_hidden = ()
+    needs_hidden: tuple[int, ...] = ()
     can_run_ahead = False
+    can_branch = True
+    _sampler: Sampler
 
     def __init__(self, lm: CausalLM, mask_id: int) -> None:
         self.lm = lm
         self.mask_id = mask_id
-        self._sampling = Sampling()
+        self._tree: Tree | None = None
         self._pending_BM = torch.empty(0, 0, dtype=torch.long)
 
     def start(self, prompt: Prompt, out: TargetOut | None) -> None:
-        """Reads all but the last token of each prompt."""
-        self._sampling = prompt.sampling
-        self._pending_BM = self.lm.start(prompt)
+        """Remembers the prompts; they are read when a draft is wanted for the first time."""
+        self._sampler, self._tree = Sampler(prompt), prompt.tree
+        self.lm.clear(len(prompt.tokens))
+        self._pending_BM = prompt.tokens
 
     def propose(self, k: int, after: Draft | None = None) -> Draft:
         """Reads [pending tokens, mask × (k - 1)] and draws all k tokens.
@@ -61,23 +70,30 @@ class PardDrafter:
         Worked example: 3 tokens are pending and k = 4. The pass reads c0 c1 c2 m m m; the logits
         of c2 and of the three masks are the draft, and c0 c1 c2 stay in the cache.
         """
-        if self._pending_BM.shape[1] + k > self.lm.width:
-            self._pending_BM = self.lm.read_all_but_last(self._pending_BM)
         B = len(self._pending_BM)
         if k == 0:
             return Draft.empty(B, self.lm.device)
-        number_B = pending.count(self._pending_BM)
+        if self._pending_BM.shape[1] + k > self.lm.width:
+            self._pending_BM = self.lm.read_all_but_last(self._pending_BM)
+        number_B = ragged.count(self._pending_BM)
         masks = torch.full((B, k - 1), self.mask_id, device=self.lm.device)
         rows_BK = number_B[:, None] - 1 + torch.arange(k, device=self.lm.device)
-        logits_BKV = self.lm.forward(pending.append(self._pending_BM, masks), rows_BR=rows_BK)
+        logits_BKV = self.lm.forward(ragged.append(self._pending_BM, masks), rows_BR=rows_BK)
         self.lm.keep(number_B)
         self._pending_BM = self._pending_BM[:, :0]
-        positions_BK = self.lm.lengths_B[:, None] + torch.arange(k, device=self.lm.device)
-        return Draft.chain(draw(logits_BKV, positions_BK, self._sampling))
+        candidates = self._sampler.candidates(logits_BKV, 0, candidates_needed(self._tree))
+        return assemble(candidates, self._tree, aside=ASIDE)
 
     def commit(self, verdict: Verdict, out: TargetOut) -> None:
         """All newly committed tokens are read in the next pass."""
-        self._pending_BM = pending.append(self._pending_BM, verdict.tokens)
+        self._pending_BM = ragged.append(self._pending_BM, verdict.tokens)
+        self._sampler.commit(verdict)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Forgets the other rows."""
+        self._pending_BM = self._pending_BM[rows]
+        self._sampler.keep_rows(rows)
+        self.lm.keep_rows(rows)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> PardDrafter:

@@ -1,6 +1,6 @@
 """A Hugging Face causal LM that reads several tokens per row in one pass and can go back.
 
-If asked for, the forward pass is compiled once for all widths and lengths of one batch size.
+If asked for, the forward pass is compiled, once for one row and once for any number of more.
 Attention reads the used part of the cache only, in steps of `BUCKET` slots.
 
 Shape letters: B rows of a batch, N tokens of a pass, R rows whose logits are wanted, S slots in
@@ -69,8 +69,9 @@ class CausalLM:
         self.lengths_B = torch.zeros(1, dtype=torch.long, device=self.device)
         self._longest = 0
         self._slots = -(-(self.capacity + self.width) // BUCKET) * BUCKET
-        self._storage = self._allocate(1)
+        self._largest = self._storage = self._allocate(1)
         self._positions = torch.arange(self._slots, device=self.device)
+        self._is_compiled = compiled
         self._decode: Callable[..., Tensor] = (
             compilation.compiled(_model_pass, self.device) if compiled else _model_pass
         )
@@ -87,18 +88,27 @@ class CausalLM:
             `[B, 1]` the last tokens, not yet read.
 
         Raises:
-            ValueError: a prompt is longer than the capacity.
+            ValueError: a prompt is longer than the capacity, or a cache for so many rows does not fit
+                into memory.
         """
-        lengths_B = prompt.lengths
-        longest = int(lengths_B.max())
+        longest = prompt.tokens.shape[1]
         if longest > self.capacity:
             raise ValueError(f"the prompt has {longest} tokens, the model has room for {self.capacity}: shorten it")
-        B = len(lengths_B)
-        if len(self.lengths_B) != B:
-            self._storage = self._allocate(B)
-        self.lengths_B = torch.zeros(B, dtype=torch.long, device=self.device)
-        self._longest = 0
+        self.clear(len(prompt.tokens))
         return self.read_all_but_last(prompt.tokens)
+
+    def clear(self, batch_size: int) -> None:
+        """Forgets everything.
+
+        Raises:
+            ValueError: a cache for so many rows does not fit into memory.
+        """
+        if not self._largest or len(self._largest[0][0]) < batch_size:
+            self._largest = self._storage = []  # given back before more is taken
+            self._largest = self._allocate(batch_size)
+        self._storage = kv_cache.first_rows(self._largest, batch_size)
+        self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=self.device)
+        self._longest = 0
 
     @torch.no_grad()
     def read_all_but_last(self, tokens_BT: Tensor) -> Tensor:
@@ -136,9 +146,7 @@ class CausalLM:
             tokens_BN = torch.nn.functional.pad(tokens_BN, (0, self.pad_to - N), value=ABSENT)
             if parents_BN is not None:
                 parents_BN = torch.nn.functional.pad(parents_BN, (0, self.pad_to - N), value=ABSENT)
-        logits_BNV = self._run(self._decode, tokens_BN, parents_BN)[..., : self.vocab_size]
-        if self._forbidden:
-            logits_BNV[..., self._forbidden] = -torch.inf
+        logits_BNV = self.allowed(self._run(self._decode, tokens_BN, parents_BN))
         if rows_BR is None:
             return logits_BNV[:, :N]
         return logits_BNV.gather(1, rows_BR[:, :, None].expand(-1, -1, logits_BNV.shape[2]))
@@ -155,6 +163,18 @@ class CausalLM:
         # Copies, because torch.compile guards on what a view is a view of, and would compile again for another.
         inputs = (tensor.clone() for tensor in (tokens_BN, self.lengths_B, depth_BN, visible_BNN))
         return run(self.model, self._storage, *inputs, self._positions[:used])
+
+    @property
+    def fewest_rows(self) -> int:
+        """How few rows a batch may shrink to: one row has a compiled pass of its own, which may not be there."""
+        return 2 if self._is_compiled and len(self.lengths_B) > 1 else 1
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """Logits `[…, V]` of the tokens that may be chosen, in place; forbidden ones are -inf."""
+        logits = logits[..., : self.vocab_size]
+        if self._forbidden:
+            logits[..., self._forbidden] = -torch.inf
+        return logits
 
     def forbid(self, token: int) -> None:
         """Makes sure that a token, such as a drafter's mask, is never chosen."""
@@ -173,6 +193,12 @@ class CausalLM:
         if bool(((path_BN != straight) & (path_BN != ABSENT)).any()):
             kv_cache.compact(self._storage, self.lengths_B, path_BN)
         self.keep((path_BN != ABSENT).sum(1))
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Forgets all rows of the batch but `rows`, `[b]` indices."""
+        self._storage = kv_cache.keep_rows(self._storage, rows, self._longest)
+        self.lengths_B = self.lengths_B[rows]
+        self._longest = int(self.lengths_B.max())
 
     def rewind(self, lengths_B: Tensor) -> None:
         """Goes back to earlier lengths of the rows."""

@@ -10,6 +10,9 @@ N new tokens, S slots in use.
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from transformers import Cache, PretrainedConfig
@@ -24,19 +27,70 @@ pass can write into them in place; slots before heads, so that a token is one co
 def allocate(
     config: PretrainedConfig, *, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
 ) -> Storage:
-    """Empty storage for a causal LM."""
+    """Empty storage for a causal LM.
+
+    Raises:
+        ValueError: there is not enough memory for it.
+    """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = (batch_size, capacity, config.num_key_value_heads, head_dim)
     layers = range(config.num_hidden_layers)
+    needed = 2 * len(layers) * math.prod(shape) * dtype.itemsize
+    if needed > (free := _free_bytes(device)):
+        raise ValueError(
+            f"a cache for {batch_size} rows of {capacity} tokens needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} "
+            "GiB are free: use a smaller batch or capacity"
+        )
     storage = []
     for _ in layers:
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        for tensor in (keys, values):
-            # Else torch.compile may take a size that equals another by chance, such as 64 slots and a head of
-            # 64, for the same variable, and compile again when they part.
-            torch._dynamo.mark_static(tensor)
-        storage.append((keys, values))
+        storage.append((_marked(keys), _marked(values)))
     return storage
+
+
+def first_rows(storage: Storage, batch_size: int) -> Storage:
+    """The first rows of a storage, in the same memory."""
+    parts = []
+    for layer in storage:
+        keys, values = (_shared(stored_BCHD, batch_size) for stored_BCHD in layer)
+        parts.append((keys, values))
+    return parts
+
+
+def keep_rows(storage: Storage, rows_b: Tensor, used: int) -> Storage:
+    """Moves some rows of the batch, `[b]` indices, to the front; only their first `used` slots.
+
+    Returns:
+        The storage of these rows, in the same memory.
+    """
+    for layer in storage:
+        for stored_BCHD in layer:
+            stored_BCHD[: len(rows_b), :used] = stored_BCHD[rows_b, :used]
+    return first_rows(storage, len(rows_b))
+
+
+def _shared(stored_BCHD: Tensor, batch_size: int) -> Tensor:
+    # Not a view, because torch.compile guards on what a view is a view of.
+    part = torch.empty(0, dtype=stored_BCHD.dtype, device=stored_BCHD.device)
+    shape = (batch_size, *stored_BCHD.shape[1:])
+    part.set_(stored_BCHD.untyped_storage(), 0, shape, stored_BCHD.stride())
+    return _marked(part)
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Memory that can still be had; infinite where nobody knows."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if device.type == "cpu" and info.exists() else []
+    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), math.inf)
+
+
+def _marked(stored_BCHD: Tensor) -> Tensor:
+    # Else torch.compile may take a size that equals another by chance, such as 64 slots and a head of
+    # 64, for the same variable, and compile again when they part. Only the number of rows changes.
+    torch._dynamo.mark_static(stored_BCHD, [1, 2, 3])
+    return stored_BCHD
 
 
 class SlotCache(Cache):

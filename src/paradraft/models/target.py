@@ -34,6 +34,11 @@ class Target:
         return self.lm.capacity
 
     @property
+    def fewest_rows(self) -> int:
+        """How few rows a batch may shrink to."""
+        return self.lm.fewest_rows
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a text: those of the generation config, or of the model's config if it has none."""
         found = self.lm.model.generation_config.eos_token_id
@@ -41,16 +46,11 @@ class Target:
             found = self.lm.model.config.eos_token_id
         return frozenset([found] if isinstance(found, int) else found or [])
 
-    @property
-    def root_positions(self) -> Tensor:
-        """`[B]` absolute position of each row's last committed token."""
-        return self.lm.lengths_B
-
     def prefill(self, prompt: Prompt) -> None:
         """Reads the prompts, all but their last tokens.
 
         Raises:
-            ValueError: a prompt is longer than the capacity.
+            ValueError: a prompt is longer than the capacity, or the cache does not fit into memory.
         """
         self.request += 1
         self._root_B1 = self.lm.start(prompt)
@@ -67,3 +67,8 @@ class Target:
             torch.nn.functional.pad(torch.where(verdict.path == ABSENT, ABSENT, verdict.path + 1), (1, 0))
         )
         self._root_B1 = verdict.tokens.gather(1, verdict.accepted[:, None])
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Forgets all rows of the batch but `rows`, `[b]` indices."""
+        self.lm.keep_rows(rows)
+        self._root_B1 = self._root_B1[rows]

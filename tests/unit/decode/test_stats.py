@@ -8,7 +8,10 @@ from paradraft.decode.stats import Clock
 
 
 def step(tokens: list[list[int]], accepted: list[int], drafted: list[int]) -> Step:
-    return Step(tokens=tokens, accepted=accepted, drafted=drafted, finished=[False] * len(tokens))
+    rows = list(range(len(tokens)))
+    return Step(
+        rows=rows, tokens=tokens, accepted=accepted, drafted=drafted, nodes=drafted, finished=[False] * len(tokens)
+    )
 
 
 def test_acceptance_length_is_emitted_tokens_per_round() -> None:

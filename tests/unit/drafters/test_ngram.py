@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.core import ABSENT, Prompt, Sampling, Verdict
+from paradraft.core import ABSENT, GREEDY, Prompt, Verdict
 from paradraft.drafters.ngram import Config, NgramDrafter, lookup
 
 
@@ -34,7 +34,7 @@ def test_rows_without_a_match_are_absent() -> None:
     """Guards against token 0 in place of a missing draft, and against a commit that forgets its tokens."""
     drafter = NgramDrafter(Config(max_ngram=2))
     tokens = torch.tensor([[5, 6, 7, 5], [1, 2, ABSENT, ABSENT]])
-    drafter.start(Prompt(tokens=tokens, sampling=Sampling()), None)
+    drafter.start(Prompt(tokens=tokens, sampling=(GREEDY, GREEDY)), None)
     assert drafter.propose(3).tokens.tolist() == [[6, 7, 5], [ABSENT] * 3]
     assert drafter.propose(0).tokens.shape == (2, 0)
     path = torch.tensor([[0, 1, ABSENT], [ABSENT] * 3])

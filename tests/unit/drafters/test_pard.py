@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from paradraft.core import ABSENT, Prompt, Sampling, Verdict
+from paradraft.core import ABSENT, GREEDY, Prompt, Verdict
 from paradraft.drafters.pard import PardDrafter, mask_token_id
 from paradraft.models.causal_lm import CausalLM
 from tests.conftest import VOCAB, tiny_model
@@ -45,7 +45,7 @@ def test_draft_is_one_fresh_pass_over_the_text_and_masks(k: int) -> None:
     drafter = PardDrafter(CausalLM(model, vocab_size=VOCAB, compiled=False, width=12), MASK)
     texts = [[5, 3], [1, 2, 3, 4, 5, 6]]
     tokens = torch.tensor([texts[0] + [ABSENT] * 4, texts[1]])
-    drafter.start(Prompt(tokens=tokens, sampling=Sampling()), None)
+    drafter.start(Prompt(tokens=tokens, sampling=(GREEDY, GREEDY)), None)
     for new in ([[1], [2, 3, 4]], [[9, 8], [7]], [[4, 4, 4], [6, 5]]):
         assert drafter.propose(k).tokens.tolist() == [naive_draft(model, text, k) for text in texts]
         accepted = torch.tensor([len(row) - 1 for row in new])

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from paradraft.core import ABSENT, Prompt, Sampling
+from paradraft.core import ABSENT, GREEDY, Prompt
 from paradraft.models import causal_lm
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.kv_cache import SlotCache
@@ -24,7 +24,7 @@ def causal(*, llama: bool = False, **settings: int) -> CausalLM:
 def prompt_of(rows: list[list[int]]) -> Prompt:
     width = max(map(len, rows))
     tokens = torch.tensor([row + [ABSENT] * (width - len(row)) for row in rows])
-    return Prompt(tokens=tokens, sampling=Sampling())
+    return Prompt(tokens=tokens, sampling=(GREEDY,) * len(rows))
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ def test_compiled_passes_equal_eager_ones() -> None:
     """Guards against a graph that is wrong for some width or loses what it wrote into the cache. `transformers`
     computes norms and rotations in float32 whatever the dtype, and compiling reorders them, hence the tolerance."""
     plain, fast = (CausalLM(tiny_model(3), vocab_size=64, compiled=flag) for flag in (False, True))
-    prompt = Prompt(tokens=torch.tensor([[5, 6, 7, 8]]), sampling=GREEDY)
+    prompt = Prompt(tokens=torch.tensor([[5, 6, 7, 8]]), sampling=(GREEDY,))
     for lm in (plain, fast):
         lm.start(prompt)
     for tokens in ([8], [9, 10, 11], [12], [13, 14, 15, 16, 17, 18, 19, 20, 21]):

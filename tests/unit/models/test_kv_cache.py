@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
 from paradraft.core import ABSENT
-from paradraft.models.kv_cache import SlotCache, Storage, allocate, compact
+from paradraft.models import kv_cache
+from paradraft.models.kv_cache import SlotCache, Storage, allocate, compact, first_rows, keep_rows
 
 B, H, C, D = 2, 2, 12, 3
 
@@ -63,3 +65,26 @@ def test_compact_moves_a_path_and_nothing_else() -> None:
         for tensor, old in zip(contents(layers, layer), before[layer], strict=True):
             old[0, :, [3, 4, 5, 6]] = old[0, :, [3, 5, 6, 8]]
             assert torch.equal(tensor, old)
+
+
+def test_rows_that_stay_move_to_the_front_of_the_same_memory() -> None:
+    """Guards batches that shrink: the others' keys are not lost, no memory is taken, and a batch can grow again."""
+    config = LlamaConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=H, num_hidden_layers=1)
+    layers = allocate(config, batch_size=4, capacity=C, dtype=torch.float64, device=torch.device("cpu"))
+    for tensor in layers[0]:
+        tensor.copy_(torch.randn(tensor.shape, dtype=torch.float64))
+    before = [tensor.clone() for tensor in layers[0]]
+    kept = keep_rows(layers, torch.tensor([1, 3]), used=7)
+    for now, old, whole in zip(kept[0], before, layers[0], strict=True):
+        assert now.shape == (2, *old.shape[1:])
+        assert torch.equal(now[:, :7], old[[1, 3], :7])
+        assert now.data_ptr() == whole.data_ptr() and not now._is_view()
+    assert first_rows(layers, 4)[0][0].shape[0] == 4
+
+
+def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against being killed by the system in the middle of an answer."""
+    monkeypatch.setattr(kv_cache, "_free_bytes", lambda device: 2.0**30)
+    config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
+    with pytest.raises(ValueError, match=r"a cache for 16 rows of 4096 tokens needs 16\.0 GiB and 1\.0 GiB are free"):
+        allocate(config, batch_size=16, capacity=4096, dtype=torch.float32, device=torch.device("cpu"))

@@ -43,7 +43,7 @@ def test_training_predicts_what_decoding_computes(llama: bool, r: float) -> None
         anchor = position - depth
         if (sample, anchor) not in drafts:
             text = TEXTS[sample][: anchor + 1]
-            last = lm.start(Prompt(tokens=torch.tensor([text]), sampling=Sampling()))
+            last = lm.start(Prompt(tokens=torch.tensor([text]), sampling=(Sampling(),)))
             drafts[sample, anchor] = lm.forward(torch.cat([last, torch.full((1, k - 1), MASK)], dim=1))[0]
     expected = torch.stack([drafts[sample, position - depth][depth] for sample, position, depth in where])
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)

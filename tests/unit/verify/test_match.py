@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paradraft.core import ABSENT, Draft, Sampling, TargetOut, Verdict
+from paradraft.core import ABSENT, GREEDY, Draft, Prompt, Sampling, TargetOut, Verdict
+from paradraft.ragged import from_lists
+from paradraft.sampler import Sampler
 from paradraft.sampling import draw
 from paradraft.tree import depths
 from paradraft.verify.match import verify
@@ -16,7 +18,12 @@ from tests.unit.trees import path_to, random_parents
 
 VOCAB = 6
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4), Sampling(temperature=0.8, top_k=4, top_p=0.9, seed=-1)]
-Verify = Callable[[Draft, TargetOut, torch.Tensor, Sampling], Verdict]
+Verify = Callable[[Draft, TargetOut, Sampler], Verdict]
+
+
+def prompt_of(texts: list[list[int]], sampling: Sampling) -> Prompt:
+    """Committed texts as a batch."""
+    return Prompt(tokens=from_lists(texts), sampling=(sampling,) * len(texts))
 
 
 def target_logits(text: list[int]) -> torch.Tensor:
@@ -57,7 +64,7 @@ def check(verify: Verify) -> int:
         tokens, parents, logits = zip(*rows, strict=True)
         draft = Draft(tokens=torch.tensor(tokens), parents=torch.tensor(parents))
         out = TargetOut(logits=torch.stack(logits), hidden={})
-        verdict = verify(draft, out, torch.tensor([len(text) - 1 for text in texts]), sampling)
+        verdict = verify(draft, out, Sampler(prompt_of(texts, sampling)))
         for row, text in enumerate(texts):
             path, emitted = naive_walk(tokens[row], parents[row], text, sampling)
             rest = nodes - len(path)
@@ -85,7 +92,7 @@ def test_verdict_is_what_plain_decoding_gives() -> None:
     assert check(verify) > 60, "a check in which nothing is accepted shows nothing"
 
 
-def always_accept(draft: Draft, out: TargetOut, root_positions_B: torch.Tensor, sampling: Sampling) -> Verdict:
+def always_accept(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """Accepts the way to the deepest present node, whatever the target says."""
     depth_BN = depths(draft.parents).masked_fill(draft.tokens == ABSENT, -1)
     logits = out.logits.clone()
@@ -93,12 +100,12 @@ def always_accept(draft: Draft, out: TargetOut, root_positions_B: torch.Tensor, 
         path = path_to(draft.parents[row].tolist(), int(depth_BN[row].argmax()))
         for node in path:
             logits[row, draft.parents[row, node] + 1] = torch.eye(VOCAB)[draft.tokens[row, node]] * 1e6
-    return verify(draft, TargetOut(logits=logits, hidden={}), root_positions_B, sampling)
+    return verify(draft, TargetOut(logits=logits, hidden={}), sampler)
 
 
-def bonus_after_rejection(draft: Draft, out: TargetOut, root_positions_B: torch.Tensor, sampling: Sampling) -> Verdict:
+def bonus_after_rejection(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """After the recovered token adds one from the logits behind the rejected token."""
-    verdict = verify(draft, out, root_positions_B, sampling)
+    verdict = verify(draft, out, sampler)
     tokens = verdict.tokens.clone()
     for row, accepted in enumerate(verdict.accepted.tolist()):
         if accepted < draft.tokens.shape[1]:
@@ -106,19 +113,20 @@ def bonus_after_rejection(draft: Draft, out: TargetOut, root_positions_B: torch.
     return Verdict(path=verdict.path, accepted=verdict.accepted, tokens=tokens)
 
 
-def pad_is_zero(draft: Draft, out: TargetOut, root_positions_B: torch.Tensor, sampling: Sampling) -> Verdict:
+def pad_is_zero(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """Takes absent nodes for drafts of token 0, once per parent."""
     tokens = draft.tokens.clone()
     for row, node in (tokens == ABSENT).nonzero().tolist():
         siblings = draft.parents[row] == draft.parents[row, node]
         if not (tokens[row, siblings] == 0).any():
             tokens[row, node] = 0
-    return verify(Draft(tokens=tokens, parents=draft.parents), out, root_positions_B, sampling)
+    return verify(Draft(tokens=tokens, parents=draft.parents), out, sampler)
 
 
-def noise_of_the_step(draft: Draft, out: TargetOut, root_positions_B: torch.Tensor, sampling: Sampling) -> Verdict:
+def noise_of_the_step(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """Numbers its noise from the start of the round instead of the text."""
-    return verify(draft, out, torch.zeros_like(root_positions_B), sampling)
+    sampler.lengths_B = torch.ones_like(sampler.lengths_B)
+    return verify(draft, out, sampler)
 
 
 @pytest.mark.parametrize("wrong", [always_accept, bonus_after_rejection, pad_is_zero, noise_of_the_step])
@@ -131,9 +139,8 @@ def test_the_check_catches_wrong_rules(wrong: Verify) -> None:
 def test_empty_draft_is_plain_decoding() -> None:
     """Guards the rounds with K = 0."""
     logits = torch.eye(VOCAB)[torch.tensor([[3], [0]])]
-    verdict = verify(
-        Draft.empty(2, torch.device("cpu")), TargetOut(logits=logits, hidden={}), torch.tensor([0, 9]), Sampling()
-    )
+    out = TargetOut(logits=logits, hidden={})
+    verdict = verify(Draft.empty(2, torch.device("cpu")), out, Sampler(prompt_of([[1], [1] * 9], GREEDY)))
     assert verdict.accepted.tolist() == [0, 0]
     assert verdict.tokens.tolist() == [[3], [0]]
 
@@ -142,6 +149,6 @@ def test_siblings_with_the_same_token_are_one_continuation() -> None:
     """Guards against a drafter that repeats itself: two accepted siblings would commit a token nobody verified."""
     logits = torch.eye(10)[[5, 6, 6]][None]
     draft = Draft(tokens=torch.tensor([[5, 5]]), parents=torch.tensor([[-1, -1]]))
-    verdict = verify(draft, TargetOut(logits=logits, hidden={}), torch.tensor([3]), Sampling())
+    verdict = verify(draft, TargetOut(logits=logits, hidden={}), Sampler(prompt_of([[1, 2, 3]], GREEDY)))
     assert verdict.accepted.tolist() == [1]
     assert verdict.tokens.tolist() == [[5, 6, -1]]

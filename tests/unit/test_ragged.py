@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paradraft import ragged
 from paradraft.core import ABSENT
-from paradraft.models import pending
 
 ROWS = st.lists(st.tuples(*[st.lists(st.integers(0, 3), max_size=4)] * 2, st.integers(0, 4)), min_size=1, max_size=4)
 
@@ -22,6 +22,6 @@ def test_rows_are_joined_and_cut_as_lists_are(rows: list[tuple[list[int], list[i
     first, second, numbers = ([row[i] for row in rows] for i in range(3))
     joined = [a + b for a, b in zip(first, second, strict=True)]
     shorter = [tokens[number:] for tokens, number in zip(first, numbers, strict=True)]
-    assert pending.count(filled(first, spare)).tolist() == [len(row) for row in first]
-    assert torch.equal(pending.append(filled(first, spare), filled(second, spare)), filled(joined))
-    assert torch.equal(pending.drop_first(filled(first, spare), torch.tensor(numbers)), filled(shorter))
+    assert ragged.count(filled(first, spare)).tolist() == [len(row) for row in first]
+    assert torch.equal(ragged.append(filled(first, spare), filled(second, spare)), filled(joined))
+    assert torch.equal(ragged.drop_first(filled(first, spare), torch.tensor(numbers)), filled(shorter))
