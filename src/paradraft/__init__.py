@@ -1,6 +1,7 @@
 """Parallel drafting for language models: lossless, fast, measurable."""
 
-from paradraft.api import Engine, Result, load
+from paradraft.api import load
 from paradraft.core import Sampling, Tree
+from paradraft.engine import Engine, Result
 
 __all__ = ["Engine", "Result", "Sampling", "Tree", "load"]

@@ -9,8 +9,8 @@ from huggingface_hub.utils.tqdm import enable_progress_bars
 from rich.console import Console
 from transformers.utils import logging
 
-from paradraft.api import Engine
 from paradraft.core import Sampling
+from paradraft.engine import Engine
 
 DIM, GREEN, PLAIN = "\x1b[2m", "\x1b[32m", "\x1b[0m"
 

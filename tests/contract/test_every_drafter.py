@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from paradraft import Sampling, Tree, load
-from paradraft.api import Engine, drafter_names, takes_draft
+from paradraft.api import drafter_names, takes_draft
+from paradraft.engine import Engine
 from paradraft.models.loading import Runtime
 from tests.conftest import VOCAB
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from paradraft import cli
 from paradraft.api import drafter_names, takes_draft
 from paradraft.bench.audit import accept_all
+from paradraft.cli.options import MOST_DRAFTED
 from paradraft.decode import sequential
 from paradraft.models import loading
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
@@ -75,7 +76,7 @@ def test_k_larger_than_the_room_left(family: Path, paradraft: Paradraft) -> None
     """Guards against drafts that run over the end of the cache."""
     asked = ["--prompt", "hello", "--max-new-tokens", 9, "--json"]
     plain = paradraft("generate", *drafting(family, "none"), *asked)
-    longest = paradraft("generate", *drafting(family, "pard"), "-k", cli.MOST_DRAFTED, *asked, "--capacity", 14)
+    longest = paradraft("generate", *drafting(family, "pard"), "-k", MOST_DRAFTED, *asked, "--capacity", 14)
     assert json.loads(longest.out)["tokens"] == json.loads(plain.out)["tokens"]
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradraft.api import Engine
 from paradraft.bench.uniformity import Uniformity, place_of_tokens, uniformity
 from paradraft.core import ABSENT, Draft, Drafter, Prompt, Sampling, TargetOut, Verdict
 from paradraft.decode.lengths import Fixed
@@ -24,6 +23,7 @@ from paradraft.decode.sequential import VERIFY, Verify, decode
 from paradraft.decode.stats import Clock
 from paradraft.decode.stops import Stops
 from paradraft.drafters.none import NoDrafter
+from paradraft.engine import Engine
 from paradraft.models.target import Target
 from paradraft.sampler import Sampler
 

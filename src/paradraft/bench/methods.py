@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig
 
-from paradraft.api import Engine, branches, drafter_names, load_drafter, takes_draft
+from paradraft.api import branches, drafter_names, load_drafter, takes_draft
 from paradraft.core import Drafter, Sampling, Tree
 from paradraft.decode.stats import Stats
+from paradraft.engine import Engine
 from paradraft.models.loading import Runtime
 from paradraft.models.target import Target
 

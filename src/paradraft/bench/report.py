@@ -20,7 +20,7 @@ CAPTION = (
     "AR: generate of transformers · AR+: ours without a drafter · VSD: an ordinary draft model · "
     "length: tokens per target pass · draft, verify, rest: shares of the time · same: the tokens of AR+"
 )
-_EVIDENT = ("dtype=", "draft=")
+_EVIDENT = ("dtype=", "draft=", "verify=", "lengths=")
 """Settings whose value says what it is."""
 
 

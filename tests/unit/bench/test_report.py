@@ -43,5 +43,9 @@ def test_what_was_not_measured_is_a_dash() -> None:
 def test_settings_are_named_where_the_value_does_not_say_what_it_is() -> None:
     """Guards against lines that look alike, and a table too wide for a terminal of 80 columns."""
     specs = ["pard:k=8:dtype=bfloat16", "autoregressive:k=3", "pard:draft=build/demo/pard", "ar", "ngram"]
+    specs += ["pard:tree=8:verify=rejection", "pard:lengths=expected:batch=4"]
     names = [row[0] for row in lines({spec: figures(spec.partition(":")[0]) for spec in specs}, width=96)]
-    assert names == ["PARD, k=8, bfloat16", "VSD, k=3", "PARD, build/demo/pard", "AR+", "n-gram"]
+    assert names == [
+        "PARD, k=8, bfloat16", "VSD, k=3", "PARD, build/demo/pard", "AR+", "n-gram", "PARD, tree=8, rejection",
+        "PARD, expected, batch=4",
+    ]  # fmt: skip

@@ -6,11 +6,14 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paradraft.core import ABSENT, GREEDY, Prompt
 from paradraft.models import causal_lm
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.kv_cache import SlotCache
+from paradraft.ragged import from_lists
 from tests.conftest import VOCAB, tiny_model
 from tests.unit.trees import path_to, random_parents
 
@@ -70,6 +73,32 @@ def test_tree_and_kept_path_equal_a_fresh_prefill(llama: bool, pad_to: int, seed
             texts[row] = texts[row][:-1] + [tokens[row][node] for node in path] + [turn]
         assert lm.lengths_B.tolist() == [len(text) - 1 for text in texts]
         assert_cache_is_fresh(lm, texts)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 9))
+@settings(deadline=None, max_examples=25)
+def test_any_sequence_of_trees_and_leaving_rows_equals_fresh_passes(seed: int, nodes: int) -> None:
+    """Guards masks and cache moves together: random trees, random accepted paths, rows that leave in between."""
+    chooser = random.Random(seed)
+    lm = causal()
+    texts = [[chooser.randrange(VOCAB) for _ in range(chooser.randint(1, 30))] for _ in range(3)]
+    lm.start(prompt_of(texts))
+    for _ in range(3):
+        shapes = [[ABSENT, *(parent + 1 for parent in random_parents(chooser.randrange(99), nodes - 1))] for _ in texts]
+        tokens = [[text[-1], *(chooser.randrange(VOCAB) for _ in range(nodes - 1))] for text in texts]
+        logits = lm.forward(torch.tensor(tokens), torch.tensor(shapes))
+        paths = []
+        for row, text in enumerate(texts):
+            last = chooser.randrange(nodes)
+            paths.append(path_to(shapes[row], last))
+            read = [tokens[row][node] for node in paths[row]]
+            assert_close(logits[row, last], fresh(lm, text[:-1] + read))
+            texts[row] = text[:-1] + read + [chooser.randrange(VOCAB)]
+        lm.keep_path(from_lists(paths))
+        staying = [row for row in range(len(texts)) if chooser.random() < 0.7] or [0]
+        texts = [texts[row] for row in staying]
+        lm.keep_rows(torch.tensor(staying))
+        assert lm.lengths_B.tolist() == [len(text) - 1 for text in texts]
 
 
 def assert_cache_is_fresh(lm: CausalLM, texts: list[list[int]]) -> None:

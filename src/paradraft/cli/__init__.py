@@ -1,0 +1,47 @@
+"""The command line: `paradraft generate`, `train`, `bench`, `audit`."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from paradraft.cli.audit import audit
+from paradraft.cli.bench import bench
+from paradraft.cli.generate import generate
+from paradraft.cli.train import pard
+from paradraft.terminal import hide_progress_bars
+
+INTERRUPTED = 130
+"""What typer makes of Ctrl-C."""
+
+app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+train_app = typer.Typer(help="Train a drafter from a recipe.")
+app.add_typer(train_app, name="train")
+app.command()(generate)
+train_app.command()(pard)
+app.command()(bench)
+app.command()(audit)
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line and exit code 2."""
+    hide_progress_bars()
+    try:
+        code = app(sys.argv[1:] or ["--help"], prog_name="paradraft", standalone_mode=False) or 0
+    except typer.TyperException as error:
+        code = _complain(error.format_message())
+    except ValueError as error:
+        code = _complain(str(error))
+    except ModuleNotFoundError as error:
+        code = _complain(f"{error.name} is not installed: pip install 'paradraft[train,bench]'")
+    except OSError as error:
+        code = _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    if code == INTERRUPTED:
+        print("paradraft: interrupted", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _complain(message: str) -> int:
+    print(f"paradraft: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,117 @@
+"""`paradraft bench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from paradraft.cli.options import (
+    Capacity,
+    Compile,
+    Device,
+    Draft,
+    Dtype,
+    K,
+    Lengths,
+    NewTokens,
+    Prompts,
+    Seed,
+    Target,
+    Temperature,
+    TopK,
+    TopP,
+    TreeBudget,
+    Verify,
+    check_writable,
+    width_of,
+)
+from paradraft.core import Sampling
+from paradraft.models.loading import Runtime
+
+
+def bench(
+    target: Target,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: hf (AR), ar (AR+) or a drafter, with settings behind colons, as in "
+            "pard:k=12. By default hf, ar and every drafter.",
+            show_default=False,
+        ),
+    ] = "hf,ar,autoregressive,pard,ngram",
+    num_prompts: Annotated[int, typer.Option(help="How many prompts of the file to use.")] = 16,
+    max_new_tokens: NewTokens = 128,
+    prompts: Prompts = None,
+    draft: Draft = None,
+    k: K = 8,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    verify: Verify = "match",
+    tree_budget: TreeBudget = None,
+    lengths: Lengths = "fixed",
+    batch_sizes: Annotated[
+        str, typer.Option("--batch-size", help="Prompts answered together; several sizes with commas between them.")
+    ] = "1",
+    runs: Annotated[int, typer.Option(min=1, help="How often everything is repeated.")] = 3,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    compile: Compile = True,
+    capacity: Capacity = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every raw number to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
+) -> None:
+    """Compare methods on the same prompts, interleaved. The last line of the output is JSON."""
+    from paradraft.bench.methods import Method
+    from paradraft.bench.report import plot, table, write_json
+    from paradraft.bench.run import held_out_prompts, run_bench
+
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    specs = _with_batches([spec.strip() for spec in methods.split(",")], batch_sizes)
+    chosen = [
+        Method.parse(spec, k=k, tree=tree_budget, verify=verify, lengths=lengths, dtype=dtype, draft=draft)
+        for spec in specs
+    ]
+    if threads is not None:
+        torch.set_num_threads(threads)
+    most = max((method.tree or 0 for method in chosen), default=0)
+    width = width_of(*(method.k for method in chosen), nodes=most)
+    runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
+    texts = held_out_prompts(num_prompts, prompts)
+    for file in (json_file, plot_file):
+        check_writable(file)
+    if plot_file is not None and plot_file.suffix != ".png":
+        raise ValueError(f"--plot {plot_file}: name a .png file")
+    console = Console(stderr=True, highlight=False)
+    with console.status("preparing") as status:
+        result = run_bench(
+            target, chosen, texts, max_new_tokens=max_new_tokens, sampling=sampling, runtime=runtime, runs=runs,
+            report=status.update if console.is_terminal else console.print,
+        )  # fmt: skip
+    title = f"{target}, {num_prompts} prompts x {max_new_tokens} tokens, " + (
+        "greedy" if sampling.is_greedy else f"temperature {temperature:g}"
+    )
+    Console().print(table(result["methods"], title))
+    if json_file is not None:
+        write_json(json_file, result)
+    if plot_file is not None:
+        plot(result["methods"], title, plot_file)
+    print(json.dumps(result["methods"]))
+
+
+def _with_batches(specs: list[str], sizes: str) -> list[str]:
+    """Every method with every batch size; a single size of 1 need not be said."""
+    numbers = [size.strip() for size in sizes.split(",")]
+    for size in numbers:
+        if not size.isdigit() or int(size) < 1:
+            raise ValueError(f"--batch-size {sizes}: use whole numbers of at least 1 with commas between them")
+    if numbers == ["1"]:
+        return specs
+    return [f"{spec}:batch={size}" for size in numbers for spec in specs]

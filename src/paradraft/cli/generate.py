@@ -1,0 +1,129 @@
+"""`paradraft generate`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from paradraft.api import drafter_names, load
+from paradraft.cli.options import (
+    Capacity,
+    Compile,
+    Device,
+    Draft,
+    Dtype,
+    FrequencyPenalty,
+    K,
+    Lengths,
+    LogitBias,
+    MinP,
+    NewTokens,
+    PresencePenalty,
+    Prompts,
+    RepetitionPenalty,
+    Seed,
+    Target,
+    Temperature,
+    TopK,
+    TopP,
+    TreeBudget,
+    TreePaths,
+    Verify,
+    tree_of,
+    width_of,
+)
+from paradraft.core import Sampling
+from paradraft.engine import Result
+from paradraft.models.loading import Runtime
+from paradraft.prompts import read_prompts
+from paradraft.terminal import stream_answer
+
+
+def generate(
+    target: Target,
+    drafter: Annotated[str, typer.Option(help=f"One of {', '.join(drafter_names())}.")] = "none",
+    draft: Draft = None,
+    k: K = 8,
+    prompt: Annotated[str | None, typer.Option(help="One prompt; its answer is streamed.")] = None,
+    prompts: Prompts = None,
+    max_new_tokens: NewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    logit_bias: LogitBias = None,
+    seed: Seed = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be repeated.")] = None,
+    verify: Verify = "match",
+    tree_budget: TreeBudget = None,
+    tree_paths: TreePaths = None,
+    lengths: Lengths = "fixed",
+    batch_size: Annotated[int, typer.Option(min=1, help="With --json: prompts that are answered together.")] = 8,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    compile: Compile = False,
+    capacity: Capacity = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer, with statistics.")] = False,
+) -> None:
+    """Answer prompts. The text is the target's own, whatever the drafter."""
+    if (prompt is None) == (prompts is None):
+        raise ValueError("give either --prompt or --prompts")
+    sampling = Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        logit_bias=dict(_bias(pair) for pair in logit_bias or []), seed=seed,
+    )  # fmt: skip
+    tree = tree_of(tree_budget, tree_paths)
+    records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
+    runtime = Runtime(
+        device=device,
+        dtype=dtype,
+        compiled=compile,
+        capacity=capacity,
+        width=width_of(k, nodes=tree.nodes if tree else 0),
+    )
+    engine = load(target, drafter=drafter, draft=draft, k=k, verify=verify, tree=tree, lengths=lengths, runtime=runtime)
+    texts = [str(record["prompt"]) for record in records]
+    ours = {"text", "tokens", "finish_reason", "stats"}
+    taken = ours.intersection(key for record in records for key in record) if as_json else set()
+    if taken:
+        raise ValueError(f"prompts have a key {sorted(taken)[0]!r}, which --json would overwrite: rename it")
+    engine.check(texts, max_new_tokens=max_new_tokens)
+    size = min(batch_size, len(texts)) if as_json else 1
+    if compile:
+        with Console(stderr=True).status("compiling (a minute or two)"):
+            engine.warm_up(size)
+    for start in range(0, len(records), size):
+        batch = texts[start : start + size]
+        if not as_json:
+            stream_answer(engine, batch[0], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop or ())
+            continue
+        results = engine.generate(
+            batch, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop or (), batch_size=size
+        )
+        for record, result in zip(records[start:], results, strict=False):
+            print(json.dumps(record | _as_json(result), ensure_ascii=False), flush=True)
+
+
+def _bias(pair: str) -> tuple[int, float]:
+    token, _, bias = pair.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise ValueError(f"--logit-bias {pair}: write TOKEN_ID=NUMBER, such as 17=-2.5 or 17=-inf") from None
+
+
+def _as_json(result: Result) -> dict[str, object]:
+    stats = result.stats
+    return {
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "stats": vars(stats) | {"total_s": stats.total_s, "acceptance_length": stats.acceptance_length},
+    }

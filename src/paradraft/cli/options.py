@@ -1,0 +1,82 @@
+"""The options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paradraft.core import Tree
+from paradraft.decode.lengths import POLICIES
+from paradraft.models.loading import DTYPES
+
+MOST_DRAFTED = 256
+"""Largest K; caches keep room for two drafts of that length."""
+MOST_NODES = 1024
+"""Largest tree of a draft."""
+Target = Annotated[str, typer.Option("--target", help="Hugging Face id, folder, or pocket (the shipped family).")]
+Draft = Annotated[str | None, typer.Option("--draft", help="Draft model; the pocket target brings its own.")]
+K = Annotated[int, typer.Option("-k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}.")]
+NewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens that together reach p.")]
+MinP = Annotated[float, typer.Option("--min-p", help="Keep tokens at least p times as likely as the likeliest.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: what was said before becomes less likely.")]
+PresencePenalty = Annotated[float, typer.Option(help="Taken off the logit of what the answer has said.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="The same, for each time it was said.")]
+LogitBias = Annotated[
+    list[str] | None, typer.Option(help="TOKEN_ID=NUMBER, added to its logit; -inf forbids it; may be repeated.")
+]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text, with any drafter.")]
+Verify = Annotated[
+    str,
+    typer.Option(help="match: the same tokens as without a drafter; rejection: the same distribution."),
+]
+TreeBudget = Annotated[
+    int | None, typer.Option(help="Let drafts branch, up to this many tokens; by default they are chains.")
+]
+TreePaths = Annotated[
+    str | None, typer.Option(help='A fixed tree, as ranks of candidates: "0 1 0.0 0.1 0.0.0".', show_default=False)
+]
+Lengths = Annotated[
+    str,
+    typer.Option(help=f"How many of the k tokens to draft, one of {', '.join(POLICIES)}; expected: what pays here."),
+]
+Prompts = Annotated[Path | None, typer.Option(help='JSONL file with one {"prompt": …} per line.')]
+Device = Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
+Compile = Annotated[
+    bool, typer.Option(help="Compile decoding passes: takes a minute or two, pays off after thousands of tokens.")
+]
+Capacity = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; by default the model's limit.")]
+
+
+def tree_of(budget: int | None, paths: str | None) -> Tree | None:
+    """The shape of drafts that two options ask for."""
+    if budget is not None and paths is not None:
+        raise ValueError("give either --tree-budget or --tree-paths")
+    if paths is None:
+        return None if budget is None else Tree(budget=budget)
+    try:
+        ranks = tuple(tuple(int(rank) for rank in path.split(".")) for path in paths.split())
+    except ValueError:
+        raise ValueError(f'--tree-paths {paths!r}: write ranks with dots between them, such as "0 1 0.0"') from None
+    return Tree(paths=ranks)
+
+
+def width_of(*ks: int, nodes: int = 0) -> int:
+    """Room for a pass that reads a whole round and drafts the next, or reads a whole tree."""
+    for k in ks:
+        if not 1 <= k <= MOST_DRAFTED:
+            raise ValueError(f"k={k}: draft 1 to {MOST_DRAFTED} tokens per round")
+    if nodes > MOST_NODES:
+        raise ValueError(f"a tree of {nodes} nodes: use at most {MOST_NODES}")
+    return max(64, 2 * max(ks) + 2, nodes + 1)
+
+
+def check_writable(file: Path | None) -> None:
+    """Raises ValueError if a result could not be written in the end."""
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        raise ValueError(f"{str(file)!r} cannot be written: it is a folder, or in a folder that does not exist")

@@ -1,0 +1,279 @@
+"""A loaded target with its drafter: answers prompts, one by one, in batches, or as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast, overload
+
+import torch
+
+from paradraft import ragged
+from paradraft.core import GREEDY, RULES, Drafter, Prompt, Sampling, Step, Tree
+from paradraft.decode.lengths import POLICIES, Fixed, LengthPolicy
+from paradraft.decode.sequential import VERIFY, decode
+from paradraft.decode.stats import Clock, Stats
+from paradraft.decode.stops import Stops, find_stop, settled
+from paradraft.models.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The answer to one prompt.
+
+    Args:
+        text: the decoded new tokens, special tokens left out, up to the stop string if one ended it.
+        tokens: the new token ids; the last one is the end token if the text ended by itself.
+        finish_reason: "eos", "stop" (a stop string) or "length".
+        stats: counts of this answer; the times are those of the batch it was in.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    stats: Stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A piece of a streamed answer: the new tokens of one round.
+
+    Args:
+        drafted_text: the text of the tokens that were drafted and accepted.
+        own_text: the text of the target's own token.
+        tokens: the ids of both.
+        accepted: how many of them, from the first, were drafted.
+    """
+
+    drafted_text: str
+    own_text: str
+    tokens: list[int]
+    accepted: int
+
+    @property
+    def text(self) -> str:
+        """The text of the round; all rounds joined are the whole answer."""
+        return self.drafted_text + self.own_text
+
+
+class Engine:
+    """A target, a drafter, and how to draft and verify.
+
+    Build one with `load`, which explains the settings.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        *,
+        k: int,
+        verify: str = "match",
+        tree: Tree | None = None,
+        lengths: str = "fixed",
+    ) -> None:
+        if not 1 <= k < target.lm.width:
+            raise ValueError(f"k={k}: draft 1 to {target.lm.width - 1} tokens per round")
+        if drafter.needs_hidden:
+            raise ValueError("this drafter wants hidden states of the target, which no pass returns yet")
+        if verify not in RULES:
+            raise ValueError(f"verify={verify!r}: use one of {', '.join(RULES)}")
+        if lengths not in POLICIES:
+            raise ValueError(f"lengths={lengths!r}: use one of {', '.join(POLICIES)}")
+        if tree is not None:
+            if not drafter.can_branch:
+                raise ValueError("this drafter drafts chains only: leave the tree out")
+            if tree.nodes >= target.lm.width:
+                raise ValueError(f"a tree of {tree.nodes} nodes: a pass has room for {target.lm.width - 1}")
+            if tree.depth is not None and tree.depth > k:
+                raise ValueError(f"a tree path is {tree.depth} tokens deep, but k={k}: raise k or shorten the path")
+        self.target = target
+        self.drafter = drafter
+        self.k = k
+        self.verify = verify
+        self.tree = tree
+        self.lengths: LengthPolicy = POLICIES[lengths](k)
+        self.clock = Clock()
+        """Times and counts of the last batch."""
+
+    @overload
+    def generate(
+        self,
+        prompts: str,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stop: str | Sequence[str] = (),
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        stop: str | Sequence[str] = (),
+        batch_size: int = 8,
+    ) -> list[Result]: ...
+
+    def generate(
+        self,
+        prompts: str | list[str],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        stop: str | Sequence[str] = (),
+        batch_size: int = 8,
+    ) -> Result | list[Result]:
+        """Answers one prompt, or several in batches.
+
+        Args:
+            prompts: text or texts.
+            max_new_tokens: most tokens of an answer, for all prompts or for each.
+            sampling: greedy by default; for all prompts or for each.
+            stop: strings that end an answer; its text ends before the first of them.
+            batch_size: most prompts that are answered together.
+
+        Raises:
+            ValueError: a prompt is empty, it and its answer do not fit into the model, or a batch does
+                not fit into memory. Prompts are named by number, and no work was done.
+        """
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        requests = self._requests(texts, max_new_tokens, sampling)
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: use at least 1")
+        results: list[Result] = []
+        for start in range(0, len(requests), batch_size):
+            results += self._answers(requests[start : start + batch_size], _strings(stop))
+        return results[0] if isinstance(prompts, str) else results
+
+    def stream(
+        self, prompt: str, *, max_new_tokens: int = 128, sampling: Sampling = GREEDY, stop: str | Sequence[str] = ()
+    ) -> Iterator[Chunk]:
+        """Answers one prompt, piece by piece: never half a character, and nothing that is taken back.
+
+        Raises:
+            ValueError: as `generate`.
+        """
+        requests = self._requests([prompt], max_new_tokens, sampling)
+        strings = _strings(stop)
+        return self._chunks(self._steps(requests, self._stops(requests, strings)), strings)
+
+    def _chunks(self, steps: Iterator[Step], strings: tuple[str, ...]) -> Iterator[Chunk]:
+        tokens: list[int] = []
+        shown = 0
+        for step in steps:
+            new, accepted = step.tokens[0], step.accepted[0]
+            drafted = settled(self._text(tokens + new[:accepted]), strings)
+            tokens += new
+            text = self._text(tokens)
+            text = text[: find_stop(text, strings)] if step.finished[0] else settled(text, strings)
+            middle = min(max(shown, len(drafted)), len(text))
+            yield Chunk(drafted_text=text[shown:middle], own_text=text[middle:], tokens=new, accepted=accepted)
+            shown = max(shown, len(text))
+
+    def _answers(self, requests: list[_Request], strings: tuple[str, ...]) -> list[Result]:
+        stops = self._stops(requests, strings)
+        answers: list[list[int]] = [[] for _ in requests]
+        for step in self._steps(requests, stops):
+            for row, tokens in zip(step.rows, step.tokens, strict=True):
+                answers[row] += tokens
+        results = []
+        for row, tokens in enumerate(answers):
+            text = self._text(tokens)
+            text = text[: find_stop(text, strings)]
+            stats = self.clock.stats_of(row)
+            results.append(Result(text=text, tokens=tokens, finish_reason=stops.reasons[row], stats=stats))
+        return results
+
+    def _stops(self, requests: list[_Request], strings: tuple[str, ...]) -> Stops:
+        limits = [request.max_new_tokens for request in requests]
+        return Stops(limits=limits, eos_ids=self.target.eos_ids, strings=strings, text_of=self._text)
+
+    def _steps(self, requests: list[_Request], stops: Stops) -> Iterator[Step]:
+        self.clock = Clock(torch.cuda.synchronize if self.target.lm.device.type == "cuda" else lambda: None)
+        prompt = self._prompt([r.tokens for r in requests], tuple(r.sampling for r in requests))
+        return decode(
+            self.target,
+            self.drafter,
+            prompt,
+            VERIFY[self.verify],
+            stops=stops,
+            lengths=self.lengths,
+            clock=self.clock,
+        )
+
+    def _prompt(self, rows: list[list[int]], sampling: tuple[Sampling, ...]) -> Prompt:
+        return Prompt(
+            tokens=ragged.from_lists(rows, self.target.lm.device),
+            sampling=sampling,
+            rule=self.verify,
+            tree=self.tree,
+            wants_confidence=self.lengths.wants_confidence,
+        )
+
+    def warm_up(self, batch_size: int = 1) -> None:
+        """Runs the passes that decoding will use once, so that none is compiled in the middle of an answer."""
+        stops = Stops(limits=[self.k + 2] * batch_size, eos_ids=frozenset())
+        prompt = self._prompt([[0]] * batch_size, (GREEDY,) * batch_size)
+        verify = VERIFY[self.verify]
+        for _ in decode(self.target, self.drafter, prompt, verify, stops=stops, lengths=Fixed(self.k), clock=Clock()):
+            pass
+
+    def check(self, prompts: list[str], *, max_new_tokens: int) -> None:
+        """Raises ValueError if a prompt, named by number, is empty, or it and its answer do not fit into the model."""
+        self._requests(prompts, max_new_tokens, GREEDY)
+
+    def _requests(
+        self, texts: list[str], max_new_tokens: int | Sequence[int], sampling: Sampling | Sequence[Sampling]
+    ) -> list[_Request]:
+        limits = _each("max_new_tokens", max_new_tokens, int, len(texts))
+        samplings = _each("sampling", sampling, Sampling, len(texts))
+        requests = []
+        for number, (text, limit, chosen) in enumerate(zip(texts, limits, samplings, strict=True), start=1):
+            tokens = self.target.tokenizer(text)["input_ids"] if text else []
+            name = f"prompt {number}" if len(texts) > 1 else "the prompt"
+            if not tokens:
+                raise ValueError(f"{name} is empty: give at least one token")
+            if limit < 1:
+                raise ValueError(f"max_new_tokens={limit}: ask for at least 1")
+            known = self.target.lm.vocab_size
+            if any(token >= known for token, _ in chosen.biases):
+                raise ValueError(f"logit_bias: {max(dict(chosen.biases))} is not among the {known} token ids")
+            if len(tokens) + limit > self.target.capacity:
+                raise ValueError(
+                    f"{name} has {len(tokens)} tokens and {limit} are asked for, but the model has room "
+                    f"for {self.target.capacity}: shorten the prompt or lower max_new_tokens"
+                )
+            requests.append(_Request(tokens=tokens, max_new_tokens=limit, sampling=chosen))
+        return requests
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.target.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """One prompt and what was asked for it."""
+
+    tokens: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+
+
+_T = TypeVar("_T")
+
+
+def _each(name: str, value: _T | Sequence[_T], kind: type[_T], number: int) -> list[_T]:
+    """A setting for each of `number` prompts."""
+    if isinstance(value, kind):
+        return [value] * number
+    values = list(cast(Sequence[_T], value))
+    if len(values) != number:
+        raise ValueError(f"{name}: {len(values)} values for {number} prompts; give one for all, or one for each")
+    return values
+
+
+def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
