@@ -78,6 +78,7 @@ class BigramDrafter:
     needs_hidden: tuple[int, ...] = ()
     can_run_ahead = False
     can_branch = False
+    can_branch_aside = False
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -17,6 +17,8 @@ ABSENT = -1
 """Token id and node index that mean "nothing here". Never 0, which is a real token."""
 
 
+MOST_BIAS = 10_000.0
+"""Largest bias or penalty: far beyond any logit, and far from what a float32 cannot hold."""
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """As in `transformers`: from `[M, T]` token ids and `[M, V]` logits of what follows them to new `[M, V]` logits."""
 
@@ -71,14 +73,21 @@ class Sampling:
         if not 0.0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty={self.repetition_penalty}: use a number above 0; 1 is no penalty")
         for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)}: use a finite number; 0 is no penalty")
+            if not abs(getattr(self, name)) <= MOST_BIAS:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: use a number of at most {MOST_BIAS:g}; 0 is no penalty"
+                )
+        for name in ("top_k", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name}={getattr(self, name)}: use a whole number")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: use a whole number that fits in 64 bits")
         pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         for token, bias in pairs:
-            if token < 0 or not -math.inf <= bias < math.inf:
-                raise ValueError(f"logit_bias: {token}: {bias}: use a token id and a finite number or -inf")
+            if token < 0 or not (abs(bias) <= MOST_BIAS or bias == -math.inf):
+                raise ValueError(
+                    f"logit_bias: {token}: {bias}: use a token id and a number of at most {MOST_BIAS:g}, or -inf"
+                )
         # As tuples, so that equal settings are equal and can be told apart quickly.
         object.__setattr__(self, "logit_bias", tuple(sorted(pairs)))
         object.__setattr__(self, "processors", tuple(self.processors))
@@ -107,6 +116,8 @@ class Sampling:
 
 
 GREEDY = Sampling()
+MOST_CANDIDATES = 16
+"""Most children of one node of a tree."""
 RULES = ("match", "rejection")
 """The verification rules, `paradraft/verify/<name>.py`; both are lossless."""
 
@@ -138,12 +149,13 @@ class Tree:
         if self.budget is not None and self.budget < 1:
             raise ValueError(f"tree budget {self.budget}: use at least 1 node")
         if self.paths is not None:
+            object.__setattr__(self, "paths", tuple(tuple(path) for path in self.paths))
             known = set(self.paths)
             if len(known) < len(self.paths) or not self.paths:
                 raise ValueError("tree paths: name at least one, and each only once")
             for path in self.paths:
-                if not path or min(path) < 0:
-                    raise ValueError(f"tree path {path}: use ranks from 0 on, at least one")
+                if not path or min(path) < 0 or max(path) >= MOST_CANDIDATES:
+                    raise ValueError(f"tree path {path}: use ranks from 0 to {MOST_CANDIDATES - 1}, at least one")
                 if path[:-1] and path[:-1] not in known:
                     raise ValueError(f"tree path {path} is there without its parent {path[:-1]}: add it")
             # By depth, then rank: parents come before children, better siblings before worse ones.
@@ -311,6 +323,8 @@ class Drafter(Protocol):
     """Whether it can propose before the verdict on its last draft (PEARL)."""
     can_branch: bool
     """Whether its drafts take the shape of `Prompt.tree`; False for chains only."""
+    can_branch_aside: bool
+    """Whether side branches may have branches, or only the path of the best tokens has any."""
 
     def start(self, prompt: Prompt, out: TargetOut | None) -> None:
         """Forgets everything and takes in a new batch of prompts."""

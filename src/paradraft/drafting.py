@@ -11,11 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from paradraft.core import ABSENT, Draft, Tree
+from paradraft.core import ABSENT, MOST_CANDIDATES, Draft, Tree
 from paradraft.sampler import Candidates
-
-MOST_CANDIDATES = 16
-"""Most children of one node in a tree that is grown."""
 
 
 def candidates_needed(tree: Tree | None) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast, overload
+from typing import TypeVar, overload
 
 import torch
 
@@ -13,7 +14,7 @@ from paradraft.core import GREEDY, RULES, Drafter, Prompt, Sampling, Step, Tree
 from paradraft.decode.lengths import POLICIES, Fixed, LengthPolicy
 from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock, Stats
-from paradraft.decode.stops import Stops, find_stop, settled
+from paradraft.decode.stops import HALF_CHARACTER, Stops, find_stop, settled
 from paradraft.models.target import Target
 
 
@@ -22,7 +23,8 @@ class Result:
     """The answer to one prompt.
 
     Args:
-        text: the decoded new tokens, special tokens left out, up to the stop string if one ended it.
+        text: the decoded new tokens, special tokens left out, up to the stop string if one ended it, and
+            without half a character if the limit cut one.
         tokens: the new token ids; the last one is the end token if the text ended by itself.
         finish_reason: "eos", "stop" (a stop string) or "length".
         stats: counts of this answer; the times are those of the batch it was in.
@@ -85,6 +87,9 @@ class Engine:
                 raise ValueError("this drafter drafts chains only: leave the tree out")
             if tree.nodes >= target.lm.width:
                 raise ValueError(f"a tree of {tree.nodes} nodes: a pass has room for {target.lm.width - 1}")
+            aside = [path for path in tree.paths or () if any(path[:-1])]
+            if aside and not drafter.can_branch_aside:
+                raise ValueError(f"tree path {aside[0]}: this drafter branches from its best tokens only, remove it")
             if tree.depth is not None and tree.depth > k:
                 raise ValueError(f"a tree path is {tree.depth} tokens deep, but k={k}: raise k or shorten the path")
         self.target = target
@@ -92,7 +97,8 @@ class Engine:
         self.k = k
         self.verify = verify
         self.tree = tree
-        self.lengths: LengthPolicy = POLICIES[lengths](k)
+        deepest = k if tree is None else min(k, tree.depth or tree.nodes)
+        self.lengths: LengthPolicy = POLICIES[lengths](deepest)
         self.clock = Clock()
         """Times and counts of the last batch."""
 
@@ -140,7 +146,7 @@ class Engine:
                 not fit into memory. Prompts are named by number, and no work was done.
         """
         texts = [prompts] if isinstance(prompts, str) else prompts
-        requests = self._requests(texts, max_new_tokens, sampling)
+        requests = self.requests(texts, max_new_tokens, sampling)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: use at least 1")
         results: list[Result] = []
@@ -156,7 +162,7 @@ class Engine:
         Raises:
             ValueError: as `generate`.
         """
-        requests = self._requests([prompt], max_new_tokens, sampling)
+        requests = self.requests([prompt], max_new_tokens, sampling)
         strings = _strings(stop)
         return self._chunks(self._steps(requests, self._stops(requests, strings)), strings)
 
@@ -168,12 +174,12 @@ class Engine:
             drafted = settled(self._text(tokens + new[:accepted]), strings)
             tokens += new
             text = self._text(tokens)
-            text = text[: find_stop(text, strings)] if step.finished[0] else settled(text, strings)
+            text = _final(text, strings) if step.finished[0] else settled(text, strings)
             middle = min(max(shown, len(drafted)), len(text))
             yield Chunk(drafted_text=text[shown:middle], own_text=text[middle:], tokens=new, accepted=accepted)
             shown = max(shown, len(text))
 
-    def _answers(self, requests: list[_Request], strings: tuple[str, ...]) -> list[Result]:
+    def _answers(self, requests: list[Request], strings: tuple[str, ...]) -> list[Result]:
         stops = self._stops(requests, strings)
         answers: list[list[int]] = [[] for _ in requests]
         for step in self._steps(requests, stops):
@@ -181,19 +187,18 @@ class Engine:
                 answers[row] += tokens
         results = []
         for row, tokens in enumerate(answers):
-            text = self._text(tokens)
-            text = text[: find_stop(text, strings)]
+            text = _final(self._text(tokens), strings)
             stats = self.clock.stats_of(row)
             results.append(Result(text=text, tokens=tokens, finish_reason=stops.reasons[row], stats=stats))
         return results
 
-    def _stops(self, requests: list[_Request], strings: tuple[str, ...]) -> Stops:
+    def _stops(self, requests: list[Request], strings: tuple[str, ...]) -> Stops:
         limits = [request.max_new_tokens for request in requests]
         return Stops(limits=limits, eos_ids=self.target.eos_ids, strings=strings, text_of=self._text)
 
-    def _steps(self, requests: list[_Request], stops: Stops) -> Iterator[Step]:
+    def _steps(self, requests: list[Request], stops: Stops) -> Iterator[Step]:
         self.clock = Clock(torch.cuda.synchronize if self.target.lm.device.type == "cuda" else lambda: None)
-        prompt = self._prompt([r.tokens for r in requests], tuple(r.sampling for r in requests))
+        prompt = self.prompt([r.tokens for r in requests], tuple(r.sampling for r in requests))
         return decode(
             self.target,
             self.drafter,
@@ -204,7 +209,8 @@ class Engine:
             clock=self.clock,
         )
 
-    def _prompt(self, rows: list[list[int]], sampling: tuple[Sampling, ...]) -> Prompt:
+    def prompt(self, rows: list[list[int]], sampling: tuple[Sampling, ...]) -> Prompt:
+        """Token ids and settings of a batch, with the engine's own rule and tree."""
         return Prompt(
             tokens=ragged.from_lists(rows, self.target.lm.device),
             sampling=sampling,
@@ -216,18 +222,26 @@ class Engine:
     def warm_up(self, batch_size: int = 1) -> None:
         """Runs the passes that decoding will use once, so that none is compiled in the middle of an answer."""
         stops = Stops(limits=[self.k + 2] * batch_size, eos_ids=frozenset())
-        prompt = self._prompt([[0]] * batch_size, (GREEDY,) * batch_size)
+        prompt = self.prompt([[0]] * batch_size, (GREEDY,) * batch_size)
         verify = VERIFY[self.verify]
         for _ in decode(self.target, self.drafter, prompt, verify, stops=stops, lengths=Fixed(self.k), clock=Clock()):
             pass
 
-    def check(self, prompts: list[str], *, max_new_tokens: int) -> None:
-        """Raises ValueError if a prompt, named by number, is empty, or it and its answer do not fit into the model."""
-        self._requests(prompts, max_new_tokens, GREEDY)
+    def check(
+        self,
+        prompts: list[str],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        stop: str | Sequence[str] = (),
+    ) -> None:
+        """Raises the ValueError that `generate` would, without answering."""
+        self._stops(self.requests(prompts, max_new_tokens, sampling), _strings(stop))
 
-    def _requests(
+    def requests(
         self, texts: list[str], max_new_tokens: int | Sequence[int], sampling: Sampling | Sequence[Sampling]
-    ) -> list[_Request]:
+    ) -> list[Request]:
+        """Tokenizes and checks prompts; arguments and errors as in `generate`."""
         limits = _each("max_new_tokens", max_new_tokens, int, len(texts))
         samplings = _each("sampling", sampling, Sampling, len(texts))
         requests = []
@@ -238,15 +252,17 @@ class Engine:
                 raise ValueError(f"{name} is empty: give at least one token")
             if limit < 1:
                 raise ValueError(f"max_new_tokens={limit}: ask for at least 1")
-            known = self.target.lm.vocab_size
-            if any(token >= known for token, _ in chosen.biases):
-                raise ValueError(f"logit_bias: {max(dict(chosen.biases))} is not among the {known} token ids")
+            known, biases = self.target.lm.vocab_size, dict(chosen.biases)
+            if biases and max(biases) >= known:
+                raise ValueError(f"logit_bias: {max(biases)} is not among the {known} token ids")
+            if sum(bias == -math.inf for bias in biases.values()) >= known - 1:
+                raise ValueError("logit_bias: nearly all tokens are forbidden: leave at least two")
             if len(tokens) + limit > self.target.capacity:
                 raise ValueError(
                     f"{name} has {len(tokens)} tokens and {limit} are asked for, but the model has room "
                     f"for {self.target.capacity}: shorten the prompt or lower max_new_tokens"
                 )
-            requests.append(_Request(tokens=tokens, max_new_tokens=limit, sampling=chosen))
+            requests.append(Request(tokens=tokens, max_new_tokens=limit, sampling=chosen))
         return requests
 
     def _text(self, tokens: list[int]) -> str:
@@ -254,7 +270,7 @@ class Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
+class Request:
     """One prompt and what was asked for it."""
 
     tokens: list[int]
@@ -267,12 +283,18 @@ _T = TypeVar("_T")
 
 def _each(name: str, value: _T | Sequence[_T], kind: type[_T], number: int) -> list[_T]:
     """A setting for each of `number` prompts."""
-    if isinstance(value, kind):
-        return [value] * number
-    values = list(cast(Sequence[_T], value))
+    values = [value] * number if isinstance(value, kind) or not isinstance(value, Sequence) else list(value)
+    for one in values:
+        if not isinstance(one, kind):
+            raise ValueError(f"{name}={one!r}: use {'a whole number' if kind is int else f'a {kind.__name__}'}")
     if len(values) != number:
         raise ValueError(f"{name}: {len(values)} values for {number} prompts; give one for all, or one for each")
     return values
+
+
+def _final(text: str, strings: tuple[str, ...]) -> str:
+    """The text of an answer: up to the stop string, and without half a character at its end."""
+    return text[: find_stop(text, strings)].rstrip(HALF_CHARACTER)
 
 
 def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:

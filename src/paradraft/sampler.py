@@ -73,12 +73,14 @@ class Sampler:
         device = self.lengths_B.device
         self._seeds_B = torch.tensor([sampling.seed for sampling in samplings], device=device)
         self._is_random_B = torch.tensor([not sampling.is_greedy for sampling in samplings], device=device)
-        rows_of: dict[Sampling, list[int]] = {}
+        rows_of: dict[object, list[int]] = {}
         for row, sampling in enumerate(samplings):
-            rows_of.setdefault(replace(sampling, seed=0), []).append(row)
-        self._groups = [(sampling, torch.tensor(rows, device=device)) for sampling, rows in rows_of.items()]
-        self._is_plain = all(sampling.is_plain_greedy for sampling in rows_of)
-        self.reads_text = any(sampling.reads_text for sampling in rows_of)
+            # Processors need not be hashable, nor equal only if they do the same.
+            settings = replace(sampling, seed=0, processors=()), tuple(map(id, sampling.processors))
+            rows_of.setdefault(settings, []).append(row)
+        self._groups = [(samplings[rows[0]], torch.tensor(rows, device=device)) for rows in rows_of.values()]
+        self._is_plain = all(sampling.is_plain_greedy for sampling in samplings)
+        self.reads_text = any(sampling.reads_text for sampling in samplings)
         """Whether `paths` are looked at."""
 
     def commit(self, verdict: Verdict) -> None:

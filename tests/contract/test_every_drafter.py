@@ -66,7 +66,7 @@ def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str) ->
         text = text + chunk.tokens
     again = engine(family, name)
     last = drafted.drafter.propose(4)
-    again.drafter.start(again._prompt([text + chunks[-1].tokens], (Sampling(),)), None)
+    again.drafter.start(again.prompt([text + chunks[-1].tokens], (Sampling(),)), None)
     assert torch.equal(again.drafter.propose(4).tokens, last.tokens)
 
 
@@ -89,7 +89,7 @@ def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
     plain, drafted = engine(family, "none"), engine(family, name, runtime=dataclasses.replace(EXACT, width=8))
     expected = plain.generate("helloworld", max_new_tokens=60).tokens
     stops = Stops(limits=[60], eos_ids=frozenset([0]))
-    prompt = drafted._prompt([drafted.target.tokenizer("helloworld")["input_ids"]], (Sampling(),))
+    prompt = drafted.prompt([drafted.target.tokenizer("helloworld")["input_ids"]], (Sampling(),))
     steps = sequential.decode(
         drafted.target, drafted.drafter, prompt, verify,
         stops=stops, lengths=Alternating(5), clock=Clock(),
@@ -118,6 +118,37 @@ def test_something_is_accepted(family: Path, name: str) -> None:
     stats = engine(family, name).generate("abcabcabcabcabc", max_new_tokens=60).stats
     assert sum(stats.accepted) > 0
     assert stats.rounds < stats.tokens
+
+
+@pytest.mark.parametrize("name", drafter_names())
+def test_settings_are_checked_before_any_work(family: Path, name: str) -> None:
+    """Guards against mistakes that are found when half of the work is done."""
+    drafted = engine(family, name)
+    passes = []
+    drafted.target.lm._decode = lambda *args: passes.append(args)
+    for settings, named in [
+        ({"max_new_tokens": [5, 5]}, "2 values for 4 prompts"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+        ({"max_new_tokens": [5, 5, 5, 500]}, "prompt 4"),
+        ({"sampling": [Sampling()] * 3}, "3 values for 4 prompts"),
+        ({"sampling": Sampling(logit_bias={VOCAB: 1.0})}, "64 is not among the 64"),
+        ({"sampling": Sampling(logit_bias=dict.fromkeys(range(VOCAB), float("-inf")))}, "leave at least two"),
+        ({"stop": ["x", ""]}, "stop string is empty"),
+        ({"batch_size": 0}, "batch_size=0"),
+    ]:
+        with pytest.raises(ValueError, match=named):
+            drafted.generate(PROMPTS, **{"max_new_tokens": 4, **settings})
+    with pytest.raises(ValueError, match="prompt 2 is empty"):
+        drafted.generate(["a", "", "b"], max_new_tokens=4)
+    for tree, named in [
+        (Tree(paths=((0,), (1,), (1, 0))), "chains only|best tokens only"),
+        (Tree(budget=64), "chains only|room for 63"),
+        (Tree(paths=((0,), (0, 0), (0, 0, 0))), "chains only|k=2"),
+    ]:
+        if tree.paths is None or not drafted.drafter.can_branch_aside or tree.depth == 3:
+            with pytest.raises(ValueError, match=named):
+                Engine(drafted.target, drafted.drafter, k=2, tree=tree)
+    assert not passes
 
 
 def test_a_new_answer_ends_an_unfinished_stream(family: Path) -> None:

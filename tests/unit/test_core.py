@@ -12,7 +12,8 @@ from paradraft.core import GREEDY, Draft, Prompt, Sampling, Tree
         ("temperature", -0.1), ("temperature", float("inf")), ("temperature", float("nan")),
         ("top_k", -1), ("top_p", 0.0), ("top_p", 1.01), ("top_p", float("nan")),
         ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0.0), ("repetition_penalty", -1.0),
-        ("presence_penalty", float("nan")), ("frequency_penalty", float("inf")),
+        ("presence_penalty", float("nan")), ("frequency_penalty", float("inf")), ("presence_penalty", 20000.0),
+        ("top_k", 1.5), ("seed", 0.5),
         ("seed", 2**63), ("seed", -(2**63) - 1),
     ],
 )  # fmt: skip
@@ -22,7 +23,7 @@ def test_sampling_rejects_what_it_cannot_mean(field: str, value: float) -> None:
         Sampling(**{field: value})
 
 
-@pytest.mark.parametrize("bias", [{-1: 1.0}, {3: float("inf")}, {3: float("nan")}])
+@pytest.mark.parametrize("bias", [{-1: 1.0}, {3: float("inf")}, {3: float("nan")}, {3: 1e39}])
 def test_a_bias_names_a_token_and_a_number(bias: dict[int, float]) -> None:
     """Guards against a bias that makes a token certain, or logits that are no numbers."""
     with pytest.raises(ValueError, match="logit_bias"):
@@ -45,6 +46,7 @@ def test_equal_settings_are_equal() -> None:
         ({"paths": ((0,), (0,))}, "only once"),
         ({"paths": ((0,), ())}, "use ranks"),
         ({"paths": ((0,), (-1,))}, "use ranks"),
+        ({"paths": ((0,), (16,))}, "use ranks from 0 to 15"),
         ({"paths": ((0,), (1, 0))}, r"\(1, 0\) is there without its parent \(1,\)"),
     ],
 )
@@ -56,7 +58,8 @@ def test_trees_are_checked(settings: dict[str, object], named: str) -> None:
 
 def test_paths_are_ordered_parents_first() -> None:
     """Guards against siblings tried in another order than by rank, and children before their parents."""
-    assert Tree(paths=((1,), (0, 1), (0,), (0, 0))).paths == ((0,), (1,), (0, 0), (0, 1))
+    expected = ((0,), (1,), (0, 0), (0, 1))
+    assert Tree(paths=((1,), (0, 1), (0,), (0, 0))).paths == Tree(paths=[[1], [0, 1], [0], [0, 0]]).paths == expected
 
 
 def test_sampling_accepts_the_edges() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -115,6 +117,22 @@ def test_rows_have_settings_of_their_own() -> None:
             alone = Sampler(Prompt(tokens=tokens[row : row + 1], sampling=samplings[row : row + 1]))
             one = slice(row, row + 1)
             assert torch.equal(found[place], alone.scores(logits[one], depths[one], paths[one])[0])
+
+
+def test_processors_need_not_be_hashable() -> None:
+    """Guards processors that are ordinary dataclasses."""
+
+    @dataclass
+    class Forbid:
+        token: int
+
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores.index_fill(1, torch.tensor([self.token]), -torch.inf)
+
+    samplings = tuple(Sampling(processors=[Forbid(token)]) for token in (2, 3))
+    sampler = Sampler(prompt(samplings))
+    logits = torch.arange(4.0).expand(2, 1, 4)
+    assert sampler.draw(logits, torch.zeros(2, 1, dtype=torch.long)).flatten().tolist() == [3, 2]
 
 
 def test_settings_that_read_the_text_see_the_drafted_tokens() -> None:

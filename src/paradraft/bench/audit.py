@@ -128,7 +128,7 @@ class Recorder(Target):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """New tokens, and for each the logits it was chosen by."""
+    """New tokens `[n]`, and the logits `[n, V]` they were chosen by; `[0, 0]` if nobody recorded them."""
 
     tokens: list[int]
     logits: Tensor
@@ -158,7 +158,7 @@ def audit(
     Args:
         engine: target, drafter, and how to draft and verify.
         prompts: texts.
-        sampling: its seed is the first of `seeds`.
+        sampling: its seed is that of the first answer, the next answer has the next.
         seeds: how many answers each prompt gets; greedy answers are all the same, so then it is 1.
         max_new_tokens: tokens of an answer; end-of-sequence tokens do not end it.
         batch_size: prompts answered together with the drafter; plain decoding takes them one by one.
@@ -169,36 +169,44 @@ def audit(
     """
     if seeds < 1 or batch_size < 1:
         raise ValueError(f"seeds={seeds}, batch_size={batch_size}: use at least 1")
-    requests = engine._requests(prompts, max_new_tokens, sampling)
+    requests = engine.requests(prompts, max_new_tokens, sampling)
+    # Every answer has a seed of its own: answers of one seed share their random numbers where positions are the same.
     cases = [
-        Case(number=number, prompt=request.tokens, sampling=replace(sampling, seed=sampling.seed + seed))
-        for seed in range(1 if sampling.is_greedy else seeds)
-        for number, request in enumerate(requests, start=1)
+        Case(
+            number=place % len(requests) + 1,
+            prompt=request.tokens,
+            sampling=replace(sampling, seed=sampling.seed + place),
+        )
+        for place, request in enumerate(requests * (1 if sampling.is_greedy else seeds))
     ]
-    recorder = Recorder(engine.target)
     clock = Clock()
 
     def answers(drafter: Drafter, verify: Verify, name: str, size: int, clock: Clock) -> list[Answer]:
         found = []
         for start in range(0, len(cases), size):
             report(f"{name}: answer {start + 1} of {len(cases)}")
-            found += _answers(engine, recorder, drafter, verify, cases[start : start + size], max_new_tokens, clock)
+            found += _answers(engine, target, drafter, verify, cases[start : start + size], max_new_tokens, clock)
         return found
 
     verify = VERIFY[engine.verify]
+    tests_distribution = engine.verify == "rejection" and not sampling.is_greedy
+    if tests_distribution and isinstance(engine.drafter, NoDrafter):
+        raise ValueError("drafter 'none' drafts nothing that could be rejected: audit it with verify='match'")
+    target = engine.target if tests_distribution else Recorder(engine.target)
     drafted = answers(engine.drafter, verify, "with the drafter", batch_size, clock)
     figures: dict[str, Any] = {
         "answers": len(cases),
         "tokens": sum(len(answer.tokens) for answer in drafted),
         "acceptance_length": clock.stats.acceptance_length,
     }
-    if engine.verify == "rejection" and not sampling.is_greedy:
+    if tests_distribution:
         wrong = answers(engine.drafter, accept_all, "control", batch_size, Clock())
         report("testing the distribution")
         return _judge_distribution(engine, cases, drafted, wrong, figures)
     plain = answers(NoDrafter(), verify, "plain", 1, Clock())
     report("measuring rounding")
-    rounding = max(_rounding(engine, case, answer) for case, answer in list(zip(cases, plain, strict=True))[:8])
+    measured = list(zip(cases, plain, strict=True))[:8]
+    rounding = max(_rounding(engine, case, answer, batch_size) for case, answer in measured)
     return _judge_tokens(engine, cases, plain, drafted, rounding, figures)
 
 
@@ -219,38 +227,41 @@ def accept_all(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
 
 def _answers(
     engine: Engine,
-    target: Recorder,
+    target: Target,
     drafter: Drafter,
     verify: Verify,
     cases: list[Case],
     max_new_tokens: int,
     clock: Clock,
 ) -> list[Answer]:
-    prompt = engine._prompt([case.prompt for case in cases], tuple(case.sampling for case in cases))
+    prompt = engine.prompt([case.prompt for case in cases], tuple(case.sampling for case in cases))
     lengths = Fixed(0) if isinstance(drafter, NoDrafter) else engine.lengths
     stops = Stops(limits=[max_new_tokens] * len(cases), eos_ids=frozenset())
     tokens: list[list[int]] = [[] for _ in cases]
     for step in decode(target, drafter, prompt, verify, stops=stops, lengths=lengths, clock=clock):
         for row, new in zip(step.rows, step.tokens, strict=True):
             tokens[row] += new
+    if not isinstance(target, Recorder):
+        return [Answer(tokens=new, logits=torch.empty(0, 0)) for new in tokens]
     return [
         Answer(tokens=new, logits=torch.stack(rows[: len(new)])) for new, rows in zip(tokens, target.rows, strict=True)
     ]
 
 
-def _rounding(engine: Engine, case: Case, answer: Answer) -> float:
-    """Largest difference between logits from passes of one token and from passes of as many as a round has."""
+def _rounding(engine: Engine, case: Case, answer: Answer, batch_size: int) -> float:
+    """Largest difference between logits from passes of one row and token, and of as many of both as a round has."""
     lm = engine.target.lm
     width = min(lm.width, 1 + (engine.k if engine.tree is None else engine.tree.nodes))
     device = answer.logits.device
     reading = [case.prompt[-1], *answer.tokens[:-1]]
-    lm.start(Prompt(tokens=torch.tensor([case.prompt], device=device), sampling=(case.sampling,)))
+    lm.start(engine.prompt([case.prompt] * batch_size, (case.sampling,) * batch_size))
     largest = 0.0
     for start in range(0, len(reading), width):
-        tokens = torch.tensor([reading[start : start + width]], device=device)
-        logits = lm.forward(tokens)[0]
-        lm.keep(torch.tensor([tokens.shape[1]], device=device))
-        largest = max(largest, _difference(logits, answer.logits[start : start + width]))
+        tokens = torch.tensor([reading[start : start + width]] * batch_size, device=device)
+        logits = lm.forward(tokens)
+        lm.keep(torch.full((batch_size,), tokens.shape[1], device=device))
+        expected = answer.logits[start : start + width].expand_as(logits)
+        largest = max(largest, _difference(logits, expected))
     return largest
 
 
@@ -303,7 +314,7 @@ def _divergence(engine: Engine, case: Case, plain: Answer, drafted: Answer, plac
     a, b = plain.tokens[place], drafted.tokens[place]
     path = torch.tensor([[plain.tokens[:place]]], device=plain.logits.device).long()
     depth = torch.tensor([[place]], device=plain.logits.device)
-    sampler = Sampler(engine._prompt([case.prompt], (case.sampling,)))
+    sampler = Sampler(engine.prompt([case.prompt], (case.sampling,)))
     mine, theirs = (
         sampler.scores(answer.logits[None, place : place + 1], depth, path)[0, 0] for answer in (plain, drafted)
     )
@@ -337,6 +348,6 @@ def _uniformity(engine: Engine, cases: list[Case], answers: list[Answer]) -> Uni
     generator = torch.Generator().manual_seed(0)
     places = []
     for case, answer in zip(cases, answers, strict=True):
-        prompt = engine._prompt([case.prompt], (case.sampling,))
+        prompt = engine.prompt([case.prompt], (case.sampling,))
         places.append(place_of_tokens(engine.target, prompt, answer.tokens, generator))
     return uniformity(torch.cat(places))

@@ -8,6 +8,7 @@ prompt once, and a batch method a whole batch (compilation).
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def measure(
 
     Args:
         answerers: the prepared methods.
-        prompts: at least one.
+        prompts: at least one; `check_batches` has been asked.
         max_new_tokens: most tokens of an answer.
         sampling: the same for all methods.
         runs: how often everything is repeated, at least 1.
@@ -66,14 +67,14 @@ def measure(
     if runs < 1:
         raise ValueError(f"runs={runs}: use at least 1")
     methods = list(answerers)
+    most = math.lcm(*(method.batch for method in methods))
     for number, method in enumerate(methods, start=1):
         report(f"warming up {method.spec} ({number}/{len(methods)})")
         for batch in (prompts[: method.batch], [max(prompts, key=len)], [min(prompts, key=len)]):
-            answerers[method](batch if len(batch) == method.batch else batch * method.batch, max_new_tokens, sampling)
+            answerers[method]((batch * method.batch)[: method.batch], max_new_tokens, sampling)
     answers: dict[Method, list[list[Answer]]] = {method: [[] for _ in range(runs)] for method in methods}
     peaks = dict.fromkeys(methods, 0)
     process = psutil.Process()
-    most = max(method.batch for method in methods)
     for run in range(runs):
         for place in range(0, len(prompts), most):
             report(f"run {run + 1}/{runs}, prompt {place + 1}/{len(prompts)}")
@@ -84,6 +85,13 @@ def measure(
                     answers[method][run].append(answerers[method](batch, max_new_tokens, sampling))
                     peaks[method] = max(peaks[method], process.memory_info().rss)
     return [Measured(method=m, runs=answers[m], peak_rss_bytes=peaks[m]) for m in methods]
+
+
+def check_batches(methods: list[Method], prompts: list[str]) -> None:
+    """Raises ValueError unless all methods can answer the prompts in whole batches."""
+    most = math.lcm(*(method.batch for method in methods))
+    if len(prompts) % most:
+        raise ValueError(f"{len(prompts)} prompts cannot be dealt out in batches of {most}: use a multiple of it")
 
 
 def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[str, object]]:

@@ -26,7 +26,7 @@ def describe_machine(device: str) -> dict[str, object]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("paradraft", "torch", "transformers")},
         "load_average": psutil.getloadavg()[0],
-        "command": sys.orig_argv,
+        "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
     }
 
 

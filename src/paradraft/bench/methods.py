@@ -15,7 +15,8 @@ import torch
 from transformers import GenerationConfig
 
 from paradraft.api import branches, drafter_names, load_drafter, takes_draft
-from paradraft.core import Drafter, Sampling, Tree
+from paradraft.core import RULES, Drafter, Sampling, Tree
+from paradraft.decode.lengths import POLICIES
 from paradraft.decode.stats import Stats
 from paradraft.engine import Engine
 from paradraft.models.loading import Runtime
@@ -98,21 +99,25 @@ class Method:
         values: dict[str, str] = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
-            if not equals or key not in allowed:
-                raise ValueError(f"method {spec!r}: settings of {name} are {', '.join(allowed)}")
+            if not equals or key not in allowed or key in values:
+                raise ValueError(f"method {spec!r}: settings of {name} are {', '.join(allowed)}, each at most once")
             values[key] = value
         for key in ("k", "tree", "batch"):
             if not values.get(key, "1").isdigit() or int(values.get(key, 1)) < 1:
                 raise ValueError(f"method {spec!r}: {key} must be a whole number of at least 1")
         if "tree" in values:
             tree = int(values["tree"])
+        verify, lengths = values.get("verify", verify), values.get("lengths", lengths)
+        for key, value, known_values in (("verify", verify, RULES), ("lengths", lengths, POLICIES)):
+            if value not in known_values:
+                raise ValueError(f"method {spec!r}: {key}={value!r}: use one of {', '.join(known_values)}")
         return cls(
             spec=spec,
             name=name,
             k=int(values.get("k", k)),
             tree=tree if is_drafter and branches(name) else None,
-            verify=values.get("verify", verify) if is_drafter else "match",
-            lengths=values.get("lengths", lengths) if is_drafter else "fixed",
+            verify=verify if is_drafter else "match",
+            lengths=lengths if is_drafter else "fixed",
             dtype=values.get("dtype", dtype),
             draft=values.get("draft", draft),
             batch=int(values.get("batch", batch)),

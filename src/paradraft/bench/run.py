@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.api import check_draft, drafter_names, takes_draft
-from paradraft.bench.harness import measure, summarize
+from paradraft.bench.harness import check_batches, measure, summarize
 from paradraft.bench.machine import describe_machine
 from paradraft.bench.methods import Answerer, Method
 from paradraft.core import Drafter, Sampling
@@ -53,6 +53,7 @@ def run_bench(
     """
     if len(set(methods)) < len(methods) or not methods:
         raise ValueError("methods: name at least one, and each only once")
+    check_batches(methods, prompts)
     for method in methods:
         if method.name in drafter_names() and takes_draft(method.name):
             check_draft(method.name, method.draft, target)

@@ -4,8 +4,9 @@ For each token x, with its conditional probabilities p given all tokens before i
 drawn uniformly from the piece of [0, 1] that belongs to x when the tokens are laid side by side, the
 likeliest first, each as wide as its p. If every token was drawn from its p, all u are independent
 and uniform (Rosenblatt 1952, "Remarks on a multivariate transformation"; Brockwell 2007 for discrete
-ones). Their empirical distribution then leaves a band of half-width e around the diagonal with
-probability at most 2 exp(-2 n e²), for every n (Dvoretzky, Kiefer & Wolfowitz 1956; Massart 1990).
+ones), as long as no two answers share their random numbers. Their empirical distribution then leaves
+a band of half-width e around the diagonal with probability at most 2 exp(-2 n e²), for every n
+(Dvoretzky, Kiefer & Wolfowitz 1956; Massart 1990).
 """
 
 from __future__ import annotations
@@ -102,4 +103,4 @@ def place_of_tokens(target: Target, prompt: Prompt, tokens: list[int], generator
     tied = (p_NV.masked_fill((p_NV != p_N1) | (index >= answer[:, None]), 0.0)).sum(1, keepdim=True)
     chance = torch.rand(n, 1, generator=generator, dtype=torch.float64)
     places = likelier + tied + chance.to(device) * p_N1
-    return places.masked_fill(p_N1 == 0, 2.0)[:, 0].clamp(max=2.0)
+    return places.masked_fill(p_N1 == 0, 2.0)[:, 0]

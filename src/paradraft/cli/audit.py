@@ -62,7 +62,10 @@ def audit(
     tree_budget: TreeBudget = None,
     tree_paths: TreePaths = None,
     lengths: Lengths = "fixed",
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together with the drafter.")] = 4,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts answered together with the drafter; by default 4, or 1 if shape-invariant."),
+    ] = None,
     shape_invariant: Annotated[
         bool, typer.Option("--shape-invariant", help="Let plain decoding run through passes as wide as the drafter's.")
     ] = False,
@@ -87,6 +90,9 @@ def audit(
     )  # fmt: skip
     tree = tree_of(tree_budget, tree_paths)
     texts = held_out_prompts(num_prompts, prompts)
+    if shape_invariant and batch_size not in (None, 1):
+        raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")
+    batch_size = batch_size or (1 if shape_invariant else 4)
     check_writable(json_file)
     pad_to = 1 + (k if tree is None else tree.nodes) if shape_invariant else 1
     runtime = Runtime(

@@ -114,4 +114,6 @@ def _with_batches(specs: list[str], sizes: str) -> list[str]:
             raise ValueError(f"--batch-size {sizes}: use whole numbers of at least 1 with commas between them")
     if numbers == ["1"]:
         return specs
+    if any(":batch=" in spec for spec in specs):
+        raise ValueError(f"--batch-size {sizes}: a method has a batch of its own; give one or the other")
     return [f"{spec}:batch={size}" for size in numbers for spec in specs]

@@ -94,7 +94,7 @@ def generate(
     taken = ours.intersection(key for record in records for key in record) if as_json else set()
     if taken:
         raise ValueError(f"prompts have a key {sorted(taken)[0]!r}, which --json would overwrite: rename it")
-    engine.check(texts, max_new_tokens=max_new_tokens)
+    engine.check(texts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop or ())
     size = min(batch_size, len(texts)) if as_json else 1
     if compile:
         with Console(stderr=True).status("compiling (a minute or two)"):

@@ -135,44 +135,48 @@ class Confidence(Fixed):
 
 @dataclass(kw_only=True)
 class _Costs:
-    """Times of the passes of one batch size, by depth of the draft."""
+    """Times of the passes of one batch size, by the number of tokens that were asked for."""
 
-    seconds: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=8)))
+    seconds: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=12)))
 
     def add(self, k: int, seconds: float) -> None:
         self.seconds[k].append(seconds)
 
     def of(self, k: int) -> float:
-        """The median time with drafts of depth `k`; between known depths on a straight line."""
+        """The mean time when `k` tokens are asked for, without the slowest; on a straight line between known ones."""
         known = sorted(self.seconds)
-        if k in self.seconds or len(known) == 1:
-            return statistics.median(self.seconds[k if k in self.seconds else known[0]])
-        below = max((other for other in known if other < k), default=known[0])
-        above = min((other for other in known if other > k), default=known[-1])
-        if below == above:
-            return statistics.median(self.seconds[below])
-        share = (k - below) / (above - below)
-        return (1 - share) * statistics.median(self.seconds[below]) + share * statistics.median(self.seconds[above])
+        below = max((other for other in known if other <= k), default=known[0])
+        above = min((other for other in known if other >= k), default=known[-1])
+        share = (k - below) / (above - below) if above > below else 0.0
+        return (1 - share) * self._mean(below) + share * self._mean(above)
+
+    def _mean(self, k: int) -> float:
+        # The slowest is left out: it may have been another program's.
+        times = sorted(self.seconds[k])
+        return statistics.fmean(times[:-1] or times)
 
 
 class Expected(Fixed):
     """Maximises the expected tokens per second; plain decoding while speculation does not pay.
 
-    With a_i the share of recent rounds that accepted position i, and T(k) the measured time of a
-    round with k drafted tokens, it drafts the k for which (1 + a_1 + … + a_k) / T(k) is largest. T is
-    learnt for each batch size (in powers of two) in a few rounds with the most and with no tokens;
-    now and then the most are tried again. What was learnt stays for the next batch.
+    With a_i the share of recent rounds that accepted position i when asked for as many, and T(k) the
+    measured time of a round that is asked for k tokens, it drafts the k for which
+    (1 + a_1 + … + a_k) / T(k) is largest. T is learnt for each batch size (in powers of two) in a few
+    rounds with the most and with no tokens; now and then the most are tried again. What was learnt
+    stays for the next batch.
 
     Args:
         k: most tokens.
     """
 
     MEMORY = 0.98
-    """How much of its weight a round keeps with every later one."""
+    """How much of its weight an observation keeps with every later one; a round has one for each row."""
     ROUNDS = 12
     """Rounds with the longest draft that the first batch begins with, to learn what is accepted."""
     TRIALS = 3
     """Rounds with the longest draft and without one that every new batch size begins with, to learn the costs."""
+    CATCHING_UP = 8
+    """Plain rounds after which the next draft's time is not counted: it reads what they committed."""
     RETRY = 64
     """Rounds after which plain decoding tries the longest draft again; a quarter of that after shorter drafts."""
 
@@ -183,13 +187,13 @@ class Expected(Fixed):
         self._drafted = [0.0] * k
         self._tries = self._since_try = 0
         self._batch = 1
-        self._is_first = True
+        self._unread = 0
         self._asked = 0
 
     def start(self, batch_size: int) -> None:
         """Keeps what is known of costs and acceptance."""
         self._batch = batch_size
-        self._is_first = True
+        self._unread = self.CATCHING_UP
 
     def next(self) -> int:
         """The best length for the whole batch."""
@@ -220,15 +224,15 @@ class Expected(Fixed):
 
     def observe(self, step: Step, *, draft_s: float, verify_s: float) -> None:
         """Adds a round to costs and acceptance."""
-        drafted = max(step.drafted)
-        # The first draft of a batch reads the prompts, and near the end of a text drafts are shorter than asked for.
-        if not (self._is_first and drafted) and drafted == self._asked:
-            self._costs[self._size].add(drafted, draft_s + verify_s)
-        self._is_first = self._is_first and not drafted
-        for place in range(drafted):
-            rows = [a > place for a, d in zip(step.accepted, step.drafted, strict=True) if d > place]
-            self._accepted[place] = self.MEMORY * self._accepted[place] + sum(rows) / len(rows)
-            self._drafted[place] = self.MEMORY * self._drafted[place] + 1.0
+        # A draft that first reads a prompt, or what many plain rounds committed, costs more than the next one will.
+        if not (self._asked and self._unread >= self.CATCHING_UP):
+            self._costs[self._size].add(self._asked, draft_s + verify_s)
+        self._unread = 0 if self._asked else self._unread + 1
+        rows = [accepted for accepted, tokens in zip(step.accepted, step.tokens, strict=True) if tokens]
+        kept = self.MEMORY ** len(rows)
+        for place in range(self._asked):
+            self._accepted[place] = kept * self._accepted[place] + sum(accepted > place for accepted in rows)
+            self._drafted[place] = kept * self._drafted[place] + len(rows)
 
     def keep_rows(self, rows: Tensor) -> None:
         """A smaller batch has other costs."""

@@ -49,14 +49,14 @@ def decode(
     """
     sampler = Sampler(prompt)
     lengths.start(len(prompt.tokens))
+    drafter.start(prompt, None)
     target.prefill(prompt)
     request = target.request
     clock.lap("prefill")
-    drafter.start(prompt, None)
     while not stops.all_finished:
         if target.request != request:
             raise ValueError("another answer was started on this engine: finish one stream before the next")
-        draft = drafter.propose(lengths.next() if stops.room > 1 else 0)
+        draft = drafter.propose(stops.worth(lengths.next(), prompt.tree))
         draft = stops.limit(lengths.cut(draft))
         draft_s = clock.lap("draft")
         out = target.forward(draft)

@@ -10,8 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paradraft.core import ABSENT, Draft, Step, Verdict
+from paradraft.core import ABSENT, Draft, Step, Tree, Verdict
 from paradraft.tree import depths
+
+HALF_CHARACTER = "\ufffd"
+"""What tokenizers write for bytes that are no whole character yet."""
 
 
 class Stops:
@@ -39,6 +42,8 @@ class Stops:
             raise ValueError(f"max_new_tokens={min(limits)}: ask for at least 1")
         if "" in strings:
             raise ValueError("a stop string is empty: give at least one character")
+        if any(HALF_CHARACTER in string for string in strings):
+            raise ValueError("a stop string contains U+FFFD, which stands for half a character: leave it out")
         assert text_of is not None or not strings
         self.eos_ids = eos_ids
         self.strings = strings
@@ -58,6 +63,15 @@ class Stops:
     def room(self) -> int:
         """Most tokens that any row may still get."""
         return max(self._left)
+
+    def worth(self, k: int, tree: Tree | None) -> int:
+        """How deep to draft: no deeper than some row has room for.
+
+        A tree that grows to its budget takes another shape if it is shallower, so it is cut afterwards;
+        else what a row gets would depend on the rows beside it.
+        """
+        room = self.room - 1
+        return k if room and tree is not None and tree.budget is not None else min(k, room)
 
     def limit(self, draft: Draft) -> Draft:
         """The draft without what no row has room for: the target's own token takes the last place.
@@ -98,7 +112,6 @@ class Stops:
         if self.strings and new:
             stop = self._first_stop(self._tokens[row], new)
             if stop is not None:
-                # A stop string that the end token itself completes cannot be: it has no text.
                 new, self.reasons[row], end = new[:stop], "stop", stop
             self._tokens[row] += new
         self._left[row] = 0 if end is not None else self._left[row] - len(new)
@@ -107,9 +120,7 @@ class Stops:
     def _first_stop(self, before: list[int], new: list[int]) -> int | None:
         """How many of the new tokens it takes to complete a stop string."""
         assert self._text_of is not None
-        # Seldom true, so the whole run is looked at first.
-        if find_stop(self._text_of(before + new), self.strings) is None:
-            return None
+        # One token after the other, as in plain decoding: a later token may change the text of earlier ones.
         for number in range(1, len(new) + 1):
             if find_stop(self._text_of(before + new[:number]), self.strings) is not None:
                 return number
@@ -150,7 +161,7 @@ def settled(text: str, strings: tuple[str, ...]) -> str:
     >>> settled("x = 1\\n", ("\\n\\ndef",)), settled("caf\\ufffd", ()), settled("a.b", ("c",))
     ('x = 1', 'caf', 'a.b')
     """
-    text = text.rstrip("\ufffd")
+    text = text.rstrip(HALF_CHARACTER)
     longest = max(map(len, strings), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         if any(string.startswith(text[-size:]) for string in strings if len(string) > size):

@@ -43,6 +43,7 @@ class AutoregressiveDrafter:
     needs_hidden: tuple[int, ...] = ()
     can_run_ahead = False
     can_branch = True
+    can_branch_aside = False
     _sampler: Sampler
 
     def __init__(self, lm: CausalLM) -> None:
@@ -53,14 +54,7 @@ class AutoregressiveDrafter:
         self._committed_B = torch.empty(0, dtype=torch.long)
 
     def start(self, prompt: Prompt, out: TargetOut | None) -> None:
-        """Remembers the prompts; they are read when a draft is wanted for the first time.
-
-        Raises:
-            ValueError: the tree has a path behind a side branch, which this drafter never reads.
-        """
-        for path in (prompt.tree.paths or ()) if prompt.tree else ():
-            if any(path[:-1]):
-                raise ValueError(f"tree path {path}: this drafter branches from its best tokens only, remove it")
+        """Remembers the prompts; they are read when a draft is wanted for the first time."""
         self._sampler, self._tree = Sampler(prompt), prompt.tree
         self.lm.clear(len(prompt.tokens))
         self._committed_B = self.lm.lengths_B

@@ -42,6 +42,7 @@ class NgramDrafter:
     needs_hidden: tuple[int, ...] = ()
     can_run_ahead = False
     can_branch = False
+    can_branch_aside = False
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -22,6 +22,7 @@ class NoDrafter:
     needs_hidden: tuple[int, ...] = ()
     can_run_ahead = False
     can_branch = False
+    can_branch_aside = False
 
     def start(self, prompt: Prompt, out: TargetOut | None) -> None:
         """See `Drafter`."""
@@ -36,7 +37,7 @@ class NoDrafter:
 
     def keep_rows(self, rows: Tensor) -> None:
         """See `Drafter`."""
-        self._nothing = Draft.empty(len(rows), rows.device)
+        self._nothing = Draft.empty(len(rows), self._nothing.tokens.device)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> NoDrafter:

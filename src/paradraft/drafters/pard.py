@@ -50,6 +50,7 @@ class PardDrafter:
     needs_hidden: tuple[int, ...] = ()
     can_run_ahead = False
     can_branch = True
+    can_branch_aside = True
     _sampler: Sampler
 
     def __init__(self, lm: CausalLM, mask_id: int) -> None:

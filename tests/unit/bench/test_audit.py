@@ -118,6 +118,23 @@ def test_rejection_is_tested_with_a_control(family: Path, monkeypatch: pytest.Mo
     assert run(engine, SAMPLED, seeds=20).verdict == FAIL
 
 
+def test_answers_do_not_share_random_numbers(family: Path) -> None:
+    """Guards the bound on false alarms, which is for independent answers: a prompt that stands in the file 16 times."""
+    engine = drafted(family, verify="rejection")
+    report = audit(
+        engine, ["abcabc"] * 16, sampling=SAMPLED, seeds=1, max_new_tokens=30, batch_size=16, report=lambda _: None
+    )
+    assert report.verdict == PASS
+    assert report.uniformity is not None and report.uniformity.distance < 0.7 * report.uniformity.limit
+
+
+def test_a_drafter_that_drafts_nothing_is_not_tested_for_rejection(family: Path) -> None:
+    """Guards against FAIL with the advice to use more prompts, which would not help."""
+    engine = load(str(family / "target"), verify="rejection", runtime=Runtime(dtype="float64"))
+    with pytest.raises(ValueError, match="drafts nothing"):
+        run(engine, SAMPLED)
+
+
 def test_an_impossible_token_fails() -> None:
     """Guards against a tested sample in which what cannot be has been dropped."""
     places = (torch.arange(20_000) + 0.5) / 20_000

@@ -54,13 +54,16 @@ def test_confidence_cuts_before_the_first_unsure_place() -> None:
         Confidence(4, threshold=1.5)
 
 
-def simulate(policy: Expected, *, chance: float, draft_s: float, token_s: float, rounds: int = 400) -> list[int]:
-    """Rounds with a constant chance of acceptance and constant costs; returns the lengths that were asked for."""
+def simulate(
+    policy: Expected, *, chance: float, draft_s: float, token_s: float, rounds: int = 400, deepest: int = 99
+) -> list[int]:
+    """Rounds with a constant chance of acceptance and constant costs, drafts as deep as asked for but not deeper than
+    `deepest`; returns the lengths that were asked for."""
     generator = torch.Generator().manual_seed(0)
     asked = []
     for _ in range(rounds):
-        k = policy.next()
-        asked.append(k)
+        asked.append(policy.next())
+        k = min(asked[-1], deepest)
         right = torch.rand(k, generator=generator) < chance
         accepted = int(right.long().cumprod(0).sum())
         costs = draft_s * k, 1.0 + token_s * k
@@ -93,6 +96,18 @@ def test_expected_decodes_plainly_while_speculation_does_not_pay() -> None:
     assert sum(k > 0 for k in asked[20:]) <= 0.02 * 680
     asked = simulate(policy, chance=1.0, draft_s=0.01, token_s=0.0, rounds=2000)
     assert asked[-20:].count(8) >= 19
+
+
+def test_expected_learns_from_drafts_that_are_less_deep_than_asked_for() -> None:
+    """Guards trees and prompt lookup: they often draft less than k, and must not be asked for k for ever."""
+    policy = Expected(8)
+    policy.start(1)
+    asked = simulate(policy, chance=0.0, draft_s=0.1, token_s=0.05, rounds=300, deepest=3)
+    assert sum(k > 0 for k in asked[20:]) <= 0.02 * 280
+    policy = Expected(8)
+    policy.start(1)
+    asked = simulate(policy, chance=1.0, draft_s=0.01, token_s=0.01, rounds=300, deepest=3)
+    assert min(asked[20:]) >= 3
 
 
 def test_expected_learns_each_batch_size_and_keeps_it() -> None:

@@ -19,6 +19,7 @@ class Knowing:
     needs_hidden = ()
     can_run_ahead = False
     can_branch = False
+    can_branch_aside = False
 
     def __init__(self, answers: list[list[int]]) -> None:
         self.answers = answers

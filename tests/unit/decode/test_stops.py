@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.core import ABSENT, Draft, Step, Verdict
+from paradraft.core import ABSENT, Draft, Step, Tree, Verdict
 from paradraft.decode.stops import Stops, find_stop, settled
 
 
@@ -151,6 +151,24 @@ def test_what_is_settled_is_never_taken_back(tokens: list[int], strings: list[st
     final = final[: find_stop(final, tuple(strings))]
     for shown in range(len(tokens)):
         assert final.startswith(settled(text_of(tokens[:shown]), tuple(strings)))
+
+
+def test_a_stop_string_has_whole_characters() -> None:
+    """Guards losslessness: half a character is there after one token and gone after the next, so where a text ends
+    would depend on how many tokens a round has."""
+    with pytest.raises(ValueError, match=r"U\+FFFD"):
+        Stops(limits=[1], eos_ids=frozenset(), strings=("a\ufffd",), text_of=text_of)
+
+
+def test_a_draft_is_no_deeper_than_some_row_has_room_for() -> None:
+    """Guards draft passes that are thrown away; a grown tree keeps its shape, but for rows of one token."""
+    stops = Stops(limits=[3, 5], eos_ids=frozenset())
+    assert [stops.worth(k, None) for k in (1, 4, 9)] == [1, 4, 4]
+    assert stops.worth(9, Tree(paths=((0,),))) == 4
+    assert stops.worth(9, Tree(budget=7)) == 9
+    assert Stops(limits=[1], eos_ids=frozenset()).worth(9, Tree(budget=7)) == 0
+    draft = stops.limit(Draft.chain(torch.arange(18).view(2, 9)))
+    assert (draft.tokens != ABSENT).sum(1).tolist() == [2, 4]
 
 
 def test_a_stop_string_must_not_be_empty() -> None:
