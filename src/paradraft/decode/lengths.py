@@ -162,8 +162,9 @@ class Expected(Fixed):
     With a_i the share of recent rounds that accepted position i when asked for as many, and T(k) the
     measured time of a round that is asked for k tokens, it drafts the k for which
     (1 + a_1 + … + a_k) / T(k) is largest. T is learnt for each batch size (in powers of two) in a few
-    rounds with the most and with no tokens; now and then the most are tried again. What was learnt
-    stays for the next batch.
+    rounds with the most and with no tokens. Later both are tried again in turn, as often as the time
+    that such a round loses stays within `EXPLORE` of all time. What was learnt stays for the next
+    batch.
 
     Args:
         k: most tokens.
@@ -171,24 +172,25 @@ class Expected(Fixed):
 
     MEMORY = 0.98
     """How much of its weight an observation keeps with every later one; a round has one for each row."""
-    ROUNDS = 12
-    """Rounds with the longest draft that the first batch begins with, to learn what is accepted."""
+    DRAFTS = 12
+    """Longest drafts, counted by rows, that the first batches begin with, to learn what is accepted."""
     TRIALS = 3
     """Rounds with the longest draft and without one that every new batch size begins with, to learn the costs."""
     CATCHING_UP = 8
-    """Plain rounds after which the next draft's time is not counted: it reads what they committed."""
-    RETRY = 64
-    """Rounds after which plain decoding tries the longest draft again; a quarter of that after shorter drafts."""
+    """Plain rounds after which the next draft's time says nothing about later ones: it reads what they committed."""
+    EXPLORE = 0.01
+    """The share of all time that trying other lengths may lose."""
 
     def __init__(self, k: int) -> None:
         super().__init__(k)
         self._costs: dict[int, _Costs] = defaultdict(_Costs)
         self._accepted = [0.0] * k
         self._drafted = [0.0] * k
-        self._tries = self._since_try = 0
+        self._drafts = 0
+        self._lost_s = 0.0
+        self._best = self._asked = self._next_try = k
         self._batch = 1
         self._unread = 0
-        self._asked = 0
 
     def start(self, batch_size: int) -> None:
         """Keeps what is known of costs and acceptance."""
@@ -200,17 +202,14 @@ class Expected(Fixed):
         costs = self._costs[self._size]
         trials = {k: len(costs.seconds.get(k, ())) for k in (self.k, 0)}
         fewest = min(trials, key=lambda k: trials[k])
-        self._since_try += 1
         if trials[fewest] < self.TRIALS:
-            self._asked = fewest
-        elif self._tries < self.ROUNDS:
-            self._asked = self.k
+            self._best = self._asked = fewest
+        elif self._drafts < self.DRAFTS:
+            self._best = self._asked = self.k
         else:
-            self._asked = max(range(self.k + 1), key=lambda k: (self._tokens(k) / costs.of(k), -k))
-            if self._since_try >= (self.RETRY // 4 if self._asked else self.RETRY):
-                self._asked = self.k
-        if self._asked == self.k:
-            self._tries, self._since_try = self._tries + 1, 0
+            self._best = self._asked = max(range(self.k + 1), key=lambda k: (self._rate(k), -k))
+            if self._lost_s <= 0.0:
+                self._asked, self._next_try = self._next_try, self.k - self._next_try
         return self._asked
 
     @property
@@ -222,13 +221,23 @@ class Expected(Fixed):
         shares = (a / d if d else 0.0 for a, d in zip(self._accepted[:k], self._drafted[:k], strict=True))
         return 1.0 + sum(shares)
 
+    def _rate(self, k: int) -> float:
+        """Expected tokens of a row per second, with `k` drafted tokens a round."""
+        return self._tokens(k) / self._costs[self._size].of(k)
+
     def observe(self, step: Step, *, draft_s: float, verify_s: float) -> None:
         """Adds a round to costs and acceptance."""
+        seconds = draft_s + verify_s
+        if self._asked == self._best:
+            self._lost_s = max(self._lost_s - self.EXPLORE * seconds, 0.0)
+        else:
+            self._lost_s += max(seconds - self._tokens(self._asked) / self._rate(self._best), 0.0)
         # A draft that first reads a prompt, or what many plain rounds committed, costs more than the next one will.
         if not (self._asked and self._unread >= self.CATCHING_UP):
-            self._costs[self._size].add(self._asked, draft_s + verify_s)
+            self._costs[self._size].add(self._asked, seconds)
         self._unread = 0 if self._asked else self._unread + 1
         rows = [accepted for accepted, tokens in zip(step.accepted, step.tokens, strict=True) if tokens]
+        self._drafts += len(rows) if self._asked == self.k else 0
         kept = self.MEMORY ** len(rows)
         for place in range(self._asked):
             self._accepted[place] = kept * self._accepted[place] + sum(accepted > place for accepted in rows)

@@ -88,12 +88,13 @@ def test_expected_finds_the_best_length(chance: float, draft_s: float, token_s: 
 
 
 def test_expected_decodes_plainly_while_speculation_does_not_pay() -> None:
-    """Guards the promise never to be slower than plain decoding: drafts that are never accepted are tried in less
-    than 2 % of all rounds, and drafting comes back when it pays again."""
-    policy = Expected(8)
-    policy.start(1)
-    asked = simulate(policy, chance=0.0, draft_s=0.1, token_s=0.05, rounds=700)
-    assert sum(k > 0 for k in asked[20:]) <= 0.02 * 680
+    """Guards the promise never to be slower than plain decoding: drafts that are never accepted cost 1 % of the
+    time, whatever each of them costs, and drafting comes back when it pays again."""
+    for draft_s in (0.01, 0.1, 1.0):
+        policy = Expected(8)
+        policy.start(1)
+        asked = simulate(policy, chance=0.0, draft_s=draft_s, token_s=0.05, rounds=1000)
+        assert sum(asked[20:]) * (draft_s + 0.05) <= 0.015 * 980
     asked = simulate(policy, chance=1.0, draft_s=0.01, token_s=0.0, rounds=2000)
     assert asked[-20:].count(8) >= 19
 
@@ -103,11 +104,11 @@ def test_expected_learns_from_drafts_that_are_less_deep_than_asked_for() -> None
     policy = Expected(8)
     policy.start(1)
     asked = simulate(policy, chance=0.0, draft_s=0.1, token_s=0.05, rounds=300, deepest=3)
-    assert sum(k > 0 for k in asked[20:]) <= 0.02 * 280
+    assert sum(min(k, 3) for k in asked[20:]) * 0.15 <= 0.015 * 280
     policy = Expected(8)
     policy.start(1)
     asked = simulate(policy, chance=1.0, draft_s=0.01, token_s=0.01, rounds=300, deepest=3)
-    assert min(asked[20:]) >= 3
+    assert sum(k >= 3 for k in asked[20:]) >= 0.98 * 280
 
 
 def test_expected_learns_each_batch_size_and_keeps_it() -> None:
