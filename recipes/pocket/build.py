@@ -15,11 +15,11 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import corpus
-from paradraft.models.loading import Runtime, computes_bf16, load_target
+from paradraft.models.loading import Runtime, computes_bf16, load_model, load_target
 from paradraft.train.checkpoint import save_model
 from paradraft.train.recipe import load_recipe
 from paradraft.train.run import run_with_display
-from pretrain import PretrainConfig, pretrain, whole_rows, windows
+from pretrain import PretrainConfig, pretrain, windows
 from tokenizer import train_tokenizer
 from write_text import ANSWER_TOKENS, PROMPT_TOKENS, save_jsonl, write_text
 
@@ -34,14 +34,13 @@ TARGET = {
     "head_dim": 64,
     "intermediate_size": 864,
 }
-DRAFT = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "head_dim": 32, "intermediate_size": 384}
-TARGET_RUN = PretrainConfig(steps=1800, seed=1)
-DRAFT_RUN = PretrainConfig(steps=700, tokens_per_step=1920, seed=2)
-TEXTS = 3072
-DRAFT_TEXTS = 1536
+DRAFT = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 6, "head_dim": 32, "intermediate_size": 576}
+LIBRARY_RUN = PretrainConfig(steps=1800, seed=1)
+PACKAGES_RUN = PretrainConfig(steps=3000, seed=4, muon_lr=1.5e-2, adamw_lr=1.5e-3, save_every=100)
+TEXTS = 4096
 SHIPPED_TEXTS = 640
-TEMPERATURE = 0.7
-RECIPE = Path(__file__).with_name("pard.yaml")
+TEMPERATURES = (0.0, 0.7, 0.7, 0.9)
+RECIPES = Path(__file__).parent
 
 
 def new_model(shape: dict[str, int]) -> Qwen3ForCausalLM:
@@ -87,47 +86,46 @@ def build_tokenizer(out: Path) -> PreTrainedTokenizerFast:
 
 
 def build_target(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> None:
-    """Trains the target on the standard library."""
-    if (out / "target" / "config.json").exists():
-        return
-    train, held_out = corpus.read_library()
-    random.Random(SEED).shuffle(train)
-    stream = tokenized(tokenizer, [d.text for d in train])
+    """Trains the target on the standard library, then on the library and on packages."""
+    library, held_out = corpus.read_library()
     held = tokenized(tokenizer, [d.text for d in held_out])
-    print(f"target: {len(stream):,} tokens to learn, {len(held):,} held out", flush=True)
-    model = pretrain(
-        new_model(TARGET).to(device), windows(stream, TARGET_RUN), held, TARGET_RUN, out / "work" / "target"
-    )
-    save(model, tokenizer, out / "target")
+    half_way = out / "work" / "library"
+    for folder, texts, run in ((half_way, [], LIBRARY_RUN), (out / "target", corpus.read_packages(), PACKAGES_RUN)):
+        if (folder / "config.json").exists():
+            continue
+        documents = library + texts
+        random.Random(SEED).shuffle(documents)
+        stream = tokenized(tokenizer, [d.text for d in documents])
+        print(f"target: {len(stream):,} tokens to learn, {len(held):,} held out", flush=True)
+        model = load_model(str(half_way), Runtime()) if texts else new_model(TARGET)
+        state = out / "work" / f"{folder.name}-run"
+        save(pretrain(model.to(device), windows(stream, run), held, run, state), tokenizer, folder)
 
 
-def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> torch.Tensor:
-    """Lets the target write."""
+def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> None:
+    """Lets the target go on with excerpts of the library."""
+    if (out / "text.jsonl").exists():
+        return
     dtype = "bfloat16" if computes_bf16(torch.device(device)) else "float32"
     runtime = Runtime(device=device, dtype=dtype, pad_to=2, capacity=PROMPT_TOKENS + ANSWER_TOKENS)
     target = load_target(str(out / "target"), runtime)
     train, _ = corpus.read_library()
     random.Random(SEED).shuffle(train)
     stream = tokenized(tokenizer, [d.text for d in train])
-    tokens = write_text(target, stream, out / "work" / "text.pt", texts=TEXTS, temperature=TEMPERATURE, seed=SEED)
+    tokens = write_text(target, stream, out / "work" / "text.pt", texts=TEXTS, temperatures=TEMPERATURES, seed=SEED)
     save_jsonl(tokens, tokenizer, out / "work" / "text.jsonl")
     save_jsonl(tokens[:SHIPPED_TEXTS], tokenizer, out / "text.jsonl")
-    return tokens
 
 
-def build_draft(out: Path, tokenizer: PreTrainedTokenizerFast, texts: torch.Tensor, device: str) -> None:
-    """Trains the draft, from nothing, on what the target wrote."""
-    if (out / "draft" / "config.json").exists():
-        return
-    learn, held = texts[: DRAFT_TEXTS - 64], texts[DRAFT_TEXTS - 64 : DRAFT_TEXTS].flatten()
-    model = pretrain(new_model(DRAFT).to(device), whole_rows(learn, DRAFT_RUN), held, DRAFT_RUN, out / "work" / "draft")
-    save(model, tokenizer, out / "draft")
-
-
-def build_pard(out: Path, device: str) -> None:
-    """Adapts the draft with the library's own trainer."""
-    overrides = [f"model={out / 'draft'}", f"data=[{out / 'work' / 'text.jsonl'}]", f"out={out / 'pard'}"]
-    run_with_display(load_recipe(RECIPE, [*overrides, f"device={device}"]))
+def build_drafts(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> None:
+    """Trains the draft, from nothing, on what the target wrote, and adapts it; both with the library's own trainer."""
+    fresh = out / "work" / "fresh"
+    if not (fresh / "config.json").exists():
+        save(new_model(DRAFT), tokenizer, fresh)
+    for name, model in (("draft", fresh), ("pard", out / "draft")):
+        files = [f"model={model}", f"teacher={out / 'target'}", f"data=[{out / 'work' / 'text.jsonl'}]"]
+        recipe = load_recipe(RECIPES / f"{name}.yaml", [*files, f"out={out / name}", f"device={device}"])
+        run_with_display(recipe)
 
 
 def main() -> None:
@@ -140,8 +138,8 @@ def main() -> None:
     (args.out / "work").mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(args.out)
     build_target(args.out, tokenizer, args.device)
-    build_draft(args.out, tokenizer, build_text(args.out, tokenizer, args.device), args.device)
-    build_pard(args.out, args.device)
+    build_text(args.out, tokenizer, args.device)
+    build_drafts(args.out, tokenizer, args.device)
     if args.install:
         for name in ("target", "draft", "pard"):
             shutil.copytree(args.out / name, POCKET / name, dirs_exist_ok=True, ignore=lambda *_: {"checkpoint"})

@@ -1,7 +1,8 @@
-"""The text the pocket family learns: Python's own standard library.
+"""The text the pocket family learns: Python's standard library, and packages that paradraft installs.
 
-Every installation has it, so nothing is downloaded. Whole modules are held out; the prompts that
-benchmarks and the demo use come from those modules alone, so no model of the family has seen them.
+Every installation has both, so nothing is downloaded. Whole modules of the library are held out; the
+prompts that benchmarks and the demo use come from those modules alone, so no model of the family has
+seen them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ HELD_OUT = (
     "shelve.py", "shlex.py", "statistics.py", "string.py", "textwrap.py", "timeit.py", "zipapp.py",
 )  # fmt: skip
 SKIPPED = ("test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "site-packages", "__pycache__")
+PACKAGES = (
+    "networkx", "numpy", "matplotlib", "huggingface_hub", "jinja2", "fsspec", "PIL", "rich", "typer", "click",
+    "packaging", "tqdm", "filelock", "anyio", "hypothesis", "_pytest", "transformers",
+)  # fmt: skip
+SKIPPED_IN_PACKAGES = ("test", "tests", "testing", "models", "_vendor")
 MAX_FILE_BYTES = 200_000
 
 
@@ -35,19 +41,38 @@ def read_library() -> tuple[list[Document], list[Document]]:
         (training documents, held-out documents), each sorted by file name.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    train: list[Document] = []
-    held_out: list[Document] = []
-    for path in sorted(root.rglob("*.py")):
+    documents = _read(root, root, SKIPPED)
+    train = [document for document in documents if document.name not in HELD_OUT]
+    return train, [document for document in documents if document.name in HELD_OUT]
+
+
+def read_packages() -> list[Document]:
+    """The modules of `PACKAGES`, package by package.
+
+    Raises:
+        FileNotFoundError: one is not installed.
+    """
+    root = Path(sysconfig.get_paths()["purelib"])
+    documents = []
+    for package in PACKAGES:
+        if not (root / package).is_dir():
+            raise FileNotFoundError(f"{package} is not installed: `make setup` installs what the pocket family learns")
+        documents += _read(root / package, root, SKIPPED_IN_PACKAGES)
+    return documents
+
+
+def _read(folder: Path, root: Path, skipped: tuple[str, ...]) -> list[Document]:
+    """All readable modules in a folder, sorted by file name; names are relative to `root`."""
+    documents = []
+    for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(root)
-        if any(part in SKIPPED for part in name.parts) or not 200 < path.stat().st_size < MAX_FILE_BYTES:
+        if any(part in skipped for part in name.parts) or not 200 < path.stat().st_size < MAX_FILE_BYTES:
             continue
         try:
-            text = path.read_text(encoding="utf-8")
+            documents.append(Document(name=str(name), text=path.read_text(encoding="utf-8")))
         except UnicodeDecodeError:
             continue
-        document = Document(name=str(name), text=text)
-        (held_out if str(name) in HELD_OUT else train).append(document)
-    return train, held_out
+    return documents
 
 
 def function_prompts(document: Document, *, max_chars: int = 500) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Trains one causal LM from nothing on a stream of tokens (target and draft alike).
+"""Trains a causal LM on a stream of tokens.
 
 Muon for the matrices, AdamW for embeddings and norms, warm-up and linear decay to zero: on CPU many
 small steps of about two thousand tokens beat few large ones. Windows are drawn by (seed, step), so
@@ -57,21 +57,6 @@ def windows(stream: torch.Tensor, config: PretrainConfig) -> Callable[[int], tor
     return batch
 
 
-def whole_rows(texts: torch.Tensor, config: PretrainConfig) -> Callable[[int], torch.Tensor]:
-    """Batches of random rows of `[n, T]` texts of one length.
-
-    Returns:
-        A function from the step to `[tokens_per_step / T, T]` token ids.
-    """
-
-    def batch(step: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-        rows = torch.randint(len(texts), (config.tokens_per_step // texts.shape[1],), generator=generator)
-        return texts[rows]
-
-    return batch
-
-
 @torch.no_grad()
 def evaluate(model: PreTrainedModel, stream: torch.Tensor, *, window: int = 256, most: int = 64) -> float:
     """Mean cross-entropy in nats per token over the first `most` windows of held-out text."""
@@ -95,8 +80,8 @@ def pretrain(
     """Trains `model` in place; resumes from `folder/state.pt` if it is there.
 
     Args:
-        model: a freshly initialised causal LM in float32, on the device to train on.
-        batch_of_step: `windows` or `whole_rows`.
+        model: a causal LM in float32, on the device to train on.
+        batch_of_step: from the step to `[rows, window + 1]` token ids, as `windows` makes it.
         held_out: `[m]` token ids of the held-out text.
         config: the run.
         folder: where `state.pt` and `log.txt` go.

@@ -24,7 +24,7 @@ BATCH = 64
 
 
 def write_text(
-    target: Target, stream: torch.Tensor, file: Path, *, texts: int, temperature: float, seed: int
+    target: Target, stream: torch.Tensor, file: Path, *, texts: int, temperatures: tuple[float, ...], seed: int
 ) -> torch.Tensor:
     """Samples continuations of random windows of the training text, with our own batched decoding.
 
@@ -35,7 +35,7 @@ def write_text(
         stream: `[n]` token ids that prompts are cut from.
         file: where the `[n, PROMPT_TOKENS + ANSWER_TOKENS]` token ids go.
         texts: how many texts.
-        temperature: of the sampling.
+        temperatures: of the sampling; the texts of a batch take them in turn.
         seed: of prompts and sampling.
 
     Returns:
@@ -43,12 +43,16 @@ def write_text(
     """
     batches: list[torch.Tensor] = list(torch.load(file).split(BATCH)) if file.exists() else []
     while len(batches) * BATCH < texts:
-        sampling = Sampling(temperature=temperature, seed=seed + len(batches))
-        generator = torch.Generator().manual_seed(sampling.seed)
+        first = len(batches) * BATCH
+        sampling = tuple(
+            Sampling(temperature=temperatures[row % len(temperatures)], seed=seed + row)
+            for row in range(first, first + BATCH)
+        )
+        generator = torch.Generator().manual_seed(seed + first)
         starts = torch.randint(len(stream) - PROMPT_TOKENS, (BATCH,), generator=generator).tolist()
         prompts = torch.stack([stream[start : start + PROMPT_TOKENS] for start in starts])
         stops = Stops(limits=[ANSWER_TOKENS] * BATCH, eos_ids=frozenset())
-        prompt = Prompt(tokens=prompts.to(target.lm.device), sampling=(sampling,) * BATCH)
+        prompt = Prompt(tokens=prompts.to(target.lm.device), sampling=sampling)
         steps = decode(target, NoDrafter(), prompt, match.verify, stops=stops, lengths=Fixed(0), clock=Clock())
         answers = torch.cat([torch.tensor(step.tokens) for step in steps], dim=1)
         batches.append(torch.cat([prompts, answers], dim=1))

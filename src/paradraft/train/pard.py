@@ -41,9 +41,17 @@ class Batch:
 
 
 def collate(
-    samples: list[Sample], mask_id: int, *, k: int, r: float, r_min: float, generator: torch.Generator
+    samples: list[Sample], mask_id: int | None, *, k: int, r: float, r_min: float, generator: torch.Generator
 ) -> Batch:
     """Drops rows by COD and puts the rest of several samples side by side.
+
+    Args:
+        samples: what to learn.
+        mask_id: the mask token; None where k is 1 and no row holds one.
+        k: depths.
+        r: as in `conditional_drop`.
+        r_min: as in `conditional_drop`.
+        generator: source of the random choice of rows.
 
     Memory is that of the kept rows: `[S, R, R]` booleans with R about 3.4 N at the defaults, never
     (K N)².
@@ -65,7 +73,9 @@ def collate(
         real = torch.tensor(sample.tokens)
         texts[s, : len(real) - 1] = real[:-1]
         is_label = torch.tensor(sample.is_label)
-        tokens[s, :R] = torch.where(rows.depth == 0, real[rows.position], mask_id)
+        tokens[s, :R] = (
+            real[rows.position] if mask_id is None else torch.where(rows.depth == 0, real[rows.position], mask_id)
+        )
         positions[s, :R] = rows.position
         depths[s, :R] = rows.depth
         labels[s, :R] = torch.where(is_label[rows.position + 1], real[rows.position + 1], IGNORED)

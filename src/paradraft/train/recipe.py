@@ -24,7 +24,11 @@ class PardRecipe(BaseModel):
     model: str = Field(description="the draft to adapt: a Hugging Face id, a folder, or pocket")
     data: list[Path] = Field(min_length=1, description="text or JSONL files")
     out: Path = Field(description="where the drafter goes")
-    k: int = Field(default=8, ge=1, description="tokens that one draft pass learns to predict")
+    k: int = Field(
+        default=8,
+        ge=1,
+        description="tokens that one draft pass learns to predict; 1 trains an ordinary draft, without a mask token",
+    )
     r: float = Field(default=0.7, gt=0, le=1, description="COD: share of rows kept from depth to depth")
     r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any depth")
     teacher: str | None = Field(

@@ -20,10 +20,10 @@ class Teacher:
     Args:
         model: with the drafter's tokenizer.
         vocab_size: ids from here on are never chosen in decoding, so they get no probability.
-        mask_id: the drafter's mask token, which is never chosen either.
+        mask_id: the drafter's mask token, if it has one; it is never chosen either.
     """
 
-    def __init__(self, model: PreTrainedModel, *, vocab_size: int, mask_id: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, vocab_size: int, mask_id: int | None) -> None:
         model.requires_grad_(False)
         self.model = model
         self.vocab_size = min(vocab_size, model.config.vocab_size)
@@ -45,7 +45,7 @@ class Teacher:
         place, which = (sample * batch.texts.shape[1] + batch.positions[sample, row]).unique(return_inverse=True)
         hidden = self.model.model(input_ids=batch.texts, use_cache=False).last_hidden_state.flatten(0, 1)
         logits = self.model.lm_head(hidden[place])[:, : self.vocab_size].float()
-        if self.mask_id < self.vocab_size:
+        if self.mask_id is not None and self.mask_id < self.vocab_size:
             logits[:, self.mask_id] = -torch.inf
         answers = logits.new_zeros(len(place), width)
         answers[:, : self.vocab_size] = logits.softmax(-1)
@@ -53,14 +53,14 @@ class Teacher:
 
 
 def load_teacher(
-    name: str, tokenizer: PreTrainedTokenizerBase, *, mask_id: int, longest: int, runtime: Runtime
+    name: str, tokenizer: PreTrainedTokenizerBase, *, mask_id: int | None, longest: int, runtime: Runtime
 ) -> Teacher:
     """Loads a teacher for a drafter.
 
     Args:
         name: a Hugging Face id, a folder, or "pocket".
         tokenizer: the drafter's.
-        mask_id: the drafter's mask token.
+        mask_id: the drafter's mask token, if it has one.
         longest: most tokens of a sample.
         runtime: device and dtype.
 

@@ -76,8 +76,8 @@ def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
     tokenizer = load_tokenizer(base)
     samples = load_samples(recipe.data, tokenizer, max_length=recipe.max_length)
     model = load_model(base, Runtime(device=recipe.device, dtype="float32"))
-    mask_id = pard.add_mask_token(model, tokenizer, recipe.mask_token_id)
-    if any(mask_id in sample.tokens for sample in samples):
+    mask_id = pard.add_mask_token(model, tokenizer, recipe.mask_token_id) if recipe.k > 1 else None
+    if mask_id is not None and any(mask_id in sample.tokens for sample in samples):
         raise ValueError(f"the mask token {mask_id} occurs in the data: choose another mask_token_id")
     in_bf16 = computes_bf16(model.device) if recipe.bf16 is None else recipe.bf16
     teacher = None

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from paradraft import load
 from paradraft.models.loading import Runtime
 from paradraft.train import trainer
-from paradraft.train.data import Sample
+from paradraft.train.data import Sample, load_samples
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.trainer import Progress, is_trained, samples_of_step, train_pard
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
@@ -79,6 +79,21 @@ def test_the_result_is_a_pard_drafter_and_an_ordinary_model(family: Path, tmp_pa
     assert engine.drafter.mask_id == VOCAB
     plain = load(target, runtime=exact).generate("hello", max_new_tokens=12).tokens
     assert engine.generate("hello", max_new_tokens=12).tokens == plain
+
+
+def test_k_of_one_trains_an_ordinary_draft(family: Path, tmp_path: Path) -> None:
+    """Guards the ordinary drafts of a family: the loss is plain next-token cross-entropy, and no mask token appears."""
+    recipe = recipe_for(family, tmp_path, k=1, steps=1, samples_per_step=1)
+    reports: list[Progress] = []
+    train_pard(recipe, reports.append)
+    samples = load_samples(recipe.data, tiny_tokenizer(), max_length=recipe.max_length)
+    (sample,) = samples_of_step(samples, recipe, 0)
+    before = AutoModelForCausalLM.from_pretrained(family / "draft", dtype=torch.float32)
+    tokens = torch.tensor([sample.tokens])
+    assert reports[0].loss == pytest.approx(before(tokens, labels=tokens).loss.item(), abs=1e-6)
+    config = json.loads((recipe.out / "config.json").read_text())
+    assert not {"pard_token", "mask_token_id", "spd_type"} & config.keys()
+    assert config["vocab_size"] == before.config.vocab_size
 
 
 def test_training_lowers_the_loss_at_every_depth(family: Path, tmp_path: Path) -> None:
