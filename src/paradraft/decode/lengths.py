@@ -161,7 +161,7 @@ class Expected(Fixed):
 
     With a_i the share of recent rounds that accepted position i when asked for as many, and T(k) the
     measured time of a round that is asked for k tokens, it drafts the k for which
-    (1 + a_1 + … + a_k) / T(k) is largest. T is learnt for each batch size (in powers of two) in a few
+    (1 + a_1 + … + a_k) / T(k) is largest, if that is `GAIN` times as much as without a draft. T is learnt for each batch size (in powers of two) in a few
     rounds with the most and with no tokens. Later both are tried again in turn, as often as the time
     that such a round loses stays within `EXPLORE` of all time. What was learnt stays for the next
     batch.
@@ -178,6 +178,9 @@ class Expected(Fixed):
     """Rounds with the longest draft and without one that every new batch size begins with, to learn the costs."""
     CATCHING_UP = 8
     """Plain rounds after which the next draft's time says nothing about later ones: it reads what they committed."""
+    GAIN = 1.05
+    """How many times as fast as plain decoding drafting has to be: that the drafter first reads the prompt, and what
+    noise makes of the times, is not in T."""
     EXPLORE = 0.01
     """The share of all time that trying other lengths may lose."""
 
@@ -207,7 +210,8 @@ class Expected(Fixed):
         elif self._drafts < self.DRAFTS:
             self._best = self._asked = self.k
         else:
-            self._best = self._asked = max(range(self.k + 1), key=lambda k: (self._rate(k), -k))
+            best = max(range(1, self.k + 1), key=lambda k: (self._rate(k), -k))
+            self._best = self._asked = best if self._rate(best) > self.GAIN * self._rate(0) else 0
             if self._lost_s <= 0.0:
                 self._asked, self._next_try = self._next_try, self.k - self._next_try
         return self._asked
