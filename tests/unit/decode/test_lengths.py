@@ -90,13 +90,30 @@ def test_expected_finds_the_best_length(chance: float, draft_s: float, token_s: 
 def test_expected_decodes_plainly_while_speculation_does_not_pay() -> None:
     """Guards the promise never to be slower than plain decoding: drafts that are never accepted cost 1 % of the
     time, whatever each of them costs, and drafting comes back when it pays again."""
-    for draft_s in (0.01, 0.1, 1.0):
+    for draft_s in (0.01, 1.0, 0.1):
         policy = Expected(8)
         policy.start(1)
         asked = simulate(policy, chance=0.0, draft_s=draft_s, token_s=0.05, rounds=1000)
-        assert sum(asked[20:]) * (draft_s + 0.05) <= 0.015 * 980
+        assert sum(asked[40:]) * (draft_s + 0.05) <= 0.015 * 960
     asked = simulate(policy, chance=1.0, draft_s=0.01, token_s=0.0, rounds=2000)
     assert asked[-20:].count(8) >= 19
+
+
+def test_expected_is_not_misled_by_a_machine_that_slows_down() -> None:
+    """Guards against times of one length from a fast minute held against times of another from a slow one: speculation
+    never pays here, however slow the machine, and tries lose no more than 2 % of the time."""
+    policy = Expected(8)
+    policy.start(1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = seconds = 0.0
+    for number in range(3000):
+        k = policy.next()
+        accepted = int((torch.rand(k, generator=generator) < 0.7).long().cumprod(0).sum())
+        cost = 1.0 + (1.5 if k else 0.0) + 0.15 * k
+        policy.observe(step([accepted], [k]), draft_s=0.0, verify_s=cost * (1 + number / 1000 + number // 60 % 2))
+        if number >= 100:
+            tokens, seconds = tokens + 1 + accepted, seconds + cost
+    assert tokens / seconds >= 0.98, "plain decoding yields 1"
 
 
 def test_expected_learns_from_drafts_that_are_less_deep_than_asked_for() -> None:
@@ -104,11 +121,11 @@ def test_expected_learns_from_drafts_that_are_less_deep_than_asked_for() -> None
     policy = Expected(8)
     policy.start(1)
     asked = simulate(policy, chance=0.0, draft_s=0.1, token_s=0.05, rounds=300, deepest=3)
-    assert sum(min(k, 3) for k in asked[20:]) * 0.15 <= 0.015 * 280
+    assert sum(min(k, 3) for k in asked[40:]) * 0.15 <= 0.015 * 260
     policy = Expected(8)
     policy.start(1)
     asked = simulate(policy, chance=1.0, draft_s=0.01, token_s=0.01, rounds=300, deepest=3)
-    assert sum(k >= 3 for k in asked[20:]) >= 0.98 * 280
+    assert sum(k >= 3 for k in asked[40:]) >= 0.98 * 260
 
 
 def test_expected_learns_each_batch_size_and_keeps_it() -> None:
