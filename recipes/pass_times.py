@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from paradraft.bench.machine import describe_machine
 from paradraft.bench.report import write_json
 from paradraft.core import GREEDY, Prompt
+from paradraft.machine import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import POCKET, Runtime, load_draft_lm, load_target, locate
 

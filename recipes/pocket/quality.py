@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 import corpus
 from build import POCKET, tokenized
-from paradraft.bench.machine import describe_machine
 from paradraft.bench.report import write_json
+from paradraft.machine import describe_machine
 from paradraft.models.loading import Runtime, load_model
 from pretrain import evaluate
 

@@ -9,11 +9,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paradraft.train import run, trainer
+from paradraft.train import run
+from paradraft.train.progress import Progress
 from tests.conftest import VOCAB
 from tests.e2e.conftest import EXACT, INTERRUPTED, Paradraft, assert_mistake
 
 STEPS = 6
+PARTS = 3
+"""Files that one checkpoint calls `torch.save` for."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.fixture
@@ -31,6 +38,7 @@ def recipe(family: Path, tmp_path: Path) -> Path:
         lr: 1e-3
         warmup_steps: 1
         bf16: false
+        device: cpu
         log_every: 1
         save_every: 2
         """,
@@ -69,7 +77,7 @@ def test_interrupted_training_resumes(
     assert paradraft("train", "pard", recipe, f"out={whole}").code == 0
     line = run._line
 
-    def stop_at_step_5(progress: trainer.Progress) -> str:
+    def stop_at_step_5(progress: Progress) -> str:
         if progress.step == 5:
             raise KeyboardInterrupt
         return line(progress)
@@ -79,7 +87,8 @@ def test_interrupted_training_resumes(
         first = paradraft("train", "pard", recipe, f"out={stopped}")
     assert first.code == INTERRUPTED
     assert first.err == "paradraft: interrupted\n"
-    assert sorted(file.name for file in stopped.rglob("*") if file.is_file()) == ["recipe.json", "state.pt"]
+    assert [place.name for place in (stopped / "checkpoint").iterdir()] == ["step-00000004"]
+    assert not (stopped / "config.json").exists()
     second = paradraft("train", "pard", recipe, f"out={stopped}")
     assert second.code == 0
     assert [text in second.out for text in ("step 4/", "step 5/", "step 6/")] == [False, True, True]
@@ -95,12 +104,12 @@ def test_stop_while_a_checkpoint_is_written(
     out = tmp_path / "drafter"
     save, saved = torch.save, list[int]()
 
-    def save_half(state: dict[str, object], file: Path) -> None:
+    def save_half(state: dict[str, object], file: Path, **settings: object) -> None:
         saved.append(1)
-        if len(saved) == 2:
+        if len(saved) == PARTS + 1:
             Path(file).write_bytes(b"half")
             raise KeyboardInterrupt
-        save(state, file)
+        save(state, file, **settings)
 
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", save_half)
@@ -116,16 +125,16 @@ def test_checkpoint_of_another_recipe(
     """Guards against mixing two runs: the old checkpoint is neither used nor overwritten."""
     out = tmp_path / "drafter"
 
-    def stop(progress: trainer.Progress) -> str:
+    def stop(progress: Progress) -> str:
         if progress.step == 3:
             raise KeyboardInterrupt
         return ""
 
     monkeypatch.setattr(run, "_line", stop)
     assert paradraft("train", "pard", recipe, f"out={out}").code == INTERRUPTED
-    before = (out / "checkpoint" / "state.pt").read_bytes()
+    before = contents(out)
     assert_mistake(paradraft("train", "pard", recipe, f"out={out}", "k=4"), "another recipe")
-    assert (out / "checkpoint" / "state.pt").read_bytes() == before
+    assert contents(out) == before
 
 
 @pytest.mark.parametrize(
@@ -136,6 +145,9 @@ def test_checkpoint_of_another_recipe(
         ("steps=many", "many"),
         ("lr=-1", "lr"),
         ("loss=none", "loss"),
+        ("teacher=/no/such/model", "/no/such/model"),
+        ("target=pocket", "nothing is held out"),
+        ("held_out=99", "held_out=99"),
         ("k", "'k'"),
         ("data=[x", "[x"),
         ("data=[no-such-file]", "no-such-file"),
@@ -157,7 +169,7 @@ def test_bad_recipe_value(paradraft: Paradraft, recipe: Path, tmp_path: Path, ov
         (b"model: [", "not YAML"),
         (b"just text", "key: value"),
         (b"", "key: value"),
-        (b"model: x\n", "'steps' is missing"),
+        (b"model: x\n", "'data' is missing"),
         (b"1: 2\n", "1"),
         (b"\xff\xfe\x00", "UTF-8"),
     ],

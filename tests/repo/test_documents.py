@@ -18,11 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from examples import new_drafter, quickstart
 
 from paradraft import Engine, Sampling, drafters, load
 from paradraft.api import drafter_names
 from paradraft.models.loading import Runtime
+from paradraft.train.recipe import PardRecipe
 from tests.contract import test_every_drafter as contract
 
 ROOT = Path(__file__).parents[2]
@@ -173,3 +175,16 @@ def test_new_drafter_drops_into_the_package(family: Path, tmp_path: Path, monkey
     contract.test_state_is_a_function_of_the_committed_tokens(family, "bigram")
     contract.test_rounds_without_a_draft_lose_nothing(family, "bigram")
     contract.test_ragged_batch_equals_single_rows(family, "bigram", None)
+
+
+def test_recipes_in_documents_are_recipes() -> None:
+    """Guards recipes that a reader copies: every key exists and fits the others."""
+    found = [
+        (document.name, yaml.safe_load(text))
+        for document in DOCUMENTS
+        for tag, text in blocks(document)
+        if tag.startswith("yaml")
+    ]
+    assert "training.md" in {name for name, _ in found}
+    for _, recipe in found:
+        PardRecipe.model_validate(recipe)

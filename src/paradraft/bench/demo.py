@@ -52,7 +52,7 @@ def recipe(out: Path, size: Size) -> PardRecipe:
         data=[pocket_folder("text.jsonl")],
         out=out,
         steps=size.steps,
-        loss="token_mean",
+        average="token_mean",
         samples_per_step=3,
         max_length=384,
         optimizer="muon",
@@ -61,6 +61,7 @@ def recipe(out: Path, size: Size) -> PardRecipe:
         warmup_steps=5,
         log_every=max(size.steps // 15, 1),
         save_every=30,
+        held_out=0,
     )
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from paradraft.api import check_draft, drafter_names, takes_draft
 from paradraft.bench.harness import check_batches, measure, summarize
-from paradraft.bench.machine import describe_machine
 from paradraft.bench.methods import Answerer, Method
 from paradraft.core import Drafter, Sampling
 from paradraft.engine import Engine
+from paradraft.machine import describe_machine
 from paradraft.models.loading import Runtime, load_target, pocket_folder
 from paradraft.models.target import Target
 from paradraft.prompts import read_prompts

@@ -80,9 +80,9 @@ def audit(
     Says PASS, PASS UP TO NUMERICAL TIES, or FAIL; the exit code of FAIL is 1. The last line is JSON.
     """
     from paradraft.bench.audit import FAIL, audit
-    from paradraft.bench.machine import describe_machine
     from paradraft.bench.report import findings, write_json
     from paradraft.bench.run import held_out_prompts
+    from paradraft.machine import describe_machine
 
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,

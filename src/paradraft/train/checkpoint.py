@@ -2,35 +2,83 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
+from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-def save_state(file: Path, state: dict[str, Any]) -> None:
-    """Replaces the checkpoint in one move; a stop while writing leaves the old one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_suffix(".new")
-    torch.save(state, new)
-    os.replace(new, file)
+STATE = "run.json"
+"""Inside a checkpoint: which run and how far; written last, so a checkpoint without it is not whole."""
 
 
-def load_state(file: Path, fingerprint: str) -> dict[str, Any] | None:
-    """The last checkpoint of this run, or None.
+class Checkpoints:
+    """The newest state of a run, in one folder; older ones go once a newer one is whole.
 
-    Raises:
-        ValueError: the checkpoint belongs to another recipe.
+    Args:
+        folder: where checkpoints live.
+        accelerator: what holds model and optimizers, on one device or many.
+        fingerprint: of the recipe.
     """
-    if not file.exists():
-        return None
-    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    if state["fingerprint"] != fingerprint:
-        raise ValueError(f"{file} belongs to another recipe: delete its folder, or choose another `out`")
-    return state
+
+    def __init__(self, folder: Path, accelerator: Accelerator, fingerprint: str) -> None:
+        self.folder = folder
+        self._accelerator = accelerator
+        self._fingerprint = fingerprint
+
+    def save(self, step: int, **state: object) -> None:
+        """Saves model, optimizers, and what else the run has to know to go on after a step."""
+        place = self.folder / f"step-{step:08d}"
+        if self._accelerator.is_main_process:
+            shutil.rmtree(place, ignore_errors=True)
+        self._accelerator.wait_for_everyone()
+        self._accelerator.save_state(str(place), safe_serialization=False)
+        self._accelerator.wait_for_everyone()
+        if self._accelerator.is_main_process:
+            known = {"fingerprint": self._fingerprint, "step": step, **state}
+            new = place / f"{STATE}.new"
+            new.write_text(json.dumps(known), encoding="utf-8")
+            os.replace(new, place / STATE)
+            for other in self.folder.glob("step-*"):
+                if other != place:
+                    shutil.rmtree(other, ignore_errors=True)
+
+    def load(self) -> dict[str, Any] | None:
+        """Brings model and optimizers back to the newest whole checkpoint.
+
+        Returns:
+            What `save` was told; None if there is no checkpoint.
+
+        Raises:
+            ValueError: it belongs to another recipe.
+        """
+        newest = self._newest()
+        if newest is None:
+            return None
+        state: dict[str, Any] = json.loads((newest / STATE).read_text(encoding="utf-8"))
+        self._accelerator.load_state(str(newest))
+        return state
+
+    def check(self) -> None:
+        """Raises ValueError if there is a checkpoint of another recipe."""
+        newest = self._newest()
+        if newest is not None:
+            found = json.loads((newest / STATE).read_text(encoding="utf-8"))["fingerprint"]
+            if found != self._fingerprint:
+                raise ValueError(
+                    f"{newest} belongs to another recipe: delete {self.folder.parent}, or choose another `out`"
+                )
+
+    def _newest(self) -> Path | None:
+        whole = [place for place in self.folder.glob("step-*") if (place / STATE).is_file()]
+        return max(whole, default=None)
+
+    def delete(self) -> None:
+        """Deletes all checkpoints."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -40,6 +88,11 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     shutil.rmtree(new, ignore_errors=True)
     model.save_pretrained(new)
     tokenizer.save_pretrained(new)
+    put_in_place(new, folder)
+
+
+def put_in_place(new: Path, folder: Path) -> None:
+    """Moves the files of a whole model folder into another, `config.json` last: it says that all others are there."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(new.iterdir(), key=lambda f: f.name == "config.json"):
         os.replace(file, folder / file.name)

@@ -52,4 +52,4 @@ def conditional_drop(
         position = candidates[choice]
         positions.append(position)
         depths.append(torch.full_like(position, depth))
-    return Rows(position=torch.cat(positions), depth=torch.cat(depths))
+    return Rows.of_sample(torch.cat(positions), torch.cat(depths))

@@ -1,22 +1,29 @@
-"""Training samples from plain text or JSONL.
+"""Training samples from text and conversations.
 
-A `.jsonl` file has one sample per line: `{"text": …}`, `{"prompt": …, "response": …}` or
-`{"messages": [{"role": …, "content": …}, …]}`. Any other file is one text. Of text every token is a label; of
-a prompt and its response only the response is, and the end-of-text behind it unless the record says
-`"finish_reason": "length"`; of a conversation the assistant's turns, as the model's chat template
-marks them.
+A record is `{"text": …}`, `{"prompt": …, "response": …}`, `{"messages": [{"role": …, "content": …}, …]}`,
+the same with ShareGPT's names (`conversations`, `from`, `value`), or `{"user": …, "assistant": …}`, one
+turn of a conversation. Of text every token is a label; of a prompt and its response only the response
+is, and the end-of-text behind it unless the record says `"finish_reason": "length"`; of a conversation
+the assistant's turns, all of them, as the model's chat template marks them.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+from paradraft.train.sources import records
+
+COLUMNS = ("text", "prompt", "response", "messages", "user", "assistant", "finish_reason")
+"""The names that a record's values may have."""
+SHARE_GPT = {"human": "user", "gpt": "assistant"}
+NAMED = 5
+"""How many samples a complaint names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,46 +42,58 @@ class Sample:
         assert len(self.tokens) == len(self.is_label)
 
 
-def load_samples(files: list[Path], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Sample]:
-    """Reads all files; long samples are split into pieces of at most `max_length` tokens.
+def load_samples(
+    sources: list[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    columns: dict[str, str] | None = None,
+    skip_unlabelled: bool = False,
+) -> list[Sample]:
+    """Reads all sources; long samples are split into pieces of at most `max_length` tokens.
+
+    Args:
+        sources: files, or Hugging Face datasets.
+        tokenizer: the model's, with its chat template.
+        max_length: most tokens of a sample.
+        columns: what the sources call `COLUMNS`, if otherwise.
+        skip_unlabelled: leave samples out in which nothing is a label.
 
     Raises:
-        ValueError: a file does not exist or is not text, a line is broken (named by number), or nothing in the
-            files is a label.
+        ValueError: a source does not exist or cannot be read, a record is broken (named by number), or
+            samples have nothing to learn.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the model's tokenizer has no end-of-text token, so the end of a text cannot be learned")
     samples: list[Sample] = []
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"training data {str(file)!r} does not exist")
-        try:
-            wholes = list(_read(file, tokenizer))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"training data {str(file)!r} is not UTF-8 text ({error.reason})") from None
-        for whole in wholes:
-            # Pieces overlap by one token, or the first token of a piece would be nobody's label.
-            for start in range(0, max(len(whole.tokens) - 1, 1), max_length - 1):
-                piece = slice(start, start + max_length)
-                if any(whole.is_label[piece][1:]):
-                    samples.append(Sample(tokens=whole.tokens[piece], is_label=whole.is_label[piece]))
+    unlabelled: list[str] = []
+    for source in sources:
+        for place, record in records(source):
+            renamed = {ours: record[theirs] for ours, theirs in (columns or {}).items() if theirs in record}
+            try:
+                whole = _from_record(record | renamed, tokenizer)
+            except (ValueError, TypeError, KeyError, TemplateError) as error:
+                raise ValueError(f"{place}: {error}") from None
+            pieces = list(_pieces(whole, max_length))
+            samples += pieces
+            if not pieces:
+                unlabelled.append(place)
+    if unlabelled and not skip_unlabelled:
+        some = ", ".join(unlabelled[:NAMED]) + (", …" if len(unlabelled) > NAMED else "")
+        raise ValueError(
+            f"nothing is a label in {len(unlabelled)} samples ({some}): remove them, or set skip_unlabelled=true"
+        )
     if not samples:
-        raise ValueError(f"nothing to learn in {', '.join(map(str, files))}: no sample has a token to predict")
+        raise ValueError(f"nothing to learn in {', '.join(map(str, sources))}: no sample has a token to predict")
     return samples
 
 
-def _read(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
-    if file.suffix != ".jsonl":
-        yield _from_text(file.read_text(encoding="utf-8"), tokenizer)
-        return
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield _from_record(json.loads(line), tokenizer)
-            except (ValueError, TypeError, KeyError, TemplateError) as error:
-                raise ValueError(f"{file}, line {number}: {error}") from None
+def _pieces(whole: Sample, max_length: int) -> Iterable[Sample]:
+    """Pieces of a sample that have a label; they overlap by one token, or a piece's first token would be nobody's."""
+    for start in range(0, max(len(whole.tokens) - 1, 1), max_length - 1):
+        piece = slice(start, start + max_length)
+        if any(whole.is_label[piece][1:]):
+            yield Sample(tokens=whole.tokens[piece], is_label=whole.is_label[piece])
 
 
 def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -84,6 +103,12 @@ def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> Sample:
         case {"prompt": str(prompt), "response": str(response)}:
             return _from_response(prompt, response, tokenizer, ended=record.get("finish_reason") != "length")
         case {"messages": [_, *_] as messages} if all(isinstance(message, dict) for message in messages):
+            return _from_messages(messages, tokenizer)
+        case {"conversations": [_, *_] as turns} if all(isinstance(turn, dict) for turn in turns):
+            messages = [{"role": SHARE_GPT.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+            return _from_messages(messages, tokenizer)
+        case {"user": str(user), "assistant": str(assistant)}:
+            messages = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
             return _from_messages(messages, tokenizer)
     raise ValueError('expected {"text": …}, {"prompt": …, "response": …} or {"messages": […]}')
 
@@ -108,8 +133,6 @@ def _from_messages(messages: list[dict[str, str]], tokenizer: PreTrainedTokenize
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     is_label = [bool(flag) for flag in encoded["assistant_masks"]]
-    if not any(is_label):
-        raise ValueError("the conversation has no assistant turn")
     return Sample(tokens=list(encoded["input_ids"]), is_label=is_label)
 
 
@@ -133,6 +156,4 @@ def _from_turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBa
         if whole[: len(after)] != after or after[: len(before)] != before:
             raise ValueError(f"message {index + 1}: the chat template rewrites it later, so it cannot be labelled")
         is_label[len(before) : len(after)] = [True] * (len(after) - len(before))
-    if not any(is_label):
-        raise ValueError("the conversation has no assistant turn")
     return Sample(tokens=whole, is_label=is_label)

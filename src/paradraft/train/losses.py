@@ -1,10 +1,14 @@
-"""The loss of parallel drafters: cross-entropy at every depth (An et al. 2025, Eq. 8).
+"""The losses of parallel drafters: how far each row's prediction is off, and how rows are weighed.
 
-Shape letters: R rows, V vocabulary.
+A row either learns the token of the text (cross-entropy, An et al. 2025, Eq. 8) or what a teacher
+expects there: a divergence of its own distribution q from the teacher's p.
+
+Shape letters: R rows, V vocabulary, K depths.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -12,42 +16,68 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
+"""The label of a row that has nothing to learn."""
+IMPOSSIBLE = -1e4
+"""A logit so low that its probability is 0, and its products with 0 are 0 and not NaN."""
 Reduction = Literal["per_depth", "token_mean"]
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
 
 
-def depth_cross_entropy(
-    logits_RV: Tensor, labels_R: Tensor, depths_R: Tensor, reduction: Reduction, teacher_RV: Tensor | None = None
-) -> Tensor:
-    """Cross-entropy in nats.
+def cross_entropy(logits_RV: Tensor, labels_R: Tensor) -> Tensor:
+    """`[R]` surprise in nats at the tokens of the text."""
+    return F.cross_entropy(logits_RV.float(), labels_R, reduction="none")
+
+
+def divergence(logits_RV: Tensor, teacher_RV: Tensor, kind: Divergence) -> Tensor:
+    """How far q is from the teacher's p, for each row; 0 where they agree.
+
+    - "forward_kl": KL(p ‖ q) in nats (Hinton et al. 2015); q covers all that the teacher may say.
+    - "reverse_kl": KL(q ‖ p); q keeps to what the teacher says most.
+    - "jensen_shannon": the mean of the KLs of p and q from their mixture; at most log 2.
+    - "total_variation": half the sum of |p - q|: the share of drafts that the rejection rule refuses
+      (Leviathan et al. 2023, Corollary 3.6).
 
     Args:
-        logits_RV: `[R, V]` predictions.
-        labels_R: `[R]` tokens to predict; `IGNORED` rows do not count.
-        depths_R: `[R]` depth of each row.
+        logits_RV: `[R, V]` the drafter's logits.
+        teacher_RV: `[R, V]` the teacher's logits; at most `IMPOSSIBLE` for tokens that are never
+            chosen in decoding, which then count for neither.
+        kind: which divergence.
+    """
+    never_RV = teacher_RV <= IMPOSSIBLE
+    p_RV = teacher_RV.float().masked_fill(never_RV, IMPOSSIBLE).log_softmax(-1)
+    q_RV = logits_RV.float().masked_fill(never_RV, IMPOSSIBLE).log_softmax(-1)
+    if kind == "forward_kl":
+        return _kl(p_RV, q_RV)
+    if kind == "reverse_kl":
+        return _kl(q_RV, p_RV)
+    if kind == "jensen_shannon":
+        mixture_RV = torch.logaddexp(p_RV, q_RV) - math.log(2)
+        return (_kl(p_RV, mixture_RV) + _kl(q_RV, mixture_RV)) / 2
+    return (p_RV.exp() - q_RV.exp()).abs().sum(-1) / 2
+
+
+def _kl(log_a_RV: Tensor, log_b_RV: Tensor) -> Tensor:
+    return (log_a_RV.exp() * (log_a_RV - log_b_RV)).sum(-1)
+
+
+def row_weights(labels_K: Tensor, reduction: Reduction, importance_K: Tensor) -> Tensor:
+    """What one row of each depth weighs in the loss, so that the loss is the weighted sum over all rows.
+
+    Args:
+        labels_K: `[K]` rows that have a label, at each depth, in the whole step.
         reduction: "per_depth" averages within each depth, then over the depths, as Eq. 8 does;
             "token_mean" averages over all rows, so that depths with fewer rows weigh less.
-        teacher_RV: `[R, V]` probabilities to predict in place of the tokens. The gradient is that
-            of the forward KL divergence from the teacher (Hinton et al. 2015).
+        importance_K: `[K]` what each depth weighs in that average.
+
+    Returns:
+        `[K]` weights; all 0 when there is no label.
+
+    >>> row_weights(torch.tensor([4, 2, 0]), "per_depth", torch.ones(3)).tolist()
+    [0.125, 0.25, 0.0]
+    >>> row_weights(torch.tensor([6, 2, 0]), "token_mean", torch.ones(3)).tolist()
+    [0.125, 0.125, 0.0]
     """
-    counted_R = (labels_R != IGNORED).float()
-    if teacher_RV is None:
-        each_R = F.cross_entropy(logits_RV.float(), labels_R, ignore_index=IGNORED, reduction="none")
-    else:
-        each_R = F.cross_entropy(logits_RV.float(), teacher_RV, reduction="none") * counted_R
-    if reduction == "token_mean":
-        return each_R.sum() / counted_R.sum().clamp(min=1)
-    depths = int(depths_R.max()) + 1
-    zeros = torch.zeros(depths, device=logits_RV.device)
-    total = zeros.index_add(0, depths_R, each_R)
-    count = zeros.index_add(0, depths_R, counted_R)
-    return (total / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1)
-
-
-@torch.no_grad()
-def depth_accuracy(logits_RV: Tensor, labels_R: Tensor, depths_R: Tensor, k: int) -> Tensor:
-    """`[2, k]` per depth: rows predicted correctly, rows counted."""
-    counted_R = labels_R != IGNORED
-    correct_R = (logits_RV.argmax(-1) == labels_R) & counted_R
-    zeros = torch.zeros(k, device=logits_RV.device)
-    both = [zeros.index_add(0, depths_R, hit.float()) for hit in (correct_R, counted_R)]
-    return torch.stack(both)
+    is_there_K = (labels_K > 0).float()
+    each_K = importance_K / labels_K.clamp(min=1) if reduction == "per_depth" else importance_K
+    total = (importance_K * (is_there_K if reduction == "per_depth" else labels_K)).sum()
+    return each_K * is_there_K / total.clamp(min=torch.finfo(torch.float32).tiny)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from paradraft.train.muon import Muon
 
@@ -36,6 +38,8 @@ class Optimizers:
         hidden: list[torch.nn.Parameter] = []
         rest: list[torch.nn.Parameter] = []
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             is_hidden = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
             (hidden if is_hidden else rest).append(parameter)
         self.warmup_steps = warmup_steps
@@ -50,6 +54,20 @@ class Optimizers:
 
     def _add(self, optimizer: torch.optim.Optimizer, lr: float) -> None:
         self._members.append((optimizer, lr))
+
+    def prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+        """Hands model and optimizers to accelerate, which spreads them over devices.
+
+        Raises:
+            ValueError: Muon, where weights are spread over processes: it needs whole matrices.
+        """
+        is_sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        if is_sharded and any(isinstance(optimizer, Muon) for optimizer, _ in self._members):
+            raise ValueError("optimizer=muon needs whole matrices, and FSDP spreads them: use optimizer=adamw")
+        prepared, *optimizers = accelerator.prepare(model, *(optimizer for optimizer, _ in self._members))
+        rates = [lr for _, lr in self._members]
+        self._members = list(zip(optimizers, rates, strict=True))
+        return prepared
 
     def factor(self, step: int) -> float:
         """The share of the highest learning rate at a step, counted from 0."""

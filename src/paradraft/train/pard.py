@@ -1,103 +1,118 @@
-"""Trains a PARD drafter: turns a causal LM into one that also predicts behind mask tokens."""
+"""PARD training: turns a causal LM into one that also predicts behind mask tokens.
+
+Shape letters: S groups of samples, R rows of a batch, M rows that have a label, m some of them, D
+width of the model, P places of the texts, E width of the teacher, K depths, V vocabulary.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.train.cod import conditional_drop
-from paradraft.train.data import Sample
-from paradraft.train.losses import IGNORED
-from paradraft.train.rows import Rows, attention_rule
+from paradraft.train.attention import attention_mask
+from paradraft.train.batch import Batch
+from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence
+from paradraft.train.teacher import Teacher
+
+LOGITS = 2**26
+"""Most logits that are in memory at a time: 256 MB in float32, and as much again for each step of the loss."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Rows of several samples, filled up to the same number.
-
-    Args:
-        tokens: `[S, R]` input ids: the real token, or the mask.
-        positions: `[S, R]` position ids.
-        depths: `[S, R]` depths.
-        labels: `[S, R]` the next token, or `IGNORED`.
-        sees: `[S, 1, R, R]` the attention rule.
-        texts: `[S, N]` the samples themselves, without their last token, filled up on the right with 0;
-            N is the longest's length.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    depths: Tensor
-    labels: Tensor
-    sees: Tensor
-    texts: Tensor
-
-    def to(self, device: torch.device) -> Batch:
-        """The same on another device."""
-        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
-
-
-def collate(
-    samples: list[Sample], mask_id: int | None, *, k: int, r: float, r_min: float, generator: torch.Generator
-) -> Batch:
-    """Drops rows by COD and puts the rest of several samples side by side.
+class Objective(nn.Module):
+    """The loss of a batch, as one module, so that whatever spreads models over devices can wrap it.
 
     Args:
-        samples: what to learn.
-        mask_id: the mask token; None where k is 1 and no row holds one.
-        k: depths.
-        r: as in `conditional_drop`.
-        r_min: as in `conditional_drop`.
-        generator: source of the random choice of rows.
-
-    Memory is that of the kept rows: `[S, R, R]` booleans with R about 3.4 N at the defaults, never
-    (K N)².
+        model: the drafter in training.
+        teacher: whose probabilities to learn; None learns the tokens of the text.
+        kind: how to compare with the teacher.
+        bf16: compute in bf16; losses are computed in float32.
+        logits: most logits in memory at a time; more are computed again in the backward pass.
     """
-    kept = []
-    for sample in samples:
-        is_next_label = torch.tensor(sample.is_label[1:])
-        n = len(is_next_label)
-        kept.append(conditional_drop(n, k=k, r=r, r_min=r_min, generator=generator, may_draft=is_next_label))
-    size = max(len(rows.position) for rows in kept)
-    S = len(samples)
-    tokens, positions, depths = (torch.zeros(S, size, dtype=torch.long) for _ in range(3))
-    labels = torch.full((S, size), IGNORED)
-    texts = torch.zeros(S, max(len(sample.tokens) for sample in samples) - 1, dtype=torch.long)
-    # A filled-up row sees itself alone, so that no softmax is over nothing.
-    sees = torch.eye(size, dtype=torch.bool).repeat(S, 1, 1)
-    for s, (sample, rows) in enumerate(zip(samples, kept, strict=True)):
-        R = len(rows.position)
-        real = torch.tensor(sample.tokens)
-        texts[s, : len(real) - 1] = real[:-1]
-        is_label = torch.tensor(sample.is_label)
-        tokens[s, :R] = (
-            real[rows.position] if mask_id is None else torch.where(rows.depth == 0, real[rows.position], mask_id)
-        )
-        positions[s, :R] = rows.position
-        depths[s, :R] = rows.depth
-        labels[s, :R] = torch.where(is_label[rows.position + 1], real[rows.position + 1], IGNORED)
-        sees[s, :R, :R] = attention_rule(Rows(position=rows.position, depth=rows.depth))
-    return Batch(tokens=tokens, positions=positions, depths=depths, labels=labels, sees=sees[:, None], texts=texts)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        teacher: Teacher | None = None,
+        kind: Divergence = "forward_kl",
+        bf16: bool = False,
+        logits: int = LOGITS,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.kind = kind
+        self.bf16 = bf16
+        self.chunk = max(logits // model.config.vocab_size, 1)
+        self._teacher = (teacher,)  # hidden from `nn.Module`: it is not trained, saved or spread
+
+    def forward(self, batch: Batch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
+        """One training pass.
+
+        Args:
+            batch: what to learn.
+            weights_K: `[K]` what a row of each depth weighs, from `row_weights`.
+
+        Returns:
+            The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly.
+        """
+        (teacher,) = self._teacher
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
+            hidden_SRD = self.model.model(
+                input_ids=batch.tokens,
+                attention_mask=attention_mask(batch.rows, self.model),
+                position_ids=batch.positions,
+                use_cache=False,
+            ).last_hidden_state
+            read_SNE = None if teacher is None else teacher.read(batch.texts)
+            order_M = _labelled_by_place(batch)
+            losses, right = [], []
+            for rows_m in order_M.split(self.chunk):
+                labels_m = batch.labels.flatten()[rows_m]
+                inputs = hidden_SRD.flatten(0, 1)[rows_m], labels_m, *_read(read_SNE, batch, rows_m)
+                if len(order_M) > self.chunk:
+                    loss_m, right_m = checkpoint(self._compare, *inputs, use_reentrant=False)
+                else:
+                    loss_m, right_m = self._compare(*inputs)
+                losses.append(loss_m)
+                right.append(right_m)
+        depths_M = batch.depths.flatten()[order_M]
+        if not losses:
+            return hidden_SRD.sum() * 0.0, torch.zeros_like(weights_K)
+        right_K = torch.zeros_like(weights_K).index_add(0, depths_M, torch.cat(right).to(weights_K.dtype))
+        return (weights_K[depths_M] * torch.cat(losses)).sum(), right_K
+
+    def _compare(
+        self, hidden_mD: Tensor, labels_m: Tensor, read_PE: Tensor | None, which_m: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of each of some rows, and whether its likeliest token is the label."""
+        (teacher,) = self._teacher
+        logits_mV = self.model.lm_head(hidden_mD)
+        right_m = logits_mV.detach().argmax(-1) == labels_m
+        if teacher is None or read_PE is None:
+            return cross_entropy(logits_mV, labels_m), right_m
+        expected_mV = teacher.expects(read_PE, logits_mV.shape[-1])[which_m]
+        return divergence(logits_mV, expected_mV, self.kind), right_m
 
 
-def forward(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """One training pass over a batch.
+def _labelled_by_place(batch: Batch) -> Tensor:
+    """`[M]` indices, into all rows, of those that have a label, in the order of the texts: rows of several depths that
+    predict the same token come together, so that the teacher's head runs once for them."""
+    rows_M = (batch.labels.flatten() != IGNORED).nonzero()[:, 0]
+    group_M = rows_M // batch.labels.shape[1]
+    place_M = group_M * batch.texts.tokens.shape[1] + batch.places.flatten()[rows_M]
+    return rows_M[place_M.argsort(stable=True)]
 
-    Returns:
-        `[M, V]` logits, `[M]` labels and `[M]` depths of the M rows that have a label.
-    """
-    sees: Tensor = batch.sees
-    if model.config._attn_implementation == "eager":
-        # Eager attention adds the mask to the scores; booleans would be taken for 0 and 1.
-        sees = torch.zeros_like(sees, dtype=model.dtype).masked_fill(~sees, torch.finfo(model.dtype).min)
-    hidden = model.model(
-        input_ids=batch.tokens, attention_mask=sees, position_ids=batch.positions, use_cache=False
-    ).last_hidden_state
-    labelled = batch.labels != IGNORED
-    return model.lm_head(hidden[labelled]), batch.labels[labelled], batch.depths[labelled]
+
+def _read(read_SNE: Tensor | None, batch: Batch, rows_m: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """`[P, E]` what the teacher read at the places of some rows, each once; `[m]` which of them each row asks for."""
+    if read_SNE is None:
+        return None, None
+    group_m = rows_m // batch.labels.shape[1]
+    place_m = group_m * batch.texts.tokens.shape[1] + batch.places.flatten()[rows_m]
+    place_P, which_m = place_m.unique(return_inverse=True)
+    return read_SNE.flatten(0, 1)[place_P], which_m
 
 
 def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_id: int | None = None) -> int:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import json
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from paradraft.train.losses import Reduction
+from paradraft.train.data import COLUMNS
+from paradraft.train.losses import Divergence, Reduction
+
+Loss = Literal["cross_entropy", Divergence]
+
+
+class Lora(BaseModel):
+    """Low-rank adapters in place of full training (Hu et al. 2021); merged into the weights at the end."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(default=16, ge=1, description="of the adapters")
+    alpha: int = Field(default=32, ge=1, description="their scale is alpha / rank")
+    targets: str | list[str] = Field(default="all-linear", description="names of the layers that get one")
 
 
 class PardRecipe(BaseModel):
@@ -22,23 +35,39 @@ class PardRecipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(description="the draft to adapt: a Hugging Face id, a folder, or pocket")
-    data: list[Path] = Field(min_length=1, description="text or JSONL files")
+    data: list[Path] = Field(
+        min_length=1, description="text, JSONL or Parquet files, or Hugging Face datasets: name, name:split"
+    )
+    columns: dict[str, str] = Field(
+        default={}, description="what the data calls text, prompt, response, messages, user or assistant, if otherwise"
+    )
+    skip_unlabelled: bool = Field(default=False, description="go on without samples in which nothing is a label")
     out: Path = Field(description="where the drafter goes")
+
     k: int = Field(
-        default=8,
-        ge=1,
-        description="tokens that one draft pass learns to predict; 1 trains an ordinary draft, without a mask token",
+        default=8, ge=1, description="tokens that one draft pass learns to predict; 1 trains an ordinary draft"
     )
     r: float = Field(default=0.7, gt=0, le=1, description="COD: share of rows kept from depth to depth")
     r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any depth")
-    teacher: str | None = Field(
-        default=None, description="learn this model's probabilities for each token instead of the token alone"
-    )
-    loss: Reduction = Field(default="per_depth", description="per_depth (Eq. 8) or token_mean")
     mask_token_id: int | None = Field(default=None, description="by default an unused row of the embedding")
-    steps: int = Field(ge=1, description="optimizer steps")
-    samples_per_step: int = Field(default=8, ge=1, description="samples of one step")
+
+    teacher: str | None = Field(default=None, description="learn this model's probabilities, not the text's tokens")
+    loss: Loss | None = Field(
+        default=None, description="cross_entropy; with a teacher forward_kl (default) or another divergence"
+    )
+    average: Reduction = Field(default="per_depth", description="per_depth (Eq. 8) or token_mean")
+    depth_weights: list[float] | None = Field(
+        default=None, description="what each of the k depths weighs; by default 1"
+    )
+
+    steps: int | None = Field(default=None, ge=1, description="optimizer steps; give these or epochs")
+    epochs: float | None = Field(default=None, gt=0, description="times through the data")
+    samples_per_step: int = Field(default=8, ge=1, description="samples of one step, on all devices together")
+    samples_per_pass: int | None = Field(
+        default=None, ge=1, description="samples that one device reads at a time; fewer take less memory"
+    )
     max_length: int = Field(default=1024, ge=2, description="tokens of a sample; longer ones are split")
+    pack: bool = Field(default=False, description="put short samples behind each other, up to max_length")
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw", description="muon: for the matrices; AdamW for the rest"
     )
@@ -46,37 +75,78 @@ class PardRecipe(BaseModel):
     muon_lr: float = Field(default=1e-2, gt=0, description="Muon's highest learning rate")
     weight_decay: float = Field(default=0.0, ge=0, description="of the matrices")
     warmup_steps: int = Field(default=50, ge=0, description="linear warm-up; linear decay to 0 follows")
+    lora: Lora | None = Field(default=None, description="train adapters of low rank, and the mask's embedding")
+
     bf16: bool | None = Field(
         default=None, description="compute in bf16 (weights stay in float32); by default where the device can"
     )
-    device: str = Field(default="cpu", description="a torch device")
+    attention: Literal["auto", "sdpa", "flex_attention", "eager"] = Field(
+        default="auto", description="flex_attention on GPUs; sdpa with a dense mask elsewhere"
+    )
+    gradient_checkpointing: bool = Field(default=False, description="less memory for a third more time")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one")
     seed: int = Field(default=0, ge=0, lt=2**31, description="of the order of samples and the dropped rows")
+
     log_every: int = Field(default=10, ge=1, description="steps between reports")
     save_every: int = Field(default=100, ge=1, description="steps between checkpoints")
+    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        default=[], description="where reports go too"
+    )
+    held_out: int | None = Field(
+        default=None, ge=0, description="samples kept out to measure on; by default 1 in 20, at most 64"
+    )
+    evaluate_every: int | None = Field(default=None, ge=1, description="steps between evaluations; by default a tenth")
+    target: str | None = Field(
+        default=None, description="decode held-out prompts with this target to measure; by default the teacher"
+    )
+    prompts: int = Field(default=8, ge=1, description="how many of them")
+    prompt_tokens: int = Field(default=64, ge=1, description="tokens of a prompt that is cut from plain text")
+    answer_tokens: int = Field(default=64, ge=1, description="tokens that the target answers")
+    patience: int | None = Field(
+        default=None, ge=1, description="stop after so many evaluations that were not better than the best"
+    )
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> PardRecipe:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give either steps or epochs")
+        if (self.divergence is not None) != (self.teacher is not None):
+            wanted = "name a teacher" if self.teacher is None else "use one of the divergences, or leave teacher out"
+            raise ValueError(f"loss={self.loss}: {wanted}")
+        if self.depth_weights is not None:
+            if len(self.depth_weights) != self.k:
+                raise ValueError(f"depth_weights: {len(self.depth_weights)} numbers for k={self.k} depths")
+            if min(self.depth_weights) < 0 or max(self.depth_weights) == 0:
+                raise ValueError(f"depth_weights={self.depth_weights}: use numbers from 0, not all 0")
+        if unknown := self.columns.keys() - COLUMNS:
+            raise ValueError(f"columns: {sorted(unknown)[0]!r} is none of {', '.join(COLUMNS)}")
+        return self
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """How to compare with the teacher; None learns the tokens of the text."""
+        if self.loss is None:
+            return None if self.teacher is None else "forward_kl"
+        return None if self.loss == "cross_entropy" else self.loss
 
     @property
     def fingerprint(self) -> str:
         """Tells runs apart whose checkpoints do not fit each other: by settings and by the bytes of the data."""
-        ignored = {"log_every", "save_every", "out"}
+        ignored = {"log_every", "save_every", "report_to", "out", "device", "attention", "gradient_checkpointing"}
         digest = hashlib.sha256(self.model_dump_json(exclude=ignored).encode())
+        for hashed in self.data_hashes.values():
+            digest.update(hashed.encode())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def data_hashes(self) -> dict[str, str]:
+        """SHA-256 of every local file of the data."""
+        hashes = {}
         for file in self.data:
             if file.is_file():
                 with file.open("rb") as stream:
-                    digest.update(hashlib.file_digest(stream, "sha256").digest())
-        return digest.hexdigest()[:16]
-
-    def write_record(self, file: Path) -> None:
-        """Writes the recipe and its fingerprint as JSON."""
-        record = {"fingerprint": self.fingerprint, "recipe": self.model_dump(mode="json")}
-        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def read_fingerprint(file: Path) -> str | None:
-    """The fingerprint in a record; None if there is no record."""
-    try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+                    hashes[str(file)] = hashlib.file_digest(stream, "sha256").hexdigest()
+        return hashes
 
 
 def load_recipe(file: Path, overrides: list[str]) -> PardRecipe:
@@ -101,13 +171,22 @@ def load_recipe(file: Path, overrides: list[str]) -> PardRecipe:
         if not equals:
             raise ValueError(f"{override!r}: write overrides as key=value")
         try:
-            settings[key] = _yaml_value(value)
+            _set(settings, key, _yaml_value(value))
         except yaml.YAMLError:
             raise ValueError(f"{override!r}: {value!r} is not a YAML value") from None
     try:
         return PardRecipe.model_validate(settings)
     except ValidationError as error:
         raise ValueError("; ".join(_complaint(e["loc"], e["msg"], e["input"]) for e in error.errors())) from None
+
+
+def _set(settings: dict[str, Any], key: str, value: object) -> None:
+    """Sets a key; dots lead into groups of settings, as in `lora.rank=8`."""
+    *groups, last = key.split(".")
+    for group in groups:
+        inner = settings.get(group)
+        settings[group] = settings = dict(inner) if isinstance(inner, dict) else {}
+    settings[last] = value
 
 
 def _yaml_value(text: str) -> object:
@@ -120,8 +199,11 @@ def _yaml_value(text: str) -> object:
 
 def _complaint(location: tuple[int | str, ...], message: str, given: object) -> str:
     key = ".".join(map(str, location))
+    if not key:
+        return message.removeprefix("Value error, ")
     if "Extra inputs" in message:
-        return f"unknown recipe key {key!r}; known are {', '.join(PardRecipe.model_fields)}"
+        known = Lora if location[0] == "lora" else PardRecipe
+        return f"unknown recipe key {key!r}; known are {', '.join(known.model_fields)}"
     if message == "Field required":
         return f"recipe key {key!r} is missing"
     return f"recipe key {key!r}: {message[0].lower()}{message[1:]}, not {given!r}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from paradraft.train.progress import Evaluation, Progress, Report
 from paradraft.train.recipe import PardRecipe
-from paradraft.train.trainer import CHECKPOINT, Progress, is_trained, train_pard
+from paradraft.train.trainer import CHECKPOINT, is_trained, train_pard
 
 
 def run_with_display(recipe: PardRecipe) -> None:
@@ -18,16 +21,17 @@ def run_with_display(recipe: PardRecipe) -> None:
     Raises:
         ValueError: see `train_pard`.
     """
-    console = Console(highlight=False)
+    # Of several processes, which torchrun and accelerate number, one speaks.
+    console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     if is_trained(recipe):
         console.print(f"{recipe.out} is already trained; delete it to train again", soft_wrap=True)
         return
     try:
         if console.is_terminal:
             with Live(console=console, auto_refresh=False) as live:
-                train_pard(recipe, lambda progress: live.update(_table(progress), refresh=True))
+                train_pard(recipe, _Screen(live).show)
         else:
-            train_pard(recipe, lambda progress: console.print(_line(progress), soft_wrap=True))
+            train_pard(recipe, lambda report: console.print(_line(report), soft_wrap=True))
     except KeyboardInterrupt:
         folder = recipe.out / CHECKPOINT
         saved = (
@@ -38,20 +42,47 @@ def run_with_display(recipe: PardRecipe) -> None:
     console.print(f"drafter written to {recipe.out}", soft_wrap=True)
 
 
-def _line(progress: Progress) -> str:
-    accuracy = " ".join(f"{share:.2f}" for share in progress.accuracy)
+def _line(report: Report) -> str:
+    accuracy = " ".join(f"{share:.2f}" for share in report.accuracy)
+    if isinstance(report, Evaluation):
+        length = report.acceptance_length
+        said = "" if length is None else f"  {length:.2f} tokens per target pass"
+        best = "  (best so far)" if report.is_best else ""
+        return f"step {report.step}: held-out loss {report.loss:.3f}  accuracy by depth {accuracy}{said}{best}"
     return (
-        f"step {progress.step}/{progress.steps}  loss {progress.loss:.3f}  accuracy by depth {accuracy}  "
-        f"{progress.rows_per_s:.0f} rows/s  {_minutes(progress.left_s)} left"
+        f"step {report.step}/{report.steps}  loss {report.loss:.3f}  accuracy by depth {accuracy}  "
+        f"{report.rows_per_s:.0f} rows/s  {_minutes(report.left_s)} left"
     )
 
 
-def _table(progress: Progress) -> Table:
-    table = Table(title=f"step {progress.step}/{progress.steps} · {_minutes(progress.left_s)} left")
-    for name in ("loss", *(f"depth {depth}" for depth in range(len(progress.accuracy)))):
-        table.add_column(name, justify="right")
-    table.add_row(f"{progress.loss:.3f}", *(f"{share:.0%}" for share in progress.accuracy))
-    return table
+class _Screen:
+    """One table, kept up to date: the last report and the last evaluation."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._progress: Progress | None = None
+        self._evaluation: Evaluation | None = None
+
+    def show(self, report: Report) -> None:
+        if isinstance(report, Evaluation):
+            self._evaluation = report
+        else:
+            self._progress = report
+        self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> Table:
+        table = Table()
+        shown = [report for report in (self._progress, self._evaluation) if report is not None]
+        for name in ("", "loss", *(f"depth {depth}" for depth in range(len(shown[0].accuracy))), "tokens per pass"):
+            table.add_column(name, justify="right")
+        if (progress := self._progress) is not None:
+            table.title = f"step {progress.step}/{progress.steps} · {_minutes(progress.left_s)} left"
+            table.add_row("training", f"{progress.loss:.3f}", *(f"{share:.0%}" for share in progress.accuracy))
+        if (held_out := self._evaluation) is not None:
+            length = "" if held_out.acceptance_length is None else f"{held_out.acceptance_length:.2f}"
+            accuracy = (f"{share:.0%}" for share in held_out.accuracy)
+            table.add_row(f"held out, step {held_out.step}", f"{held_out.loss:.3f}", *accuracy, length)
+        return table
 
 
 def _minutes(seconds: float) -> str:

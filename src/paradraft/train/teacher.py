@@ -1,21 +1,28 @@
 """The model whose probabilities a drafter learns instead of single tokens.
 
-Shape letters: S samples, N tokens of the longest, M labelled rows, V rows of the drafter's embedding.
+It runs beside the drafter on the same texts; what it expects is computed for a few rows at a time
+and never stored.
+
+Shape letters: S groups of samples, N tokens of the longest, M rows, D its width, V rows of the
+drafter's embedding.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.models.loading import Runtime, load_model, load_tokenizer, locate
-from paradraft.train.losses import IGNORED
-from paradraft.train.pard import Batch
+from paradraft.train.attention import attention_mask
+from paradraft.train.batch import Texts
+from paradraft.train.losses import IMPOSSIBLE
+from paradraft.train.rows import Rows
 
 
 class Teacher:
-    """A causal LM that answers for every label of a batch.
+    """A causal LM that says what it expects behind each token of the texts.
 
     Args:
         model: with the drafter's tokenizer.
@@ -30,26 +37,38 @@ class Teacher:
         self.mask_id = mask_id
 
     @torch.no_grad()
-    def probabilities(self, batch: Batch, width: int) -> Tensor:
-        """What the model expects in place of each label, knowing all the tokens before it.
+    def read(self, texts: Texts) -> Tensor:
+        """Reads the texts of a batch.
+
+        Returns:
+            `[S, N, D]` last hidden states, for `expects`.
+        """
+        rows = Rows(position=texts.positions, depth=torch.zeros_like(texts.positions), document=texts.documents)
+        hidden: Tensor = self.model.model(
+            input_ids=texts.tokens,
+            attention_mask=attention_mask(rows, self.model),
+            position_ids=texts.positions,
+            use_cache=False,
+        ).last_hidden_state
+        return hidden
+
+    @torch.no_grad()
+    def expects(self, hidden_MD: Tensor, width: int) -> Tensor:
+        """What comes next behind some places of the texts.
 
         Args:
-            batch: its M labelled rows, in the order of `pard.forward`.
+            hidden_MD: `[M, D]` their hidden states. Rows of several depths ask for the same place: give
+                each place once.
             width: V of the drafter's logits.
 
         Returns:
-            `[M, V]` probabilities.
+            `[M, V]` logits in float32; `IMPOSSIBLE` where decoding never chooses.
         """
-        sample, row = (batch.labels != IGNORED).nonzero(as_tuple=True)
-        # Rows of several depths ask for the same token: the head runs once for each.
-        place, which = (sample * batch.texts.shape[1] + batch.positions[sample, row]).unique(return_inverse=True)
-        hidden = self.model.model(input_ids=batch.texts, use_cache=False).last_hidden_state.flatten(0, 1)
-        logits = self.model.lm_head(hidden[place])[:, : self.vocab_size].float()
-        if self.mask_id is not None and self.mask_id < self.vocab_size:
-            logits[:, self.mask_id] = -torch.inf
-        answers = logits.new_zeros(len(place), width)
-        answers[:, : self.vocab_size] = logits.softmax(-1)
-        return answers[which]
+        logits = self.model.lm_head(hidden_MD)[:, : self.vocab_size].float()
+        logits = F.pad(logits, (0, width - self.vocab_size), value=IMPOSSIBLE)
+        if self.mask_id is not None:
+            logits[:, self.mask_id] = IMPOSSIBLE
+        return logits
 
 
 def load_teacher(

@@ -1,52 +1,41 @@
 """The training loop: samples in, drafter folder out; can be stopped and goes on where it was.
 
 What a step sees is a function of (seed, step), so a resumed run takes the same steps as one that
-was never stopped.
+was never stopped; and every sum is over the samples of all processes, so several take the same
+steps as one. Devices and processes are accelerate's: start it with `accelerate launch` or
+`torchrun` for more than one.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
+from accelerate import Accelerator
+from torch import Tensor
 
-from paradraft.models.loading import Runtime, computes_bf16, load_model, load_tokenizer, locate
-from paradraft.train import pard
-from paradraft.train.checkpoint import load_state, save_model, save_state
-from paradraft.train.data import Sample, load_samples
-from paradraft.train.losses import depth_accuracy, depth_cross_entropy
+from paradraft.train import curves, provenance
+from paradraft.train.batch import Batch
+from paradraft.train.checkpoint import Checkpoints, put_in_place, save_model
+from paradraft.train.data import Sample
+from paradraft.train.evaluation import Acceptance
+from paradraft.train.losses import row_weights
 from paradraft.train.optimizers import Optimizers
-from paradraft.train.recipe import PardRecipe, read_fingerprint
-from paradraft.train.teacher import load_teacher
+from paradraft.train.order import Order
+from paradraft.train.preparation import Preparation, prepare
+from paradraft.train.progress import Evaluation, Meter, Report, shares
+from paradraft.train.provenance import write_record
+from paradraft.train.recipe import PardRecipe
 
 CHECKPOINT = "checkpoint"
-RECORD = "recipe.json"
-"""Inside `out`: the state of an unfinished run, and what is or was trained there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """A report on the steps since the last one.
-
-    Args:
-        step: steps done.
-        steps: steps of the whole run.
-        loss: mean loss in nats.
-        accuracy: for each depth the share of rows predicted correctly.
-        rows_per_s: training rows per second.
-        left_s: estimated seconds to the end.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    accuracy: tuple[float, ...]
-    rows_per_s: float
-    left_s: float
+"""Inside `out`: the state of an unfinished run."""
+CANDIDATE, BEST = "candidate", "best"
+"""Inside that: the drafter that is evaluated, and the best so far."""
+EVALUATIONS = 10
+"""How often a run is evaluated where the recipe does not say."""
 
 
 def is_trained(recipe: PardRecipe) -> bool:
@@ -57,123 +46,229 @@ def is_trained(recipe: PardRecipe) -> bool:
     """
     if not (recipe.out / "config.json").exists():
         return False
-    if read_fingerprint(recipe.out / RECORD) != recipe.fingerprint:
+    if provenance.read_record(recipe.out).get("fingerprint") != recipe.fingerprint:
         raise ValueError(f"{recipe.out} holds a model of another recipe: delete it, or choose another `out`")
     return True
 
 
-def train_pard(recipe: PardRecipe, report: Callable[[Progress], None]) -> None:
+def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> None:
     """Runs a recipe to its end, from its last checkpoint if there is one.
 
     Args:
         recipe: the run.
-        report: called every `recipe.log_every` steps and after the last one.
+        report: called in the main process, every `recipe.log_every` steps, after the last one, and
+            after each evaluation.
 
     Raises:
-        ValueError: model, data or teacher cannot be used, or the checkpoint belongs to another recipe.
+        ValueError: model, data or teacher cannot be used, there is not enough memory, or the checkpoint
+            belongs to another recipe.
     """
-    base = locate(recipe.model, "draft")
-    tokenizer = load_tokenizer(base)
-    samples = load_samples(recipe.data, tokenizer, max_length=recipe.max_length)
-    model = load_model(base, Runtime(device=recipe.device, dtype="float32"))
-    mask_id = pard.add_mask_token(model, tokenizer, recipe.mask_token_id) if recipe.k > 1 else None
-    if mask_id is not None and any(mask_id in sample.tokens for sample in samples):
-        raise ValueError(f"the mask token {mask_id} occurs in the data: choose another mask_token_id")
-    in_bf16 = computes_bf16(model.device) if recipe.bf16 is None else recipe.bf16
-    teacher = None
-    if recipe.teacher is not None:
-        runtime = Runtime(device=recipe.device, dtype="bfloat16" if in_bf16 else "float32")
-        longest = max(len(sample.tokens) for sample in samples)
-        teacher = load_teacher(recipe.teacher, tokenizer, mask_id=mask_id, longest=longest, runtime=runtime)
-    optimizers = Optimizers(
-        model,
-        muon_lr=recipe.muon_lr if recipe.optimizer == "muon" else None,
-        lr=recipe.lr,
-        weight_decay=recipe.weight_decay,
-        warmup_steps=recipe.warmup_steps,
-        steps=recipe.steps,
-    )
-    state_file = recipe.out / CHECKPOINT / "state.pt"
-    state = load_state(state_file, recipe.fingerprint)
-    first = 0
-    if state is not None:
-        model.load_state_dict(state["model"])
-        optimizers.load_state_dict(state["optimizers"])
-        first = state["step"]
-        if state["bf16"] != in_bf16:
-            raise ValueError(f"the run in {recipe.out} began with bf16={state['bf16']}: go on with the same")
-    recipe.out.mkdir(parents=True, exist_ok=True)
-    recipe.write_record(recipe.out / RECORD)
-    fingerprint = recipe.fingerprint
-    model.train()
-    meter = _Meter(recipe, first)
-    for step in range(first, recipe.steps):
-        torch.manual_seed(recipe.seed * 1_000_003 + step)  # for models with dropout
-        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
-        chosen = samples_of_step(samples, recipe, step)
-        batch = pard.collate(chosen, mask_id, k=recipe.k, r=recipe.r, r_min=recipe.r_min, generator=generator)
-        batch = batch.to(model.device)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=in_bf16):
-            logits, labels, depths = pard.forward(model, batch)
-            expected = None if teacher is None else teacher.probabilities(batch, logits.shape[-1])
-        loss = depth_cross_entropy(logits, labels, depths, recipe.loss, expected)
-        loss.backward()
-        optimizers.step(step)
-        meter.add(loss.item(), depth_accuracy(logits, labels, depths, recipe.k), batch.tokens.numel())
-        done = step + 1
-        if done % recipe.log_every == 0 or done == recipe.steps:
-            report(meter.progress(done))
-        if done % recipe.save_every == 0 and done < recipe.steps:
-            weights, members = model.state_dict(), optimizers.state_dict()
-            save_state(
-                state_file,
-                {"model": weights, "optimizers": members, "step": done, "bf16": in_bf16, "fingerprint": fingerprint},
-            )
-    save_model(recipe.out, model.to(torch.bfloat16).eval(), tokenizer)
-    shutil.rmtree(recipe.out / CHECKPOINT, ignore_errors=True)
+    _Run(recipe, report).to_the_end()
 
 
-def samples_of_step(samples: list[Sample], recipe: PardRecipe, step: int) -> list[Sample]:
-    """The samples of a step: every epoch goes through all of them in its own random order."""
-    chosen = []
-    for index in range(step * recipe.samples_per_step, (step + 1) * recipe.samples_per_step):
-        epoch, place = divmod(index, len(samples))
-        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(recipe.seed * 7919 + epoch))
-        chosen.append(samples[int(order[place])])
-    return chosen
+class _Run:
+    """One process's part of a run."""
 
-
-class _Meter:
-    """Sums up what has happened since the last report."""
-
-    def __init__(self, recipe: PardRecipe, first: int) -> None:
+    def __init__(self, recipe: PardRecipe, report: Callable[[Report], None]) -> None:
         self.recipe = recipe
-        self.first = first
-        self._began_s = time.perf_counter()
-        self._clear()
-
-    def _clear(self) -> None:
-        self._losses: list[float] = []
-        self._hits = torch.zeros(2, self.recipe.k)
-        self._rows = 0
-        self._since_s = time.perf_counter()
-
-    def add(self, loss: float, hits: torch.Tensor, rows: int) -> None:
-        if not math.isfinite(loss):
-            raise ValueError(f"the loss became {loss}: lower lr or muon_lr")
-        self._losses.append(loss)
-        self._hits += hits.cpu()
-        self._rows += rows
-
-    def progress(self, done: int) -> Progress:
-        now_s = time.perf_counter()
-        progress = Progress(
-            step=done,
-            steps=self.recipe.steps,
-            loss=sum(self._losses) / len(self._losses),
-            accuracy=tuple((self._hits[0] / self._hits[1].clamp(min=1)).tolist()),
-            rows_per_s=self._rows / (now_s - self._since_s),
-            left_s=(now_s - self._began_s) / (done - self.first) * (self.recipe.steps - done),
+        self.accelerator = _accelerator(recipe)
+        self.device = self.accelerator.device
+        self.checkpoints = Checkpoints(recipe.out / CHECKPOINT, self.accelerator, recipe.fingerprint)
+        self.checkpoints.check()
+        self.prepared: Preparation = prepare(recipe, self.device, processes=self.accelerator.num_processes)
+        self.acceptance: Acceptance | None = None
+        if self.accelerator.is_main_process:
+            self.acceptance = self.prepared.acceptance(self.device)
+        self.steps = self.prepared.steps
+        self.evaluate_every = recipe.evaluate_every or max(self.steps // EVALUATIONS, 1)
+        weights = recipe.depth_weights or [1.0] * recipe.k
+        self.importance_K = torch.tensor(weights, device=self.device)
+        self.optimizers = Optimizers(
+            self.prepared.objective,
+            muon_lr=recipe.muon_lr if recipe.optimizer == "muon" else None,
+            lr=recipe.lr,
+            weight_decay=recipe.weight_decay,
+            warmup_steps=recipe.warmup_steps,
+            steps=self.steps,
         )
-        self._clear()
-        return progress
+        self.objective = self.optimizers.prepare(self.accelerator, self.prepared.objective)
+        self._report = report
+        self._best: float | None = None
+        self._stale = 0
+
+    def to_the_end(self) -> None:
+        """Takes all steps that are left, and writes the drafter."""
+        recipe, main = self.recipe, self.accelerator.is_main_process
+        state = self.checkpoints.load() or {"step": 0, "best": None, "stale": 0, "bf16": self.prepared.bf16}
+        if state["bf16"] != self.prepared.bf16:
+            raise ValueError(f"the run in {recipe.out} began with bf16={state['bf16']}: go on with the same")
+        first, self._best, self._stale = state["step"], state["best"], state["stale"]
+        if main:
+            write_record(recipe, self.device.type)
+            curves.forget_after(recipe.out, first)
+        self.accelerator.wait_for_everyone()
+        if recipe.report_to:
+            self.accelerator.init_trackers(
+                "paradraft", config={"out": str(recipe.out), "fingerprint": recipe.fingerprint}
+            )
+        done = self._take_steps(first)
+        if not self.prepared.held_out:
+            self._save_drafter(BEST)
+        if main:
+            put_in_place(recipe.out / CHECKPOINT / BEST, recipe.out)
+            write_record(recipe, self.device.type, steps_done=done, best=self._best)
+            curves.draw(recipe.out)
+            self.checkpoints.delete()
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
+
+    def _take_steps(self, first: int) -> int:
+        """Returns how many steps the whole run has taken."""
+        order = Order(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
+        meter = Meter(steps=self.steps, first=first, k=self.recipe.k)
+        self.objective.train()
+        with ThreadPoolExecutor(1) as ahead:
+            coming = ahead.submit(self._batches_of, order, first) if first < self.steps else None
+            for step in range(first, self.steps):
+                assert coming is not None
+                batches = coming.result()
+                coming = ahead.submit(self._batches_of, order, step + 1)
+                loss, right_K, labels_K = self._step(step, batches)
+                rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
+                meter.add(loss, right_K, labels_K, rows)
+                done = step + 1
+                if done % self.recipe.log_every == 0 or done == self.steps:
+                    self._tell(meter.progress(done))
+                stops = False
+                if self.prepared.held_out and (done % self.evaluate_every == 0 or done == self.steps):
+                    stops = self._evaluate(done)
+                if done % self.recipe.save_every == 0 and done < self.steps:
+                    state = {"best": self._best, "stale": self._stale, "bf16": self.prepared.bf16}
+                    self.checkpoints.save(done, **state)
+                if stops:
+                    return done
+        return self.steps
+
+    def _batches_of(self, order: Order, step: int) -> list[Batch]:
+        """This process's passes of a step."""
+        mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        chosen = order.samples_of(step)
+        seed = self.recipe.seed * 1_000_003 + step
+        seeds = [seed * 8191 + index for index in range(len(chosen))]
+        return self._passes(chosen[mine], seeds[mine])
+
+    def _passes(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[Batch]:
+        per_pass = self.recipe.samples_per_pass or max(len(samples), 1)
+        return self.prepared.batches(samples, seeds, per_pass=per_pass)
+
+    def _weights(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+        """`[K]` what rows weigh in this process's loss, and `[K]` rows with a label in all processes."""
+        own_K = sum((batch.labels_by_depth(self.recipe.k) for batch in batches), torch.zeros(self.recipe.k))
+        labels_K: Tensor = self.accelerator.reduce(own_K.to(self.device), "sum")
+        # Gradients are averaged over the processes; the loss is a sum over them.
+        weights_K = row_weights(labels_K, self.recipe.average, self.importance_K) * self.accelerator.num_processes
+        return weights_K, labels_K
+
+    def _step(self, step: int, batches: list[Batch]) -> tuple[float, Tensor, Tensor]:
+        """One update; returns its loss, and `[K]` rows predicted correctly and rows with a label."""
+        torch.manual_seed(self.recipe.seed * 1_000_003 + step)  # for models with dropout
+        weights_K, labels_K = self._weights(batches)
+        loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
+        for number, batch in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            with nullcontext() if is_last else self.accelerator.no_sync(self.objective):
+                part, right = self.objective(batch.to(self.device), weights_K)
+                self.accelerator.backward(part)
+            loss += part.detach()
+            right_K += right
+        self.optimizers.step(step)
+        return self.accelerator.reduce(loss, "mean").item(), self.accelerator.reduce(right_K, "sum"), labels_K
+
+    def _evaluate(self, done: int) -> bool:
+        """Measures, keeps the drafter if it is the best, and says whether to stop early."""
+        loss, accuracy = self._held_out()
+        self._save_drafter(CANDIDATE)
+        length = None
+        if self.acceptance is not None:
+            length = self.acceptance.of(self.recipe.out / CHECKPOINT / CANDIDATE)
+        # Larger is better; only the main process measures lengths.
+        worth = self._from_main(-loss if length is None else length)
+        is_best = self._best is None or worth > self._best
+        self._stale = 0 if is_best else self._stale + 1
+        if is_best:
+            self._best = worth
+        if self.accelerator.is_main_process:
+            folder = self.recipe.out / CHECKPOINT
+            if is_best:
+                shutil.rmtree(folder / BEST, ignore_errors=True)
+                (folder / CANDIDATE).rename(folder / BEST)
+            shutil.rmtree(folder / CANDIDATE, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._tell(Evaluation(step=done, loss=loss, accuracy=accuracy, acceptance_length=length, is_best=is_best))
+        return self.recipe.patience is not None and self._stale >= self.recipe.patience
+
+    @torch.no_grad()
+    def _held_out(self) -> tuple[float, tuple[float, ...]]:
+        """Loss and accuracy by depth on all held-out samples, with the same rows dropped every time."""
+        self.objective.eval()
+        processes = self.accelerator.num_processes
+        held_out = self.prepared.held_out
+        # All processes take as many passes; what is missing is filled up with a sample in which nothing is a label.
+        filling = Sample(tokens=held_out[0].tokens, is_label=[False] * len(held_out[0].tokens))
+        held_out = held_out + [filling] * (-len(held_out) % processes)
+        mine = slice(self.accelerator.process_index, None, processes)
+        batches = self._passes(held_out[mine], range(len(held_out))[mine])
+        weights_K, labels_K = self._weights(batches)
+        loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
+        for batch in batches:
+            part, right = self.objective(batch.to(self.device), weights_K)
+            loss += part
+            right_K += right
+        self.objective.train()
+        accuracy = shares(self.accelerator.reduce(right_K, "sum"), labels_K)
+        return self.accelerator.reduce(loss, "mean").item(), accuracy
+
+    def _save_drafter(self, name: str) -> None:
+        """Writes the drafter as it is now into the checkpoint folder."""
+        weights = self.accelerator.get_state_dict(self.objective)
+        if self.accelerator.is_main_process:
+            model = self.prepared.finished_model(weights)
+            save_model(self.recipe.out / CHECKPOINT / name, model, self.prepared.tokenizer)
+        self.accelerator.wait_for_everyone()
+
+    def _from_main(self, value: float) -> float:
+        """The main process's value, in every process."""
+        own = torch.tensor(value if self.accelerator.is_main_process else 0.0, dtype=torch.float64, device=self.device)
+        shared: Tensor = self.accelerator.reduce(own, "sum")
+        return shared.item()
+
+    def _tell(self, report: Report) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        curves.append(self.recipe.out, report)
+        if self.recipe.report_to:
+            self.accelerator.log(_figures(report), step=report.step)
+        self._report(report)
+
+
+def _figures(report: Report) -> dict[str, float]:
+    """A report as trackers want it."""
+    prefix = "held_out/" if isinstance(report, Evaluation) else "train/"
+    figures = {f"{prefix}loss": report.loss}
+    figures |= {f"{prefix}accuracy_{depth}": share for depth, share in enumerate(report.accuracy)}
+    if isinstance(report, Evaluation) and report.acceptance_length is not None:
+        figures["held_out/acceptance_length"] = report.acceptance_length
+    return figures
+
+
+def _accelerator(recipe: PardRecipe) -> Accelerator:
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda: there is no GPU here, use device=cpu")
+    try:
+        return Accelerator(
+            cpu=recipe.device == "cpu",
+            log_with=list(recipe.report_to) or None,
+            project_dir=str(recipe.out / "logs") if recipe.report_to else None,
+        )
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"report_to={recipe.report_to}: {error}") from None

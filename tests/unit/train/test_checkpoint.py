@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from paradraft.train import checkpoint
-from paradraft.train.checkpoint import load_state, save_model, save_state
+from paradraft.train.checkpoint import Checkpoints, save_model
 from tests.conftest import tiny_model, tiny_tokenizer
 
 
@@ -15,41 +16,68 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+def run_of(folder: Path, fingerprint: str = "me") -> tuple[Checkpoints, torch.nn.Linear, torch.optim.Optimizer]:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    prepared = accelerator.prepare(model, optimizer)
+    return Checkpoints(folder, accelerator, fingerprint), *prepared
+
+
+def learn(model: torch.nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def test_state_comes_back(tmp_path: Path) -> None:
-    """Guards against a checkpoint that cannot be read back; none is no error."""
-    file = tmp_path / "deep" / "state.pt"
-    assert load_state(file, "me") is None
-    for step in (1, 2):
-        save_state(file, {"fingerprint": "me", "step": step, "weights": torch.arange(3)})
-        state = load_state(file, "me")
-        assert state is not None and state["step"] == step and state["weights"].tolist() == [0, 1, 2]
-    assert [found.name for found in file.parent.iterdir()] == ["state.pt"]
+    """Guards against a checkpoint that cannot be read back, or forgets the optimizer's moments; none is no error."""
+    folder = tmp_path / "deep" / "checkpoint"
+    checkpoints, model, optimizer = run_of(folder)
+    assert checkpoints.load() is None
+    for step in (9, 10):
+        learn(model, optimizer)
+        checkpoints.save(step, best=0.5)
+    assert [place.name for place in folder.iterdir()] == ["step-00000010"]
+    others, restored, restored_optimizer = run_of(folder)
+    assert others.load() == {"fingerprint": "me", "step": 10, "best": 0.5}
+    for some in ((model, optimizer), (restored, restored_optimizer)):
+        learn(*some)
+    assert torch.equal(model.weight, restored.weight)
 
 
 def test_a_failure_while_writing_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards hours of training against a full disk or a kill in the middle of a save."""
-    file = tmp_path / "state.pt"
-    save_state(file, {"fingerprint": "me", "step": 1})
-    old = file.read_bytes()
+    checkpoints, model, optimizer = run_of(tmp_path / "checkpoint")
+    learn(model, optimizer)
+    checkpoints.save(1)
+    kept = model.weight.detach().clone()
+    learn(model, optimizer)
 
-    def half(state: dict[str, Any], target: Path) -> None:
+    def half(state: dict[str, Any], target: Path, **settings: object) -> None:
         Path(target).write_bytes(b"half of it")
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.torch, "save", half)
+        patched.setattr(torch, "save", half)
         with pytest.raises(OSError, match="No space"):
-            save_state(file, {"fingerprint": "me", "step": 2})
-    assert file.read_bytes() == old
-    save_state(file, {"fingerprint": "me", "step": 3})
-    assert load_state(file, "me") == {"fingerprint": "me", "step": 3}
+            checkpoints.save(2)
+    again, restored, _ = run_of(tmp_path / "checkpoint")
+    again.check()
+    assert again.load() == {"fingerprint": "me", "step": 1}
+    assert torch.equal(restored.weight, kept)
+    again.save(2)
+    assert [place.name for place in (tmp_path / "checkpoint").iterdir()] == ["step-00000002"]
 
 
 def test_another_recipes_state_is_refused(tmp_path: Path) -> None:
     """Guards against going on, with new settings, from the weights of another run."""
-    save_state(tmp_path / "state.pt", {"fingerprint": "me"})
-    with pytest.raises(ValueError, match=r"state\.pt belongs to another recipe"):
-        load_state(tmp_path / "state.pt", "you")
+    checkpoints, _, _ = run_of(tmp_path / "checkpoint")
+    checkpoints.check()
+    checkpoints.save(1)
+    checkpoints.check()
+    with pytest.raises(ValueError, match="step-00000001 belongs to another recipe"):
+        run_of(tmp_path / "checkpoint", "you")[0].check()
 
 
 @pytest.mark.parametrize("step", ["save_pretrained of the model", "save_pretrained of the tokenizer"])

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from paradraft.train.data import Sample, load_samples
 from tests.conftest import tiny_tokenizer
@@ -16,12 +18,14 @@ TEMPLATE = (
 A, B, C, D, PLUS, EOS = 1, 2, 3, 4, 63, 0
 
 
-def load(tmp_path: Path, *records: object, template: str | None = TEMPLATE, max_length: int = 100) -> list[Sample]:
+def load(
+    tmp_path: Path, *records: object, template: str | None = TEMPLATE, max_length: int = 100, **settings: object
+) -> list[Sample]:
     file = tmp_path / "data.jsonl"
     file.write_text("\n".join(r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in records))
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    return load_samples([file], tokenizer, max_length=max_length)
+    return load_samples([file], tokenizer, max_length=max_length, **settings)
 
 
 def test_every_token_of_a_text_is_a_label(tmp_path: Path) -> None:
@@ -99,7 +103,7 @@ def test_long_samples_are_split_and_pieces_without_labels_dropped(tmp_path: Path
     "line",
     [
         "{", "3", "[]", '{"txt": "a"}', '{"prompt": "a"}', '{"text": 3}', '{"prompt": "a", "response": null}',
-        '{"messages": []}', '{"messages": ["a"]}', '{"messages": [{"role": "user", "content": "a"}]}',
+        '{"messages": []}', '{"messages": ["a"]}', '{"conversations": [{"from": "gpt"}]}', '{"user": "a"}',
         '{"messages": [{"role": "judge", "content": "a"}]}', '{"messages": [{"content": "a"}]}', '{"messages": [3]}',
     ],
 )  # fmt: skip
@@ -140,6 +144,44 @@ def test_line_separators_inside_a_text_do_not_end_the_line(tmp_path: Path) -> No
 def test_nothing_to_learn(tmp_path: Path) -> None:
     """Guards against a run over no data; a file that does not exist is named."""
     with pytest.raises(ValueError, match="nothing to learn"):
-        load(tmp_path, {"text": ""}, {"prompt": "ab", "response": "", "finish_reason": "length"})
+        load(tmp_path)
     with pytest.raises(ValueError, match=r"none\.txt' does not exist"):
         load_samples([tmp_path / "none.txt"], tiny_tokenizer(), max_length=9)
+
+
+def test_samples_without_a_label_are_counted_and_named(tmp_path: Path) -> None:
+    """Guards against silently learning from half of the data: conversations without an answer, empty responses."""
+    good, empty = {"text": "ab"}, {"prompt": "ab", "response": "", "finish_reason": "length"}
+    asked = {"messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(
+        ValueError, match=r"nothing is a label in 2 samples \(.*line 2, .*line 4\): remove them, or set"
+    ):
+        load(tmp_path, good, empty, good, asked)
+    assert load(tmp_path, good, empty, good, asked, skip_unlabelled=True) == load(tmp_path, good, good)
+    with pytest.raises(ValueError, match=r"in 9 samples \((.*line \d, ){5}…\)"):
+        load(tmp_path, *[empty] * 9)
+    with pytest.raises(ValueError, match="nothing to learn"):
+        load(tmp_path, empty, skip_unlabelled=True)
+
+
+def test_other_shapes_of_conversations(tmp_path: Path) -> None:
+    """Guards data sets as they are published: ShareGPT's names, instruction and output columns, renamed columns."""
+    expected = load(tmp_path, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]})
+    shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bc"}]}
+    assert load(tmp_path, shared) == expected
+    assert load(tmp_path, {"user": "a", "assistant": "bc"}) == expected
+    columns = {"user": "instruction", "assistant": "output"}
+    assert load(tmp_path, {"instruction": "a", "output": "bc"}, columns=columns) == expected
+    assert load(tmp_path, {"code": "ab"}, columns={"text": "code"}) == load(tmp_path, {"text": "ab"})
+
+
+def test_parquet_holds_the_same_records(tmp_path: Path) -> None:
+    """Guards data sets as they are downloaded: rows of a Parquet file, whose missing values are None."""
+    records = [{"prompt": "ab", "response": "cd"}, {"text": "abc"}]
+    file = tmp_path / "data.parquet"
+    keys = ("prompt", "response", "text")
+    parquet.write_table(pyarrow.table({key: [record.get(key) for record in records] for key in keys}), file)
+    assert load_samples([file], tiny_tokenizer(), max_length=9) == load(tmp_path, *records, max_length=9)
+    file.write_bytes(b"no parquet")
+    with pytest.raises(ValueError, match=r"data\.parquet' cannot be read: "):
+        load_samples([file], tiny_tokenizer(), max_length=9)

@@ -5,107 +5,117 @@ import math
 import pytest
 import torch
 
-from paradraft.train.losses import IGNORED, depth_accuracy, depth_cross_entropy
+from paradraft.train.losses import IMPOSSIBLE, cross_entropy, divergence, row_weights
 
-R, V = 30, 7
+R, V, K = 30, 7, 5
+KINDS = ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation")
 
 
 def case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(V, (R,), generator=generator)
     depths = torch.randint(4, (R,), generator=generator)
-    labels[torch.rand(R, generator=generator) < 0.3] = IGNORED
     return torch.randn(R, V, generator=generator) * 3, labels, depths
 
 
-def one_loss(logits: list[float], label: int) -> float:
-    return math.log(sum(map(math.exp, logits))) - logits[label]
+def softmax(logits: list[float]) -> list[float]:
+    total = sum(map(math.exp, logits))
+    return [math.exp(logit) / total for logit in logits]
 
 
-def naive(logits: torch.Tensor, labels: torch.Tensor, depths: torch.Tensor) -> dict[int, list[float]]:
+def kl(a: list[float], b: list[float]) -> float:
+    return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True) if x > 0)
+
+
+def by_hand(p: list[float], q: list[float], kind: str) -> float:
+    mixture = [(x + y) / 2 for x, y in zip(p, q, strict=True)]
+    return {
+        "forward_kl": kl(p, q),
+        "reverse_kl": kl(q, p) if all(p) else math.inf,
+        "jensen_shannon": (kl(p, mixture) + kl(q, mixture)) / 2,
+        "total_variation": 1 - sum(map(min, p, q)),
+    }[kind]
+
+
+@pytest.mark.parametrize("reduction", ["per_depth", "token_mean"])
+@pytest.mark.parametrize("importance", [[1.0] * K, [2.0, 1.0, 0.0, 0.5, 3.0]])
+@pytest.mark.parametrize("seed", range(3))
+def test_losses_equal_a_double_loop(seed: int, importance: list[float], reduction: str) -> None:
+    """Guards Eq. 8: a mean within each depth, then over depths, each as important as it is said to be; a depth without
+    labels (4 here) counts nowhere."""
+    logits, labels, depths = case(seed)
+    weights = row_weights(torch.bincount(depths, minlength=K), reduction, torch.tensor(importance))
+    found = (weights[depths] * cross_entropy(logits, labels)).sum().item()
     losses: dict[int, list[float]] = {}
     for row, label, depth in zip(logits.tolist(), labels.tolist(), depths.tolist(), strict=True):
-        if label != IGNORED:
-            losses.setdefault(depth, []).append(one_loss(row, label))
-    return losses
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_losses_equal_a_double_loop(seed: int) -> None:
-    """Guards Eq. 8: a mean within each depth, then over depths; ignored rows count nowhere."""
-    logits, labels, depths = case(seed)
-    losses = naive(logits, labels, depths)
-    per_depth = sum(sum(some) / len(some) for some in losses.values()) / len(losses)
-    token_mean = sum(map(sum, losses.values())) / sum(map(len, losses.values()))
-    assert depth_cross_entropy(logits, labels, depths, "per_depth").item() == pytest.approx(per_depth, rel=1e-5)
-    assert depth_cross_entropy(logits, labels, depths, "token_mean").item() == pytest.approx(token_mean, rel=1e-5)
+        losses.setdefault(depth, []).append(-math.log(softmax(row)[label]))
+    if reduction == "per_depth":
+        above = sum(importance[d] * sum(some) / len(some) for d, some in losses.items())
+        below = sum(importance[d] for d in losses)
+    else:
+        above = sum(importance[d] * sum(some) for d, some in losses.items())
+        below = sum(importance[d] * len(some) for d, some in losses.items())
+    assert found == pytest.approx(above / below, rel=1e-5)
 
 
 @pytest.mark.parametrize("reduction", ["per_depth", "token_mean"])
-def test_a_teacher_that_is_sure_is_a_label(reduction: str) -> None:
-    """Guards distillation: with all probability on the label it is cross-entropy; ignored rows count nowhere."""
-    logits, labels, depths = case(3)
-    certain = torch.nn.functional.one_hot(labels.clamp(min=0), V).float()
-    expected = depth_cross_entropy(logits, labels, depths, reduction)
-    assert torch.allclose(depth_cross_entropy(logits, labels, depths, reduction, certain), expected)
+def test_nothing_to_learn_is_zero_and_not_nan(reduction: str) -> None:
+    """Guards against a NaN that destroys the weights when a step has no label."""
+    assert row_weights(torch.zeros(K, dtype=torch.long), reduction, torch.ones(K)).tolist() == [0.0] * K
 
 
-def test_a_drafter_that_agrees_with_its_teacher_has_nothing_to_learn() -> None:
-    """Guards the direction of the divergence: the gradient is (drafter - teacher) per row, whatever the tokens were."""
-    logits, labels, depths = case(4)
-    teacher = torch.randn(R, V, generator=torch.Generator().manual_seed(9)).softmax(-1)
-    teacher[:5] = logits[:5].softmax(-1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_divergences_equal_a_loop(kind: str) -> None:
+    """Guards the direction of each divergence and its unit; tokens that decoding never chooses count for neither."""
+    logits, _, _ = case(1)
+    teacher = torch.randn(R, V, generator=torch.Generator().manual_seed(9)) * 3
+    teacher[:, 4] = IMPOSSIBLE
+    allowed = [token for token in range(V) if token != 4]
+    found = divergence(logits, teacher, kind)
+    for row in range(R):
+        p, q = softmax(teacher[row, allowed].tolist()), softmax(logits[row, allowed].tolist())
+        assert found[row].item() == pytest.approx(by_hand(p, q, kind), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_that_agrees_with_its_teacher_has_nothing_to_learn(kind: str) -> None:
+    """Guards against a loss, or a NaN, where both are the same, and against a gradient for forbidden tokens."""
+    logits, _, _ = case(4)
+    teacher = torch.randn(R, V, generator=torch.Generator().manual_seed(9))
+    teacher[:5] = logits[:5]
+    teacher[:, -1] = -torch.inf
     logits.requires_grad_()
-    depth_cross_entropy(logits, labels, depths, "token_mean", teacher).backward()
-    real = labels != IGNORED
-    expected = (logits.detach().softmax(-1) - teacher) * real[:, None] / real.sum()
-    torch.testing.assert_close(logits.grad, expected)
-    assert logits.grad[:5].abs().max() < 1e-7
+    losses = divergence(logits, teacher, kind)
+    losses.sum().backward()
+    assert losses[:5].abs().max() < 1e-6 < losses[5:].min()
+    assert logits.grad is not None and logits.grad.isfinite().all()
+    assert (logits.grad[:, -1] == 0).all()
+    if kind == "forward_kl":
+        # KL(p || q) falls where q goes towards p, token by token.
+        p, q = teacher.softmax(-1), logits.detach()[:, :-1].softmax(-1)
+        torch.testing.assert_close(logits.grad[:, :-1], q - p[:, :-1])
+    if kind != "total_variation":  # whose slope jumps there
+        assert logits.grad[:5].abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("reduction", ["per_depth", "token_mean"])
-def test_ignored_rows_have_no_gradient(reduction: str) -> None:
-    """Guards against learning from the prompt."""
-    logits, labels, depths = case(0)
-    labels[depths == 2] = IGNORED
-    logits.requires_grad_()
-    loss = depth_cross_entropy(logits, labels, depths, reduction)
-    loss.backward()
-    assert (logits.grad[labels == IGNORED] == 0).all()
-    assert (logits.grad[labels != IGNORED] != 0).any(1).all()
+def test_divergences_of_certain_models_are_finite() -> None:
+    """Guards against log 0: a trained target is often sure of one token."""
+    sure = torch.tensor([[80.0, 0.0, -90.0]])
+    other = torch.tensor([[-70.0, 90.0, 0.0]], requires_grad=True)
+    for kind in KINDS:
+        loss = divergence(other, sure, kind).sum()
+        (slope,) = torch.autograd.grad(loss, other)
+        assert loss.isfinite() and slope.isfinite().all(), kind
+    assert divergence(other, sure, "jensen_shannon").item() == pytest.approx(math.log(2))
+    assert divergence(other, sure, "total_variation").item() == pytest.approx(1)
 
 
-def test_a_depth_of_ignored_rows_alone_does_not_lower_the_mean() -> None:
-    """Guards short answers, where late depths have no label: the mean is over the depths that have one."""
-    logits, labels, depths = case(0)
-    labels[depths == 2] = IGNORED
-    losses = naive(logits, labels, depths)
-    assert sorted(losses) == [0, 1, 3]
-    expected = sum(sum(some) / len(some) for some in losses.values()) / 3
-    assert depth_cross_entropy(logits, labels, depths, "per_depth").item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_nothing_to_learn_is_zero_and_not_nan() -> None:
-    """Guards against a NaN that destroys the weights when a batch has no label."""
-    logits, labels, depths = case(0)
-    for reduction in ("per_depth", "token_mean"):
-        assert depth_cross_entropy(logits, torch.full_like(labels, IGNORED), depths, reduction) == 0
-
-
-def test_loss_is_computed_in_float32() -> None:
+def test_losses_are_computed_in_float32() -> None:
     """Guards against a softmax over bfloat16 logits."""
-    logits, labels, depths = case(1)
+    logits, labels, _ = case(1)
     half = logits.bfloat16()
-    expected = depth_cross_entropy(half.float(), labels, depths, "per_depth")
-    assert torch.equal(depth_cross_entropy(half, labels, depths, "per_depth"), expected)
-
-
-def test_accuracy_equals_a_loop() -> None:
-    """Guards the numbers on the screen: hits and rows per depth, ignored rows in neither; unused depths are 0."""
-    logits, labels, depths = case(2)
-    expected = [[0.0] * 6, [0.0] * 6]
-    for row, label, depth in zip(logits, labels.tolist(), depths.tolist(), strict=True):
-        if label != IGNORED:
-            expected[0][depth] += float(row.argmax() == label)
-            expected[1][depth] += 1
-    assert depth_accuracy(logits, labels, depths, 6).tolist() == expected
+    assert torch.equal(cross_entropy(half, labels), cross_entropy(half.float(), labels))
+    for kind in KINDS:
+        assert torch.equal(
+            divergence(half, half.roll(1, 0), kind), divergence(half.float(), half.roll(1, 0).float(), kind)
+        )

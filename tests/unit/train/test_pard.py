@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paradraft.core import Prompt, Sampling
 from paradraft.models.causal_lm import CausalLM
+from paradraft.train.batch import Batch, Drop, collate
 from paradraft.train.data import Sample
 from paradraft.train.losses import IGNORED
-from paradraft.train.pard import add_mask_token, collate, forward
+from paradraft.train.pard import Objective, _labelled_by_place, add_mask_token
+from paradraft.train.teacher import Teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 
 ROWS = VOCAB + 8
@@ -18,82 +19,87 @@ MASK = VOCAB + 1
 TEXTS = [[7, 3, 0, 9, 9, 2, 5, 1, 0, 4, 6, 8], [1, 2, 3, 2, 1]]
 
 
-def samples() -> list[Sample]:
-    return [Sample(tokens=text, is_label=[True] * len(text)) for text in TEXTS]
+def batch_of(r: float, k: int = 4, *, packed: bool = False, texts: list[list[int]] = TEXTS) -> Batch:
+    samples = [Sample(tokens=text, is_label=[True] * len(text)) for text in texts]
+    generators = [torch.Generator().manual_seed(text[0]) for text in texts]
+    drop = Drop(k=k, r=r, r_min=0.2, mask_id=MASK)
+    if packed:
+        return collate([samples], drop, [generators])
+    return collate([[sample] for sample in samples], drop, [[generator] for generator in generators])
 
 
-def batch_of(r: float, k: int = 4, seed: int = 0):
-    return collate(samples(), MASK, k=k, r=r, r_min=0.2, generator=torch.Generator().manual_seed(seed))
+def predictions(model: torch.nn.Module, batch: Batch, **settings: object) -> tuple[torch.Tensor, list[int]]:
+    """The logits of all labelled rows as training computes them, and how many rows came at a time."""
+    seen: list[torch.Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(logits))
+    with torch.no_grad():
+        Objective(model, **settings)(batch, torch.ones(8))
+    hook.remove()
+    return torch.cat(seen), list(map(len, seen))
 
 
 @pytest.mark.parametrize("llama", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("r", [1.0, 0.6])
-def test_training_predicts_what_decoding_computes(llama: bool, r: float) -> None:
-    """Guards the heart of PARD: a chain of training rows is exactly the draft pass after its anchor (float64)."""
+def test_training_predicts_what_decoding_computes(llama: bool, r: float, packed: bool) -> None:
+    """Guards the heart of PARD: a chain of training rows is exactly the draft pass after its anchor (float64), with
+    samples side by side, or packed behind each other, where none may see another."""
     model, k = tiny_model(5, llama=llama), 4
     lm = CausalLM(model, vocab_size=ROWS, compiled=False)
-    batch = batch_of(r, k)
-    with torch.no_grad():
-        logits, labels, depths = forward(model, batch)
-    real = batch.labels != IGNORED
-    where = list(zip(real.nonzero()[:, 0].tolist(), batch.positions[real].tolist(), depths.tolist(), strict=True))
-    assert len(where) == len(logits) and {depth for _, _, depth in where} == set(range(k))
+    batch = batch_of(r, k, packed=packed)
+    logits, _ = predictions(model, batch)
+    order = _labelled_by_place(batch)
+    group = order // batch.labels.shape[1]
+    text = batch.documents.flatten()[order] if packed else group
+    places = [tensor.flatten()[order].tolist() for tensor in (batch.positions, batch.depths, batch.labels)]
+    rows = list(zip(text.tolist(), *places, strict=True))
+    assert len(rows) == len(logits) and {depth for _, _, depth, _ in rows} == set(range(k))
     drafts = {}
-    for sample, position, depth in where:
+    for sample, position, depth, label in rows:
         anchor = position - depth
+        assert label == TEXTS[sample][position + 1]
         if (sample, anchor) not in drafts:
-            text = TEXTS[sample][: anchor + 1]
-            last = lm.start(Prompt(tokens=torch.tensor([text]), sampling=(Sampling(),)))
+            last = lm.start(Prompt(tokens=torch.tensor([TEXTS[sample][: anchor + 1]]), sampling=(Sampling(),)))
             drafts[sample, anchor] = lm.forward(torch.cat([last, torch.full((1, k - 1), MASK)], dim=1))[0]
-    expected = torch.stack([drafts[sample, position - depth][depth] for sample, position, depth in where])
+    expected = torch.stack([drafts[sample, position - depth][depth] for sample, position, depth, _ in rows])
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
-    assert labels.tolist() == [TEXTS[sample][position + 1] for sample, position, _ in where]
 
 
-def test_only_labels_count() -> None:
-    """Guards against learning the prompt, against masks inside the prompt, where nothing is ever drafted, and against
-    a shifted label flag: the flag is that of the next token."""
-    sample = Sample(tokens=[1, 2, 3, 4, 5], is_label=[False, False, True, True, False])
-    batch = collate([sample], MASK, k=2, r=1.0, r_min=0.0, generator=torch.Generator())
-    assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 3]
-    assert batch.tokens[0].tolist() == [1, 2, 3, 4, MASK, MASK]
-    assert batch.labels[0].tolist() == [IGNORED, 3, 4, IGNORED, 4, IGNORED]
-
-
-def test_samples_of_a_batch_do_not_see_each_other_or_the_filling() -> None:
-    """Guards against rows that only fill up: nobody sees them, they see themselves alone, and nothing becomes NaN."""
+@pytest.mark.parametrize("kind", [None, "forward_kl", "total_variation"])
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_logits_in_pieces_give_the_same_gradients(chunk: int, kind: str | None) -> None:
+    """Guards the bound on memory: [rows, V] logits are never whole, and pieces change neither loss nor gradient."""
     batch = batch_of(0.6)
-    R = int((batch.labels[1] != IGNORED).sum())
-    size = batch.tokens.shape[1]
-    assert R < size
-    assert not batch.sees[1, 0, :R, R:].any()
-    assert torch.equal(batch.sees[1, 0, R:], torch.eye(size, dtype=torch.bool)[R:])
-    assert forward(tiny_model(5), batch)[0].isfinite().all()
+    weights = torch.tensor([1.0, 0.5, 0.25, 2.0])
+    results = []
+    for logits in (2**26, chunk * ROWS):
+        model = tiny_model(5)
+        teacher = None if kind is None else Teacher(tiny_model(6), vocab_size=VOCAB, mask_id=MASK)
+        settings = {"teacher": teacher, "kind": kind or "forward_kl", "logits": logits}
+        _, sizes = predictions(model, batch, **settings)
+        assert max(sizes) == (chunk if logits < 2**26 else int((batch.labels != IGNORED).sum()))
+        loss, right = Objective(model, **settings)(batch, weights)
+        loss.backward()
+        results.append((loss.detach(), right, {name: p.grad for name, p in model.named_parameters()}))
+    (loss, right, gradients), (other_loss, other_right, other_gradients) = results
+    torch.testing.assert_close(loss, other_loss)
+    assert torch.equal(right, other_right)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-6, atol=1e-9)
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the most elements of any tensor that was made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.untyped_storage().nbytes() // result.element_size())
-        return result
-
-
-def test_no_dense_mask_is_built_before_dropping() -> None:
-    """Guards against a (K N)^2 tensor: 1 GiB per sample at N = 1024 and K = 16."""
-    n, k = 100, 16
-    sample = Sample(tokens=[1] * (n + 1), is_label=[True] * (n + 1))
-    generator = torch.Generator().manual_seed(0)
-    with Largest() as dropped:
-        batch = collate([sample], MASK, k=k, r=0.5, r_min=0.05, generator=generator)
-    with Largest() as control:
-        collate([sample], MASK, k=k, r=1.0, r_min=0.05, generator=generator)
-    assert dropped.elements == batch.tokens.shape[1] ** 2 < (k * n) ** 2 / 10
-    assert control.elements > (k * n) ** 2 / 2, "the control must see the dense mask"
+def test_rows_are_counted_by_depth() -> None:
+    """Guards the accuracies on the screen, against a model that is right about one token and about no other."""
+    batch = batch_of(1.0)
+    model = tiny_model(5)
+    with torch.no_grad():
+        _, right = Objective(model)(batch, torch.ones(4))
+    logits, _ = predictions(model, batch)
+    order = _labelled_by_place(batch)
+    hits = logits.argmax(-1) == batch.labels.flatten()[order]
+    expected = [int(hits[batch.depths.flatten()[order] == depth].sum()) for depth in range(4)]
+    assert right.tolist() == expected
+    assert batch.labels_by_depth(4).tolist() == [15, 13, 11, 9]
 
 
 def test_mask_token_takes_an_unused_row_and_the_mean_embedding() -> None:
@@ -147,11 +153,24 @@ def test_a_mask_token_outside_the_embedding_is_refused(mask_id: int) -> None:
         add_mask_token(tiny_model(6), tiny_tokenizer(), mask_id)
 
 
-def test_eager_attention_obeys_the_mask_too() -> None:
-    """Guards models without SDPA, which would silently train with every row seeing every other: then logits are off by
-    whole units. Eager attention takes its softmax in float32 whatever the model's dtype, hence the tolerance."""
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_attention_obeys_the_mask(implementation: str, packed: bool) -> None:
+    """Guards models without SDPA, which would silently train with every row seeing every other, and the block masks of
+    flex_attention, which a CPU can run forwards only: logits would be off by whole units. Both take their softmax in
+    float32 whatever the model's dtype, hence the tolerance."""
     model = tiny_model(5)
-    with torch.no_grad():
-        expected = forward(model, batch_of(0.6))[0]
-        model.set_attn_implementation("eager")
-        torch.testing.assert_close(forward(model, batch_of(0.6))[0], expected, rtol=1e-3, atol=1e-4)
+    batch = batch_of(0.6, packed=packed)
+    expected, _ = predictions(model, batch)
+    model.set_attn_implementation(implementation)
+    with torch.compiler.set_stance("force_eager"):
+        found, _ = predictions(model, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_mask_is_what_makes_the_difference() -> None:
+    """The control of the test above: rows of another document change what is predicted where the rule is not obeyed."""
+    model = tiny_model(5)
+    packed = batch_of(0.6, packed=True)
+    together = Batch(**{**vars(packed), "documents": torch.zeros_like(packed.documents)})
+    assert (predictions(model, packed)[0] - predictions(model, together)[0]).abs().max() > 0.1

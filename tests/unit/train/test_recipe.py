@@ -18,7 +18,7 @@ def load(tmp_path: Path, *overrides: str, text: str = TEXT) -> PardRecipe:
 def test_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
     """Guards the published numbers: K = 8, r = 0.7, r_min = 0.2, loss per depth."""
     recipe = load(tmp_path)
-    assert (recipe.k, recipe.r, recipe.r_min, recipe.loss) == (8, 0.7, 0.2, "per_depth")
+    assert (recipe.k, recipe.r, recipe.r_min, recipe.average) == (8, 0.7, 0.2, "per_depth")
     assert recipe.data == [Path("a.txt"), Path("b.jsonl")] and recipe.out == Path("there")
 
 
@@ -27,7 +27,8 @@ def test_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
     [
         ("lr=1e-3", "lr", 1e-3), ("lr=0.001", "lr", 1e-3), ("lr=1E-3", "lr", 1e-3), ("steps=1e2", "steps", 100),
         ("bf16=false", "bf16", False), ("bf16=true", "bf16", True), ("optimizer=muon", "optimizer", "muon"),
-        ("loss=token_mean", "loss", "token_mean"), ("out=elsewhere/e=1", "out", Path("elsewhere/e=1")),
+        ("average=token_mean", "average", "token_mean"),
+        ("loss=cross_entropy", "loss", "cross_entropy"), ("out=elsewhere/e=1", "out", Path("elsewhere/e=1")),
         ("data=[c.txt]", "data", [Path("c.txt")]), ("mask_token_id=null", "mask_token_id", None), ("k=12", "k", 12),
     ],
 )  # fmt: skip
@@ -35,6 +36,23 @@ def test_overrides(tmp_path: Path, override: str, field: str, value: object) -> 
     """Guards against 1e-3 read as text, true as text, and a value that holds an equals sign."""
     assert getattr(load(tmp_path, override), field) == value
     assert getattr(load(tmp_path, f"{field}=9", override), field) == value, "the last override wins"
+
+
+def test_a_group_of_settings_is_overridden_one_by_one(tmp_path: Path) -> None:
+    """Guards against `lora.rank=4` that throws the file's other adapter settings away, or changes nothing."""
+    both = load(tmp_path, "lora.rank=4", text=TEXT + "lora: {alpha: 5}\n").lora
+    assert both is not None and (both.rank, both.alpha) == (4, 5)
+    alone = load(tmp_path, "lora.rank=4").lora
+    assert alone is not None and (alone.rank, alone.alpha) == (4, 32)
+
+
+def test_a_teacher_is_learnt_by_forward_kl_unless_told_otherwise(tmp_path: Path) -> None:
+    """Guards against a teacher that is loaded and ignored."""
+    assert load(tmp_path).divergence is None
+    assert load(tmp_path, "teacher=t").divergence == "forward_kl"
+    assert load(tmp_path, "teacher=t", "loss=total_variation").divergence == "total_variation"
+    with pytest.raises(ValueError, match="leave teacher out"):
+        load(tmp_path, "teacher=t", "loss=cross_entropy")
 
 
 def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
@@ -46,7 +64,14 @@ def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
     ("override", "complaint"),
     [
         ("stepps=3", "unknown recipe key 'stepps'; known are .*steps"), ("k=0", "'k'.*greater than or equal to 1"),
-        ("r=0", "'r'"), ("r=1.5", "'r'"), ("r_min=-0.1", "'r_min'"), ("loss=sum", "'loss'.*token_mean"),
+        ("r=0", "'r'"), ("r=1.5", "'r'"), ("r_min=-0.1", "'r_min'"), ("average=sum", "'average'.*token_mean"),
+        ("loss=sum", "'loss'.*forward_kl"), ("loss=forward_kl", "loss=forward_kl: name a teacher"),
+        ("epochs=2", "give either steps or epochs"), ("steps=null", "give either steps or epochs"),
+        ("depth_weights=[1]", "depth_weights: 1 numbers for k=8 depths"),
+        ("columns={txt: a}", "columns: 'txt' is none of"),
+        ("lora.ranks=3", "'lora.ranks'; known are rank"), ("lora.rank=0", "'lora.rank'"),
+        ("report_to=[paper]", "'report_to.0'"),
+        ("device=abacus", "'device'"),
         ("optimizer=sgd", "'optimizer'.*muon"), ("steps=many", "'steps'"), ("steps=1.5", "'steps'"),
         ("data=[]", "'data'"),
         ("steps", "'steps': write overrides as key=value"), ("out=[a", "'out=.a'"), ("max_length=1", "'max_length'"),
@@ -65,8 +90,8 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     for text in ("- a\n", "just text", "", "a: [b", "1: 2\n" + TEXT):
         with pytest.raises(ValueError, match="recipe"):
             load(tmp_path, text=text)
-    with pytest.raises(ValueError, match="'steps'"):
-        load(tmp_path, text="model: m\ndata: [a]\nout: o\n")
+    with pytest.raises(ValueError, match="'out' is missing"):
+        load(tmp_path, text="model: m\ndata: [a]\nsteps: 3\n")
 
 
 def test_fingerprint_tells_runs_apart(tmp_path: Path) -> None:
@@ -75,3 +100,13 @@ def test_fingerprint_tells_runs_apart(tmp_path: Path) -> None:
     assert load(tmp_path, "log_every=3", "save_every=4", "out=elsewhere").fingerprint == same
     for override in ("lr=1e-3", "steps=101", "seed=1", "k=9", "model=m", "data=[a.txt]", "bf16=false", "r=0.71"):
         assert load(tmp_path, override).fingerprint != same, override
+
+
+def test_fingerprint_sees_the_bytes_of_the_data(tmp_path: Path) -> None:
+    """Guards against going on from a checkpoint after the data was written anew under the same name."""
+    data = tmp_path / "a.txt"
+    found = []
+    for text in ("one", "two", "one"):
+        data.write_text(text)
+        found.append(load(tmp_path, f"data=[{data}]").fingerprint)
+    assert found[0] == found[2] != found[1]

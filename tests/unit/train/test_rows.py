@@ -29,7 +29,7 @@ def oracle(pairs: list[tuple[int, int]]) -> list[list[bool]]:
 def test_attention_rule_equals_a_double_loop(pairs: list[tuple[int, int]]) -> None:
     """Guards against a mask that sees real tokens behind its anchor, other chains, or later masks of its own."""
     position = torch.tensor([anchor + depth for anchor, depth in pairs])
-    rows = Rows(position=position, depth=torch.tensor([depth for _, depth in pairs]))
+    rows = Rows.of_sample(position, torch.tensor([depth for _, depth in pairs]))
     assert rows.anchor.tolist() == [anchor for anchor, _ in pairs]
     assert attention_rule(rows).tolist() == oracle(pairs)
 
@@ -37,4 +37,4 @@ def test_attention_rule_equals_a_double_loop(pairs: list[tuple[int, int]]) -> No
 def test_rows_before_the_text_do_not_exist() -> None:
     """Guards against rows whose anchor is below 0: they would predict from nothing."""
     with pytest.raises(AssertionError):
-        Rows(position=torch.tensor([1]), depth=torch.tensor([2]))
+        Rows.of_sample(torch.tensor([1]), torch.tensor([2]))

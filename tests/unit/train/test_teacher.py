@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from paradraft.models.loading import Runtime
+from paradraft.train.batch import Drop, collate
 from paradraft.train.data import Sample
-from paradraft.train.losses import IGNORED
-from paradraft.train.pard import collate
+from paradraft.train.losses import IMPOSSIBLE
 from paradraft.train.teacher import Teacher, load_teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 
@@ -16,23 +16,29 @@ ROWS = VOCAB + 8
 TEXTS = [[7, 3, 0, 9, 9, 2, 5, 1, 0, 4, 6, 8], [1, 2, 3, 2, 1]]
 
 
-@pytest.mark.parametrize("mask_id", [5, VOCAB + 1])
+@pytest.mark.parametrize("mask_id", [5, VOCAB + 1, None])
 @pytest.mark.parametrize("width", [ROWS, ROWS + 5])
-def test_a_teacher_answers_for_the_token_of_each_label(width: int, mask_id: int) -> None:
-    """Guards against probabilities one token off or of another sample, and against any for ids that decoding forbids:
-    the mask and rows that only pad the embedding."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_teacher_answers_for_the_token_of_each_label(width: int, mask_id: int | None, packed: bool) -> None:
+    """Guards against logits one token off or of another sample, and against any for ids that decoding forbids: the mask
+    and rows that only pad the embedding."""
     model = tiny_model(6)
-    samples = [Sample(tokens=text, is_label=[token != 9 for token in text]) for text in TEXTS]
-    batch = collate(samples, mask_id, k=4, r=0.6, r_min=0.2, generator=torch.Generator().manual_seed(0))
-    answers = Teacher(model, vocab_size=VOCAB, mask_id=mask_id).probabilities(batch, width)
-    sample, row = (batch.labels != IGNORED).nonzero(as_tuple=True)
-    assert answers.shape == (len(sample), width)
-    for s, position, answer in zip(sample, batch.positions[sample, row], answers, strict=True):
-        logits = model(torch.tensor([TEXTS[s][: position + 1]])).logits[0, -1]
-        assert logits[VOCAB:].max() > logits[:VOCAB].min(), "the forbidden rows must have something to lose"
-        allowed = [token for token in range(VOCAB) if token != mask_id]
-        torch.testing.assert_close(answer[allowed], logits[allowed].float().softmax(-1))
-        assert answer.sum() == pytest.approx(answer[allowed].sum().item())
+    samples = [Sample(tokens=text, is_label=[True] * len(text)) for text in TEXTS]
+    generators = [torch.Generator(), torch.Generator()]
+    drop = Drop(k=1, r=1.0, r_min=0.2, mask_id=None)
+    groups = [samples] if packed else [[sample] for sample in samples]
+    batch = collate(groups, drop, [generators] if packed else [[generator] for generator in generators])
+    teacher = Teacher(model, vocab_size=VOCAB, mask_id=mask_id)
+    read = teacher.read(batch.texts)
+    allowed = [token for token in range(VOCAB) if token != mask_id]
+    for text, tokens in enumerate(TEXTS):
+        for position in range(len(tokens) - 1):
+            place = (0, text * (len(TEXTS[0]) - 1) + position) if packed else (text, position)
+            answer = teacher.expects(read[place][None], width)[0]
+            logits = model(torch.tensor([tokens[: position + 1]])).logits[0, -1]
+            torch.testing.assert_close(answer[allowed], logits[allowed].float())
+            assert len(answer) == width
+            assert (answer <= IMPOSSIBLE).sum() == width - len(allowed)
 
 
 def load_for(family: Path, longest: int, name: str | None = None) -> Teacher:

@@ -11,10 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from paradraft import load
 from paradraft.models.loading import Runtime
-from paradraft.train import trainer
-from paradraft.train.data import Sample, load_samples
+from paradraft.train import memory, preparation
+from paradraft.train.data import load_samples
+from paradraft.train.order import Order
+from paradraft.train.progress import Evaluation, Progress
 from paradraft.train.recipe import PardRecipe
-from paradraft.train.trainer import Progress, is_trained, samples_of_step, train_pard
+from paradraft.train.trainer import is_trained, train_pard
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 
 
@@ -24,7 +26,7 @@ def recipe_for(family: Path, folder: Path, **settings: object) -> PardRecipe:
     data.write_text("helloworld" * 6 + "abcabcabc" * 4)
     defaults = {
         "steps": 5, "samples_per_step": 2, "k": 3, "max_length": 20, "lr": 3e-3, "warmup_steps": 2,
-        "bf16": False, "log_every": 1, "save_every": 2, "optimizer": "muon",
+        "bf16": False, "log_every": 1, "save_every": 2, "optimizer": "muon", "device": "cpu", "held_out": 0,
     }  # fmt: skip
     given = {"model": str(family / "draft"), "data": [data], "out": folder / "out"}
     return PardRecipe(**{**given, **defaults, **settings})
@@ -87,7 +89,7 @@ def test_k_of_one_trains_an_ordinary_draft(family: Path, tmp_path: Path) -> None
     reports: list[Progress] = []
     train_pard(recipe, reports.append)
     samples = load_samples(recipe.data, tiny_tokenizer(), max_length=recipe.max_length)
-    (sample,) = samples_of_step(samples, recipe, 0)
+    (sample,) = Order(samples, per_step=1, seed=0).samples_of(0)
     before = AutoModelForCausalLM.from_pretrained(family / "draft", dtype=torch.float32)
     tokens = torch.tensor([sample.tokens])
     assert reports[0].loss == pytest.approx(before(tokens, labels=tokens).loss.item(), abs=1e-6)
@@ -133,10 +135,10 @@ def test_a_run_goes_on_in_the_precision_it_began_with(family: Path, tmp_path: Pa
     """Guards against a run that is moved between machines with and without bf16 and changes midway without a word."""
     recipe = recipe_for(family, tmp_path, bf16=None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "computes_bf16", lambda device: False)
+        patch.setattr(preparation, "computes_bf16", lambda device: False)
         with pytest.raises(StoppedError):
             train_pard(recipe, stop_after(3))
-        patch.setattr(trainer, "computes_bf16", lambda device: True)
+        patch.setattr(preparation, "computes_bf16", lambda device: True)
         with pytest.raises(ValueError, match="began with bf16=False: go on with the same"):
             train_pard(recipe, lambda progress: None)
 
@@ -156,11 +158,95 @@ def test_a_mask_token_that_occurs_in_the_data_is_refused(family: Path, tmp_path:
         train_pard(recipe_for(family, tmp_path, mask_token_id=8), lambda progress: None)
 
 
-def test_every_epoch_goes_through_all_samples_in_its_own_order() -> None:
-    """Guards against samples never seen, and steps that straddle two epochs; step n never depends on step n - 1."""
-    samples = [Sample(tokens=[i, i], is_label=[True, True]) for i in range(7)]
-    recipe = PardRecipe(model="m", data=["d"], out="o", steps=9, samples_per_step=3)
-    seen = [sample.tokens[0] for step in range(7) for sample in samples_of_step(samples, recipe, step)]
-    epochs = [seen[start : start + 7] for start in range(0, 21, 7)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 3
-    assert epochs[0] != epochs[1] != epochs[2]
+def losses_of(recipe: PardRecipe) -> list[float]:
+    reports: list[Progress | Evaluation] = []
+    train_pard(recipe, reports.append)
+    return [report.loss for report in reports if isinstance(report, Progress)]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"samples_per_pass": 1}, {"samples_per_pass": 2}, {"pack": True}, {"gradient_checkpointing": True}]
+)
+def test_less_memory_gives_the_same_losses(family: Path, tmp_path: Path, settings: dict[str, object]) -> None:
+    """Guards accumulation, packing and checkpointing: how a step is cut into passes must not change what is learnt,
+    also when the passes have different numbers of labels."""
+    common = {"samples_per_step": 3, "average": "per_depth", "optimizer": "adamw", "max_length": 33}
+    whole = losses_of(recipe_for(family, tmp_path / "whole", **common))
+    assert losses_of(recipe_for(family, tmp_path / "cut", **common, **settings)) == pytest.approx(whole, rel=1e-5)
+
+
+def test_epochs_are_counted_in_samples(family: Path, tmp_path: Path) -> None:
+    """Guards `epochs`: 97 tokens in pieces of 20 are 6 samples, so two epochs of 4 a step are 3 steps."""
+    assert len(losses_of(recipe_for(family, tmp_path, steps=None, epochs=2, samples_per_step=4))) == 3
+
+
+def test_the_best_drafter_is_kept(family: Path, tmp_path: Path) -> None:
+    """Guards the evidence: acceptance lengths are measured by decoding with the drafter as shipped, the best is what
+    `out` holds in the end, a run that gets worse stops early, and the record says so."""
+    recipe = recipe_for(
+        family, tmp_path, target=str(family / "target"), steps=40, held_out=2, evaluate_every=2, patience=3, prompts=2,
+        prompt_tokens=4, answer_tokens=24, lr=1e-2, muon_lr=5e-2,
+    )  # fmt: skip
+    reports: list[Progress | Evaluation] = []
+    train_pard(recipe, reports.append)
+    measured = [report for report in reports if isinstance(report, Evaluation)]
+    lengths = [report.acceptance_length for report in measured]
+    best = max(lengths)
+    assert [report.is_best for report in measured] == [x > max(lengths[:i], default=0) for i, x in enumerate(lengths)]
+    assert len(lengths) - 1 - lengths.index(best) == 3 and measured[-1].step < 40, "the draft began as the target"
+    record = json.loads((recipe.out / "train_command.json").read_text())
+    assert (record["best"], record["steps_done"]) == (best, measured[-1].step)
+    assert record["recipe"]["lr"] == 1e-2 and record["data_sha256"].keys() == {str(recipe.data[0])}
+    again = preparation.prepare(recipe, torch.device("cpu"), processes=1).acceptance(torch.device("cpu"))
+    assert again is not None and again.of(recipe.out) == best
+    assert (recipe.out / "curves.png").read_bytes()[1:4] == b"PNG"
+    history = [json.loads(line) for line in (recipe.out / "history.jsonl").read_text().splitlines()]
+    assert [entry["acceptance_length"] for entry in history if "acceptance_length" in entry] == lengths
+    assert not (recipe.out / "checkpoint").exists()
+
+
+def test_held_out_samples_are_not_learnt(family: Path, tmp_path: Path) -> None:
+    """Guards the evidence against samples that are in both halves."""
+    recipe = recipe_for(family, tmp_path, held_out=2)
+    prepared = preparation.prepare(recipe, torch.device("cpu"), processes=1)
+    everything = load_samples(recipe.data, tiny_tokenizer(), max_length=recipe.max_length)
+    assert len(prepared.held_out) == 2 and len(prepared.samples) == len(everything) - 2
+    for sample in everything:
+        assert (sample in prepared.samples) != (sample in prepared.held_out)
+    with pytest.raises(ValueError, match="held_out=6 leaves nothing to learn of 6 samples"):
+        preparation.prepare(recipe_for(family, tmp_path, held_out=6), torch.device("cpu"), processes=1)
+
+
+def test_samples_that_cannot_be_shared_are_a_mistake(family: Path, tmp_path: Path) -> None:
+    """Guards against processes that wait for each other for ever, because one has a pass more."""
+    recipe = recipe_for(family, tmp_path, samples_per_step=3)
+    with pytest.raises(ValueError, match="samples_per_step=3 cannot be shared evenly by 2 processes: use 4"):
+        preparation.prepare(recipe, torch.device("cpu"), processes=2)
+
+
+def test_adapters_are_merged_and_the_mask_learns(family: Path, tmp_path: Path) -> None:
+    """Guards LoRA: an ordinary folder comes out, its matrices changed by no more than the rank, and of the embedding
+    the mask's row alone, which would else stay a row that means nothing."""
+    recipe = recipe_for(family, tmp_path, lora={"rank": 2}, optimizer="adamw", steps=8, lr=3e-2)
+    train_pard(recipe, lambda report: None)
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (family / "draft", recipe.out)
+    )
+    assert before.state_dict().keys() == after.state_dict().keys()
+    change = (after.model.layers[0].mlp.up_proj.weight - before.model.layers[0].mlp.up_proj.weight).detach()
+    sizes = torch.linalg.svdvals(change)
+    assert sizes[1] > 5 * sizes[2], "the rest is the rounding to bfloat16"
+    rows = (after.get_input_embeddings().weight - before.get_input_embeddings().weight).detach().abs().amax(1)
+    learnt = rows > 0.02
+    assert learnt.nonzero().tolist() == [[VOCAB]]
+    with pytest.raises(ValueError, match="lora: "):
+        train_pard(recipe_for(family, tmp_path / "no", lora={"targets": ["none"]}), lambda report: None)
+
+
+def test_a_run_that_does_not_fit_is_refused(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a process that is killed after an hour: memory is estimated before the first step."""
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 1e5)
+    recipe = recipe_for(family, tmp_path)
+    with pytest.raises(ValueError, match=r"needs about 0\.\d GiB \(weights .*\), and 0\.0 GiB are free: lower"):
+        train_pard(recipe, lambda report: None)
+    assert not recipe.out.exists()

@@ -1,4 +1,4 @@
-"""What a benchmark ran on."""
+"""What a benchmark or a training run ran on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def describe_machine(device: str) -> dict[str, object]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("paradraft", "torch", "transformers")},
         "load_average": psutil.getloadavg()[0],
-        "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
+        # Of files elsewhere the name alone: a record is for readers on other machines.
+        "command": [Path(part).name if Path(part).is_absolute() else part for part in sys.orig_argv],
     }
 
 

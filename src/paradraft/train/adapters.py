@@ -1,0 +1,34 @@
+"""LoRA (Hu et al. 2021): adapters of low rank learn in place of the weights, and so does the mask token's embedding."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+from paradraft.train.recipe import Lora
+
+
+def with_adapters(model: PreTrainedModel, lora: Lora, mask_id: int | None) -> PeftModel:
+    """Puts adapters into a model, in place; all else is frozen but the embedding of the mask, which is new.
+
+    Raises:
+        ValueError: the model has no layers of these names.
+    """
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.targets,
+        trainable_token_indices=None if mask_id is None else [mask_id],
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return cast(PeftModel, get_peft_model(model, config))
+    except ValueError as error:
+        raise ValueError(f"lora: {str(error).splitlines()[0]}") from None
+
+
+def merged(adapted: PeftModel) -> PreTrainedModel:
+    """The ordinary model that the adapters amount to."""
+    return cast(PreTrainedModel, adapted.merge_and_unload())

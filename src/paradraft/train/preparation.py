@@ -1,0 +1,193 @@
+"""Everything that has to be there before the first step: loaded, and checked against each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from paradraft.models.loading import Runtime, computes_bf16, load_model, load_tokenizer, locate
+from paradraft.train import memory
+from paradraft.train.adapters import merged, with_adapters
+from paradraft.train.attention import FLEX
+from paradraft.train.batch import Batch, Drop, collate, pack
+from paradraft.train.data import Sample, load_samples
+from paradraft.train.evaluation import Acceptance, prompt_of
+from paradraft.train.pard import Objective, add_mask_token
+from paradraft.train.recipe import PardRecipe
+from paradraft.train.teacher import Teacher, load_teacher
+
+MOST_HELD_OUT = 64
+HELD_OUT_SHARE = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What a run works with.
+
+    Args:
+        recipe: the run.
+        tokenizer: the drafter's.
+        samples: to learn.
+        held_out: to measure on.
+        mask_id: the mask token; None for an ordinary draft.
+        objective: the drafter and its loss.
+        bf16: whether passes compute in bf16.
+    """
+
+    recipe: PardRecipe
+    tokenizer: PreTrainedTokenizerBase
+    samples: list[Sample]
+    held_out: list[Sample]
+    mask_id: int | None
+    objective: Objective
+    bf16: bool
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        recipe = self.recipe
+        if recipe.steps is not None:
+            return recipe.steps
+        return max(math.ceil(len(self.samples) * (recipe.epochs or 0.0) / recipe.samples_per_step), 1)
+
+    def batches(self, samples: Sequence[Sample], seeds: Sequence[int], *, per_pass: int) -> list[Batch]:
+        """The passes over some samples; the rows that are dropped depend on a sample's own seed alone."""
+        recipe = self.recipe
+        drop = Drop(k=recipe.k, r=recipe.r, r_min=recipe.r_min, mask_id=self.mask_id)
+        batches = []
+        for start in range(0, len(samples), per_pass):
+            some = list(samples[start : start + per_pass])
+            groups = pack(some, recipe.max_length) if recipe.pack else [[index] for index in range(len(some))]
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds[start : start + per_pass]]
+            batches.append(
+                collate(
+                    [[some[index] for index in group] for group in groups],
+                    drop,
+                    [[generators[index] for index in group] for group in groups],
+                )
+            )
+        return batches
+
+    def finished_model(self, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
+        """The drafter as it is shipped, in bf16, from the weights of `objective`."""
+        new = _new_drafter(self.recipe, self.tokenizer, "cpu")
+        Objective(new.model).load_state_dict(weights)
+        model = new.model if new.adapted is None else merged(new.adapted)
+        return model.to(torch.bfloat16).eval()
+
+    def acceptance(self, device: torch.device) -> Acceptance | None:
+        """What measures acceptance lengths; None where there is nothing to measure with.
+
+        Raises:
+            ValueError: the target cannot be loaded, or the prompts do not fit into it.
+        """
+        recipe = self.recipe
+        target = recipe.teacher if recipe.target is None else recipe.target
+        if recipe.target is not None and not self.held_out:
+            raise ValueError(f"target={recipe.target!r}: nothing is held out to measure with, set held_out")
+        if target is None or not self.held_out:
+            return None
+        prompts = [prompt_of(sample, most=recipe.prompt_tokens) for sample in self.held_out[: recipe.prompts]]
+        dtype = "bfloat16" if computes_bf16(device) else "float32"
+        runtime = Runtime(device=str(device), dtype=dtype)
+        return Acceptance(target, prompts, k=recipe.k, answer_tokens=recipe.answer_tokens, runtime=runtime)
+
+
+def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Preparation:
+    """Loads and checks; nothing is written.
+
+    Args:
+        recipe: the run.
+        device: where this process trains.
+        processes: how many processes share the samples of a step.
+
+    Raises:
+        ValueError: model, data or teacher cannot be used, the settings do not fit them, or there is not
+            enough memory.
+    """
+    if recipe.samples_per_step % processes:
+        raise ValueError(
+            f"samples_per_step={recipe.samples_per_step} cannot be shared evenly by {processes} processes: "
+            f"use {-(-recipe.samples_per_step // processes) * processes}"
+        )
+    tokenizer = load_tokenizer(locate(recipe.model, "draft"))
+    samples = load_samples(
+        recipe.data,
+        tokenizer,
+        max_length=recipe.max_length,
+        columns=recipe.columns,
+        skip_unlabelled=recipe.skip_unlabelled,
+    )
+    drafter = _new_drafter(recipe, tokenizer, str(device))
+    model, mask_id = drafter.model, drafter.mask_id
+    if mask_id is not None and any(mask_id in sample.tokens for sample in samples):
+        raise ValueError(f"the mask token {mask_id} occurs in the data: choose another mask_token_id")
+    longest = max(len(sample.tokens) for sample in samples)
+    if longest > model.config.max_position_embeddings:
+        room = model.config.max_position_embeddings
+        raise ValueError(f"the model has room for {room} tokens, a sample has {longest}: set max_length={room}")
+    bf16 = computes_bf16(device) if recipe.bf16 is None else recipe.bf16
+    teacher: Teacher | None = None
+    if recipe.teacher is not None:
+        runtime = Runtime(device=str(device), dtype="bfloat16" if bf16 else "float32")
+        teacher = load_teacher(recipe.teacher, tokenizer, mask_id=mask_id, longest=longest, runtime=runtime)
+        teacher.model.set_attn_implementation(model.config._attn_implementation)
+    memory.estimate(
+        recipe,
+        model,
+        rows=memory.rows_of(recipe.max_length if recipe.pack else longest, recipe),
+        passes=min(recipe.samples_per_pass or recipe.samples_per_step, recipe.samples_per_step // processes),
+        bf16=bf16,
+        teacher=None if teacher is None else teacher.model,
+    ).check(device)
+    kept = _held_out(recipe, len(samples))
+    # Far from each other in the data, so that they are not all of one file.
+    places = {round((place + 0.5) * len(samples) / kept - 0.5) for place in range(kept)}
+    return Preparation(
+        recipe=recipe,
+        tokenizer=tokenizer,
+        samples=[sample for index, sample in enumerate(samples) if index not in places],
+        held_out=[samples[index] for index in sorted(places)],
+        mask_id=mask_id,
+        objective=Objective(model, teacher=teacher, kind=recipe.divergence or "forward_kl", bf16=bf16),
+        bf16=bf16,
+    )
+
+
+def _held_out(recipe: PardRecipe, samples: int) -> int:
+    if recipe.held_out is None:
+        return min(samples // HELD_OUT_SHARE, MOST_HELD_OUT)
+    if recipe.held_out >= samples:
+        raise ValueError(f"held_out={recipe.held_out} leaves nothing to learn of {samples} samples: hold out fewer")
+    return recipe.held_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NewDrafter:
+    """The drafter as it is before the first step, in float32.
+
+    Args:
+        model: what is trained.
+        adapted: the same with its adapters, if it has any.
+        mask_id: its mask token; None for an ordinary draft.
+    """
+
+    model: PreTrainedModel
+    adapted: PeftModel | None
+    mask_id: int | None
+
+
+def _new_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> _NewDrafter:
+    model = load_model(locate(recipe.model, "draft"), Runtime(device=device, dtype="float32"))
+    mask_id = add_mask_token(model, tokenizer, recipe.mask_token_id) if recipe.k > 1 else None
+    adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, mask_id)
+    on_gpu = device.startswith("cuda")
+    model.set_attn_implementation((FLEX if on_gpu else "sdpa") if recipe.attention == "auto" else recipe.attention)
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return _NewDrafter(model=model, adapted=adapted, mask_id=mask_id)

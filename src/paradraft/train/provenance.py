@@ -1,0 +1,53 @@
+"""Where a drafter comes from: the record beside its weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from paradraft.machine import describe_machine
+from paradraft.train.recipe import PardRecipe
+
+RECORD = "train_command.json"
+
+
+def write_record(recipe: PardRecipe, device: str, **results: object) -> None:
+    """Writes `train_command.json` into `recipe.out`: recipe, data, command, versions, hardware, and what came out."""
+    record = {
+        "fingerprint": recipe.fingerprint,
+        "recipe": recipe.model_dump(mode="json"),
+        "data_sha256": recipe.data_hashes,
+        "git_revision": _git_revision(),
+        "machine": describe_machine(device),
+        **results,
+    }
+    recipe.out.mkdir(parents=True, exist_ok=True)
+    file = recipe.out / RECORD
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record in a folder; empty if there is none."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _git_revision() -> str | None:
+    """The revision of paradraft's sources, if they are a git checkout, with a + for changes."""
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()

@@ -1,0 +1,105 @@
+"""Where training records come from: text, JSONL and Parquet files, and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+
+# `HTTPError` is imported there and not exported; taking it from the client beneath would name another dependency.
+from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError  # type: ignore[attr-defined]
+
+Record = dict[str, Any]
+
+
+def records(source: Path) -> Iterator[tuple[str, Record]]:
+    """Reads one source, record by record.
+
+    Args:
+        source: a `.jsonl` or `.parquet` file; any other file is one text; what is no file is a Hugging
+            Face dataset: `name`, `name:split` (`train` by default) or `name/configuration:split`.
+
+    Yields:
+        What to call the record in a complaint, and the record.
+
+    Raises:
+        ValueError: the source does not exist or cannot be read, or a line is no JSON object.
+    """
+    if not source.is_file():
+        yield from _dataset(source)
+    elif source.suffix == ".jsonl":
+        yield from _lines(source)
+    elif source.suffix == ".parquet":
+        yield from _numbered(f"{source}, row", _loaded("parquet", data_files=str(source), split="train"))
+    else:
+        try:
+            yield str(source), {"text": source.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise ValueError(f"training data {str(source)!r} is not UTF-8 text ({error.reason})") from None
+
+
+def _lines(file: Path) -> Iterator[tuple[str, Record]]:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{file}, line {number}", _object(line, f"{file}, line {number}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"training data {str(file)!r} is not UTF-8 text ({error.reason})") from None
+
+
+def _object(line: str, place: str) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: expected an object in braces")
+    return record
+
+
+def _dataset(source: Path) -> Iterator[tuple[str, Record]]:
+    if source.is_dir() or source.suffix in {".jsonl", ".json", ".parquet", ".txt", ".md", ".py"}:
+        raise ValueError(f"training data {str(source)!r} does not exist, or is not a file")
+    name, _, split = source.as_posix().partition(":")
+    owner, *rest = name.split("/")
+    path, configuration = "/".join([owner, *rest[:1]]), "/".join(rest[1:]) or None
+    _check_hub(path)
+    yield from _numbered(f"{source}, record", _loaded(path, configuration, split=split or "train"))
+
+
+def _check_hub(path: str) -> None:
+    # Asked once: `load_dataset` would try for half a minute where there is no network.
+    from datasets.config import HF_DATASETS_CACHE
+
+    if (Path(HF_DATASETS_CACHE) / path.replace("/", "___")).is_dir():
+        return
+    try:
+        HfApi().dataset_info(path, timeout=10)
+    except (HFValidationError, RepositoryNotFoundError):
+        raise ValueError(f"training data {path!r}: there is no such file and no such Hugging Face dataset") from None
+    except (OSError, HTTPError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"training data {path!r}: there is no such file, and Hugging Face cannot be asked for it ({reason})"
+        ) from None
+
+
+def _numbered(name: str, rows: Any) -> Iterator[tuple[str, Record]]:
+    for number, row in enumerate(rows, start=1):
+        yield f"{name} {number}", {key: value for key, value in row.items() if value is not None}
+
+
+def _loaded(path: str, configuration: str | None = None, **settings: str) -> Any:
+    # Imported late: it takes seconds, and text and JSONL do not need it.
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(path, configuration, **settings)
+    except Exception as error:  # datasets, pyarrow and the hub each raise their own kinds
+        name = settings.get("data_files", path)
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"training data {name!r} cannot be read: {reason}") from None

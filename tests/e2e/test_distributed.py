@@ -1,0 +1,65 @@
+"""Training by several processes, as `torchrun` and `accelerate launch` start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paradraft.train.recipe import PardRecipe
+from paradraft.train.trainer import train_pard
+
+PARADRAFT = str(Path(sys.executable).with_name("paradraft"))
+
+
+def recipe_text(family: Path, folder: Path, out: Path) -> str:
+    data = folder / "data.txt"
+    data.write_text("helloworld" * 12 + "abcabcabc" * 9 + "aab" * 5)
+    settings = {
+        "model": str(family / "draft"), "data": [str(data)], "out": str(out), "steps": 4, "samples_per_step": 4,
+        "k": 3, "max_length": 20, "lr": 1e-2, "warmup_steps": 1, "bf16": False, "log_every": 1, "save_every": 2,
+        "optimizer": "adamw", "device": "cpu", "held_out": 3, "evaluate_every": 2, "teacher": str(family / "target"),
+        "prompts": 2, "answer_tokens": 12, "prompt_tokens": 4,
+    }  # fmt: skip
+    return json.dumps(settings)
+
+
+def history(out: Path) -> list[dict[str, object]]:
+    lines = (out / "history.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in ("rows_per_s", "left_s")} for line in lines]
+
+
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}  # fmt: skip
+"""What `accelerate launch --use_fsdp …` hands to the processes; it would not do so for CPUs."""
+
+
+def launch(*command: str, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | settings
+    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return subprocess.run([*starter, *command], env=environment, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_learn_what_one_does(family: Path, tmp_path: Path, sharded: bool) -> None:
+    """Guards data-parallel training, and FSDP2, whose weights are in pieces: losses, accuracies and lengths are
+    those of one process, and each report comes once."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    train_pard(PardRecipe.model_validate_json(recipe_text(family, tmp_path, alone)), lambda report: None)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe_text(family, tmp_path, together))
+    done = launch(PARADRAFT, "train", "pard", str(file), settings=FSDP if sharded else {})
+    assert done.returncode == 0, done.stderr
+    one, two = history(alone), history(together)
+    assert [entry.keys() for entry in one] == [entry.keys() for entry in two]
+    for expected, found in zip(one, two, strict=True):
+        for key, value in expected.items():
+            assert found[key] == pytest.approx(value, rel=1e-5), (key, expected["step"])
+    assert done.stdout.count("step 4/4") == 1

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from paradraft.train import curves
+from paradraft.train.progress import Evaluation, Progress
+
+
+def progress(step: int) -> Progress:
+    return Progress(step=step, steps=9, loss=1.0 / step, accuracy=(0.5, 0.25), rows_per_s=10.0, left_s=1.0)
+
+
+def evaluation(step: int, length: float | None) -> Evaluation:
+    return Evaluation(step=step, loss=0.5, accuracy=(0.4, 0.2), acceptance_length=length, is_best=True)
+
+
+def steps(folder: Path) -> list[int]:
+    return [entry["step"] for entry in curves.read_history(folder)]
+
+
+def test_a_resumed_run_tells_its_history_once(tmp_path: Path) -> None:
+    """Guards against curves that run back and forth: steps that will be done again are forgotten, and half a line of a
+    killed process is no error."""
+    curves.forget_after(tmp_path, 0)
+    for step in range(1, 6):
+        curves.append(tmp_path, progress(step))
+    with (tmp_path / curves.HISTORY).open("a") as file:
+        file.write('{"step": 6, "lo')
+    curves.forget_after(tmp_path, 4)
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    curves.append(tmp_path, evaluation(5, 2.0))
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_the_picture_is_drawn_whatever_was_measured(tmp_path: Path) -> None:
+    """Guards short runs, which would fail in their last second: nothing reported, no evaluation, no target."""
+    for number, reports in enumerate([[], [progress(1)], [progress(1), evaluation(2, None)], [evaluation(2, 1.5)]]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        curves.forget_after(folder, 0)
+        for report in reports:
+            curves.append(folder, report)
+        curves.draw(folder)
+        assert (folder / curves.PICTURE).read_bytes()[1:4] == b"PNG"

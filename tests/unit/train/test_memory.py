@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from paradraft.train import memory
+from paradraft.train.batch import Drop, collate
+from paradraft.train.data import Sample
+from paradraft.train.pard import Objective
+from paradraft.train.recipe import PardRecipe
+
+N, VOCAB, SAMPLES = 200, 500, 2
+
+
+def model_of(**sizes: int) -> Qwen3ForCausalLM:
+    config = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, **sizes}
+    return Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=VOCAB, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, **config)
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"hidden_size": 128, "intermediate_size": 512}, {"num_hidden_layers": 12}, {"intermediate_size": 32}]
+)
+def test_what_a_pass_keeps_is_what_was_estimated(sizes: dict[str, int]) -> None:
+    """Guards the estimate against the memory that autograd really holds on to: never less, and not twice as much. The
+    mask and the logits, which are counted apart, are left out."""
+    model = model_of(**sizes)
+    recipe = PardRecipe(model="m", data=["d"], out="o", steps=1)
+    sample = Sample(tokens=[1] * (N + 1), is_label=[True] * (N + 1))
+    drop = Drop(k=recipe.k, r=recipe.r, r_min=recipe.r_min, mask_id=VOCAB - 1)
+    batch = collate([[sample]] * SAMPLES, drop, [[torch.Generator()] for _ in range(SAMPLES)])
+    R = batch.tokens.shape[1]
+    assert 0 <= memory.rows_of(N + 1, recipe) - R <= recipe.k
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        of_the_mask = tensor.shape[-2:] == (R, R)
+        of_the_logits = tensor.shape[-1:] == (VOCAB,)
+        if not of_the_mask and not of_the_logits and storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss, _ = Objective(model)(batch, torch.ones(recipe.k))
+    estimated = memory.estimate(recipe, model, rows=R, passes=SAMPLES, bf16=False, teacher=None)
+    assert loss.isfinite()
+    assert sum(kept.values()) <= estimated.rows <= 2 * sum(kept.values())
+
+
+def test_settings_that_save_memory_lower_the_estimate() -> None:
+    """Guards the advice in the complaint: what it tells to change must help."""
+    base = {"model": "m", "data": ["d"], "out": "o", "steps": 1}
+    sizes = {"rows": 1000, "bf16": False, "teacher": None}
+
+    def total(passes: int, **settings: object) -> float:
+        return memory.estimate(PardRecipe(**base, **settings), model_of(), passes=passes, **sizes).total
+
+    assert total(1) < total(4)
+    assert total(4, gradient_checkpointing=True) < total(4)
+    frozen = model_of()
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    assert memory.estimate(PardRecipe(**base), frozen, passes=4, **sizes).total < total(4)
