@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from paradraft.models.loading import Runtime, load_model, load_tokenizer, locate
 from paradraft.train.losses import IGNORED
 from paradraft.train.pard import Batch
+from paradraft.train.vocabulary import of_one_family
 
 
 class Teacher:
@@ -73,8 +74,7 @@ def load_teacher(
     except ValueError as error:
         raise ValueError(f"teacher: {error}") from None
     ours = tokenizer.get_vocab()
-    shared = ours.keys() & theirs.keys()
-    if not shared or any(ours[token] != theirs[token] for token in shared):
+    if not of_one_family(ours, theirs):
         raise ValueError(f"teacher {name!r} has another vocabulary than the model: use one of the same family")
     model = load_model(folder, runtime)
     if longest > model.config.max_position_embeddings:
