@@ -117,12 +117,23 @@ def mask_token_id(model_config: PretrainedConfig, name: str) -> int:
     Raises:
         ValueError: there is none, or it is outside the embedding.
     """
-    found = getattr(model_config, "mask_token_id", None)
-    found = getattr(model_config, "pard_token", None) if found is None else found
+    found = declared_mask_id(model_config)
     if found is None:
         raise ValueError(
             f"{name} names no mask token (pard_token in config.json): train one with `paradraft train pard`"
         )
     if not 0 <= found < model_config.vocab_size:
         raise ValueError(f"{name}: mask token {found} is outside the embedding of {model_config.vocab_size} rows")
-    return int(found)
+    return found
+
+
+def declared_mask_id(model_config: PretrainedConfig) -> int | None:
+    """What a model's config says is its mask token; None if it says nothing.
+
+    Example:
+        >>> declared_mask_id(PretrainedConfig(pard_token=7)), declared_mask_id(PretrainedConfig())
+        (7, None)
+    """
+    found = getattr(model_config, "mask_token_id", None)
+    found = getattr(model_config, "pard_token", None) if found is None else found
+    return None if found is None else int(found)

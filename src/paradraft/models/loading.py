@@ -12,9 +12,21 @@ import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 
 # `HTTPError` is imported there and not exported; taking it from the client beneath would name another dependency.
-from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError  # type: ignore[attr-defined]
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    HFValidationError,
+    HTTPError,
+    RepositoryNotFoundError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
@@ -108,20 +120,34 @@ def _check_hub(name: str) -> None:
         ) from None
 
 
+def load_config(name: str) -> PretrainedConfig:
+    """Loads the config of a causal LM, before anyone waits for its weights.
+
+    Raises:
+        ValueError: there is none, or it is not that of a supported causal LM.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, AttributeError, StrictDataclassError) as error:  # AttributeError: an unknown dtype
+        raise ValueError(f"cannot load model {name!r}: {_first_sentence(error)}") from None
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"{name!r} is a {config.model_type} model; supported architectures are {', '.join(ARCHITECTURES)}"
+        )
+    return config
+
+
 def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
     """Loads the weights of a causal LM, ready for inference.
 
     Raises:
-        ValueError: there is no such model, or it is not a causal LM.
+        ValueError: there is no such model, or it is not a supported causal LM.
     """
+    load_config(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[runtime.dtype])
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"cannot load model {name!r}: {_first_sentence(error)}") from None
-    if model.config.model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"{name!r} is a {model.config.model_type} model; supported architectures are {', '.join(ARCHITECTURES)}"
-        )
     return model.to(runtime.device).eval()
 
 
@@ -135,9 +161,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     # better message, where the text is used.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load the tokenizer of {name!r}: {_first_sentence(error)}") from None
+    if tokenizer.get_vocab().keys() == {token.content for token in tokenizer.added_tokens_decoder.values()}:
+        # What `transformers` makes of a Qwen folder without the tokenizer's files.
+        raise ValueError(f"cannot load the tokenizer of {name!r}: it has no tokens but special ones")
+    return tokenizer
 
 
 def load_target(name: str, runtime: Runtime) -> Target:

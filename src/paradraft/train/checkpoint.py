@@ -86,9 +86,18 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     folder = folder.resolve()
     new = folder.with_name(folder.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
-    model.save_pretrained(new)
-    tokenizer.save_pretrained(new)
-    put_in_place(new, folder)
+    if not model.generation_config.do_sample:
+        # Published models have sampling settings without `do_sample`, which `transformers` reads but does not write.
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError:
+            model.generation_config.do_sample = True
+    try:
+        model.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        put_in_place(new, folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def put_in_place(new: Path, folder: Path) -> None:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from paradraft.drafters.pard import declared_mask_id
 from paradraft.train.attention import attention_mask
 from paradraft.train.batch import Batch
 from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence
 from paradraft.train.teacher import Teacher
+from paradraft.train.vocabulary import end_ids, free_id, resize, set_to_mean, used_rows
 
 LOGITS = 2**26
 """Most logits that are in memory at a time: 256 MB in float32, and as much again for each step of the loss."""
@@ -118,9 +120,9 @@ def _read(read_SNE: Tensor | None, batch: Batch, rows_m: Tensor) -> tuple[Tensor
 def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_id: int | None = None) -> int:
     """Chooses the mask token and makes its embedding the mean of all others.
 
-    One id serves all depths. A model that already names one keeps it. Otherwise an unused row of
-    the padded embedding is taken, and where there is none, one is added. The id is written into
-    the model's config as `pard_token`, `mask_token_id` and `spd_type`, which engines read.
+    One id serves all depths. A model that already names one keeps it. Otherwise an id that no text
+    uses is taken (`free_id`), and where there is none, a row is added. The id is written into the
+    model's config as `pard_token`, `mask_token_id` and `spd_type`, which engines read.
 
     Args:
         model: changed in place.
@@ -133,20 +135,18 @@ def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, m
     Returns:
         The mask token's id.
     """
-    known = getattr(model.config, "mask_token_id", None)
-    known = getattr(model.config, "pard_token", None) if known is None else known
-    rows = model.get_input_embeddings().weight.shape[0]
+    known = declared_mask_id(model.config)
+    rows, used = model.get_input_embeddings().weight.shape[0], used_rows(tokenizer)
     if mask_id is not None and not 0 <= mask_id < rows:
         raise ValueError(f"mask_token_id={mask_id} is outside the embedding of {rows} rows")
     chosen = known if mask_id is None else mask_id
     if chosen is None:
-        chosen = len(tokenizer)
-        if chosen >= rows:
-            model.resize_token_embeddings(chosen + 1, mean_resizing=False)
+        chosen = free_id(tokenizer, rows, end_ids(model))
+    if chosen is None:
+        chosen = max(rows, used)
+        resize(model, chosen + 1, used)
     if chosen != known:
-        with torch.no_grad():
-            for weight in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
-                weight[chosen] = weight[: len(tokenizer)].mean(0)
+        set_to_mean(model, chosen, used)
     model.config.pard_token = model.config.mask_token_id = chosen
     model.config.spd_type = "pard"
     return int(chosen)

@@ -19,6 +19,7 @@ from paradraft.train.attention import attention_mask
 from paradraft.train.batch import Texts
 from paradraft.train.losses import IMPOSSIBLE
 from paradraft.train.rows import Rows
+from paradraft.train.vocabulary import of_one_family
 
 
 class Teacher:
@@ -92,8 +93,7 @@ def load_teacher(
     except ValueError as error:
         raise ValueError(f"teacher: {error}") from None
     ours = tokenizer.get_vocab()
-    shared = ours.keys() & theirs.keys()
-    if not shared or any(ours[token] != theirs[token] for token in shared):
+    if not of_one_family(ours, theirs):
         raise ValueError(f"teacher {name!r} has another vocabulary than the model: use one of the same family")
     model = load_model(folder, runtime)
     if longest > model.config.max_position_embeddings:

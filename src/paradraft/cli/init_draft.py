@@ -1,0 +1,104 @@
+"""`paradraft init-draft`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paradraft.cli.options import Target
+from paradraft.models.loading import DTYPES
+
+if TYPE_CHECKING:
+    from paradraft.train.new_draft import NewDraft
+    from paradraft.train.origin import Cut, Fresh, Sibling
+
+
+def init_draft(
+    target: Target,
+    out: Annotated[Path, typer.Option(help="The folder to write; it must be empty or not exist.")],
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep so many of the target's layers, evenly spaced, first and last included; by default a quarter. "
+            "With --fresh: its layers, by default 6.",
+            show_default=False,
+        ),
+    ] = None,
+    every: Annotated[int | None, typer.Option(help="Keep each n-th layer of the target, and the last.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="A small model with random weights instead.")] = False,
+    hidden_size: Annotated[int | None, typer.Option(help="Its width; by default 256.")] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(help="Its width inside a layer; by default 8/3 of the hidden size.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Its attention heads; by default 4.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of its weights; by default 0.")] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", help="A small model of the same family, whose embedding is padded or cut to fit."),
+    ] = None,
+    mask_token: Annotated[
+        bool, typer.Option(help="Add a row for the mask token where the tokenizer leaves no id free.")
+    ] = True,
+    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}; by default the target's.")] = None,
+) -> None:
+    """Make a draft to train for a target that has no small sibling.
+
+    Its tokenizer is the target's, and so is the number of rows of its embedding.
+    """
+    from paradraft.train.new_draft import make
+
+    given = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "heads": heads, "seed": seed}
+    origin = _origin(layers, every, source, {key: value for key, value in given.items() if value is not None}, fresh)
+    made = make(target, out, origin, mask_token=mask_token, dtype=dtype)
+    for line in _report(target, out, origin, made):
+        print(line)
+
+
+def _origin(
+    layers: int | None, every: int | None, source: str | None, sizes: dict[str, int], fresh: bool
+) -> Cut | Fresh | Sibling:
+    """Where the options say that the draft comes from; one that would be ignored is a mistake."""
+    from paradraft.train.origin import Cut, Fresh, Sibling
+
+    if sizes and not fresh:
+        raise ValueError(f"--{next(iter(sizes)).replace('_', '-')} is for --fresh: add it, or leave the option out")
+    if fresh:
+        if every is not None or source is not None:
+            raise ValueError(f"--fresh takes nothing over: leave {'--from' if every is None else '--every'} out")
+        return Fresh(**sizes, **({} if layers is None else {"layers": layers}))
+    if source is None:
+        return Cut(layers=layers, every=every)
+    if layers is not None or every is not None:
+        raise ValueError(f"--from keeps all layers: leave {'--every' if layers is None else '--layers'} out")
+    return Sibling(name=source)
+
+
+def _report(target: str, out: Path, origin: Cut | Fresh | Sibling, made: NewDraft) -> list[str]:
+    """What was made, and what to do next."""
+    from paradraft.train.origin import Fresh, Sibling
+
+    match origin:
+        case Sibling():
+            what = origin.name
+        case Fresh():
+            what = f"random weights, {origin.layers} layers of width {origin.hidden_size}"
+        case _:
+            what = f"layers {', '.join(map(str, made.layers))} of the target"
+    share = made.parameters / made.target_parameters
+    lines = [
+        f"target      {target}, {made.target_parameters:,} parameters",
+        f"draft       {what}, {made.parameters:,} parameters, {share:.1%} of the target's",
+        f"vocabulary  {made.rows} rows, the target has {made.target_rows}",
+        f"mask token  {'none is free' if made.mask_id is None else f'{made.mask_id}, {made.mask_token}'}",
+    ]
+    if made.mask_id is None or made.rows != made.target_rows:
+        lines.append(
+            "note        vLLM wants as many rows as the target has: set mask_token_id in the recipe to a token "
+            "that no text holds"
+        )
+    settings = [f"model={out}", f"teacher={target}", f"out={out.with_name(out.name + '-pard')}"]
+    lines.append(f"next        paradraft train pard RECIPE.yaml {shlex.join(settings)}")
+    return lines

@@ -1,0 +1,153 @@
+"""Where a new draft comes from: the target's layers, nothing but a config, or a sibling of the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+PARD_KEYS = ("pard_token", "mask_token_id", "spd_type")
+"""What a config says of a trained PARD drafter, which a new draft is not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Some of the target's own layers, with its embedding and head.
+
+    Args:
+        layers: how many, evenly spaced, the first and the last among them; None for a quarter.
+        every: take each n-th instead, beginning with the first, and the last.
+
+    Raises:
+        ValueError: both are given, or one is less than 1.
+    """
+
+    layers: int | None = None
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and self.every is not None:
+            raise ValueError("give either layers or every")
+        for name in ("layers", "every"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value}: use at least 1")
+
+    def of(self, number: int) -> tuple[int, ...]:
+        """Which of a target's layers are kept.
+
+        Args:
+            number: layers of the target.
+
+        Raises:
+            ValueError: more are wanted than there are.
+
+        Example:
+            >>> Cut(layers=4).of(8), Cut(every=3).of(8), Cut().of(28)
+            ((0, 2, 5, 7), (0, 3, 6, 7), (0, 5, 9, 14, 18, 23, 27))
+        """
+        if self.every is not None:
+            if self.every > number:
+                raise ValueError(f"every={self.every}: the target has {number} layers, use at most that")
+            return tuple(sorted({*range(0, number, self.every), number - 1}))
+        wanted = -(-number // 4) if self.layers is None else self.layers
+        if wanted > number:
+            raise ValueError(f"layers={wanted}: the target has {number}, keep at most that many")
+        gaps = max(wanted - 1, 1)
+        return tuple((index * (number - 1) + gaps // 2) // gaps for index in range(wanted))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fresh:
+    """A small model of the target's architecture with random weights; embedding and head are one matrix.
+
+    Args:
+        layers: at least 1. Parallel drafts want many narrow layers rather than few wide ones.
+        hidden_size: its width.
+        intermediate_size: width inside a layer's MLP; by default 8/3 of the hidden size, rounded up
+            to a multiple of 64.
+        heads: attention heads; the hidden size is an even multiple of their number.
+        seed: of the random weights.
+
+    Raises:
+        ValueError: a size is less than 1, or the heads do not divide the hidden size.
+    """
+
+    layers: int = 6
+    hidden_size: int = 256
+    intermediate_size: int | None = None
+    heads: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden_size", "intermediate_size", "heads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value}: use at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed}: use a number from 0 to 2**63 - 1")
+        if self.hidden_size % (2 * self.heads):
+            nearest = -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
+            raise ValueError(
+                f"heads={self.heads} do not divide hidden_size={self.hidden_size} into even parts, "
+                f"which rotary positions need: use hidden_size={nearest}, or other heads"
+            )
+
+    @property
+    def width(self) -> int:
+        """Width inside a layer's MLP."""
+        return self.intermediate_size or -(-self.hidden_size * 8 // (3 * 64)) * 64
+
+    def check_smaller(self, target: PretrainedConfig, parameters: int) -> None:
+        """Raises ValueError if the draft would be larger than the target, before memory is asked for it.
+
+        Args:
+            target: the target's config.
+            parameters: of the target.
+        """
+        per_layer = (4 * self.hidden_size + 3 * self.width) * self.hidden_size
+        if self.layers * per_layer + target.vocab_size * self.hidden_size > parameters:
+            raise ValueError(
+                f"layers={self.layers}, hidden_size={self.hidden_size}: the draft would be larger than the target "
+                f"with its {parameters:,} parameters, choose smaller sizes"
+            )
+
+    def config(self, target: PretrainedConfig) -> PretrainedConfig:
+        """The target's config with these sizes: its vocabulary, positions and special ids stay.
+
+        Raises:
+            ValueError: the target's rotary positions are set for each dimension of its own heads.
+        """
+        settings = target.to_dict()
+        rope = settings.get("rope_parameters") or {}
+        per_dimension = [key for key, value in rope.items() if isinstance(value, list)]
+        if per_dimension and self.hidden_size // self.heads != _head_dim(target):
+            raise ValueError(
+                f"the target's rotary positions have a {per_dimension[0]} for each dimension of a head: "
+                f"choose hidden_size and heads so that a head has {_head_dim(target)}"
+            )
+        for key in (*PARD_KEYS, "layer_types", "quantization_config", "max_window_layers"):
+            settings.pop(key, None)
+        settings |= {
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.width,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "head_dim": self.hidden_size // self.heads,
+            "tie_word_embeddings": True,
+        }
+        return type(target).from_dict(settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sibling:
+    """A small model of the target's family whose embedding has another number of rows.
+
+    Args:
+        name: Hugging Face id or folder; "pocket" is the shipped draft.
+    """
+
+    name: str
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,0 +1,120 @@
+"""`paradraft init-draft` as a user meets it: a draft that can be trained and used, or one line about a mistake."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, T5Config
+
+from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
+
+WAYS: dict[str, list[object]] = {
+    "cut": ["--layers", 1],
+    "every": ["--every", 1],
+    "fresh": ["--fresh", "--layers", 1, "--hidden-size", 16, "--heads", 2, "--intermediate-size", 24, "--seed", 5],
+    "from": ["--from", "draft"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_draft_can_be_used_and_trained(paradraft: Paradraft, family: Path, tmp_path: Path, way: str) -> None:
+    """Guards the way from a target alone to a PARD drafter: what is printed is what was made, the draft serves as an
+    ordinary one, and the printed command trains it."""
+    out, data, recipe = tmp_path / "my draft", tmp_path / "data.txt", tmp_path / "recipe.yaml"
+    options = [family / option if option == "draft" else option for option in WAYS[way]]
+    made = paradraft("init-draft", "--target", family / "target", "--out", out, *options)
+    assert (made.code, made.err) == (0, "")
+    parameters = tiny_model(1).num_parameters()
+    assert f"{parameters:,} parameters" in made.out and f"{VOCAB + 8} rows, the target has {VOCAB + 8}" in made.out
+    assert f"mask token  {VOCAB}, a free row" in made.out
+    assert ("layers 0 of the target" in made.out) == (way == "cut")
+    asked = ["--target", family / "target", "--prompt", "abcabc", "--max-new-tokens", 12, *EXACT]
+    plain = paradraft("generate", *asked)
+    assert paradraft("generate", *asked, "--drafter", "autoregressive", "--draft", out).out == plain.out
+    data.write_text("abcabcabcabc", encoding="utf-8")
+    recipe.write_text(f"model: x\nout: y\ndata: [{data}]\nsteps: 1\nk: 3\nbf16: false\n", encoding="utf-8")
+    command = shlex.split(made.out.splitlines()[-1].removeprefix("next "))
+    assert command[:3] == ["paradraft", "train", "pard"]
+    trained = paradraft(*[recipe if word == "RECIPE.yaml" else word for word in command[1:]])
+    assert (trained.code, trained.err) == (0, "")
+    drafter = tmp_path / "my draft-pard"
+    assert AutoConfig.from_pretrained(drafter).mask_token_id == VOCAB
+    assert paradraft("generate", *asked, "--drafter", "pard", "--draft", drafter).out == plain.out
+
+
+def test_a_row_too_many_is_said(paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards the user who will serve with vLLM: told now, and not after the training."""
+    tiny_model(1, rows=VOCAB).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    options = ["init-draft", "--target", tmp_path / "target", "--layers", 1, "--out"]
+    added = paradraft(*options, tmp_path / "added").out
+    assert f"{VOCAB + 1} rows, the target has {VOCAB}" in added and f"{VOCAB}, an added row" in added
+    assert "vLLM wants" in added
+    kept = paradraft(*options, tmp_path / "kept", "--no-mask-token").out
+    assert f"{VOCAB} rows, the target has {VOCAB}" in kept and "none is free" in kept and "vLLM wants" in kept
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--layers", 3], "layers=3: the target has 2"),
+        (["--layers", 0], "layers=0"),
+        (["--every", 3], "every=3: the target has 2"),
+        (["--every", 0], "every=0"),
+        (["--layers", 1, "--every", 1], "either layers or every"),
+        (["--hidden-size", 64], "--hidden-size is for --fresh"),
+        (["--seed", 0], "--seed is for --fresh"),
+        (["--fresh", "--every", 2], "leave --every out"),
+        (["--fresh", "--from", "draft"], "leave --from out"),
+        (["--from", "draft", "--layers", 1], "leave --layers out"),
+        (["--from", "draft", "--every", 1], "leave --every out"),
+        (["--from", "no/such/model"], "no/such/model"),
+        (["--fresh", "--hidden-size", 30, "--heads", 4], "heads=4 do not divide hidden_size=30"),
+        (["--fresh", "--heads", 0], "heads=0"),
+        (["--fresh"], "larger than the target"),
+        (["--fresh", "--seed", -1], "seed=-1"),
+        (["--dtype", "int4"], "dtype='int4'"),
+        (["--target", "/no/such/target"], "/no/such/target"),
+        (["--target", ""], "is not a model folder"),
+        (["--layers", "many"], "--layers"),
+    ],
+)
+def test_mistakes(paradraft: Paradraft, family: Path, tmp_path: Path, options: list[object], named: str) -> None:
+    """Guards against a traceback, an option that is silently ignored, and an `out` folder left by a failed start."""
+    out = tmp_path / "out"
+    options = [family / option if option == "draft" else option for option in options]
+    assert_mistake(paradraft("init-draft", "--target", family / "target", "--out", out, *options), named)
+    assert not out.exists()
+
+
+def test_out_is_taken(paradraft: Paradraft, family: Path, tmp_path: Path) -> None:
+    """Guards the target itself, files, and folders below files."""
+    before = {file.name: file.read_bytes() for file in (family / "target").iterdir()}
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    for out, named in (
+        (family / "target", "is not empty"),
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "file" / "below", "cannot be written"),
+    ):
+        assert_mistake(paradraft("init-draft", "--target", family / "target", "--out", out), named)
+    assert {file.name: file.read_bytes() for file in (family / "target").iterdir()} == before
+
+
+def test_unsupported_models(paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards against minutes of loading before the architecture is looked at, and against a broken config."""
+    folder = tmp_path / "model"
+    T5Config().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    asked = ["init-draft", "--target", folder, "--out", tmp_path / "out"]
+    assert_mistake(paradraft(*asked), "is a t5 model; supported architectures are llama, qwen2, qwen3")
+    tiny_model(1).config.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(written | {"num_hidden_layers": "two"}), encoding="utf-8")
+    assert_mistake(paradraft(*asked), "cannot load model", "num_hidden_layers")
+    (folder / "config.json").write_text("{", encoding="utf-8")
+    assert_mistake(paradraft(*asked), "cannot load model")
+    assert not (tmp_path / "out").exists()
