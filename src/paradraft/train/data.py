@@ -2,9 +2,9 @@
 
 A `.jsonl` file has one sample per line: `{"text": …}`, `{"prompt": …, "response": …}` or
 `{"messages": [{"role": …, "content": …}, …]}`. Any other file is one text. Of text every token is a label; of
-a prompt and its response only the response is, and the end-of-text behind it unless the record says
-`"finish_reason": "length"`; of a conversation the assistant's turns, as the model's chat template
-marks them.
+a prompt and its response only the response is, and the end-of-text behind it; of a conversation the
+assistant's turns, as the model's chat template marks them, and their ends. A record that says
+`"finish_reason": "length"` was cut: nothing is learnt behind its response or its last turn.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> Sample:
         case {"text": str(text)}:
             return _from_text(text, tokenizer)
         case {"prompt": str(prompt), "response": str(response)}:
-            return _from_response(prompt, response, tokenizer, ended=record.get("finish_reason") != "length")
+            return _from_response(prompt, response, tokenizer, is_cut=record.get("finish_reason") == "length")
         case {"messages": [_, *_] as messages} if all(isinstance(message, dict) for message in messages):
-            return _from_messages(messages, tokenizer)
+            return _from_messages(messages, tokenizer, is_cut=record.get("finish_reason") == "length")
     raise ValueError('expected {"text": …}, {"prompt": …, "response": …} or {"messages": […]}')
 
 
@@ -93,28 +93,36 @@ def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
     return Sample(tokens=tokens, is_label=[True] * len(tokens))
 
 
-def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, *, ended: bool) -> Sample:
+def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
     question = tokenizer(prompt)["input_ids"]
-    answer = tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * ended
+    answer = tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * (not is_cut)
     return Sample(tokens=question + answer, is_label=[False] * len(question) + [True] * len(answer))
 
 
-def _from_messages(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Sample:
+def _from_messages(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
     if not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so conversations cannot be read")
-    if "{% generation" not in tokenizer.chat_template.replace("{%-", "{%"):
-        return _from_turns(messages, tokenizer)
-    encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    is_label = [bool(flag) for flag in encoded["assistant_masks"]]
-    if not any(is_label):
+    if is_cut and messages[-1]["role"] == "assistant":
+        # As the target wrote it: behind the generation prompt. The template would put an end of turn behind it.
+        before = _from_turns(messages[:-1], tokenizer, ask=True)
+        answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+        return Sample(tokens=before.tokens + answer, is_label=before.is_label + [True] * len(answer))
+    sample = _from_turns(messages, tokenizer, ask=False)
+    if not any(sample.is_label):
         raise ValueError("the conversation has no assistant turn")
-    return Sample(tokens=list(encoded["input_ids"]), is_label=is_label)
+    return sample
 
 
-def _from_turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """Labels where the template marks none: what each assistant turn adds behind its generation prompt."""
+def _from_turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, ask: bool) -> Sample:
+    """Labels what the template marks, or if it marks nothing, what each assistant turn adds behind its generation
+    prompt; with `ask`, a generation prompt stands at the end."""
+    if not messages:
+        return Sample(tokens=[], is_label=[])
+    if "{% generation" in tokenizer.chat_template.replace("{%-", "{%"):
+        encoded = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=ask
+        )
+        return Sample(tokens=list(encoded["input_ids"]), is_label=[bool(flag) for flag in encoded["assistant_masks"]])
 
     def tokens_of(upto: int, *, ask: bool) -> list[int]:
         if upto == 0:
@@ -124,7 +132,7 @@ def _from_turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBa
         )
         return list(encoded["input_ids"])
 
-    whole = tokens_of(len(messages), ask=False)
+    whole = tokens_of(len(messages), ask=ask)
     is_label = [False] * len(whole)
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -133,6 +141,4 @@ def _from_turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBa
         if whole[: len(after)] != after or after[: len(before)] != before:
             raise ValueError(f"message {index + 1}: the chat template rewrites it later, so it cannot be labelled")
         is_label[len(before) : len(after)] = [True] * (len(after) - len(before))
-    if not any(is_label):
-        raise ValueError("the conversation has no assistant turn")
     return Sample(tokens=whole, is_label=is_label)
