@@ -80,7 +80,9 @@ def test_k_larger_than_the_room_left(family: Path, paradraft: Paradraft) -> None
     assert json.loads(longest.out)["tokens"] == json.loads(plain.out)["tokens"]
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["train"], ["train", "pard"], ["bench"], ["audit"]])
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["train"], ["train", "pard"], ["regenerate"], ["bench"], ["audit"]]
+)
 def test_help(paradraft: Paradraft, command: list[str]) -> None:
     """Guards against options without a word of help in the list."""
     outcome = paradraft(*command, "--help")

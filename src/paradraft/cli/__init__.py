@@ -1,4 +1,4 @@
-"""The command line: `paradraft generate`, `train`, `bench`, `audit`."""
+"""The command line: `paradraft generate`, `regenerate`, `train`, `bench`, `audit`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from paradraft.cli.audit import audit
 from paradraft.cli.bench import bench
 from paradraft.cli.generate import generate
+from paradraft.cli.regenerate import regenerate
 from paradraft.cli.train import pard
 from paradraft.terminal import hide_progress_bars
 
@@ -19,6 +20,7 @@ app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=F
 train_app = typer.Typer(help="Train a drafter from a recipe.")
 app.add_typer(train_app, name="train")
 app.command()(generate)
+app.command()(regenerate)
 train_app.command()(pard)
 app.command()(bench)
 app.command()(audit)
