@@ -44,7 +44,7 @@ def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         place = f"{file}, line {number}"
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{place}: not JSON ({error})") from None
         if not isinstance(record, dict):
             raise ValueError(f'{place}: expected a JSON object such as {{"prompt": "some text"}}')

@@ -140,6 +140,8 @@ def _summarize(progress: Progress, out: Path, console: Console) -> None:
         console.print(f"{progress.shortened} conversations end early: no room for another turn", soft_wrap=True)
     there = progress.total - progress.missing
     print(f"{there} of {progress.total} answers are in {out}, {progress.written} of them new")
+    if unasked := progress.missing - len(progress.failed):
+        console.print(f"the endpoint seems to be down: {unasked} prompts were not asked", soft_wrap=True)
     if progress.missing:
         console.print(f"{progress.missing} are missing; the same command asks for them again", soft_wrap=True)
         raise typer.Exit(1)

@@ -140,5 +140,5 @@ def _digest(engine: Engine) -> str:
     digest = hashlib.sha256(f"{target.tokenizer.chat_template} {sorted(target.eos_ids)}".encode())
     for parameter in target.lm.model.parameters():
         some = parameter.detach().flatten()[:: max(parameter.numel() // 64, 1)]
-        digest.update(some.double().cpu().numpy().tobytes())
+        digest.update(some.cpu().double().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -4,7 +4,7 @@ A line is `{"prompt": …}` or `{"messages": […]}`; its further keys are kept.
 assistant's turns are answered anew, one after the other: each sees the new answers before it. If
 the conversation ends with the user's turn, that is answered too.
 
-An answer is known by its `answer_id`, which says what was asked and not where it stood: the file may
+An answer is known by its `answer_id`, which says what the line was and not where it stood: the file may
 grow or be sorted between two runs.
 """
 
@@ -34,7 +34,7 @@ class Question:
     Args:
         place: file and line, for messages.
         record: the line.
-        id: tells apart what is asked, the repetitions of a line, and the samples of each.
+        id: tells apart the lines by what is in them, repetitions of a line, and the samples of each.
     """
 
     place: str
@@ -84,8 +84,7 @@ def read_questions(file: Path, samples: int) -> list[Question]:
     for place, record in read_records(file):
         if problem := _problem(record):
             raise ValueError(f"{place}: {problem}")
-        content = json.dumps(record.get("prompt", record.get("messages")), sort_keys=True)
-        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+        digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
         for sample in range(samples):
             questions.append(Question(place=place, record=record, id=f"{digest}.{seen[digest]}.{sample}"))
         seen[digest] += 1

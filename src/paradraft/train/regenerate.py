@@ -96,12 +96,10 @@ def regenerate(
     settings, asked = answerer.settings, frozenset(question.id for question in questions)
     # Read before the lock is taken too, so that a mistake leaves no file behind.
     done = read_answers(out, settings, asked).done
-    if done == asked:
-        return Progress(total=len(asked), before=len(done))
-    answerer.check([question for question in questions if question.id not in done])
+    if left := [question for question in questions if question.id not in done]:
+        answerer.check(left)
     with AnswerFile(out, settings, asked) as file:
         progress = Progress(total=len(asked), before=len(file.done))
-        report(progress)
 
         def take(outcome: Outcome) -> None:
             if outcome.failure:
@@ -113,5 +111,7 @@ def regenerate(
                 progress.tokens += sum(answer.tokens for answer in outcome.answers)
             report(progress)
 
-        answerer.answer([question for question in questions if question.id not in file.done], take)
+        if left := [question for question in questions if question.id not in file.done]:
+            report(progress)
+            answerer.answer(left, take)
     return progress
