@@ -115,7 +115,7 @@ class Engine:
     @overload
     def generate(
         self,
-        prompts: list[str],
+        prompts: list[str] | list[list[int]],
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
@@ -125,7 +125,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: str | list[str],
+        prompts: str | list[str] | list[list[int]],
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
@@ -135,18 +135,19 @@ class Engine:
         """Answers one prompt, or several in batches.
 
         Args:
-            prompts: text or texts.
+            prompts: a text or texts; or rows of token ids, which are taken as they are: a chat template that
+                wrote its own BOS gets no second one.
             max_new_tokens: most tokens of an answer, for all prompts or for each.
             sampling: greedy by default; for all prompts or for each.
             stop: strings that end an answer; its text ends before the first of them.
             batch_size: most prompts that are answered together.
 
         Raises:
-            ValueError: a prompt is empty, it and its answer do not fit into the model, or a batch does
-                not fit into memory. Prompts are named by number, and no work was done.
+            ValueError: a prompt is empty or has an unknown token id, it and its answer do not fit into the
+                model, or a batch does not fit into memory. Prompts are named by number, and no work was done.
         """
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        requests = self.requests(texts, max_new_tokens, sampling)
+        rows = [prompts] if isinstance(prompts, str) else prompts
+        requests = self.requests(rows, max_new_tokens, sampling)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: use at least 1")
         results: list[Result] = []
@@ -229,7 +230,7 @@ class Engine:
 
     def check(
         self,
-        prompts: list[str],
+        prompts: list[str] | list[list[int]],
         *,
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
@@ -239,20 +240,26 @@ class Engine:
         self._stops(self.requests(prompts, max_new_tokens, sampling), _strings(stop))
 
     def requests(
-        self, texts: list[str], max_new_tokens: int | Sequence[int], sampling: Sampling | Sequence[Sampling]
+        self,
+        prompts: list[str] | list[list[int]],
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling | Sequence[Sampling],
     ) -> list[Request]:
         """Tokenizes and checks prompts; arguments and errors as in `generate`."""
-        limits = _each("max_new_tokens", max_new_tokens, int, len(texts))
-        samplings = _each("sampling", sampling, Sampling, len(texts))
-        requests = []
-        for number, (text, limit, chosen) in enumerate(zip(texts, limits, samplings, strict=True), start=1):
-            tokens = self.target.tokenizer(text)["input_ids"] if text else []
-            name = f"prompt {number}" if len(texts) > 1 else "the prompt"
+        limits = _each("max_new_tokens", max_new_tokens, int, len(prompts))
+        samplings = _each("sampling", sampling, Sampling, len(prompts))
+        requests, rows = [], list[str | list[int]](prompts)
+        for number, (prompt, limit, chosen) in enumerate(zip(rows, limits, samplings, strict=True), start=1):
+            tokens = self._tokens(prompt)
+            name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             if not tokens:
                 raise ValueError(f"{name} is empty: give at least one token")
             if limit < 1:
                 raise ValueError(f"max_new_tokens={limit}: ask for at least 1")
             known, biases = self.target.lm.vocab_size, dict(chosen.biases)
+            unknown = next((token for token in tokens if not 0 <= token < known), None)
+            if unknown is not None:
+                raise ValueError(f"{name} has the token id {unknown}: use 0 to {known - 1}")
             if biases and max(biases) >= known:
                 raise ValueError(f"logit_bias: {max(biases)} is not among the {known} token ids")
             if sum(bias == -math.inf for bias in biases.values()) >= known - 1:
@@ -264,6 +271,11 @@ class Engine:
                 )
             requests.append(Request(tokens=tokens, max_new_tokens=limit, sampling=chosen))
         return requests
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.target.tokenizer(prompt)["input_ids"]) if prompt else []
+        return prompt
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.target.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,22 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
     """Reads a prompt file.
 
     Raises:
-        ValueError: the file does not exist or is empty, or a line (named by number) is broken or
-            has no prompt.
+        ValueError: as `read_records`, or a line has no prompt.
+    """
+    records = []
+    for place, record in read_records(file):
+        if not isinstance(record.get("prompt"), str) or not record["prompt"]:
+            raise ValueError(f'{place}: expected {{"prompt": "some text"}}')
+        records.append(record)
+    return records
+
+
+def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON objects of a file, each with the name of its place, such as "prompts.jsonl, line 3".
+
+    Raises:
+        ValueError: the file does not exist, is empty or is not UTF-8, or a line (named by number) is no JSON
+            object or has half a character in it.
     """
     if not file.is_file():
         raise ValueError(f"prompt file {str(file)!r} does not exist")
@@ -20,22 +35,22 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt file {str(file)!r} is not UTF-8 text ({error.reason})") from None
-    records = []
+    if not text.strip():
+        raise ValueError(f"prompt file {str(file)!r} is empty")
     # Not splitlines(): JSON strings may hold U+2028 and its like as they are.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
+        place = f"{file}, line {number}"
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file}, line {number}: not JSON ({error})") from None
-        if not isinstance(record, dict) or not isinstance(record.get("prompt"), str) or not record["prompt"]:
-            raise ValueError(f'{file}, line {number}: expected {{"prompt": "some text"}}')
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{place}: not JSON ({error})") from None
+        if not isinstance(record, dict):
+            raise ValueError(f'{place}: expected a JSON object such as {{"prompt": "some text"}}')
         try:
-            record["prompt"].encode()
+            # All of it: what is passed through is written again.
+            json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{file}, line {number}: the prompt is not valid text ({error.reason})") from None
-        records.append(record)
-    if not records:
-        raise ValueError(f"prompt file {str(file)!r} is empty")
-    return records
+            raise ValueError(f"{place}: not valid text ({error.reason})") from None
+        yield place, record

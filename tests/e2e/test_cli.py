@@ -81,7 +81,7 @@ def test_k_larger_than_the_room_left(family: Path, paradraft: Paradraft) -> None
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["generate"], ["init-draft"], ["train"], ["train", "pard"], ["bench"], ["audit"]]
+    "command", [[], ["generate"], ["init-draft"], ["train"], ["train", "pard"], ["regenerate"], ["bench"], ["audit"]]
 )
 def test_help(paradraft: Paradraft, command: list[str]) -> None:
     """Guards against options without a word of help in the list."""

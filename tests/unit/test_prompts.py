@@ -24,7 +24,9 @@ def test_only_newlines_end_a_line(tmp_path: Path, separator: str) -> None:
     assert read_prompts(file) == records
 
 
-@pytest.mark.parametrize("line", ["{", '{"text": "a"}', '{"prompt": ""}', '{"prompt": 3}', '"a"', "[]"])
+@pytest.mark.parametrize(
+    "line", ["{", '{"text": "a"}', '{"prompt": ""}', '{"prompt": 3}', '"a"', "[]", "1" * 5000, "[" * 100_000]
+)
 def test_a_broken_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
     """Guards against an error that leaves the user to search a file of thousands of lines."""
     file = tmp_path / "prompts.jsonl"

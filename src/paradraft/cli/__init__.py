@@ -1,4 +1,4 @@
-"""The command line: `paradraft generate`, `init-draft`, `train`, `bench`, `audit`."""
+"""The command line: `paradraft generate`, `regenerate`, `init-draft`, `train`, `bench`, `audit`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from paradraft.cli.audit import audit
 from paradraft.cli.bench import bench
 from paradraft.cli.generate import generate
 from paradraft.cli.init_draft import init_draft
+from paradraft.cli.regenerate import regenerate
 from paradraft.cli.train import pard
 from paradraft.terminal import hide_progress_bars
 
@@ -21,6 +22,7 @@ train_app = typer.Typer(help="Train a drafter from a recipe.")
 app.add_typer(train_app, name="train")
 app.command()(generate)
 app.command()(init_draft)
+app.command()(regenerate)
 train_app.command()(pard)
 app.command()(bench)
 app.command()(audit)

@@ -3,8 +3,9 @@
 A record is `{"text": …}`, `{"prompt": …, "response": …}`, `{"messages": [{"role": …, "content": …}, …]}`,
 the same with ShareGPT's names (`conversations`, `from`, `value`), or `{"user": …, "assistant": …}`, one
 turn of a conversation. Of text every token is a label; of a prompt and its response only the response
-is, and the end-of-text behind it unless the record says `"finish_reason": "length"`; of a conversation
-the assistant's turns, all of them, as the model's chat template marks them.
+is, and the end-of-text behind it; of a conversation the assistant's turns, all of them, as the model's
+chat template marks them, and their ends. A record that says `"finish_reason": "length"` was cut: nothing
+is learnt behind its response or its last turn.
 """
 
 from __future__ import annotations
@@ -97,19 +98,20 @@ def _pieces(whole: Sample, max_length: int) -> Iterable[Sample]:
 
 
 def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    is_cut = record.get("finish_reason") == "length"
     match record:
         case {"text": str(text)}:
             return _from_text(text, tokenizer)
         case {"prompt": str(prompt), "response": str(response)}:
-            return _from_response(prompt, response, tokenizer, ended=record.get("finish_reason") != "length")
+            return _from_response(prompt, response, tokenizer, is_cut=is_cut)
         case {"messages": [_, *_] as messages} if all(isinstance(message, dict) for message in messages):
-            return _from_messages(messages, tokenizer)
+            return _from_messages(messages, tokenizer, is_cut=is_cut)
         case {"conversations": [_, *_] as turns} if all(isinstance(turn, dict) for turn in turns):
             messages = [{"role": SHARE_GPT.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
-            return _from_messages(messages, tokenizer)
+            return _from_messages(messages, tokenizer, is_cut=is_cut)
         case {"user": str(user), "assistant": str(assistant)}:
             messages = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-            return _from_messages(messages, tokenizer)
+            return _from_messages(messages, tokenizer, is_cut=is_cut)
     raise ValueError('expected {"text": …}, {"prompt": …, "response": …} or {"messages": […]}')
 
 
@@ -118,26 +120,33 @@ def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
     return Sample(tokens=tokens, is_label=[True] * len(tokens))
 
 
-def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, *, ended: bool) -> Sample:
+def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
     question = tokenizer(prompt)["input_ids"]
-    answer = tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * ended
+    answer = tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * (not is_cut)
     return Sample(tokens=question + answer, is_label=[False] * len(question) + [True] * len(answer))
 
 
-def _from_messages(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Sample:
+def _from_messages(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
     if not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so conversations cannot be read")
-    if "{% generation" not in tokenizer.chat_template.replace("{%-", "{%"):
-        return _from_turns(messages, tokenizer)
-    encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    is_label = [bool(flag) for flag in encoded["assistant_masks"]]
-    return Sample(tokens=list(encoded["input_ids"]), is_label=is_label)
+    if is_cut and messages[-1]["role"] == "assistant":
+        # As the target wrote it: behind the generation prompt. The template would put an end of turn behind it.
+        before = _from_turns(messages[:-1], tokenizer, ask=True)
+        answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+        return Sample(tokens=before.tokens + answer, is_label=before.is_label + [True] * len(answer))
+    return _from_turns(messages, tokenizer, ask=False)
 
 
-def _from_turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """Labels where the template marks none: what each assistant turn adds behind its generation prompt."""
+def _from_turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, ask: bool) -> Sample:
+    """Labels what the template marks, or if it marks nothing, what each assistant turn adds behind its generation
+    prompt; with `ask`, a generation prompt stands at the end."""
+    if not messages:
+        return Sample(tokens=[], is_label=[])
+    if "{% generation" in tokenizer.chat_template.replace("{%-", "{%"):
+        encoded = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=ask
+        )
+        return Sample(tokens=list(encoded["input_ids"]), is_label=[bool(flag) for flag in encoded["assistant_masks"]])
 
     def tokens_of(upto: int, *, ask: bool) -> list[int]:
         if upto == 0:
@@ -147,7 +156,7 @@ def _from_turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBa
         )
         return list(encoded["input_ids"])
 
-    whole = tokens_of(len(messages), ask=False)
+    whole = tokens_of(len(messages), ask=ask)
     is_label = [False] * len(whole)
     for index, message in enumerate(messages):
         if message["role"] != "assistant":

@@ -15,7 +15,8 @@ TEMPLATE = (
     "{% elif m.role == 'user' %}{{ '+' + m.content + '+' }}{% else %}{{ raise_exception('no such role') }}{% endif %}"
     "{% endfor %}"
 )
-A, B, C, D, PLUS, EOS = 1, 2, 3, 4, 63, 0
+UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+A, B, C, D, ASKED, PLUS, EOS = 1, 2, 3, 4, 27, 63, 0
 
 
 def load(
@@ -63,6 +64,29 @@ def test_the_assistants_turns_are_labels(tmp_path: Path) -> None:
     (sample,) = load(tmp_path, {"messages": [{"role": role, "content": text} for role, text in turns]})
     assert sample.tokens == [PLUS, A, PLUS, B, C, EOS, PLUS, D, PLUS, A, EOS]
     assert sample.is_label == [False] * 3 + [True] * 3 + [False] * 3 + [True] * 2
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED])
+def test_nothing_is_learnt_behind_a_turn_that_was_cut(tmp_path: Path, template: str) -> None:
+    """Guards against a drafter that learns to end turns in the middle of a sentence, because the template puts an end
+    behind every turn; the turns before it keep theirs."""
+    turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "a ")]
+    record = {"messages": [{"role": role, "content": text} for role, text in turns], "finish_reason": "length"}
+    asking = template.replace("'assistant' %}", "'assistant' %}A") + "{% if add_generation_prompt %}A{% endif %}"
+    cut, whole = load(tmp_path, record, {**record, "finish_reason": "eos"}, template=asking)
+    assert cut.tokens == [PLUS, A, PLUS, ASKED, B, C, EOS, PLUS, D, PLUS, ASKED, A, PLUS]
+    assert cut.is_label == [False] * 4 + [True] * 3 + [False] * 4 + [True] * 2
+    assert (whole.tokens[-1], whole.is_label[-1]) == (EOS, True)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED])
+def test_a_cut_that_has_no_turn_before_it_or_is_not_the_assistants(tmp_path: Path, template: str) -> None:
+    """Guards the edges of the rule: nothing stands before the turn, or the last turn is the user's."""
+    only = {"messages": [{"role": "assistant", "content": "bc"}], "finish_reason": "length"}
+    last = {"messages": [*only["messages"], {"role": "user", "content": "a"}], "finish_reason": "length"}
+    cut, whole = load(tmp_path, only, last, template=template)
+    assert cut == Sample(tokens=[B, C], is_label=[True] * 2)
+    assert whole == Sample(tokens=[B, C, EOS, PLUS, A, PLUS], is_label=[True] * 3 + [False] * 3)
 
 
 def test_a_template_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> None:
@@ -124,8 +148,7 @@ def test_a_template_without_marks_labels_what_the_assistant_adds(tmp_path: Path)
     """Guards the templates that most models ship: no generation mark, so the turns are told apart by their prefixes."""
     turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "a")]
     record = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    assert load(tmp_path, record, template=unmarked) == load(tmp_path, record, template=TEMPLATE)
+    assert load(tmp_path, record, template=UNMARKED) == load(tmp_path, record, template=TEMPLATE)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:

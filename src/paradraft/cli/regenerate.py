@@ -1,0 +1,173 @@
+"""`paradraft regenerate`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from paradraft.api import drafter_names, load
+from paradraft.cli.options import (
+    Capacity,
+    Compile,
+    Device,
+    Draft,
+    Dtype,
+    K,
+    Lengths,
+    MinP,
+    NewTokens,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    TreeBudget,
+    check_writable,
+    tree_of,
+    width_of,
+)
+from paradraft.core import Sampling
+from paradraft.models.loading import Runtime
+
+if TYPE_CHECKING:
+    from paradraft.train.regenerate import Progress
+
+HERE = ("drafter", "draft", "k", "tree_budget", "lengths", "batch_size", "device", "dtype", "compile", "capacity")
+THERE = ("model", "concurrency", "retries", "timeout", "api_key_env", "request_fields")
+"""The options that only --target or only --endpoint has a use for."""
+SHOWN_FAILURES = 5
+
+
+def regenerate(
+    context: typer.Context,
+    prompts: Annotated[
+        Path,
+        typer.Option(help='JSONL file with one {"prompt": …} or {"messages": […]} per line; further keys are kept.'),
+    ],
+    out: Annotated[Path, typer.Option(help="JSONL file of answers, as paradraft train reads them; it is added to.")],
+    target: Annotated[
+        str | None, typer.Option(help="Answer here: Hugging Face id, folder, or pocket (the shipped family).")
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="Or ask an OpenAI-compatible server: its address, up to /v1.")
+    ] = None,
+    max_new_tokens: NewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    samples: Annotated[int, typer.Option(help="Answers per prompt, each with a seed of its own.")] = 1,
+    drafter: Annotated[str, typer.Option(help=f"With --target: one of {', '.join(drafter_names())}.")] = "none",
+    draft: Draft = None,
+    k: K = 8,
+    tree_budget: TreeBudget = None,
+    lengths: Lengths = "fixed",
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are answered together.")] = 8,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    compile: Compile = False,
+    capacity: Capacity = None,
+    model: Annotated[str | None, typer.Option(help="With --endpoint: the model's name there.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 32,
+    retries: Annotated[int, typer.Option(min=0, help="How often a request is sent again after a passing error.")] = 5,
+    timeout: Annotated[float, typer.Option(help="Most seconds of a request.")] = 600.0,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Send the key in this environment variable, such as OPENAI_API_KEY.")
+    ] = None,
+    request_fields: Annotated[
+        str | None,
+        typer.Option(help="JSON object of further fields of each request, for settings that only this server knows."),
+    ] = None,
+) -> None:
+    """Let the target answer prompts: what its drafter is trained on. Run the same command again to resume.
+
+    Of a conversation every turn of the assistant is answered anew. The same seed gives the same answers,
+    whatever the drafter, the batch size, or how often the run was stopped. If a prompt gets no answer, the
+    exit code is 1, and the same command asks for it again.
+    """
+    from paradraft.train.display import shown
+    from paradraft.train.questions import read_questions
+    from paradraft.train.regenerate import Answerer, regenerate
+
+    if (target is None) == (endpoint is None):
+        raise ValueError("give either --target (a model to run here) or --endpoint (a server's address)")
+    _check_given(context, THERE if endpoint is None else HERE, "--target" if endpoint is None else "--endpoint")
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    if sampling.is_greedy and samples > 1:
+        raise ValueError(f"--samples {samples} would give the same answer {samples} times: raise --temperature above 0")
+    check_writable(out)
+    questions = read_questions(prompts, samples)
+    answerer: Answerer
+    if target is not None:
+        from paradraft.train.in_process import InProcess
+
+        tree = tree_of(tree_budget, None)
+        width = width_of(k, nodes=tree.nodes if tree else 0)
+        runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
+        engine = load(target, drafter=drafter, draft=draft, k=k, tree=tree, lengths=lengths, runtime=runtime)
+        answerer = InProcess(
+            engine=engine, target=target, sampling=sampling, max_new_tokens=max_new_tokens, batch_size=batch_size
+        )
+    else:
+        from paradraft.train.endpoint import Endpoint
+
+        assert endpoint is not None
+        if model is None:
+            raise ValueError("--endpoint needs --model: the name that the server knows the target by")
+        answerer = Endpoint(
+            url=endpoint, model=model, sampling=sampling, max_new_tokens=max_new_tokens, concurrency=concurrency,
+            retries=retries, timeout_s=timeout, api_key=_key(api_key_env), fields=_fields(request_fields),
+        )  # fmt: skip
+    console = Console(stderr=True, highlight=False, markup=False)
+    try:
+        with shown(console) as report:
+            progress = regenerate(answerer, questions, out, report)
+    except KeyboardInterrupt:
+        console.print(f"stopped; {out} keeps what was written, and the same command goes on from there", soft_wrap=True)
+        raise
+    _summarize(progress, out, console)
+
+
+def _summarize(progress: Progress, out: Path, console: Console) -> None:
+    for outcome in progress.failed[:SHOWN_FAILURES]:
+        console.print(f"no answer to {outcome.question.place}: {outcome.failure}", soft_wrap=True)
+    if progress.shortened:
+        console.print(f"{progress.shortened} conversations end early: no room for another turn", soft_wrap=True)
+    there = progress.total - progress.missing
+    print(f"{there} of {progress.total} answers are in {out}, {progress.written} of them new")
+    if unasked := progress.missing - len(progress.failed):
+        console.print(f"the endpoint seems to be down: {unasked} prompts were not asked", soft_wrap=True)
+    if progress.missing:
+        console.print(f"{progress.missing} are missing; the same command asks for them again", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _check_given(context: typer.Context, useless: tuple[str, ...], beside: str) -> None:
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name in useless and source is not None and source.name == "COMMANDLINE":
+            raise ValueError(f"{parameter.opts[0]} has no use with {beside}: leave it out")
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(f"--api-key-env {variable}: there is no key in this environment variable")
+    return key
+
+
+def _fields(text: str | None) -> dict[str, Any]:
+    try:
+        fields = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--request-fields {text}: not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f'--request-fields {text}: write a JSON object, such as {{"repetition_penalty": 1.05}}')
+    return fields
