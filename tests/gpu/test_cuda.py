@@ -1,14 +1,19 @@
-"""The promise of equal texts on a GPU, through compiled passes. Run by `make test-gpu`."""
+"""The promise of equal texts on a GPU, through compiled passes, and training there. Run by `make test-gpu`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paradraft import Sampling, load
 from paradraft.api import drafter_names, takes_draft
 from paradraft.models.loading import Runtime
+from paradraft.train.batch import Drop, collate
+from paradraft.train.data import Sample
+from paradraft.train.pard import Objective
 
 pytestmark = pytest.mark.gpu
 
@@ -25,3 +30,31 @@ def test_text_equals_plain_decoding_on_the_cpu(family: Path, name: str) -> None:
     for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=4)):
         expected = plain.generate("helloworld", max_new_tokens=40, sampling=sampling).tokens
         assert drafted.generate("helloworld", max_new_tokens=40, sampling=sampling).tokens == expected
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flex_attention_trains_as_sdpa_does(packed: bool) -> None:
+    """Guards the block mask where it has a backward pass: the loss and all gradients are those of the dense mask."""
+    config = Qwen3Config(
+        vocab_size=72, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(64, (length,), generator=generator).tolist() for length in (300, 120, 40)]
+    samples = [Sample(tokens=text, is_label=[True] * len(text)) for text in texts]
+    sources = [torch.Generator().manual_seed(number) for number in range(3)]
+    drop = Drop(k=4, r=0.7, r_min=0.2, mask_id=65)
+    groups = [samples] if packed else [[sample] for sample in samples]
+    batch = collate(groups, drop, [sources] if packed else [[source] for source in sources]).to(torch.device("cuda"))
+    found = []
+    for attention in ("sdpa", "flex_attention"):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config).to("cuda")
+        model.set_attn_implementation(attention)
+        loss, _ = Objective(model)(batch, torch.full((4,), 1e-3, device="cuda"))
+        loss.backward()
+        found.append((loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
+    (loss, gradients), (other_loss, other_gradients) = found
+    torch.testing.assert_close(other_loss, loss, rtol=1e-4, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[name], gradient, rtol=2e-3, atol=2e-3 * gradient.abs().max().item())

@@ -9,6 +9,7 @@ tokens would bias the text.)
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
@@ -180,7 +181,7 @@ class Expected(Fixed):
     DRIFT = 0.2
     """How quickly a change of what the usual round takes is a change of all costs: the machine may be slower now than
     when the other lengths were tried, texts grow, and batches shrink."""
-    GAIN = 1.1
+    GAIN = 1.05
     """How many times as fast as plain decoding drafting has to be to begin: the drafter first reads the prompt, or what
     plain rounds committed, and that is not in T."""
     EXPLORE = 0.01
@@ -200,10 +201,14 @@ class Expected(Fixed):
         self._is_learning = True
         self._rounds_of_try = 0
         self._batch = 1
+        self._lent: set[int] = set()
 
     def start(self, batch_size: int) -> None:
         """Keeps what is known of costs and acceptance."""
         self._batch = batch_size
+        if self._size in self._lent:
+            self._lent.remove(self._size)
+            del self._costs[self._size]
         self._asked = None
         self._rounds_of_try = 0
 
@@ -275,8 +280,12 @@ class Expected(Fixed):
             self._drafted[place] = kept * self._drafted[place] + len(rows)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """A smaller batch has other costs."""
+        """A smaller batch has other costs; the larger one's serve where they are unknown, for the few rounds left."""
+        larger = self._costs[self._size]
         self._batch = len(rows)
+        if self._size not in self._costs:
+            self._costs[self._size] = copy.deepcopy(larger)
+            self._lent.add(self._size)
 
 
 POLICIES = {"fixed": Fixed, "heuristic": Heuristic, "confidence": Confidence, "expected": Expected}

@@ -45,6 +45,7 @@ class PardDrafter:
     Args:
         lm: the draft model.
         mask_id: its mask token.
+        masks: how many ids from there on are masks, each for one place of the draft; the last for all later ones.
     """
 
     needs_hidden: tuple[int, ...] = ()
@@ -53,9 +54,10 @@ class PardDrafter:
     can_branch_aside = True
     _sampler: Sampler
 
-    def __init__(self, lm: CausalLM, mask_id: int) -> None:
+    def __init__(self, lm: CausalLM, mask_id: int, masks: int = 1) -> None:
         self.lm = lm
         self.mask_id = mask_id
+        self.masks = masks
         self._tree: Tree | None = None
         self._pending_BM = torch.empty(0, 0, dtype=torch.long)
 
@@ -77,7 +79,7 @@ class PardDrafter:
         if self._pending_BM.shape[1] + k > self.lm.width:
             self._pending_BM = self.lm.read_all_but_last(self._pending_BM)
         number_B = ragged.count(self._pending_BM)
-        masks = torch.full((B, k - 1), self.mask_id, device=self.lm.device)
+        masks = self.mask_id + torch.arange(k - 1, device=self.lm.device).clamp(max=self.masks - 1).expand(B, k - 1)
         rows_BK = number_B[:, None] - 1 + torch.arange(k, device=self.lm.device)
         logits_BKV = self.lm.forward(ragged.append(self._pending_BM, masks), rows_BR=rows_BK)
         self.lm.keep(number_B)
@@ -106,9 +108,11 @@ def build(config: Config, target: Target, runtime: Runtime) -> PardDrafter:
     """
     lm = load_draft_lm(locate(config.draft, "pard"), target, runtime)
     mask_id = mask_token_id(lm.model.config, config.draft)
-    target.lm.forbid(mask_id)
-    lm.forbid(mask_id)
-    return PardDrafter(lm, mask_id)
+    masks = getattr(lm.model.config, "pard_masks", 1)
+    for token in range(mask_id, mask_id + masks):
+        target.lm.forbid(token)
+        lm.forbid(token)
+    return PardDrafter(lm, mask_id, masks)
 
 
 def mask_token_id(model_config: PretrainedConfig, name: str) -> int:

@@ -26,12 +26,28 @@ class Drop:
         r: share of rows kept from depth to depth.
         r_min: least share.
         mask_id: the mask token; None where k is 1 and no row holds one.
+        masks: how many ids from `mask_id` on serve the depths from 1 on; the last serves all deeper ones.
     """
 
     k: int
     r: float
     r_min: float
     mask_id: int | None
+    masks: int = 1
+
+    def tokens(self, real: Tensor, depth: Tensor) -> Tensor:
+        """What rows read: the real token at depth 0, masks behind it.
+
+        >>> real, depth = torch.tensor([7, 8, 7, 8]), torch.tensor([0, 1, 2, 3])
+        >>> Drop(k=4, r=1.0, r_min=1.0, mask_id=90).tokens(real, depth).tolist()
+        [7, 90, 90, 90]
+        >>> Drop(k=4, r=1.0, r_min=1.0, mask_id=90, masks=2).tokens(real, depth).tolist()
+        [7, 90, 91, 91]
+        """
+        if self.mask_id is None:
+            assert not depth.any()
+            return real
+        return torch.where(depth == 0, real, self.mask_id + (depth - 1).clamp(max=self.masks - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +131,9 @@ def _pack(
         n = len(real) - 1
         kept = conditional_drop(n, k=drop.k, r=drop.r, r_min=drop.r_min, generator=generator, may_draft=is_label[1:])
         at, depth = kept.position, kept.depth
-        assert drop.mask_id is not None or not depth.any()
         rows.append(
             {
-                "tokens": real[at] if drop.mask_id is None else torch.where(depth == 0, real[at], drop.mask_id),
+                "tokens": drop.tokens(real[at], depth),
                 "positions": at,
                 "depths": depth,
                 "documents": torch.full_like(at, document),

@@ -117,7 +117,9 @@ def _read(read_SNE: Tensor | None, batch: Batch, rows_m: Tensor) -> tuple[Tensor
     return read_SNE.flatten(0, 1)[place_P], which_m
 
 
-def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_id: int | None = None) -> int:
+def add_mask_token(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_id: int | None = None, *, masks: int = 1
+) -> int:
     """Chooses the mask token and makes its embedding the mean of all others.
 
     One id serves all depths. A model that already names one keeps it. Otherwise an id that no text
@@ -128,9 +130,12 @@ def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, m
         model: changed in place.
         tokenizer: tells which rows are in use.
         mask_id: take this id instead.
+        masks: ids from there on that serve one depth each, the last all deeper ones. The config says how
+            many as `pard_masks`, which only paradraft reads.
 
     Raises:
-        ValueError: `mask_id` is outside the embedding.
+        ValueError: `mask_id` is outside the embedding, or so many masks find no room behind the tokenizer's
+            last id.
 
     Returns:
         The mask token's id.
@@ -145,8 +150,12 @@ def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, m
     if chosen is None:
         chosen = max(rows, used)
         resize(model, chosen + 1, used)
+    if masks > 1 and not used <= chosen <= model.get_input_embeddings().weight.shape[0] - masks:
+        raise ValueError(f"distinct_masks: {masks} ids from {chosen} on are not all free in this embedding")
     if chosen != known:
-        set_to_mean(model, chosen, used)
+        set_to_mean(model, slice(chosen, chosen + masks), used)
     model.config.pard_token = model.config.mask_token_id = chosen
     model.config.spd_type = "pard"
+    if masks > 1:
+        model.config.pard_masks = masks
     return int(chosen)

@@ -58,7 +58,7 @@ class Preparation:
     def batches(self, samples: Sequence[Sample], seeds: Sequence[int], *, per_pass: int) -> list[Batch]:
         """The passes over some samples; the rows that are dropped depend on a sample's own seed alone."""
         recipe = self.recipe
-        drop = Drop(k=recipe.k, r=recipe.r, r_min=recipe.r_min, mask_id=self.mask_id)
+        drop = Drop(k=recipe.k, r=recipe.r, r_min=recipe.r_min, mask_id=self.mask_id, masks=recipe.masks)
         batches = []
         for start in range(0, len(samples), per_pass):
             some = list(samples[start : start + per_pass])
@@ -125,7 +125,8 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
     )
     drafter = _new_drafter(recipe, tokenizer, str(device))
     model, mask_id = drafter.model, drafter.mask_id
-    if mask_id is not None and any(mask_id in sample.tokens for sample in samples):
+    masks = set() if mask_id is None else set(range(mask_id, mask_id + recipe.masks))
+    if any(not masks.isdisjoint(sample.tokens) for sample in samples):
         raise ValueError(f"the mask token {mask_id} occurs in the data: choose another mask_token_id")
     longest = max(len(sample.tokens) for sample in samples)
     if longest > model.config.max_position_embeddings:
@@ -135,7 +136,9 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
     teacher: Teacher | None = None
     if recipe.teacher is not None:
         runtime = Runtime(device=str(device), dtype="bfloat16" if bf16 else "float32")
-        teacher = load_teacher(recipe.teacher, tokenizer, mask_id=mask_id, longest=longest, runtime=runtime)
+        teacher = load_teacher(
+            recipe.teacher, tokenizer, mask_id=mask_id, masks=recipe.masks, longest=longest, runtime=runtime
+        )
         teacher.model.set_attn_implementation(model.config._attn_implementation)
     memory.estimate(
         recipe,
@@ -184,7 +187,7 @@ class _NewDrafter:
 
 def _new_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> _NewDrafter:
     model = load_model(locate(recipe.model, "draft"), Runtime(device=device, dtype="float32"))
-    mask_id = add_mask_token(model, tokenizer, recipe.mask_token_id) if recipe.k > 1 else None
+    mask_id = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks) if recipe.k > 1 else None
     adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, mask_id)
     on_gpu = device.startswith("cuda")
     model.set_attn_implementation((FLEX if on_gpu else "sdpa") if recipe.attention == "auto" else recipe.attention)

@@ -50,6 +50,9 @@ class PardRecipe(BaseModel):
     r: float = Field(default=0.7, gt=0, le=1, description="COD: share of rows kept from depth to depth")
     r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any depth")
     mask_token_id: int | None = Field(default=None, description="by default an unused row of the embedding")
+    distinct_masks: bool = Field(
+        default=False, description="a mask token for each depth; one for all is better, and all that engines know"
+    )
 
     teacher: str | None = Field(default=None, description="learn this model's probabilities, not the text's tokens")
     loss: Loss | None = Field(
@@ -121,6 +124,11 @@ class PardRecipe(BaseModel):
         if unknown := self.columns.keys() - COLUMNS:
             raise ValueError(f"columns: {sorted(unknown)[0]!r} is none of {', '.join(COLUMNS)}")
         return self
+
+    @property
+    def masks(self) -> int:
+        """How many mask tokens there are."""
+        return max(self.k - 1, 1) if self.distinct_masks else 1
 
     @property
     def divergence(self) -> Divergence | None:

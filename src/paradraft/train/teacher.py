@@ -29,13 +29,15 @@ class Teacher:
         model: with the drafter's tokenizer.
         vocab_size: ids from here on are never chosen in decoding, so they get no probability.
         mask_id: the drafter's mask token, if it has one; it is never chosen either.
+        masks: how many ids from there on are masks.
     """
 
-    def __init__(self, model: PreTrainedModel, *, vocab_size: int, mask_id: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, *, vocab_size: int, mask_id: int | None, masks: int = 1) -> None:
         model.requires_grad_(False)
         self.model = model
         self.vocab_size = min(vocab_size, model.config.vocab_size)
         self.mask_id = mask_id
+        self.masks = masks
 
     @torch.no_grad()
     def read(self, texts: Texts) -> Tensor:
@@ -68,12 +70,18 @@ class Teacher:
         logits = self.model.lm_head(hidden_MD)[:, : self.vocab_size].float()
         logits = F.pad(logits, (0, width - self.vocab_size), value=IMPOSSIBLE)
         if self.mask_id is not None:
-            logits[:, self.mask_id] = IMPOSSIBLE
+            logits[:, self.mask_id : self.mask_id + self.masks] = IMPOSSIBLE
         return logits
 
 
 def load_teacher(
-    name: str, tokenizer: PreTrainedTokenizerBase, *, mask_id: int | None, longest: int, runtime: Runtime
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    mask_id: int | None,
+    masks: int = 1,
+    longest: int,
+    runtime: Runtime,
 ) -> Teacher:
     """Loads a teacher for a drafter.
 
@@ -81,6 +89,7 @@ def load_teacher(
         name: a Hugging Face id, a folder, or "pocket".
         tokenizer: the drafter's.
         mask_id: the drafter's mask token, if it has one.
+        masks: how many ids from there on are masks.
         longest: most tokens of a sample.
         runtime: device and dtype.
 
@@ -99,4 +108,4 @@ def load_teacher(
     if longest > model.config.max_position_embeddings:
         room = model.config.max_position_embeddings
         raise ValueError(f"teacher {name!r} has room for {room} tokens, a sample has {longest}: set max_length={room}")
-    return Teacher(model, vocab_size=max(ours.values()) + 1, mask_id=mask_id)
+    return Teacher(model, vocab_size=max(ours.values()) + 1, mask_id=mask_id, masks=masks)

@@ -140,3 +140,18 @@ def test_expected_learns_each_batch_size_and_keeps_it() -> None:
     assert policy.next() == 4, "a new batch size is tried out"
     policy.start(8)
     assert policy.next() == 0
+
+
+def test_expected_does_not_learn_anew_whenever_a_row_leaves() -> None:
+    """Guards the last rounds of a batch against trials: a smaller batch goes on with what the larger one knows, and one
+    that begins so small learns for itself."""
+    policy = Expected(4)
+    policy.start(8)
+    for rows in (8, 8, 4, 2):
+        policy.keep_rows(torch.arange(rows))
+        for _ in range(30):
+            k = policy.next()
+            policy.observe(step([0] * rows, [k] * rows), draft_s=1.0 * k, verify_s=1.0)
+            assert rows == 8 or k == 0
+    policy.start(2)
+    assert policy.next() == 4, "costs that were lent do not stay"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
 from paradraft import load
@@ -81,6 +82,30 @@ def test_the_result_is_a_pard_drafter_and_an_ordinary_model(family: Path, tmp_pa
     assert engine.drafter.mask_id == VOCAB
     plain = load(target, runtime=exact).generate("hello", max_new_tokens=12).tokens
     assert engine.generate("hello", max_new_tokens=12).tokens == plain
+
+
+def test_a_mask_for_each_depth(family: Path, tmp_path: Path) -> None:
+    """Guards the ablation of shared and distinct masks: as many rows learn as there are masks, drafting reads them in
+    the order of training, and the text stays the target's."""
+    recipe = recipe_for(family, tmp_path, k=4, distinct_masks=True, steps=4, lr=3e-2, optimizer="adamw")
+    train_pard(recipe, lambda report: None)
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight.detach().float()
+        for folder in (family / "draft", recipe.out)
+    )
+    masks = after[VOCAB : VOCAB + 4] - before[:VOCAB].mean(0)
+    assert [bool(row.abs().max() > 0.02) for row in masks] == [True, True, True, False]
+    exact = Runtime(dtype="float64", compiled=False)
+    engine = load(str(family / "target"), drafter="pard", draft=str(recipe.out), k=6, runtime=exact)
+    assert (engine.drafter.mask_id, engine.drafter.masks) == (VOCAB, 3)
+    read: list[list[int]] = []
+    forward = engine.drafter.lm.forward
+    engine.drafter.lm.forward = lambda tokens, **rows: (read.append(tokens[0].tolist()), forward(tokens, **rows))[1]
+    plain = load(str(family / "target"), runtime=exact).generate("hello", max_new_tokens=12).tokens
+    assert engine.generate("hello", max_new_tokens=12).tokens == plain
+    assert read[0][-5:] == [VOCAB, VOCAB + 1, VOCAB + 2, VOCAB + 2, VOCAB + 2]
+    with pytest.raises(ValueError, match="distinct_masks: 9 ids from 64 on are not all free"):
+        preparation.prepare(recipe_for(family, tmp_path, k=10, distinct_masks=True), torch.device("cpu"), processes=1)
 
 
 def test_k_of_one_trains_an_ordinary_draft(family: Path, tmp_path: Path) -> None:
@@ -250,3 +275,23 @@ def test_a_run_that_does_not_fit_is_refused(family: Path, tmp_path: Path, monkey
     with pytest.raises(ValueError, match=r"needs about 0\.\d GiB \(weights .*\), and 0\.0 GiB are free: lower"):
         train_pard(recipe, lambda report: None)
     assert not recipe.out.exists()
+
+
+def test_reports_go_to_a_tracker(family: Path, tmp_path: Path) -> None:
+    """Guards `report_to`: losses, accuracies and acceptance lengths arrive at the steps they belong to."""
+    recipe = recipe_for(
+        family, tmp_path, report_to=["tensorboard"], target=str(family / "target"), held_out=1, steps=4,
+        evaluate_every=2, prompt_tokens=4, answer_tokens=6,
+    )  # fmt: skip
+    reports: list[Progress | Evaluation] = []
+    train_pard(recipe, reports.append)
+    (folder,) = {file.parent for file in recipe.out.rglob("events.out.tfevents.*") if not list(file.parent.glob("*/"))}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    for tag, kind, value in (
+        ("train/loss", Progress, lambda report: report.loss),
+        ("train/accuracy_2", Progress, lambda report: report.accuracy[2]),
+        ("held_out/acceptance_length", Evaluation, lambda report: report.acceptance_length),
+    ):
+        expected = [(report.step, value(report)) for report in reports if isinstance(report, kind)]
+        assert [(event.step, event.value) for event in events.Scalars(tag)] == pytest.approx(expected), tag

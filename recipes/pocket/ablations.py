@@ -1,0 +1,124 @@
+"""The paper's ablations on the pocket family: `python recipes/pocket/ablations.py --json FILE.json`.
+
+Every run adapts the pocket draft for the same number of steps with one setting changed, and decodes
+held-out prompts greedily with several K. Runs that are done are skipped, and a stopped one goes on.
+`--steps` makes all of them longer or shorter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+import corpus
+from build import POCKET
+from paradraft.bench.report import write_json
+from paradraft.machine import describe_machine
+from paradraft.models.loading import Runtime
+from paradraft.train.curves import read_history
+from paradraft.train.evaluation import Acceptance
+from paradraft.train.recipe import PardRecipe
+from paradraft.train.run import run_with_display
+
+TAUGHT = {"teacher": "pocket"}
+TABLES: dict[str, dict[str, dict[str, Any]]] = {
+    "loss": {
+        "cross_entropy": {},
+        "forward_kl": {**TAUGHT, "loss": "forward_kl"},
+        "reverse_kl": {**TAUGHT, "loss": "reverse_kl"},
+        "jensen_shannon": {**TAUGHT, "loss": "jensen_shannon"},
+        "total_variation": {**TAUGHT, "loss": "total_variation"},
+        "forward_kl, per_depth": {**TAUGHT, "loss": "forward_kl", "average": "per_depth"},
+    },
+    "drop (Fig. 6a)": {
+        "r=1": {"r": 1.0},
+        "r=0.9, r_min=0.2": {"r": 0.9},
+        "r=0.7, r_min=0.2": {},
+        "r=0.7, r_min=0": {"r_min": 0.0},
+        "r=0.5, r_min=0.2": {"r": 0.5},
+        "r=0.5, r_min=0": {"r": 0.5, "r_min": 0.0},
+    },
+    "K in training (Fig. 6b)": {"K=4": {"k": 4}, "K=8": {}, "K=12": {"k": 12}},
+    "masks": {"shared": {}, "distinct": {"distinct_masks": True}},
+    "answers": {"regenerated": {}, "original": {"data": ["original.jsonl"]}},
+}
+DECODED = (2, 4, 8, 12, 16)
+"""K in decoding."""
+PROMPTS, ANSWER_TOKENS = 24, 96
+
+
+def write_original(file: Path) -> None:
+    """The shipped texts' prompts with what the library really goes on with, as long as the target's answer."""
+    library = [document.text for document in corpus.read_library()[0]]
+    records = [json.loads(line) for line in (POCKET / "text.jsonl").read_text(encoding="utf-8").splitlines()]
+    with file.open("w", encoding="utf-8") as lines:
+        for record in records:
+            whole = next((text for text in library if record["prompt"] in text), None)
+            if whole is None:
+                continue  # an excerpt that goes over the end of a module
+            start = whole.index(record["prompt"]) + len(record["prompt"])
+            answer = whole[start : start + len(record["response"])]
+            if answer:
+                lines.write(json.dumps({**record, "response": answer}, ensure_ascii=False) + "\n")
+
+
+def recipe_of(changes: dict[str, Any], folder: Path, steps: int) -> PardRecipe:
+    """The settings of `recipes/pard_pocket.yaml` with some changed; the drafter goes where only this recipe's goes."""
+    settings: dict[str, Any] = {
+        "model": "pocket", "data": [POCKET / "text.jsonl"], "out": folder, "average": "token_mean", "steps": steps,
+        "samples_per_step": 3, "max_length": 384, "optimizer": "muon", "muon_lr": 1e-2, "lr": 1e-3, "warmup_steps": 20,
+        "held_out": 0, "save_every": 50, "device": "cpu",
+    }  # fmt: skip
+    if "data" in changes:
+        changes = {**changes, "data": [folder / name for name in changes["data"]]}
+    recipe = PardRecipe.model_validate(settings | changes)
+    return recipe.model_copy(update={"out": folder / recipe.fingerprint})
+
+
+def measure(recipe: PardRecipe, prompts: list[list[int]]) -> dict[str, Any]:
+    """Acceptance length by K in decoding, and what the training cost."""
+    lengths = {}
+    for k in DECODED:
+        acceptance = Acceptance("pocket", prompts, k=k, answer_tokens=ANSWER_TOKENS, runtime=Runtime())
+        lengths[k] = acceptance.of(recipe.out)
+    rows = [entry["rows_per_s"] for entry in read_history(recipe.out)]
+    return {"acceptance_length": lengths, "rows_per_s": sorted(rows)[len(rows) // 2]}
+
+
+def main() -> None:
+    """Trains and measures whatever is missing, and writes the file after every run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--out", type=Path, default=Path("build/ablations"))
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--tables", nargs="*", default=list(TABLES), choices=TABLES)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not (args.out / "original.jsonl").exists():
+        write_original(args.out / "original.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(POCKET / "target")
+    records = [json.loads(line) for line in (POCKET / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    prompts = [tokenizer(record["prompt"])["input_ids"] for record in records[:PROMPTS]]
+    done: dict[str, dict[str, Any]] = {}
+    tables: dict[str, dict[str, Any]] = {}
+    for title in args.tables:
+        tables[title] = {}
+        for name, changes in TABLES[title].items():
+            key = json.dumps(changes, sort_keys=True)
+            if key not in done:
+                recipe = recipe_of(changes, args.out, args.steps)
+                print(f"{title}: {name}", flush=True)
+                run_with_display(recipe)
+                done[key] = measure(recipe, prompts)
+            tables[title][name] = done[key]
+            print(title, name, done[key]["acceptance_length"], flush=True)
+            settings = {"steps": args.steps, "prompts": PROMPTS, "answer_tokens": ANSWER_TOKENS}
+            write_json(args.json, {"machine": describe_machine("cpu"), "arguments": settings, "tables": tables})
+
+
+if __name__ == "__main__":
+    main()
