@@ -96,7 +96,7 @@ def rows_of(tokens: int, recipe: PardRecipe) -> int:
     """Training rows of a sample of so many tokens.
 
     >>> rows_of(1025, PardRecipe(model="m", data=["d"], out="o", steps=1))
-    3459
+    3455
     """
     kept = [max(recipe.r**depth, recipe.r_min) for depth in range(1, recipe.k)]
     return math.ceil((tokens - 1) * (1 + sum(kept)))

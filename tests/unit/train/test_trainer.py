@@ -89,12 +89,9 @@ def test_a_mask_for_each_depth(family: Path, tmp_path: Path) -> None:
     the order of training, and the text stays the target's."""
     recipe = recipe_for(family, tmp_path, k=4, distinct_masks=True, steps=4, lr=3e-2, optimizer="adamw")
     train_pard(recipe, lambda report: None)
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight.detach().float()
-        for folder in (family / "draft", recipe.out)
-    )
-    masks = after[VOCAB : VOCAB + 4] - before[:VOCAB].mean(0)
-    assert [bool(row.abs().max() > 0.02) for row in masks] == [True, True, True, False]
+    embedding = AutoModelForCausalLM.from_pretrained(recipe.out).get_input_embeddings().weight.detach().float()
+    one, two, three = embedding[VOCAB : VOCAB + 3]
+    assert min((a - b).abs().max() for a, b in ((one, two), (two, three), (one, three))) > 0.02, "all began as one"
     exact = Runtime(dtype="float64", compiled=False)
     engine = load(str(family / "target"), drafter="pard", draft=str(recipe.out), k=6, runtime=exact)
     assert (engine.drafter.mask_id, engine.drafter.masks) == (VOCAB, 3)
@@ -285,13 +282,12 @@ def test_reports_go_to_a_tracker(family: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     reports: list[Progress | Evaluation] = []
     train_pard(recipe, reports.append)
-    (folder,) = {file.parent for file in recipe.out.rglob("events.out.tfevents.*") if not list(file.parent.glob("*/"))}
-    events = EventAccumulator(str(folder))
+    events = EventAccumulator(str(recipe.out / "logs" / "paradraft"))
     events.Reload()
     for tag, kind, value in (
         ("train/loss", Progress, lambda report: report.loss),
         ("train/accuracy_2", Progress, lambda report: report.accuracy[2]),
         ("held_out/acceptance_length", Evaluation, lambda report: report.acceptance_length),
     ):
-        expected = [(report.step, value(report)) for report in reports if isinstance(report, kind)]
-        assert [(event.step, event.value) for event in events.Scalars(tag)] == pytest.approx(expected), tag
+        expected = {report.step: value(report) for report in reports if isinstance(report, kind)}
+        assert {event.step: event.value for event in events.Scalars(tag)} == pytest.approx(expected), tag
