@@ -83,7 +83,9 @@ def measure(recipe: PardRecipe, prompts: list[list[int]]) -> dict[str, Any]:
     """Acceptance length by K in decoding, and what the training cost."""
     lengths = {}
     for k in DECODED:
-        acceptance = Acceptance("pocket", prompts, k=k, answer_tokens=ANSWER_TOKENS, runtime=Runtime())
+        acceptance = Acceptance(
+            "pocket", str(POCKET / "draft"), prompts, k=k, answer_tokens=ANSWER_TOKENS, runtime=Runtime()
+        )
         lengths[k] = acceptance.of(recipe.out)
     rows = [entry["rows_per_s"] for entry in read_history(recipe.out)]
     return {"acceptance_length": lengths, "rows_per_s": sorted(rows)[len(rows) // 2]}

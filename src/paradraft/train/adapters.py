@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
 from paradraft.train.recipe import Lora
 
 
-def with_adapters(model: PreTrainedModel, lora: Lora, mask_id: int | None) -> PeftModel:
-    """Puts adapters into a model, in place; all else is frozen but the embedding of the mask, which is new.
+def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed: int) -> PeftModel:
+    """Puts adapters into a model, in place; all else is frozen but the embeddings of the masks, which are new.
 
     Raises:
         ValueError: the model has no layers of these names.
@@ -20,11 +21,13 @@ def with_adapters(model: PreTrainedModel, lora: Lora, mask_id: int | None) -> Pe
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=lora.targets,
-        trainable_token_indices=None if mask_id is None else [mask_id],
+        trainable_token_indices=masks or None,
         task_type="CAUSAL_LM",
     )
     try:
-        return cast(PeftModel, get_peft_model(model, config))
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return cast(PeftModel, get_peft_model(model, config))
     except ValueError as error:
         raise ValueError(f"lora: {str(error).splitlines()[0]}") from None
 

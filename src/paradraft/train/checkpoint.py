@@ -77,8 +77,11 @@ class Checkpoints:
         return max(whole, default=None)
 
     def delete(self) -> None:
-        """Deletes all checkpoints."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Deletes all checkpoints, and the folder if nothing else is in it."""
+        for place in self.folder.glob("step-*"):
+            shutil.rmtree(place, ignore_errors=True)
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

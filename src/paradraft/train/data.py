@@ -70,9 +70,8 @@ def load_samples(
     unlabelled: list[str] = []
     for source in sources:
         for place, record in records(source):
-            renamed = {ours: record[theirs] for ours, theirs in (columns or {}).items() if theirs in record}
             try:
-                whole = _from_record(record | renamed, tokenizer)
+                whole = _from_record(_renamed(record, columns or {}), tokenizer)
             except (ValueError, TypeError, KeyError, TemplateError) as error:
                 raise ValueError(f"{place}: {error}") from None
             pieces = list(_pieces(whole, max_length))
@@ -87,6 +86,14 @@ def load_samples(
     if not samples:
         raise ValueError(f"nothing to learn in {', '.join(map(str, sources))}: no sample has a token to predict")
     return samples
+
+
+def _renamed(record: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """The values that `columns` names, and no others; the whole record where it names none."""
+    for theirs in columns.values():
+        if theirs not in record:
+            raise ValueError(f"there is no {theirs!r}, which `columns` names; there are {', '.join(record)}")
+    return {ours: record[theirs] for ours, theirs in columns.items()} if columns else record
 
 
 def _pieces(whole: Sample, max_length: int) -> Iterable[Sample]:

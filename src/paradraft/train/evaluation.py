@@ -11,7 +11,7 @@ from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock
 from paradraft.decode.stops import Stops
 from paradraft.engine import Engine
-from paradraft.models.loading import Runtime, load_target
+from paradraft.models.loading import Runtime, load_draft_lm, load_target
 from paradraft.train.data import Sample
 
 ORDINARY_K = 4
@@ -23,25 +23,30 @@ class Acceptance:
 
     Args:
         target: whose text it is: a Hugging Face id, a folder, or "pocket".
+        draft: the folder or Hugging Face id that training begins with; it must fit the target.
         prompts: token ids; none empty.
         k: tokens drafted per round; 1 stands for an ordinary draft, which drafts `ORDINARY_K`.
         answer_tokens: most tokens of an answer.
-        runtime: device and dtype.
+        runtime: device, dtype, and a capacity that both models have.
 
     Raises:
-        ValueError: the target cannot be loaded, or a prompt and its answer do not fit into it.
+        ValueError: the target cannot be loaded, the draft does not fit it, or a prompt and its answer do not
+            fit into the capacity.
     """
 
-    def __init__(self, target: str, prompts: list[list[int]], *, k: int, answer_tokens: int, runtime: Runtime) -> None:
-        self._target = load_target(target, runtime)
+    def __init__(
+        self, target: str, draft: str, prompts: list[list[int]], *, k: int, answer_tokens: int, runtime: Runtime
+    ) -> None:
         self._runtime = runtime
+        self._target = load_target(target, runtime)
+        load_draft_lm(draft, self._target, runtime)
         self._prompts = prompts
         self._answer_tokens = answer_tokens
         self._drafter, self._k = ("pard", k) if k > 1 else ("autoregressive", ORDINARY_K)
         longest = max(map(len, prompts))
         if longest + answer_tokens > self._target.capacity:
             raise ValueError(
-                f"target {target!r} has room for {self._target.capacity} tokens, a held-out prompt has {longest} and "
+                f"target and draft have room for {self._target.capacity} tokens, a held-out prompt has {longest} and "
                 f"answer_tokens={answer_tokens}: lower answer_tokens or max_length"
             )
 

@@ -1,8 +1,8 @@
-"""How much memory a training run takes, estimated before it begins.
+"""How much memory a training run takes beside the models that are loaded, estimated before it begins.
 
-Counted are weights, gradients and AdamW's two moments in float32 (Muon keeps one), what a pass
-keeps for the backward pass, the dense attention mask where there is one, the logits that are in
-memory at a time, and the teacher. A run may take a fifth more or less.
+Counted are gradients and AdamW's two moments in float32 (Muon keeps one), what a pass keeps for the
+backward pass, the attention mask, and the logits that are in memory at a time. A run may take a
+fifth more or less; one whose weights are spread over devices takes less.
 """
 
 from __future__ import annotations
@@ -18,32 +18,27 @@ from paradraft.train.attention import FLEX
 from paradraft.train.pard import LOGITS
 from paradraft.train.recipe import PardRecipe
 
-COPIES_OF_LOGITS = 5
-"""Logits, their log-probabilities, the teacher's, and the gradients of the two that have one."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Bytes that a run takes on one device.
 
     Args:
-        weights: weights, gradients and optimizer.
+        optimizer: gradients and moments.
         rows: what a pass over the rows keeps.
-        mask: the attention mask.
+        mask: the attention mask, while it is made.
         logits: logits and what the loss makes of them.
-        teacher: the teacher's weights.
     """
 
-    weights: float
+    optimizer: float
     rows: float
     mask: float
     logits: float
-    teacher: float
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.rows + self.mask + self.logits + self.teacher
+        return self.optimizer + self.rows + self.mask + self.logits
 
     def check(self, device: torch.device) -> None:
         """Raises ValueError if the device has not so much memory."""
@@ -51,13 +46,14 @@ class Estimate:
         if self.total > free:
             parts = ", ".join(f"{name} {value / 2**30:.1f}" for name, value in vars(self).items())
             raise ValueError(
-                f"this recipe needs about {self.total / 2**30:.1f} GiB ({parts}), and {free / 2**30:.1f} GiB are free: "
-                "lower samples_per_pass or max_length, or set gradient_checkpointing=true"
+                f"this recipe needs {self.total / 2**30:.1f} GiB beside its models ({parts}), and "
+                f"{free / 2**30:.1f} GiB are free: lower samples_per_pass or max_length, or set "
+                "gradient_checkpointing=true"
             )
 
 
 def estimate(
-    recipe: PardRecipe, model: PreTrainedModel, *, rows: int, passes: int, bf16: bool, teacher: PreTrainedModel | None
+    recipe: PardRecipe, model: PreTrainedModel, *, rows: int, passes: int, bf16: bool, has_teacher: bool
 ) -> Estimate:
     """Estimates a run.
 
@@ -67,11 +63,10 @@ def estimate(
         rows: training rows of the largest sample.
         passes: samples, or packed groups of samples, of one pass.
         bf16: whether the pass computes in bf16.
-        teacher: the teacher, if there is one.
+        has_teacher: whether a teacher's logits stand beside the drafter's.
     """
     config = model.config
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters()) - trained
     size = 2 if bf16 else 4
     # Counted on Llama's and Qwen's layers: around both norms, in float32; queries and what attention gives; keys and
     # values; and the MLP.
@@ -82,13 +77,13 @@ def estimate(
         kept = config.num_hidden_layers * 4 * config.hidden_size + layer
     else:
         kept = config.num_hidden_layers * layer
-    is_dense = model.config._attn_implementation != FLEX
+    # A block mask is made from the dense one: booleans, ten times over while it is made.
+    mask_size = 10 if model.config._attn_implementation == FLEX else 1 + size
     return Estimate(
-        weights=16.0 * trained + 4.0 * frozen,
+        optimizer=12.0 * trained,
         rows=float(passes) * rows * kept,
-        mask=passes * float(rows) ** 2 * (1 + size) if is_dense else 0.0,
-        logits=4.0 * COPIES_OF_LOGITS * min(passes * rows * config.vocab_size, LOGITS),
-        teacher=float(sum(p.numel() * p.element_size() for p in teacher.parameters())) if teacher is not None else 0.0,
+        mask=passes * float(rows) ** 2 * mask_size,
+        logits=4.0 * (5 if has_teacher else 3) * min(passes * rows * config.vocab_size, LOGITS),
     )
 
 

@@ -49,6 +49,11 @@ class Objective(nn.Module):
         self.chunk = max(logits // model.config.vocab_size, 1)
         self._teacher = (teacher,)  # hidden from `nn.Module`: it is not trained, saved or spread
 
+    @property
+    def teacher(self) -> Teacher | None:
+        """Whose probabilities are learnt, if anybody's."""
+        return self._teacher[0]
+
     def forward(self, batch: Batch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
         """One training pass.
 
@@ -59,7 +64,7 @@ class Objective(nn.Module):
         Returns:
             The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly.
         """
-        (teacher,) = self._teacher
+        teacher = self.teacher
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
             hidden_SRD = self.model.model(
                 input_ids=batch.tokens,
@@ -89,7 +94,7 @@ class Objective(nn.Module):
         self, hidden_mD: Tensor, labels_m: Tensor, read_PE: Tensor | None, which_m: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The loss of each of some rows, and whether its likeliest token is the label."""
-        (teacher,) = self._teacher
+        teacher = self.teacher
         logits_mV = self.model.lm_head(hidden_mD)
         right_m = logits_mV.detach().argmax(-1) == labels_m
         if teacher is None or read_PE is None:
@@ -158,4 +163,6 @@ def add_mask_token(
     model.config.spd_type = "pard"
     if masks > 1:
         model.config.pard_masks = masks
+    elif hasattr(model.config, "pard_masks"):
+        del model.config.pard_masks
     return int(chosen)

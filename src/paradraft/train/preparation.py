@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.models.loading import Runtime, computes_bf16, load_model, load_tokenizer, locate
+from paradraft.models.loading import Runtime, computes_bf16, load_config, load_model, load_tokenizer, locate
 from paradraft.train import memory
 from paradraft.train.adapters import merged, with_adapters
 from paradraft.train.attention import FLEX
@@ -23,6 +23,8 @@ from paradraft.train.teacher import Teacher, load_teacher
 
 MOST_HELD_OUT = 64
 HELD_OUT_SHARE = 20
+MOST_ROOM = 4096
+"""Most tokens of a prompt and its answer when acceptance lengths are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class Preparation:
         mask_id: the mask token; None for an ordinary draft.
         objective: the drafter and its loss.
         bf16: whether passes compute in bf16.
+        per_pass: samples that this process reads at a time.
     """
 
     recipe: PardRecipe
@@ -46,6 +49,7 @@ class Preparation:
     mask_id: int | None
     objective: Objective
     bf16: bool
+    per_pass: int
 
     @property
     def steps(self) -> int:
@@ -94,8 +98,24 @@ class Preparation:
             return None
         prompts = [prompt_of(sample, most=recipe.prompt_tokens) for sample in self.held_out[: recipe.prompts]]
         dtype = "bfloat16" if computes_bf16(device) else "float32"
-        runtime = Runtime(device=str(device), dtype=dtype)
-        return Acceptance(target, prompts, k=recipe.k, answer_tokens=recipe.answer_tokens, runtime=runtime)
+        base = locate(recipe.model, "draft")
+        room = [load_config(name).max_position_embeddings for name in (locate(target, "target"), base)]
+        runtime = Runtime(device=str(device), dtype=dtype, capacity=min(*room, MOST_ROOM))
+        return Acceptance(target, base, prompts, k=recipe.k, answer_tokens=recipe.answer_tokens, runtime=runtime)
+
+    def check_memory(self, device: torch.device) -> None:
+        """Raises ValueError if the device has not the memory that the run takes beside the models that are loaded."""
+        recipe, teacher = self.recipe, self.objective.teacher
+        longest = max(len(sample.tokens) for sample in [*self.samples, *self.held_out])
+        groups = self.per_pass
+        if recipe.pack:
+            groups = min(groups, math.ceil(groups * longest / recipe.max_length) + 1)
+            longest = recipe.max_length if groups < self.per_pass else longest
+        rows = memory.rows_of(longest, recipe)
+        model = self.objective.model
+        memory.estimate(recipe, model, rows=rows, passes=groups, bf16=self.bf16, has_teacher=teacher is not None).check(
+            device
+        )
 
 
 def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Preparation:
@@ -140,14 +160,6 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
             recipe.teacher, tokenizer, mask_id=mask_id, masks=recipe.masks, longest=longest, runtime=runtime
         )
         teacher.model.set_attn_implementation(model.config._attn_implementation)
-    memory.estimate(
-        recipe,
-        model,
-        rows=memory.rows_of(recipe.max_length if recipe.pack else longest, recipe),
-        passes=min(recipe.samples_per_pass or recipe.samples_per_step, recipe.samples_per_step // processes),
-        bf16=bf16,
-        teacher=None if teacher is None else teacher.model,
-    ).check(device)
     kept = _held_out(recipe, len(samples))
     # Far from each other in the data, so that they are not all of one file.
     places = {round((place + 0.5) * len(samples) / kept - 0.5) for place in range(kept)}
@@ -159,6 +171,7 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
         mask_id=mask_id,
         objective=Objective(model, teacher=teacher, kind=recipe.divergence or "forward_kl", bf16=bf16),
         bf16=bf16,
+        per_pass=min(recipe.samples_per_pass or recipe.samples_per_step, recipe.samples_per_step // processes),
     )
 
 
@@ -188,7 +201,8 @@ class _NewDrafter:
 def _new_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> _NewDrafter:
     model = load_model(locate(recipe.model, "draft"), Runtime(device=device, dtype="float32"))
     mask_id = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks) if recipe.k > 1 else None
-    adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, mask_id)
+    masks = [] if mask_id is None else list(range(mask_id, mask_id + recipe.masks))
+    adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, masks, seed=recipe.seed)
     on_gpu = device.startswith("cuda")
     model.set_attn_implementation((FLEX if on_gpu else "sdpa") if recipe.attention == "auto" else recipe.attention)
     if recipe.gradient_checkpointing:

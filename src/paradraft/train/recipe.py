@@ -32,7 +32,7 @@ class PardRecipe(BaseModel):
     Paths are relative to the folder the command runs in.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = Field(description="the draft to adapt: a Hugging Face id, a folder, or pocket")
     data: list[Path] = Field(
@@ -121,6 +121,12 @@ class PardRecipe(BaseModel):
                 raise ValueError(f"depth_weights: {len(self.depth_weights)} numbers for k={self.k} depths")
             if min(self.depth_weights) < 0 or max(self.depth_weights) == 0:
                 raise ValueError(f"depth_weights={self.depth_weights}: use numbers from 0, not all 0")
+        if self.out == Path():
+            raise ValueError("out: name a folder of its own")
+        if self.patience is not None and self.held_out == 0:
+            raise ValueError(f"patience={self.patience}: nothing is held out to measure with, set held_out")
+        if self.attention == "flex_attention" and self.device == "cpu":
+            raise ValueError("attention=flex_attention: it has no backward pass on a CPU, use sdpa")
         if unknown := self.columns.keys() - COLUMNS:
             raise ValueError(f"columns: {sorted(unknown)[0]!r} is none of {', '.join(COLUMNS)}")
         return self

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from paradraft.train.checkpoint import STATE
 from paradraft.train.progress import Evaluation, Progress, Report
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.trainer import CHECKPOINT, is_trained, train_pard
@@ -35,7 +36,9 @@ def run_with_display(recipe: PardRecipe) -> None:
     except KeyboardInterrupt:
         folder = recipe.out / CHECKPOINT
         saved = (
-            f"goes on from the last checkpoint in {folder}" if folder.exists() else "starts again: no checkpoint yet"
+            f"goes on from the last checkpoint in {folder}"
+            if any(folder.glob(f"step-*/{STATE}"))
+            else "starts again: no checkpoint yet"
         )
         console.print(f"stopped; the same command {saved}", soft_wrap=True)
         raise

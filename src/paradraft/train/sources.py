@@ -13,6 +13,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError  # type: ignore[attr-defined]
 
 Record = dict[str, Any]
+NOT_TEXT = {".json", ".ndjson", ".csv", ".tsv", ".jsonl", ".parquet", ".arrow", ".gz", ".zst", ".zip", ".xz"}
+"""Suffixes of files whose characters are no text to learn; `.jsonl` and `.parquet` are here for other spellings."""
 
 
 def records(source: Path) -> Iterator[tuple[str, Record]]:
@@ -34,6 +36,8 @@ def records(source: Path) -> Iterator[tuple[str, Record]]:
         yield from _lines(source)
     elif source.suffix == ".parquet":
         yield from _numbered(f"{source}, row", _loaded("parquet", data_files=str(source), split="train"))
+    elif source.suffix.lower() in NOT_TEXT:
+        raise ValueError(f"training data {str(source)!r}: {source.suffix} is not read, write .jsonl or .parquet")
     else:
         try:
             yield str(source), {"text": source.read_text(encoding="utf-8")}

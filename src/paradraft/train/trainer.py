@@ -8,6 +8,7 @@ steps as one. Devices and processes are accelerate's: start it with `accelerate 
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,12 @@ from contextlib import nullcontext
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import (
+    is_mlflow_available,
+    is_tensorboard_available,
+    is_trackio_available,
+    is_wandb_available,
+)
 from torch import Tensor
 
 from paradraft.train import curves, provenance
@@ -34,6 +41,13 @@ CHECKPOINT = "checkpoint"
 """Inside `out`: the state of an unfinished run."""
 CANDIDATE, BEST = "candidate", "best"
 """Inside that: the drafter that is evaluated, and the best so far."""
+INSTALLED = {
+    "tensorboard": is_tensorboard_available,
+    "wandb": is_wandb_available,
+    "mlflow": is_mlflow_available,
+    "trackio": is_trackio_available,
+}
+"""What says whether a tracker is there."""
 EVALUATIONS = 10
 """How often a run is evaluated where the recipe does not say."""
 
@@ -42,8 +56,12 @@ def is_trained(recipe: PardRecipe) -> bool:
     """Whether `recipe.out` already holds this recipe's drafter.
 
     Raises:
-        ValueError: it holds another model, which training would overwrite.
+        ValueError: it holds another model, or other files, which training would overwrite.
     """
+    if not recipe.out.exists() or not any(recipe.out.iterdir()):
+        return False
+    if not (recipe.out / provenance.RECORD).exists():
+        raise ValueError(f"{recipe.out} holds files of something else: choose another `out`")
     if not (recipe.out / "config.json").exists():
         return False
     if provenance.read_record(recipe.out).get("fingerprint") != recipe.fingerprint:
@@ -74,11 +92,13 @@ class _Run:
         self.accelerator = _accelerator(recipe)
         self.device = self.accelerator.device
         self.checkpoints = Checkpoints(recipe.out / CHECKPOINT, self.accelerator, recipe.fingerprint)
+        is_trained(recipe)
         self.checkpoints.check()
         self.prepared: Preparation = prepare(recipe, self.device, processes=self.accelerator.num_processes)
         self.acceptance: Acceptance | None = None
         if self.accelerator.is_main_process:
             self.acceptance = self.prepared.acceptance(self.device)
+        self.prepared.check_memory(self.device)
         self.steps = self.prepared.steps
         self.evaluate_every = recipe.evaluate_every or max(self.steps // EVALUATIONS, 1)
         weights = recipe.depth_weights or [1.0] * recipe.k
@@ -93,7 +113,7 @@ class _Run:
         )
         self.objective = self.optimizers.prepare(self.accelerator, self.prepared.objective)
         self._report = report
-        self._best: float | None = None
+        self._best: list[float] | None = None
         self._stale = 0
 
     def to_the_end(self) -> None:
@@ -116,7 +136,10 @@ class _Run:
             self._save_drafter(BEST)
         if main:
             put_in_place(recipe.out / CHECKPOINT / BEST, recipe.out)
-            write_record(recipe, self.device.type, steps_done=done, best=self._best)
+            best = dict(zip(("acceptance_length", "held_out_loss"), self._best or (), strict=False))
+            if best:
+                best = {"acceptance_length": best["acceptance_length"] or None, "held_out_loss": -best["held_out_loss"]}
+            write_record(recipe, self.device.type, steps_done=done, best=best or None)
             curves.draw(recipe.out)
             self.checkpoints.delete()
         self.accelerator.wait_for_everyone()
@@ -158,8 +181,7 @@ class _Run:
         return self._passes(chosen[mine], seeds[mine])
 
     def _passes(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[Batch]:
-        per_pass = self.recipe.samples_per_pass or max(len(samples), 1)
-        return self.prepared.batches(samples, seeds, per_pass=per_pass)
+        return self.prepared.batches(samples, seeds, per_pass=self.prepared.per_pass)
 
     def _weights(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
         """`[K]` what rows weigh in this process's loss, and `[K]` rows with a label in all processes."""
@@ -191,8 +213,10 @@ class _Run:
         length = None
         if self.acceptance is not None:
             length = self.acceptance.of(self.recipe.out / CHECKPOINT / CANDIDATE)
-        # Larger is better; only the main process measures lengths.
-        worth = self._from_main(-loss if length is None else length)
+        if not math.isfinite(loss):
+            raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
+        # Larger is better; only the main process measures lengths. Of equal lengths the smaller loss wins.
+        worth = [self._from_main(0.0 if length is None else length), -loss]
         is_best = self._best is None or worth > self._best
         self._stale = 0 if is_best else self._stale + 1
         if is_best:
@@ -264,6 +288,9 @@ def _figures(report: Report) -> dict[str, float]:
 def _accelerator(recipe: PardRecipe) -> Accelerator:
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda: there is no GPU here, use device=cpu")
+    missing = [name for name in recipe.report_to if not INSTALLED[name]()]
+    if missing:
+        raise ValueError(f"report_to: {missing[0]} is not installed, pip install {missing[0]}")
     try:
         return Accelerator(
             cpu=recipe.device == "cpu",

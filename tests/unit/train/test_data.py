@@ -208,3 +208,20 @@ def test_parquet_holds_the_same_records(tmp_path: Path) -> None:
     file.write_bytes(b"no parquet")
     with pytest.raises(ValueError, match=r"data\.parquet' cannot be read: "):
         load_samples([file], tiny_tokenizer(), max_length=9)
+
+
+def test_columns_count(tmp_path: Path) -> None:
+    """Guards `columns` against records that have other readings too, and against names that are misspelt."""
+    record = {"text": "abcd", "instruction": "a", "output": "bc"}
+    columns = {"user": "instruction", "assistant": "output"}
+    assert load(tmp_path, record, columns=columns) == load(tmp_path, {"user": "a", "assistant": "bc"})
+    with pytest.raises(ValueError, match=r"line 1: there is no 'answr', which `columns` names; there are text, instr"):
+        load(tmp_path, record, columns={"response": "answr"})
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.json", "data.JSONL", "data.jsonl.gz"])
+def test_data_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
+    """Guards against learning the commas of a table as if they were the target's answers."""
+    (tmp_path / name).write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"is not read, write \.jsonl or \.parquet"):
+        load_samples([tmp_path / name], tiny_tokenizer(), max_length=9)

@@ -46,7 +46,7 @@ def test_what_a_pass_keeps_is_what_was_estimated(sizes: dict[str, int]) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss, _ = Objective(model)(batch, torch.ones(recipe.k))
-    estimated = memory.estimate(recipe, model, rows=R, passes=SAMPLES, bf16=False, teacher=None)
+    estimated = memory.estimate(recipe, model, rows=R, passes=SAMPLES, bf16=False, has_teacher=False)
     assert loss.isfinite()
     assert sum(kept.values()) <= estimated.rows <= 2 * sum(kept.values())
 
@@ -54,7 +54,7 @@ def test_what_a_pass_keeps_is_what_was_estimated(sizes: dict[str, int]) -> None:
 def test_settings_that_save_memory_lower_the_estimate() -> None:
     """Guards the advice in the complaint: what it tells to change must help."""
     base = {"model": "m", "data": ["d"], "out": "o", "steps": 1}
-    sizes = {"rows": 1000, "bf16": False, "teacher": None}
+    sizes = {"rows": 1000, "bf16": False, "has_teacher": False}
 
     def total(passes: int, **settings: object) -> float:
         return memory.estimate(PardRecipe(**base, **settings), model_of(), passes=passes, **sizes).total

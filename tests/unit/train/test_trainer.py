@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from paradraft import load
 from paradraft.models.loading import Runtime
-from paradraft.train import memory, preparation
+from paradraft.train import evaluation, memory, preparation, trainer
 from paradraft.train.data import load_samples
 from paradraft.train.order import Order
 from paradraft.train.progress import Evaluation, Progress
@@ -214,10 +214,11 @@ def test_the_best_drafter_is_kept(family: Path, tmp_path: Path) -> None:
     measured = [report for report in reports if isinstance(report, Evaluation)]
     lengths = [report.acceptance_length for report in measured]
     best = max(lengths)
-    assert [report.is_best for report in measured] == [x > max(lengths[:i], default=0) for i, x in enumerate(lengths)]
-    assert len(lengths) - 1 - lengths.index(best) == 3 and measured[-1].step < 40, "the draft began as the target"
+    worth = [(report.acceptance_length, -report.loss) for report in measured]
+    assert [report.is_best for report in measured] == [x > max(worth[:i], default=(0, 0)) for i, x in enumerate(worth)]
+    assert len(worth) - 1 - worth.index(max(worth)) == 3 and measured[-1].step < 40, "the draft began as the target"
     record = json.loads((recipe.out / "train_command.json").read_text())
-    assert (record["best"], record["steps_done"]) == (best, measured[-1].step)
+    assert (record["best"]["acceptance_length"], record["steps_done"]) == (best, measured[-1].step)
     assert record["recipe"]["lr"] == 1e-2 and record["data_sha256"].keys() == {str(recipe.data[0])}
     again = preparation.prepare(recipe, torch.device("cpu"), processes=1).acceptance(torch.device("cpu"))
     assert again is not None and again.of(recipe.out) == best
@@ -269,7 +270,9 @@ def test_a_run_that_does_not_fit_is_refused(family: Path, tmp_path: Path, monkey
     """Guards against a process that is killed after an hour: memory is estimated before the first step."""
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 1e5)
     recipe = recipe_for(family, tmp_path)
-    with pytest.raises(ValueError, match=r"needs about 0\.\d GiB \(weights .*\), and 0\.0 GiB are free: lower"):
+    with pytest.raises(
+        ValueError, match=r"needs 0\.\d GiB beside its models \(optimizer .*\), and 0\.0 GiB are free: lower"
+    ):
         train_pard(recipe, lambda report: None)
     assert not recipe.out.exists()
 
@@ -291,3 +294,65 @@ def test_reports_go_to_a_tracker(family: Path, tmp_path: Path) -> None:
     ):
         expected = {report.step: value(report) for report in reports if isinstance(report, kind)}
         assert {event.step: event.value for event in events.Scalars(tag)} == pytest.approx(expected), tag
+
+
+def test_files_of_something_else_are_not_touched(family: Path, tmp_path: Path) -> None:
+    """Guards a project whose folder someone names as `out`: its own `checkpoint` folder would be deleted in the end."""
+    recipe = recipe_for(family, tmp_path)
+    mine = recipe.out / "checkpoint" / "mine.pt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(ValueError, match="holds files of something else: choose another `out`"):
+        train_pard(recipe, lambda report: None)
+    assert [file for file in recipe.out.rglob("*") if file.is_file()] == [mine]
+    with pytest.raises(ValueError, match="out: name a folder of its own"):
+        recipe_for(family, tmp_path, out=Path())
+
+
+def test_a_target_that_does_not_fit_is_refused_before_the_first_step(family: Path, tmp_path: Path) -> None:
+    """Guards hours of training: the first evaluation comes after a tenth of the steps."""
+    with pytest.raises(ValueError, match="knows 72 tokens, the target 4088"):
+        train_pard(recipe_for(family, tmp_path, target="pocket", held_out=2), lambda report: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_teacher_with_a_longer_context_measures_too(family: Path, tmp_path: Path) -> None:
+    """Guards drafts of a short context: the target reads no further than both can."""
+    target = tiny_model(1)
+    target.config.max_position_embeddings = 512
+    target.save_pretrained(tmp_path / "long")
+    tiny_tokenizer().save_pretrained(tmp_path / "long")
+    settings = {"teacher": str(tmp_path / "long"), "held_out": 2, "evaluate_every": 1, "steps": 1}
+    reports: list[Progress | Evaluation] = []
+    train_pard(recipe_for(family, tmp_path, prompt_tokens=4, answer_tokens=8, **settings), reports.append)
+    assert reports[-1].acceptance_length >= 1
+
+
+def test_of_equal_lengths_the_smaller_loss_is_the_best(family: Path, tmp_path: Path) -> None:
+    """Guards against keeping the first drafter for ever where few prompts cannot tell drafters apart."""
+    settings = {"target": str(family / "target"), "held_out": 2, "evaluate_every": 1, "steps": 6, "lr": 1e-2}
+    recipe = recipe_for(family, tmp_path, prompt_tokens=4, answer_tokens=8, **settings)
+    reports: list[Progress | Evaluation] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation.Acceptance, "of", lambda self, folder: 1.5)
+        train_pard(recipe, reports.append)
+    measured = [report for report in reports if isinstance(report, Evaluation)]
+    best = [report for report in measured if report.is_best][-1]
+    assert best.loss == min(report.loss for report in measured) and best.step > 1
+
+
+def test_trackers_that_are_not_installed_are_named(family: Path, tmp_path: Path) -> None:
+    """Guards against a run of days that was never logged: accelerate only warns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(trainer.INSTALLED, "wandb", lambda: False)
+        with pytest.raises(ValueError, match="wandb is not installed"):
+            train_pard(recipe_for(family, tmp_path, report_to=["tensorboard", "wandb"]), lambda report: None)
+
+
+def test_adapters_begin_as_the_seed_says(family: Path, tmp_path: Path) -> None:
+    """Guards repeatable LoRA runs: the adapters' first values must not come from whatever ran before."""
+    losses = [
+        losses_of(recipe_for(family, tmp_path / name, lora={"rank": 2}, optimizer="adamw", lr=3e-2, seed=seed))
+        for name, seed in (("a", 3), ("b", 3))
+    ]
+    assert losses[0] == losses[1]
