@@ -25,11 +25,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## Adapt a drafter, decode with it and compare; DEMO_ARGS=--short for a brief run.
 	$(BIN)/python -m paradraft.bench.demo $(DEMO_ARGS)
 
-test: setup ## Run the quick tests.
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+test: setup ## Run the quick tests, one on each core.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu"
 
 test-long: setup ## Run the slow tests too.
-	$(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu"
 
 test-gpu: setup ## Run the tests that need a GPU.
 	$(BIN)/python -m pytest -m gpu
