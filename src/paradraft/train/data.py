@@ -10,14 +10,13 @@ is learnt behind its response or its last turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from paradraft.train.sample import Sample, pieces
 from paradraft.train.sources import records
 
 COLUMNS = ("text", "prompt", "response", "messages", "user", "assistant", "finish_reason")
@@ -25,22 +24,6 @@ COLUMNS = ("text", "prompt", "response", "messages", "user", "assistant", "finis
 SHARE_GPT = {"human": "user", "gpt": "assistant"}
 NAMED = 5
 """How many samples a complaint names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """Tokens, and which of them are to be predicted.
-
-    Args:
-        tokens: at least two token ids.
-        is_label: for each token whether it is a label.
-    """
-
-    tokens: list[int]
-    is_label: list[bool]
-
-    def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.is_label)
 
 
 def load_samples(
@@ -74,9 +57,9 @@ def load_samples(
                 whole = _from_record(_renamed(record, columns or {}), tokenizer)
             except (ValueError, TypeError, KeyError, TemplateError) as error:
                 raise ValueError(f"{place}: {error}") from None
-            pieces = list(_pieces(whole, max_length))
-            samples += pieces
-            if not pieces:
+            before = len(samples)
+            samples += pieces(whole, max_length)
+            if len(samples) == before:
                 unlabelled.append(place)
     if unlabelled and not skip_unlabelled:
         some = ", ".join(unlabelled[:NAMED]) + (", …" if len(unlabelled) > NAMED else "")
@@ -94,14 +77,6 @@ def _renamed(record: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
         if theirs not in record:
             raise ValueError(f"there is no {theirs!r}, which `columns` names; there are {', '.join(record)}")
     return {ours: record[theirs] for ours, theirs in columns.items()} if columns else record
-
-
-def _pieces(whole: Sample, max_length: int) -> Iterable[Sample]:
-    """Pieces of a sample that have a label; they overlap by one token, or a piece's first token would be nobody's."""
-    for start in range(0, max(len(whole.tokens) - 1, 1), max_length - 1):
-        piece = slice(start, start + max_length)
-        if any(whole.is_label[piece][1:]):
-            yield Sample(tokens=whole.tokens[piece], is_label=whole.is_label[piece])
 
 
 def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -140,7 +115,7 @@ def _from_messages(messages: list[dict[str, str]], tokenizer: PreTrainedTokenize
         # As the target wrote it: behind the generation prompt. The template would put an end of turn behind it.
         before = _from_turns(messages[:-1], tokenizer, ask=True)
         answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-        return Sample(tokens=before.tokens + answer, is_label=before.is_label + [True] * len(answer))
+        return Sample(tokens=[*before.tokens, *answer], is_label=[*before.is_label, *[True] * len(answer)])
     return _from_turns(messages, tokenizer, ask=False)
 
 

@@ -15,10 +15,11 @@ from paradraft.train import memory
 from paradraft.train.adapters import merged, with_adapters
 from paradraft.train.attention import FLEX
 from paradraft.train.batch import Batch, Drop, collate, pack
-from paradraft.train.data import Sample, load_samples
+from paradraft.train.data import load_samples
 from paradraft.train.evaluation import Acceptance, prompt_of
 from paradraft.train.pard import Objective, add_mask_token
 from paradraft.train.recipe import PardRecipe
+from paradraft.train.sample import Sample
 from paradraft.train.teacher import Teacher, load_teacher
 
 MOST_HELD_OUT = 64

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from paradraft.train.data import Sample, load_samples
+from paradraft.train.data import load_samples
+from paradraft.train.sample import Sample
 from tests.conftest import tiny_tokenizer
 
 TEMPLATE = (
@@ -38,6 +40,13 @@ def test_every_token_of_a_text_is_a_label(tmp_path: Path) -> None:
     assert load(tmp_path, {"text": "abc"}) == expected
 
 
+def test_samples_are_small() -> None:
+    """Guards the memory of large data sets: lists of numbers take forty bytes a token."""
+    sample = Sample(tokens=[100_000] * 1000, is_label=[True] * 1000)
+    assert sys.getsizeof(sample.tokens) + sys.getsizeof(sample.is_label) < 5300
+    assert Sample(tokens=sample.tokens, is_label=sample.is_label) == sample
+
+
 def test_only_the_response_is_a_label(tmp_path: Path) -> None:
     """Guards against learning the prompt; the end-of-text is a label unless the answer was cut for length."""
     record = {"prompt": "ab", "response": "cd"}
@@ -62,8 +71,8 @@ def test_the_assistants_turns_are_labels(tmp_path: Path) -> None:
     """Guards against learning the user's turns, or losing the end of the assistant's."""
     turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "a")]
     (sample,) = load(tmp_path, {"messages": [{"role": role, "content": text} for role, text in turns]})
-    assert sample.tokens == [PLUS, A, PLUS, B, C, EOS, PLUS, D, PLUS, A, EOS]
-    assert sample.is_label == [False] * 3 + [True] * 3 + [False] * 3 + [True] * 2
+    assert list(sample.tokens) == [PLUS, A, PLUS, B, C, EOS, PLUS, D, PLUS, A, EOS]
+    assert list(sample.is_label) == [False] * 3 + [True] * 3 + [False] * 3 + [True] * 2
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, UNMARKED])
@@ -74,8 +83,8 @@ def test_nothing_is_learnt_behind_a_turn_that_was_cut(tmp_path: Path, template: 
     record = {"messages": [{"role": role, "content": text} for role, text in turns], "finish_reason": "length"}
     asking = template.replace("'assistant' %}", "'assistant' %}A") + "{% if add_generation_prompt %}A{% endif %}"
     cut, whole = load(tmp_path, record, {**record, "finish_reason": "eos"}, template=asking)
-    assert cut.tokens == [PLUS, A, PLUS, ASKED, B, C, EOS, PLUS, D, PLUS, ASKED, A, PLUS]
-    assert cut.is_label == [False] * 4 + [True] * 3 + [False] * 4 + [True] * 2
+    assert list(cut.tokens) == [PLUS, A, PLUS, ASKED, B, C, EOS, PLUS, D, PLUS, ASKED, A, PLUS]
+    assert list(cut.is_label) == [False] * 4 + [True] * 3 + [False] * 4 + [True] * 2
     assert (whole.tokens[-1], whole.is_label[-1]) == (EOS, True)
 
 
@@ -100,7 +109,7 @@ def test_a_template_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> N
     file = tmp_path / "data.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
     (sample,) = load_samples([file], tokenizer, max_length=20)
-    assert sample.tokens == [52, PLUS, A, PLUS, B, EOS]
+    assert list(sample.tokens) == [52, PLUS, A, PLUS, B, EOS]
 
 
 def test_a_response_begins_without_bos(tmp_path: Path) -> None:
@@ -112,15 +121,15 @@ def test_a_response_begins_without_bos(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt": "a", "response": "b"}')
     (sample,) = load_samples([file], tokenizer, max_length=20)
-    assert sample.tokens == [52, A, B, EOS]
+    assert list(sample.tokens) == [52, A, B, EOS]
 
 
 def test_long_samples_are_split_and_pieces_without_labels_dropped(tmp_path: Path) -> None:
     """Guards against tokens at the border of two pieces, the end token above all, that no row learns to predict, and
     against pieces of nothing but prompt."""
     pieces = load(tmp_path, {"text": "abcda"}, {"prompt": "aaaaaa", "response": "bc"}, max_length=4)
-    assert [piece.tokens for piece in pieces] == [[A, B, C, D], [D, A, EOS], [A, A, A, B], [B, C, EOS]]
-    assert [piece.is_label for piece in pieces] == [[True] * 4, [True] * 3, [False] * 3 + [True], [True] * 3]
+    assert [list(piece.tokens) for piece in pieces] == [[A, B, C, D], [D, A, EOS], [A, A, A, B], [B, C, EOS]]
+    assert [list(piece.is_label) for piece in pieces] == [[True] * 4, [True] * 3, [False] * 3 + [True], [True] * 3]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""A training sample: tokens, and which of them are to be predicted."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Tokens, and which of them are to be predicted.
+
+    Both are kept as arrays, of 32-bit integers and of bytes: a list takes eight times as much, gigabytes for a large
+    data set.
+
+    Args:
+        tokens: at least two token ids.
+        is_label: for each token whether it is a label.
+    """
+
+    tokens: Sequence[int]
+    is_label: Sequence[bool]
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.is_label)
+        object.__setattr__(self, "tokens", array("i", self.tokens))
+        object.__setattr__(self, "is_label", array("b", self.is_label))
+
+
+def pieces(whole: Sample, max_length: int) -> Iterable[Sample]:
+    """Pieces of a sample that have a label; they overlap by one token, or a piece's first token would be nobody's.
+
+    >>> whole = Sample(tokens=[5, 6, 7, 8, 9], is_label=[False, True, True, True, True])
+    >>> [list(piece.tokens) for piece in pieces(whole, 3)]
+    [[5, 6, 7], [7, 8, 9]]
+    """
+    for start in range(0, max(len(whole.tokens) - 1, 1), max_length - 1):
+        piece = slice(start, start + max_length)
+        if any(whole.is_label[piece][1:]):
+            yield Sample(tokens=whole.tokens[piece], is_label=whole.is_label[piece])
