@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from paradraft.models.texts import continuation, opening
 from paradraft.train.sample import Sample, pieces
 from paradraft.train.sources import records
 
@@ -98,14 +99,20 @@ def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> Sample:
 
 
 def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    tokens = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    tokens = _ended(opening(text, tokenizer), tokenizer)
     return Sample(tokens=tokens, is_label=[True] * len(tokens))
 
 
 def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
-    question = tokenizer(prompt)["input_ids"]
-    answer = tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * (not is_cut)
+    question, written = opening(prompt, tokenizer), continuation(response, tokenizer)
+    answer = written if is_cut else _ended(written, tokenizer)
     return Sample(tokens=question + answer, is_label=[False] * len(question) + [True] * len(answer))
+
+
+def _ended(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """With one end-of-text behind, which may stand in the text already."""
+    end = [tokenizer.eos_token_id]
+    return tokens if tokens[-1:] == end else tokens + end
 
 
 def _from_messages(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
@@ -114,7 +121,7 @@ def _from_messages(messages: list[dict[str, str]], tokenizer: PreTrainedTokenize
     if is_cut and messages[-1]["role"] == "assistant":
         # As the target wrote it: behind the generation prompt. The template would put an end of turn behind it.
         before = _from_turns(messages[:-1], tokenizer, ask=True)
-        answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+        answer = continuation(messages[-1]["content"], tokenizer)
         return Sample(tokens=[*before.tokens, *answer], is_label=[*before.is_label, *[True] * len(answer)])
     return _from_turns(messages, tokenizer, ask=False)
 

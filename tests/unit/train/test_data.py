@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tokenizers.processors import TemplateProcessing
 
 from paradraft.train.data import load_samples
 from paradraft.train.sample import Sample
@@ -99,12 +100,12 @@ def test_a_cut_that_has_no_turn_before_it_or_is_not_the_assistants(tmp_path: Pat
 
 
 def test_a_template_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> None:
-    """Guards against two BOS tokens where the tokenizer adds one to the one of the template."""
-    from tokenizers.processors import TemplateProcessing
-
+    """Guards against two BOS tokens, or two ends, where the tokenizer adds one to the one of the template."""
     tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="Z $A", special_tokens=[("Z", 52)])
-    assert tokenizer("a")["input_ids"] == [52, A], "this tokenizer adds a BOS"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="Z $A <|eos|>", special_tokens=[("Z", 52), ("<|eos|>", EOS)]
+    )
+    assert tokenizer("a")["input_ids"] == [52, A, EOS], "this tokenizer adds a BOS and an end"
     tokenizer.chat_template = "Z" + TEMPLATE
     file = tmp_path / "data.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
@@ -112,16 +113,21 @@ def test_a_template_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> N
     assert list(sample.tokens) == [52, PLUS, A, PLUS, B, EOS]
 
 
-def test_a_response_begins_without_bos(tmp_path: Path) -> None:
-    """Guards against a BOS between prompt and response, which the target never sees there."""
-    from tokenizers.processors import TemplateProcessing
-
+@pytest.mark.parametrize("around", ["Z $A", "Z $A <|eos|>"])
+def test_one_bos_at_the_beginning_and_one_end_at_the_end(tmp_path: Path, around: str) -> None:
+    """Guards against an end between prompt and response, a BOS there, and two of either, where the tokenizer adds them
+    itself or the text has them already."""
     tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="Z $A", special_tokens=[("Z", 52)])
+    special = [("Z", 52), ("<|eos|>", EOS)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=special)
+    texts = [{"text": "ab"}, {"text": "Zab<|eos|>"}]
+    answers = [{"prompt": "a", "response": "b"}, {"prompt": "Za", "response": "b<|eos|>"}]
+    cut = {"prompt": "a", "response": "b", "finish_reason": "length"}
     file = tmp_path / "data.jsonl"
-    file.write_text('{"prompt": "a", "response": "b"}')
-    (sample,) = load_samples([file], tokenizer, max_length=20)
-    assert list(sample.tokens) == [52, A, B, EOS]
+    file.write_text("\n".join(json.dumps(record) for record in [*texts, *answers, cut]))
+    samples = load_samples([file], tokenizer, max_length=20)
+    assert [list(sample.tokens) for sample in samples] == [[52, A, B, EOS]] * 4 + [[52, A, B]]
+    assert [sum(sample.is_label) for sample in samples] == [4, 4, 2, 2, 1]
 
 
 def test_long_samples_are_split_and_pieces_without_labels_dropped(tmp_path: Path) -> None:
