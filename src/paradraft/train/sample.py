@@ -29,13 +29,15 @@ class Sample:
 
 
 def pieces(whole: Sample, max_length: int) -> Iterable[Sample]:
-    """Pieces of a sample that have a label; they overlap by one token, or a piece's first token would be nobody's.
+    """Pieces of a sample that have a label, up to its last one; they overlap by one token, or a piece's first token
+    would be nobody's.
 
-    >>> whole = Sample(tokens=[5, 6, 7, 8, 9], is_label=[False, True, True, True, True])
+    >>> whole = Sample(tokens=[5, 6, 7, 8, 9, 1], is_label=[False, True, True, True, True, False])
     >>> [list(piece.tokens) for piece in pieces(whole, 3)]
     [[5, 6, 7], [7, 8, 9]]
     """
-    for start in range(0, max(len(whole.tokens) - 1, 1), max_length - 1):
-        piece = slice(start, start + max_length)
+    last = max((place for place, flag in enumerate(whole.is_label) if flag), default=0)
+    for start in range(0, last, max_length - 1):
+        piece = slice(start, min(start + max_length, last + 1))
         if any(whole.is_label[piece][1:]):
             yield Sample(tokens=whole.tokens[piece], is_label=whole.is_label[piece])
