@@ -8,6 +8,7 @@ before it if the target reads that very sample there, and begins a sample of its
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,19 +26,40 @@ def conversation_samples(messages: list[Message], tokenizer: PreTrainedTokenizer
     """The samples of a conversation; none where the assistant says nothing.
 
     Args:
-        messages: at least one.
+        messages: at least one, each with a role and a content: a text, or a list of parts of type text.
         tokenizer: the model's. If its chat template marks the assistant's tokens, its marks are the labels.
         is_cut: whether the last turn was cut, if it is the assistant's.
 
     Raises:
-        ValueError: there is no chat template, or it does not write a turn (named by number) as the target would.
+        ValueError: there is no chat template; or a message (named by number) has no role, is not all text, or is
+            not written by the template as the target would write it.
     """
     if not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so conversations cannot be read")
+    messages = [_read(message, number) for number, message in enumerate(messages, start=1)]
     is_cut = is_cut and messages[-1]["role"] == "assistant"
     if "{% generation" in tokenizer.chat_template.replace("{%-", "{%"):
         return [_marked(messages, tokenizer, is_cut=is_cut)]
     return _joined(_turns(messages, tokenizer, is_cut=is_cut))
+
+
+def _read(message: Message, number: int) -> Message:
+    """A message whose content is a text."""
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"message {number} has no role")
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not parts or not all(map(_is_text, parts)):
+        raise ValueError(
+            f"message {number} has the content {reprlib.repr(content)}: give a text, or parts of type text; images and "
+            "tool calls are not learnt"
+        )
+    # As servers join them for a template that takes a text.
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Iterator[Turn]:

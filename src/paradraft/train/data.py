@@ -91,7 +91,10 @@ def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> list[Sample
         case {"messages": [_, *_] as messages} if all(isinstance(message, dict) for message in messages):
             return conversation_samples(messages, tokenizer, is_cut=is_cut)
         case {"conversations": [_, *_] as turns} if all(isinstance(turn, dict) for turn in turns):
-            messages = [{"role": SHARE_GPT.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+            messages = [
+                {"role": SHARE_GPT.get(turn.get("from"), turn.get("from")), "content": turn.get("value")}
+                for turn in turns
+            ]
             return conversation_samples(messages, tokenizer, is_cut=is_cut)
         case {"user": str(user), "assistant": str(assistant)}:
             messages = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]

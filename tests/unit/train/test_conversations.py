@@ -139,3 +139,36 @@ def test_a_turn_that_the_template_changes_is_refused(template: str, said: str, n
     contents = ("a", "b", "c", said) if template == R1 else ("a", said, "c", "d")
     with pytest.raises(ValueError, match=named):
         conversation_samples(talk(*contents), tokenizer_of(template), is_cut=False)
+
+
+def test_parts_of_text_are_a_text() -> None:
+    """Guards the way in which many data sets write contents, and against the Python of a list in the training text."""
+    tokenizer = tokenizer_of(R1)
+    parts = [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]
+    messages = [{"role": "user", "content": parts[:1]}, {"role": "assistant", "content": parts}]
+    (sample,) = conversation_samples(messages, tokenizer, is_cut=False)
+    assert sample == learnt(tokenizer, "<bos><U>c<A>", "c\nd<|eos|>")
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"content": "b"}, "message 2 has no role"),
+        ({"role": "assistant"}, "message 2 has the content None: give a text, or parts of type text"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}, "message 2 has the content None"),
+        ({"role": "assistant", "content": 3}, "message 2 has the content 3"),
+        ({"role": "assistant", "content": []}, r"message 2 has the content \[\]"),
+        ({"role": "assistant", "content": ["b"]}, r"message 2 has the content \['b'\]"),
+        ({"role": "assistant", "content": {"type": "text", "text": "b"}}, "message 2 has the content {'text': 'b'"),
+        ({"role": "assistant", "content": [{"type": "image"}]}, r"message 2 has the content \[{'type': 'image'}\]"),
+        ({"role": "assistant", "content": [{"type": "text", "text": "b"}, {"type": "text"}]}, "message 2 has the"),
+    ],
+)
+@pytest.mark.parametrize("template", [R1, QWEN3, "{% generation %}{% endgeneration %}"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_message_that_is_no_text_is_named(
+    message: dict[str, object], named: str, template: str, is_cut: bool
+) -> None:
+    """Guards against "None" and lists in the training text, and against a traceback from inside a template."""
+    with pytest.raises(ValueError, match=named):
+        conversation_samples([*talk("a"), message, *talk("c")], tokenizer_of(template), is_cut=is_cut)

@@ -144,6 +144,7 @@ def test_long_samples_are_split_and_pieces_without_labels_dropped(tmp_path: Path
         "{", "3", "[]", '{"txt": "a"}', '{"prompt": "a"}', '{"text": 3}', '{"prompt": "a", "response": null}',
         '{"messages": []}', '{"messages": ["a"]}', '{"conversations": [{"from": "gpt"}]}', '{"user": "a"}',
         '{"messages": [{"role": "judge", "content": "a"}]}', '{"messages": [{"content": "a"}]}', '{"messages": [3]}',
+        '{"messages": [{"role": "user", "content": null}]}', '{"conversations": [{"from": ["gpt"], "value": "a"}]}',
     ],
 )  # fmt: skip
 def test_a_broken_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
