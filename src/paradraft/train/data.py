@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.models.texts import continuation, opening
 from paradraft.train.conversations import conversation_samples
-from paradraft.train.sample import Sample, pieces
+from paradraft.train.sample import Sample, group_of, pieces
 from paradraft.train.sources import records
 
 COLUMNS = ("text", "prompt", "response", "messages", "user", "assistant", "finish_reason")
@@ -59,7 +59,8 @@ def load_samples(
                 found = _from_record(_renamed(record, columns or {}), tokenizer)
             except (ValueError, TypeError, KeyError, TemplateError) as error:
                 raise ValueError(f"{place}: {error}") from None
-            parts = [piece for sample in found for piece in pieces(sample, max_length)]
+            group = group_of(found[0]) if found else 0
+            parts = [piece for sample in found for piece in pieces(sample, max_length, group=group)]
             samples += parts
             if not parts:
                 unlabelled.append(place)
