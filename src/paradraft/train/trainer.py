@@ -27,7 +27,6 @@ from torch import Tensor
 from paradraft.train import curves, provenance
 from paradraft.train.batch import Batch
 from paradraft.train.checkpoint import Checkpoints, put_in_place, save_model
-from paradraft.train.data import Sample
 from paradraft.train.evaluation import Acceptance
 from paradraft.train.losses import row_weights
 from paradraft.train.optimizers import Optimizers
@@ -36,6 +35,7 @@ from paradraft.train.preparation import Preparation, prepare
 from paradraft.train.progress import Evaluation, Meter, Report, shares
 from paradraft.train.provenance import write_record
 from paradraft.train.recipe import PardRecipe
+from paradraft.train.sample import Sample
 
 CHECKPOINT = "checkpoint"
 """Inside `out`: the state of an unfinished run."""
