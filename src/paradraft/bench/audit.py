@@ -26,6 +26,7 @@ from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.models.target import Target
 from paradraft.sampler import Sampler
+from paradraft.tree import row_behind
 
 PASS, TIES, FAIL = "PASS", "PASS UP TO NUMERICAL TIES", "FAIL"
 ROUNDING_FACTOR = 4.0
@@ -220,8 +221,8 @@ def accept_all(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
             if parents[node] == last and tokens[node] != ABSENT:
                 path[row, depth] = last = node
                 depth += 1
-    last_row = torch.nn.functional.pad(path + 1, (1, 0)).gather(1, (path != ABSENT).sum(1, keepdim=True))
-    probs = sampler.probabilities(out.logits.gather(1, last_row[:, :, None].expand(-1, -1, out.logits.shape[2])))
+    last_BN1 = row_behind(path)[:, :, None].expand(-1, -1, out.logits.shape[2])
+    probs = sampler.probabilities(out.logits.gather(1, last_BN1))
     return Verdict.of(draft, path, sampler.draw_next(probs[:, 0]))
 
 
