@@ -25,6 +25,7 @@ from paradraft.decode.stops import Stops
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.models.target import Target
+from paradraft.request import requests_of
 from paradraft.sampler import Sampler
 from paradraft.tree import row_behind
 
@@ -170,7 +171,7 @@ def audit(
     """
     if seeds < 1 or batch_size < 1:
         raise ValueError(f"seeds={seeds}, batch_size={batch_size}: use at least 1")
-    requests = engine.requests(prompts, max_new_tokens, sampling)
+    requests = requests_of(engine.target, prompts, max_new_tokens, sampling)
     # Every answer has a seed of its own: answers of one seed share their random numbers where positions are the same.
     cases = [
         Case(
