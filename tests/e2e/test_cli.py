@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from paradraft import cli
 from paradraft.api import drafter_names, takes_draft
-from paradraft.bench.audit import accept_all
+from paradraft.bench.control import accept_all
 from paradraft.cli.options import MOST_DRAFTED
 from paradraft.decode import sequential
 from paradraft.models import loading
