@@ -10,11 +10,12 @@ import pytest
 from paradraft.bench.control import accept_all
 from paradraft.decode import sequential
 from tests.e2e.conftest import Paradraft, drafting
+from tests.jsonl import write_lines
 
 
 def audit_options(family: Path, tmp_path: Path) -> list[object]:
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ["hello", "abcabcabc"]))
+    write_lines(file, [{"prompt": text} for text in ["hello", "abcabcabc"]])
     return [*drafting(family, "pard"), "--prompts", file, "--num-prompts", 2, "--max-new-tokens", 20, "-k", 4]
 
 

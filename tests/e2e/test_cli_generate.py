@@ -13,6 +13,7 @@ from paradraft.cli.options import MOST_DRAFTED
 from paradraft.models import loading
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake, drafting
+from tests.jsonl import write_lines
 
 
 @pytest.mark.parametrize("name", drafter_names())
@@ -70,7 +71,7 @@ def test_k_larger_than_the_room_left(family: Path, paradraft: Paradraft) -> None
 def test_batches_give_the_texts_of_single_prompts(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
     """Guards batches, trees, length policies, penalties and stops on their way through the options."""
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ["hello", "a", "abcabcabc"]))
+    write_lines(file, [{"prompt": text} for text in ["hello", "a", "abcabcabc"]])
     asked = ["--prompts", file, "--max-new-tokens", 20, "--json", "--temperature", 0.8, "--seed", 3, "--min-p", 0.02]
     asked += ["--repetition-penalty", 1.1, "--frequency-penalty", 0.1, "--logit-bias", "5=-inf", "--stop", "q"]
 

@@ -19,8 +19,9 @@ from paradraft.train import endpoint as module
 from paradraft.train.completions import retry_after_s
 from paradraft.train.endpoint import Endpoint
 from paradraft.train.questions import ID, read_questions
-from paradraft.train.regenerate import Outcome, Progress, regenerate
+from paradraft.train.regenerate import Outcome
 from tests.endpoint_server import MODEL, Reply, Server, completion
+from tests.unit.train.asking import ask
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=3)
 
@@ -33,13 +34,6 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def client(server: Server, **settings: Any) -> Endpoint:
     chosen = {"model": MODEL, "sampling": SAMPLING, "max_new_tokens": 5, "concurrency": 4, "retries": 3, **settings}
     return Endpoint(url=server.url, **chosen)
-
-
-def ask(endpoint: Endpoint, tmp_path: Path, *records: object) -> tuple[Progress, list[dict[str, Any]]]:
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
-    progress = regenerate(endpoint, read_questions(prompts, 1), out)
-    return progress, [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def prompts(number: int) -> list[dict[str, str]]:

@@ -1,0 +1,23 @@
+"""Asks whoever answers: questions and answers lie in one folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paradraft.train.questions import read_questions
+from paradraft.train.regenerate import Answerer, Progress, regenerate
+from tests.jsonl import read_lines, write_lines
+
+
+def ask(answerer: Answerer, folder: Path, *records: object, samples: int = 1) -> tuple[Progress, list[dict[str, Any]]]:
+    folder.mkdir(exist_ok=True)
+    prompts, out = folder / "prompts.jsonl", folder / "out.jsonl"
+    write_lines(prompts, records)
+    progress = regenerate(answerer, read_questions(prompts, samples), out)
+    return progress, read_lines(out)
+
+
+def talk(*contents: str, first: str = "user") -> list[dict[str, str]]:
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return [{"role": roles[place % 2], "content": content} for place, content in enumerate(contents)]
