@@ -77,7 +77,7 @@ def runtime_of(
     return Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width, pad_to=pad_to)
 
 
-def width_of(*ks: int, nodes: int = 0) -> int:
+def width_of(*ks: int, nodes: int) -> int:
     """Room for a pass that reads a whole round and drafts the next, or reads a whole tree."""
     for k in ks:
         if not 1 <= k <= MOST_DRAFTED:
