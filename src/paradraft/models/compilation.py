@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def compiled(function: Callable[..., Tensor], device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """`function` of a model and tensors through `torch.compile`, for any sizes; eager, with a warning, where that fails.
+    """A pass through `torch.compile`, for any sizes; eager, with a warning, where that fails.
 
     On a CPU the weights are packed ("freezing"; they must not change afterwards) and everything is called from C++.
     In float32 the matrix products are compiled too: the libraries' need 25 µs for each call, which is longer than a
@@ -22,8 +22,10 @@ def compiled(function: Callable[..., Tensor], device: torch.device, dtype: torch
         device: where it runs.
         dtype: what it computes in.
     """
-    # Not shared with other models, because nothing is left in the guards that tells one model from another.
-    fast = torch.compile(function, dynamic=True, isolate_recompiles=True, options={"guard_filter_fn": _on_inputs})
+    # Not shared between models, because nothing is left in the guards that tells one model from another.
+    fast = torch.compile(  # type: ignore[call-overload]  # torch 2.13 forgets `isolate_recompiles` in its overloads
+        function, dynamic=True, isolate_recompiles=True, options={"guard_filter_fn": _on_inputs}
+    )
     on_cpu = device.type == "cpu"
     own_products = on_cpu and dtype == torch.float32
     native = torch._inductor.config.patch(
