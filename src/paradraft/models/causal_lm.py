@@ -219,7 +219,9 @@ def _hidden_pass(
     """The last hidden states `[B, N, D]` of one pass: a function of tensors, but for the cache it writes."""
     B, N = tokens_BN.shape
     S = slots_S.shape[0]
-    written_BN = lengths_B[:, None] + torch.arange(N, device=tokens_BN.device)
+    # A row that has ended is read on with the others; past the room, where nobody looks, it writes the last slot.
+    last_slot = storage[0][0].shape[1] - 1
+    written_BN = (lengths_B[:, None] + torch.arange(N, device=tokens_BN.device)).clamp(max=last_slot)
     offset_BS = slots_S[None] - lengths_B[:, None]
     inside_BS = (offset_BS >= 0) & (offset_BS < N)
     index_BNS = offset_BS.clamp(0, N - 1)[:, None].expand(B, N, S)

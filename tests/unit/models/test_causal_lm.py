@@ -219,3 +219,16 @@ def test_sliding_windows_are_refused() -> None:
     model.config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="sliding-window"):
         CausalLM(model, vocab_size=VOCAB, compiled=False)
+
+
+def test_an_ended_row_may_outgrow_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a crash, and against writing into the rows beside it, where a row that has ended at the capacity
+    is read on, by more tokens than the cache has to spare, until its batch has ended."""
+    monkeypatch.setattr(causal_lm, "BUCKET", 16)
+    lm, alone = causal(capacity=40), causal(capacity=40)
+    lm.start(prompt_of([[7] * 40, [3]]))
+    lm.read_all_but_last(torch.tensor([[5] * 36, [3, *[9] * 35]]))
+    alone.start(prompt_of([[3, *[9] * 35]]))
+    for one in (lm, alone):
+        assert one.lengths_B[-1] == 35
+    assert_close(lm.forward(torch.tensor([[1], [9]]))[1], alone.forward(torch.tensor([[9]]))[0])
