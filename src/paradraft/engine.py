@@ -97,8 +97,9 @@ class Engine:
         self.k = k
         self.verify = verify
         self.tree = tree
-        deepest = k if tree is None else min(k, tree.depth or tree.nodes)
-        self.lengths: LengthPolicy = POLICIES[lengths](deepest)
+        self.deepest = k if tree is None else min(k, tree.depth or tree.nodes)
+        """Most tokens of a path of a draft."""
+        self.lengths: LengthPolicy = POLICIES[lengths](self.deepest)
         self.clock = Clock()
         """Times and counts of the last batch."""
 

@@ -18,13 +18,14 @@ from paradraft.bench.divergence import Comparison, Divergence, compare, rounding
 from paradraft.bench.recording import Case, Recorder, Recording, record
 from paradraft.bench.uniformity import Uniformity, place_of_tokens, uniformity
 from paradraft.core import Drafter, Sampling
+from paradraft.decode.lengths import Fixed, LengthPolicy
 from paradraft.decode.sequential import VERIFY, Verify
 from paradraft.decode.stats import Clock
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.request import requests_of
 
-PASS, TIES, FAIL = "PASS", "PASS UP TO NUMERICAL TIES", "FAIL"
+PASS, TIES, FAIL, INCONCLUSIVE = "PASS", "PASS UP TO NUMERICAL TIES", "FAIL", "INCONCLUSIVE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Report:
     """What an audit found.
 
     Args:
-        verdict: `PASS`, `TIES` or `FAIL`.
+        verdict: `PASS`, `TIES`, `FAIL`, or `INCONCLUSIVE`: what was drafted is too little to show anything.
         reason: one sentence.
         answers: how many answers were compared.
         tokens: how many tokens they have.
@@ -102,33 +103,42 @@ def audit(
     ]
     clock = Clock()
 
-    def answers(drafter: Drafter, verify: Verify, name: str, size: int, clock: Clock) -> list[Recording]:
+    def answers(
+        drafter: Drafter, verify: Verify, lengths: LengthPolicy, name: str, size: int, clock: Clock
+    ) -> list[Recording]:
         found = []
         for start in range(0, len(cases), size):
             report(f"{name}: answer {start + 1} of {len(cases)}")
-            found += record(engine, target, drafter, verify, cases[start : start + size], max_new_tokens, clock)
+            batch = cases[start : start + size]
+            found += record(engine, target, drafter, verify, lengths, batch, max_new_tokens, clock)
         return found
 
     verify = VERIFY[engine.verify]
     tests_distribution = engine.verify == "rejection" and not sampling.is_greedy
-    if tests_distribution and isinstance(engine.drafter, NoDrafter):
+    has_drafter = not isinstance(engine.drafter, NoDrafter)
+    if tests_distribution and not has_drafter:
         raise ValueError("drafter 'none' drafts nothing that could be rejected: audit it with verify='match'")
     target = engine.target if tests_distribution else Recorder(engine.target)
-    drafted = answers(engine.drafter, verify, "with the drafter", batch_size, clock)
+    drafted = answers(engine.drafter, verify, engine.lengths, "with the drafter", batch_size, clock)
     figures: dict[str, Any] = {
         "answers": len(cases),
         "tokens": sum(len(answer.tokens) for answer in drafted),
         "acceptance_length": clock.stats.acceptance_length,
     }
     if tests_distribution:
-        wrong = answers(engine.drafter, accept_all, "control", batch_size, Clock())
+        # A policy that has learnt not to draft would leave the wrong rule nothing to do.
+        wrong = answers(engine.drafter, accept_all, Fixed(engine.deepest), "control", batch_size, Clock())
         report("testing the distribution")
         return _judge_distribution(engine, cases, drafted, wrong, figures)
-    plain = answers(NoDrafter(), verify, "plain", 1, Clock())
+    plain = answers(NoDrafter(), verify, Fixed(0), "plain", 1, Clock())
     report("measuring rounding")
     measured = list(zip(cases, plain, strict=True))[:8]
     rounding = max(rounding_of(engine, case, answer, batch_size) for case, answer in measured)
-    return _judge_tokens(compare(engine, cases, plain, drafted, rounding), figures)
+    judged = _judge_tokens(compare(engine, cases, plain, drafted, rounding), figures)
+    if has_drafter and judged.verdict == PASS and not clock.stats.nodes:
+        reason = "nothing was drafted, so this shows nothing: use more tokens, or lengths='fixed'"
+        return replace(judged, verdict=INCONCLUSIVE, reason=reason)
+    return judged
 
 
 def _judge_tokens(found: Comparison, figures: dict[str, Any]) -> Report:
@@ -155,7 +165,7 @@ def _judge_distribution(
         verdict = FAIL
         reason = f"the tokens do not have the target's distribution: {found.in_words}"
     elif control.is_uniform:
-        verdict = FAIL
+        verdict = INCONCLUSIVE
         reason = "a rule known to be wrong was not caught, so the test shows nothing: use more prompts, seeds or tokens"
     else:
         verdict, reason = PASS, f"the tokens have the target's distribution: {found.in_words}"

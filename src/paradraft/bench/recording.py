@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from paradraft.core import ABSENT, Draft, Drafter, Prompt, Sampling, TargetOut, Verdict
-from paradraft.decode.lengths import Fixed
+from paradraft.decode.lengths import LengthPolicy
 from paradraft.decode.sequential import Verify, decode
 from paradraft.decode.stats import Clock
 from paradraft.decode.stops import Stops
-from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.models.target import Target
 
@@ -71,6 +70,7 @@ def record(
     target: Target,
     drafter: Drafter,
     verify: Verify,
+    lengths: LengthPolicy,
     cases: list[Case],
     max_new_tokens: int,
     clock: Clock,
@@ -78,16 +78,16 @@ def record(
     """Answers cases together.
 
     Args:
-        engine: its prompts and length policy.
+        engine: makes the prompts.
         target: the engine's, or a `Recorder` of it.
         drafter: the engine's, or none.
         verify: the rule.
+        lengths: how many tokens to draft.
         cases: one batch.
         max_new_tokens: tokens of an answer; end-of-sequence tokens do not end it.
         clock: takes the times.
     """
     prompt = engine.prompt([case.prompt for case in cases], tuple(case.sampling for case in cases))
-    lengths = Fixed(0) if isinstance(drafter, NoDrafter) else engine.lengths
     stops = Stops(limits=[max_new_tokens] * len(cases), eos_ids=frozenset())
     tokens: list[list[int]] = [[] for _ in cases]
     for step in decode(target, drafter, prompt, verify, stops=stops, lengths=lengths, clock=clock):

@@ -10,12 +10,13 @@ import torch
 
 from paradraft import Engine, Sampling, load
 from paradraft.bench import audit as module
-from paradraft.bench.audit import FAIL, PASS, TIES, Report, audit
+from paradraft.bench.audit import FAIL, INCONCLUSIVE, PASS, TIES, Report, audit
 from paradraft.bench.control import accept_all
 from paradraft.bench.report import findings
 from paradraft.bench.uniformity import uniformity
 from paradraft.core import GREEDY, Draft, TargetOut, Verdict
 from paradraft.decode import sequential
+from paradraft.decode.lengths import Fixed
 from paradraft.models.loading import Runtime
 from paradraft.sampler import Sampler
 from paradraft.verify import match
@@ -114,9 +115,24 @@ def test_rejection_is_tested_with_a_control(family: Path, monkeypatch: pytest.Mo
     assert report.uniformity is not None and report.uniformity.tokens == report.tokens == 1800
     assert report.control is not None and not report.control.is_uniform
     short = run(engine, SAMPLED, seeds=1, tokens=2)
-    assert short.verdict == FAIL and "not caught" in short.reason
+    assert short.verdict == INCONCLUSIVE and "not caught" in short.reason
     monkeypatch.setitem(sequential.VERIFY, "rejection", accept_all)
     assert run(engine, SAMPLED, seeds=20).verdict == FAIL
+
+
+def test_the_control_drafts_although_the_policy_does_not(family: Path) -> None:
+    """Guards against a control that is not caught because the policy has learnt that drafting does not pay."""
+    engine = drafted(family, verify="rejection")
+    engine.lengths = Fixed(0)
+    report = run(engine, SAMPLED, seeds=20)
+    assert report.acceptance_length == 1.0
+    assert report.control is not None and not report.control.is_uniform
+
+
+def test_nothing_drafted_shows_nothing(family: Path) -> None:
+    """Guards the word PASS: answers of one token are never drafted."""
+    assert run(drafted(family), tokens=1).verdict == INCONCLUSIVE
+    assert run(load(str(family / "target"), runtime=Runtime(dtype="float64")), tokens=1).verdict == PASS
 
 
 def test_answers_do_not_share_random_numbers(family: Path) -> None:
