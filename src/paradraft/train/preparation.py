@@ -59,15 +59,15 @@ class Preparation:
             return recipe.steps
         return max(math.ceil(len(self.samples) * (recipe.epochs or 0.0) / recipe.samples_per_step), 1)
 
-    def batches(self, samples: Sequence[Sample], seeds: Sequence[int], *, per_pass: int) -> list[Batch]:
+    def batches(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[Batch]:
         """The passes over some samples; the rows that are dropped depend on a sample's own seed alone."""
         recipe = self.recipe
         drop = Drop(k=recipe.k, r=recipe.r, r_min=recipe.r_min, mask_id=self.mask_id, masks=recipe.masks)
         batches = []
-        for start in range(0, len(samples), per_pass):
-            some = list(samples[start : start + per_pass])
+        for start in range(0, len(samples), self.per_pass):
+            some = list(samples[start : start + self.per_pass])
             groups = pack(some, recipe.max_length) if recipe.pack else [[index] for index in range(len(some))]
-            generators = [torch.Generator().manual_seed(seed) for seed in seeds[start : start + per_pass]]
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds[start : start + self.per_pass]]
             batches.append(
                 collate(
                     [[some[index] for index in group] for group in groups],
@@ -127,8 +127,7 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
         processes: how many processes share the samples of a step.
 
     Raises:
-        ValueError: model, data or teacher cannot be used, the settings do not fit them, or there is not
-            enough memory.
+        ValueError: model, data or teacher cannot be used, or the settings do not fit them.
     """
     if recipe.samples_per_step % processes:
         raise ValueError(

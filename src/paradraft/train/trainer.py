@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import asdict
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    is_mlflow_available,
-    is_tensorboard_available,
-    is_trackio_available,
-    is_wandb_available,
-)
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from paradraft.train import curves, provenance
+from paradraft.train import curves, provenance, trackers
 from paradraft.train.batch import Batch
 from paradraft.train.checkpoint import Checkpoints, put_in_place, save_model
 from paradraft.train.data import Sample
@@ -36,18 +32,12 @@ from paradraft.train.preparation import Preparation, prepare
 from paradraft.train.progress import Evaluation, Meter, Report, shares
 from paradraft.train.provenance import write_record
 from paradraft.train.recipe import PardRecipe
+from paradraft.train.standing import Standing, Worth
 
 CHECKPOINT = "checkpoint"
 """Inside `out`: the state of an unfinished run."""
 CANDIDATE, BEST = "candidate", "best"
 """Inside that: the drafter that is evaluated, and the best so far."""
-INSTALLED = {
-    "tensorboard": is_tensorboard_available,
-    "wandb": is_wandb_available,
-    "mlflow": is_mlflow_available,
-    "trackio": is_trackio_available,
-}
-"""What says whether a tracker is there."""
 EVALUATIONS = 10
 """How often a run is evaluated where the recipe does not say."""
 
@@ -113,33 +103,27 @@ class _Run:
         )
         self.objective = self.optimizers.prepare(self.accelerator, self.prepared.objective)
         self._report = report
-        self._best: list[float] | None = None
-        self._stale = 0
+        self._standing = Standing()
 
     def to_the_end(self) -> None:
         """Takes all steps that are left, and writes the drafter."""
         recipe, main = self.recipe, self.accelerator.is_main_process
-        state = self.checkpoints.load() or {"step": 0, "best": None, "stale": 0, "bf16": self.prepared.bf16}
+        state = self.checkpoints.load() or {"step": 0, "standing": {}, "bf16": self.prepared.bf16}
         if state["bf16"] != self.prepared.bf16:
             raise ValueError(f"the run in {recipe.out} began with bf16={state['bf16']}: go on with the same")
-        first, self._best, self._stale = state["step"], state["best"], state["stale"]
+        first, self._standing = state["step"], Standing.of(state["standing"])
         if main:
             write_record(recipe, self.device.type)
             curves.forget_after(recipe.out, first)
         self.accelerator.wait_for_everyone()
-        if recipe.report_to:
-            self.accelerator.init_trackers(
-                "paradraft", config={"out": str(recipe.out), "fingerprint": recipe.fingerprint}
-            )
+        trackers.start(self.accelerator, recipe)
         done = self._take_steps(first)
         if not self.prepared.held_out:
             self._save_drafter(BEST)
         if main:
             put_in_place(recipe.out / CHECKPOINT / BEST, recipe.out)
-            best = dict(zip(("acceptance_length", "held_out_loss"), self._best or (), strict=False))
-            if best:
-                best = {"acceptance_length": best["acceptance_length"] or None, "held_out_loss": -best["held_out_loss"]}
-            write_record(recipe, self.device.type, steps_done=done, best=best or None)
+            best = self._standing.best
+            write_record(recipe, self.device.type, steps_done=done, best=None if best is None else asdict(best))
             curves.draw(recipe.out)
             self.checkpoints.delete()
         self.accelerator.wait_for_everyone()
@@ -166,8 +150,7 @@ class _Run:
                 if self.prepared.held_out and (done % self.evaluate_every == 0 or done == self.steps):
                     stops = self._evaluate(done)
                 if done % self.recipe.save_every == 0 and done < self.steps:
-                    state = {"best": self._best, "stale": self._stale, "bf16": self.prepared.bf16}
-                    self.checkpoints.save(done, **state)
+                    self.checkpoints.save(done, standing=asdict(self._standing), bf16=self.prepared.bf16)
                 if stops:
                     return done
         return self.steps
@@ -178,10 +161,7 @@ class _Run:
         chosen = order.samples_of(step)
         seed = self.recipe.seed * 1_000_003 + step
         seeds = [seed * 8191 + index for index in range(len(chosen))]
-        return self._passes(chosen[mine], seeds[mine])
-
-    def _passes(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[Batch]:
-        return self.prepared.batches(samples, seeds, per_pass=self.prepared.per_pass)
+        return self.prepared.batches(chosen[mine], seeds[mine])
 
     def _weights(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
         """`[K]` what rows weigh in this process's loss, and `[K]` rows with a label in all processes."""
@@ -215,12 +195,9 @@ class _Run:
             length = self.acceptance.of(self.recipe.out / CHECKPOINT / CANDIDATE)
         if not math.isfinite(loss):
             raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
-        # Larger is better; only the main process measures lengths. Of equal lengths the smaller loss wins.
-        worth = [self._from_main(0.0 if length is None else length), -loss]
-        is_best = self._best is None or worth > self._best
-        self._stale = 0 if is_best else self._stale + 1
-        if is_best:
-            self._best = worth
+        (length,) = broadcast_object_list([length])  # only the main process measures it
+        self._standing = self._standing.after(Worth(step=done, acceptance_length=length, held_out_loss=loss))
+        is_best = self._standing.stale == 0
         if self.accelerator.is_main_process:
             folder = self.recipe.out / CHECKPOINT
             if is_best:
@@ -229,7 +206,7 @@ class _Run:
             shutil.rmtree(folder / CANDIDATE, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self._tell(Evaluation(step=done, loss=loss, accuracy=accuracy, acceptance_length=length, is_best=is_best))
-        return self.recipe.patience is not None and self._stale >= self.recipe.patience
+        return self._standing.is_over(self.recipe.patience)
 
     @torch.no_grad()
     def _held_out(self) -> tuple[float, tuple[float, ...]]:
@@ -241,7 +218,7 @@ class _Run:
         filling = Sample(tokens=held_out[0].tokens, is_label=[False] * len(held_out[0].tokens))
         held_out = held_out + [filling] * (-len(held_out) % processes)
         mine = slice(self.accelerator.process_index, None, processes)
-        batches = self._passes(held_out[mine], range(len(held_out))[mine])
+        batches = self.prepared.batches(held_out[mine], range(len(held_out))[mine])
         weights_K, labels_K = self._weights(batches)
         loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
         for batch in batches:
@@ -260,37 +237,19 @@ class _Run:
             save_model(self.recipe.out / CHECKPOINT / name, model, self.prepared.tokenizer)
         self.accelerator.wait_for_everyone()
 
-    def _from_main(self, value: float) -> float:
-        """The main process's value, in every process."""
-        own = torch.tensor(value if self.accelerator.is_main_process else 0.0, dtype=torch.float64, device=self.device)
-        shared: Tensor = self.accelerator.reduce(own, "sum")
-        return shared.item()
-
     def _tell(self, report: Report) -> None:
         if not self.accelerator.is_main_process:
             return
         curves.append(self.recipe.out, report)
         if self.recipe.report_to:
-            self.accelerator.log(_figures(report), step=report.step)
+            self.accelerator.log(trackers.figures(report), step=report.step)
         self._report(report)
-
-
-def _figures(report: Report) -> dict[str, float]:
-    """A report as trackers want it."""
-    prefix = "held_out/" if isinstance(report, Evaluation) else "train/"
-    figures = {f"{prefix}loss": report.loss}
-    figures |= {f"{prefix}accuracy_{depth}": share for depth, share in enumerate(report.accuracy)}
-    if isinstance(report, Evaluation) and report.acceptance_length is not None:
-        figures["held_out/acceptance_length"] = report.acceptance_length
-    return figures
 
 
 def _accelerator(recipe: PardRecipe) -> Accelerator:
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda: there is no GPU here, use device=cpu")
-    missing = [name for name in recipe.report_to if not INSTALLED[name]()]
-    if missing:
-        raise ValueError(f"report_to: {missing[0]} is not installed, pip install {missing[0]}")
+    trackers.check_installed(recipe.report_to)
     try:
         return Accelerator(
             cpu=recipe.device == "cpu",

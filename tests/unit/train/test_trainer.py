@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from paradraft import load
 from paradraft.models.loading import Runtime
-from paradraft.train import evaluation, memory, preparation, trainer
+from paradraft.train import evaluation, memory, preparation, trackers
 from paradraft.train.data import load_samples
 from paradraft.train.order import Order
 from paradraft.train.progress import Evaluation, Progress
@@ -344,7 +344,7 @@ def test_of_equal_lengths_the_smaller_loss_is_the_best(family: Path, tmp_path: P
 def test_trackers_that_are_not_installed_are_named(family: Path, tmp_path: Path) -> None:
     """Guards against a run of days that was never logged: accelerate only warns."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(trainer.INSTALLED, "wandb", lambda: False)
+        patch.setitem(trackers.INSTALLED, "wandb", lambda: False)
         with pytest.raises(ValueError, match="wandb is not installed"):
             train_pard(recipe_for(family, tmp_path, report_to=["tensorboard", "wandb"]), lambda report: None)
 
