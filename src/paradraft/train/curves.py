@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ PICTURE = "curves.png"
 def forget_after(folder: Path, step: int) -> None:
     """Takes what came after a step out of the history: a resumed run does those steps again."""
     kept = [entry for entry in read_history(folder) if entry["step"] <= step]
-    (folder / HISTORY).write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+    new = folder / f"{HISTORY}.new"
+    new.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+    os.replace(new, folder / HISTORY)
 
 
 def append(folder: Path, report: Report) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +45,6 @@ class Standing:
 
     best: Worth | None = None
     stale: int = 0
-
-    @classmethod
-    def of(cls, known: Mapping[str, Any]) -> Standing:
-        """What `asdict` made of one."""
-        best = known.get("best")
-        return cls(best=None if best is None else Worth(**best), stale=known.get("stale", 0))
 
     def after(self, worth: Worth) -> Standing:
         """How the run stands after one more evaluation."""

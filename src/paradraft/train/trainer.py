@@ -9,7 +9,6 @@ steps as one. Devices and processes are accelerate's: start it with `accelerate 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from paradraft.train import curves, provenance, trackers
 from paradraft.train.batch import Batch
-from paradraft.train.checkpoint import Checkpoints, put_in_place, save_model
+from paradraft.train.checkpoint import Checkpoints, State, put_in_place, save_model
 from paradraft.train.data import Sample
 from paradraft.train.evaluation import Acceptance
 from paradraft.train.losses import row_weights
@@ -36,8 +35,6 @@ from paradraft.train.standing import Standing, Worth
 
 CHECKPOINT = "checkpoint"
 """Inside `out`: the state of an unfinished run."""
-CANDIDATE, BEST = "candidate", "best"
-"""Inside that: the drafter that is evaluated, and the best so far."""
 EVALUATIONS = 10
 """How often a run is evaluated where the recipe does not say."""
 
@@ -59,7 +56,7 @@ def is_trained(recipe: PardRecipe) -> bool:
     return True
 
 
-def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> None:
+def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
     """Runs a recipe to its end, from its last checkpoint if there is one.
 
     Args:
@@ -67,23 +64,39 @@ def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> None:
         report: called in the main process, every `recipe.log_every` steps, after the last one, and
             after each evaluation.
 
+    Returns:
+        False if `recipe.out` held the drafter already.
+
     Raises:
-        ValueError: model, data or teacher cannot be used, there is not enough memory, or the checkpoint
-            belongs to another recipe.
+        ValueError: model, data or teacher cannot be used, there is not enough memory, or `recipe.out` belongs to
+            something else.
     """
-    _Run(recipe, report).to_the_end()
+    accelerator = _accelerator(recipe)
+    checkpoints = Checkpoints(recipe.out / CHECKPOINT, accelerator, recipe.fingerprint)
+    if is_trained(recipe):
+        # The drafter was put in place, but what stopped that run may have come before the end of its tidying up.
+        if accelerator.is_main_process:
+            checkpoints.delete()
+        return False
+    _Run(recipe, accelerator, checkpoints, report).to_the_end()
+    return True
 
 
 class _Run:
     """One process's part of a run."""
 
-    def __init__(self, recipe: PardRecipe, report: Callable[[Report], None]) -> None:
+    def __init__(
+        self,
+        recipe: PardRecipe,
+        accelerator: Accelerator,
+        checkpoints: Checkpoints,
+        report: Callable[[Report], None],
+    ) -> None:
         self.recipe = recipe
-        self.accelerator = _accelerator(recipe)
-        self.device = self.accelerator.device
-        self.checkpoints = Checkpoints(recipe.out / CHECKPOINT, self.accelerator, recipe.fingerprint)
-        is_trained(recipe)
-        self.checkpoints.check()
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        self.checkpoints = checkpoints
+        self.checkpoints.state()
         self.prepared: Preparation = prepare(recipe, self.device, processes=self.accelerator.num_processes)
         self.acceptance: Acceptance | None = None
         if self.accelerator.is_main_process:
@@ -108,29 +121,39 @@ class _Run:
     def to_the_end(self) -> None:
         """Takes all steps that are left, and writes the drafter."""
         recipe, main = self.recipe, self.accelerator.is_main_process
-        state = self.checkpoints.load() or {"step": 0, "standing": {}, "bf16": self.prepared.bf16}
-        if state["bf16"] != self.prepared.bf16:
-            raise ValueError(f"the run in {recipe.out} began with bf16={state['bf16']}: go on with the same")
-        first, self._standing = state["step"], Standing.of(state["standing"])
+        state = self.checkpoints.load() or self._state(0)
+        if state.bf16 != self.prepared.bf16:
+            raise ValueError(f"the run in {recipe.out} began with bf16={state.bf16}: go on with the same")
+        self._standing = state.standing
         if main:
             write_record(recipe, self.device.type)
-            curves.forget_after(recipe.out, first)
+            curves.forget_after(recipe.out, state.step)
         self.accelerator.wait_for_everyone()
         trackers.start(self.accelerator, recipe)
-        done = self._take_steps(first)
-        if not self.prepared.held_out:
-            self._save_drafter(BEST)
-        if main:
-            put_in_place(recipe.out / CHECKPOINT / BEST, recipe.out)
-            best = self._standing.best
-            write_record(recipe, self.device.type, steps_done=done, best=None if best is None else asdict(best))
-            curves.draw(recipe.out)
-            self.checkpoints.delete()
+        self._finish(self._take_steps(state.step))
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
 
+    def _finish(self, done: int) -> None:
+        """Puts the result together after so many steps.
+
+        With `config.json`, the last file of the drafter, the run is over; until then a stopped run comes here again
+        from its last checkpoint, and writes the same.
+        """
+        best = self._standing.best
+        if best is None:
+            self._save_drafter(done)
+        if self.accelerator.is_main_process:
+            out = self.recipe.out
+            curves.draw(out)
+            write_record(self.recipe, self.device.type, steps_done=done, best=None if best is None else asdict(best))
+            put_in_place(self.checkpoints.drafter(done if best is None else best.step), out)
+            self.checkpoints.delete()
+
     def _take_steps(self, first: int) -> int:
         """Returns how many steps the whole run has taken."""
+        if self._standing.is_over(self.recipe.patience):
+            return first
         order = Order(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
         meter = Meter(steps=self.steps, first=first, k=self.recipe.k)
         self.objective.train()
@@ -150,10 +173,13 @@ class _Run:
                 if self.prepared.held_out and (done % self.evaluate_every == 0 or done == self.steps):
                     stops = self._evaluate(done)
                 if done % self.recipe.save_every == 0 and done < self.steps:
-                    self.checkpoints.save(done, standing=asdict(self._standing), bf16=self.prepared.bf16)
+                    self.checkpoints.save(self._state(done))
                 if stops:
                     return done
         return self.steps
+
+    def _state(self, done: int) -> State:
+        return State(fingerprint=self.recipe.fingerprint, step=done, bf16=self.prepared.bf16, standing=self._standing)
 
     def _batches_of(self, order: Order, step: int) -> list[Batch]:
         """This process's passes of a step."""
@@ -187,23 +213,17 @@ class _Run:
         return self.accelerator.reduce(loss, "mean").item(), self.accelerator.reduce(right_K, "sum"), labels_K
 
     def _evaluate(self, done: int) -> bool:
-        """Measures, keeps the drafter if it is the best, and says whether to stop early."""
+        """Measures, keeps the drafter while it is the best, and says whether to stop early."""
         loss, accuracy = self._held_out()
-        self._save_drafter(CANDIDATE)
-        length = None
-        if self.acceptance is not None:
-            length = self.acceptance.of(self.recipe.out / CHECKPOINT / CANDIDATE)
+        self._save_drafter(done)
+        length = None if self.acceptance is None else self.acceptance.of(self.checkpoints.drafter(done))
         if not math.isfinite(loss):
             raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
         (length,) = broadcast_object_list([length])  # only the main process measures it
         self._standing = self._standing.after(Worth(step=done, acceptance_length=length, held_out_loss=loss))
         is_best = self._standing.stale == 0
         if self.accelerator.is_main_process:
-            folder = self.recipe.out / CHECKPOINT
-            if is_best:
-                shutil.rmtree(folder / BEST, ignore_errors=True)
-                (folder / CANDIDATE).rename(folder / BEST)
-            shutil.rmtree(folder / CANDIDATE, ignore_errors=True)
+            self.checkpoints.keep_drafters(self._standing.best)
         self.accelerator.wait_for_everyone()
         self._tell(Evaluation(step=done, loss=loss, accuracy=accuracy, acceptance_length=length, is_best=is_best))
         return self._standing.is_over(self.recipe.patience)
@@ -229,12 +249,11 @@ class _Run:
         accuracy = shares(self.accelerator.reduce(right_K, "sum"), labels_K)
         return self.accelerator.reduce(loss, "mean").item(), accuracy
 
-    def _save_drafter(self, name: str) -> None:
-        """Writes the drafter as it is now into the checkpoint folder."""
+    def _save_drafter(self, done: int) -> None:
+        """Writes the drafter as it is now, after so many steps, as it would be shipped."""
         weights = self.accelerator.get_state_dict(self.objective)
         if self.accelerator.is_main_process:
-            model = self.prepared.finished_model(weights)
-            save_model(self.recipe.out / CHECKPOINT / name, model, self.prepared.tokenizer)
+            save_model(self.checkpoints.drafter(done), self.prepared.finished_model(weights), self.prepared.tokenizer)
         self.accelerator.wait_for_everyone()
 
     def _tell(self, report: Report) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from paradraft.train import curves
 from paradraft.train.progress import Evaluation, Progress
 
@@ -29,6 +31,17 @@ def test_a_resumed_run_tells_its_history_once(tmp_path: Path) -> None:
     curves.forget_after(tmp_path, 4)
     assert steps(tmp_path) == [1, 2, 3, 4]
     curves.append(tmp_path, evaluation(5, 2.0))
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_stop_while_forgetting_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first part of the curves against a second kill, just after a run has gone on."""
+    for step in range(1, 6):
+        curves.append(tmp_path, progress(step))
+    write = Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda file, text, **rest: (write(file, text[:9], **rest), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        curves.forget_after(tmp_path, 4)
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
 
 

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 from paradraft.train.standing import Standing, Worth
 
 
@@ -31,10 +28,3 @@ def test_patience() -> None:
         standing = standing.after(worth(step, None, 2.0))
         overs.append((standing.is_over(2), standing.is_over(None)))
     assert overs == [(False, False), (True, False), (True, False)]
-
-
-def test_it_survives_a_checkpoint() -> None:
-    """Guards the resumed run's idea of the best drafter."""
-    for standing in (Standing(), Standing(best=worth(4, 1.5, 0.1), stale=3), Standing(best=worth(4, None, 0.1))):
-        assert Standing.of(json.loads(json.dumps(asdict(standing)))) == standing
-    assert Standing.of({}) == Standing()
