@@ -24,6 +24,7 @@ from paradraft.train.batch import Batch
 from paradraft.train.checkpoint import Checkpoints, State, put_in_place, save_model
 from paradraft.train.data import Sample
 from paradraft.train.evaluation import Acceptance
+from paradraft.train.lock import alone_in
 from paradraft.train.losses import row_weights
 from paradraft.train.optimizers import Optimizers
 from paradraft.train.order import Order
@@ -69,17 +70,18 @@ def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
 
     Raises:
         ValueError: model, data or teacher cannot be used, there is not enough memory, or `recipe.out` belongs to
-            something else.
+            something else or is in use by another run.
     """
     accelerator = _accelerator(recipe)
     checkpoints = Checkpoints(recipe.out / CHECKPOINT, accelerator, recipe.fingerprint)
-    if is_trained(recipe):
-        # The drafter was put in place, but what stopped that run may have come before the end of its tidying up.
-        if accelerator.is_main_process:
-            checkpoints.delete()
-        return False
-    _Run(recipe, accelerator, checkpoints, report).to_the_end()
-    return True
+    with alone_in(recipe.out) if accelerator.is_main_process else nullcontext():
+        if is_trained(recipe):
+            # The drafter was put in place, but what stopped that run may have come before the end of its tidying up.
+            if accelerator.is_main_process:
+                checkpoints.delete()
+            return False
+        _Run(recipe, accelerator, checkpoints, report).to_the_end()
+        return True
 
 
 class _Run:

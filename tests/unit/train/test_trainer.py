@@ -174,6 +174,22 @@ def test_another_recipe_does_not_go_on_from_this_one(family: Path, tmp_path: Pat
         train_pard(recipe.model_copy(update={"lr": 1e-5}), lambda progress: None)
 
 
+def test_two_runs_in_one_folder_are_refused(family: Path, tmp_path: Path) -> None:
+    """Guards against two processes that delete each other's checkpoints; the second leaves the first alone, and a run
+    that is over keeps nobody out."""
+    recipe = recipe_for(family, tmp_path)
+    refused: list[str] = []
+
+    def start_another(progress: Progress) -> None:
+        with pytest.raises(ValueError, match="is in use by another run") as error:
+            train_pard(recipe, lambda report: None)
+        refused.append(str(error.value))
+
+    assert train_pard(recipe, start_another)
+    assert len(refused) == 5 and str(recipe.out) in refused[0]
+    assert not train_pard(recipe, lambda report: None), "it is trained"
+
+
 def test_a_mask_token_that_occurs_in_the_data_is_refused(family: Path, tmp_path: Path) -> None:
     """Guards against a token that means both a letter and "predict here"."""
     with pytest.raises(ValueError, match="mask token 8 occurs in the data"):
