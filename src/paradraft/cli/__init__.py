@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import typer
 
@@ -29,10 +30,12 @@ app.command()(audit)
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit code 2."""
+    """Entry point: a user's mistake is one line and exit code 2, a warning is one line."""
     hide_progress_bars()
     try:
-        code = app(sys.argv[1:] or ["--help"], prog_name="paradraft", standalone_mode=False) or 0
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = app(sys.argv[1:] or ["--help"], prog_name="paradraft", standalone_mode=False) or 0
     except typer.TyperException as error:
         code = _complain(error.format_message())
     except ValueError as error:
@@ -49,3 +52,7 @@ def main() -> None:
 def _complain(message: str) -> int:
     print(f"paradraft: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def _warn(message: Warning | str, *place: object, **line: object) -> None:
+    print(f"paradraft: warning: {' '.join(str(message).split())}", file=sys.stderr)

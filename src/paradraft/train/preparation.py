@@ -92,8 +92,7 @@ class Preparation:
         """
         recipe = self.recipe
         target = recipe.teacher if recipe.target is None else recipe.target
-        if recipe.target is not None and not self.held_out:
-            raise ValueError(f"target={recipe.target!r}: nothing is held out to measure with, set held_out")
+        recipe.check_measurable(len(self.held_out))
         if target is None or not self.held_out:
             return None
         prompts = [prompt_of(sample, most=recipe.prompt_tokens) for sample in self.held_out[: recipe.prompts]]

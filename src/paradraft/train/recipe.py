@@ -123,13 +123,20 @@ class PardRecipe(BaseModel):
                 raise ValueError(f"depth_weights={self.depth_weights}: use numbers from 0, not all 0")
         if self.out == Path():
             raise ValueError("out: name a folder of its own")
-        if self.patience is not None and self.held_out == 0:
-            raise ValueError(f"patience={self.patience}: nothing is held out to measure with, set held_out")
+        if self.held_out == 0:
+            self.check_measurable(0)
         if self.attention == "flex_attention" and self.device == "cpu":
             raise ValueError("attention=flex_attention: it has no backward pass on a CPU, use sdpa")
         if unknown := self.columns.keys() - COLUMNS:
             raise ValueError(f"columns: {sorted(unknown)[0]!r} is none of {', '.join(COLUMNS)}")
         return self
+
+    def check_measurable(self, held_out: int) -> None:
+        """Raises ValueError if measurements are asked for and so many samples are held out: none."""
+        asked = {name: getattr(self, name) for name in ("target", "evaluate_every", "patience")}
+        for name, value in asked.items():
+            if value is not None and not held_out:
+                raise ValueError(f"{name}={value}: nothing is held out to measure with, set held_out")
 
     @property
     def masks(self) -> int:

@@ -9,6 +9,7 @@ steps as one. Devices and processes are accelerate's: start it with `accelerate 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from paradraft.train.batch import Batch
 from paradraft.train.checkpoint import Checkpoints, State, put_in_place, save_model
 from paradraft.train.data import Sample
 from paradraft.train.evaluation import Acceptance
+from paradraft.train.idle import complaints
 from paradraft.train.lock import alone_in
 from paradraft.train.losses import row_weights
 from paradraft.train.optimizers import Optimizers
@@ -105,6 +107,8 @@ class _Run:
             self.acceptance = self.prepared.acceptance(self.device)
         self.prepared.check_memory(self.device)
         self.steps = self.prepared.steps
+        for complaint in complaints(recipe, steps=self.steps) if accelerator.is_main_process else ():
+            warnings.warn(complaint, stacklevel=4)
         self.evaluate_every = recipe.evaluate_every or max(self.steps // EVALUATIONS, 1)
         weights = recipe.depth_weights or [1.0] * recipe.k
         self.importance_K = torch.tensor(weights, device=self.device)

@@ -68,6 +68,9 @@ def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
         ("loss=sum", "'loss'.*forward_kl"), ("loss=forward_kl", "loss=forward_kl: name a teacher"),
         ("epochs=2", "give either steps or epochs"), ("steps=null", "give either steps or epochs"),
         ("depth_weights=[1]", "depth_weights: 1 numbers for k=8 depths"),
+        ("held_out=0 & patience=2", "patience=2: nothing is held out to measure with, set held_out"),
+        ("held_out=0 & evaluate_every=2", "evaluate_every=2: nothing is held out"),
+        ("held_out=0 & target=pocket", "target=pocket: nothing is held out"),
         ("columns={txt: a}", "columns: 'txt' is none of"),
         ("lora.ranks=3", "'lora.ranks'; known are rank"), ("lora.rank=0", "'lora.rank'"),
         ("report_to=[paper]", "'report_to.0'"),
@@ -80,7 +83,7 @@ def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
 def test_wrong_settings_are_named(tmp_path: Path, override: str, complaint: str) -> None:
     """Guards against a setting that is silently ignored, and against a message without the key."""
     with pytest.raises(ValueError, match=complaint):
-        load(tmp_path, override)
+        load(tmp_path, *override.split(" & "))
 
 
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:

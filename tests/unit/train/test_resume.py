@@ -55,14 +55,14 @@ class Disk:
 
 
 def result(out: Path) -> dict[str, object]:
-    """All that a run leaves, but for times."""
+    """All that a run leaves, but for times, and what the sources are at the time."""
     found: dict[str, object] = {
         str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()
     }
     lines = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     found["history.jsonl"] = [{k: v for k, v in line.items() if k not in ("rows_per_s", "left_s")} for line in lines]
     record = json.loads((out / "train_command.json").read_text())
-    found["train_command.json"] = {k: v for k, v in record.items() if k != "machine"}
+    found["train_command.json"] = {k: v for k, v in record.items() if k not in ("machine", "git_revision")}
     del found["train_command.json"]["recipe"]["out"]
     return found
 
