@@ -200,6 +200,7 @@ def test_recipe_does_not_exist(paradraft: Paradraft, tmp_path: Path) -> None:
         (b'{"text": "abc"}\n{"words": "abc"}\n', "line 2"),
         (b"", "nothing to learn"),
         (b'{"text": "\xff"}\n', "UTF-8"),
+        (b'{"text": "abc"}\n' + b"[" * 100_000 + b"\n", "line 2"),
     ],
 )
 def test_bad_training_data(paradraft: Paradraft, recipe: Path, tmp_path: Path, content: bytes, named: str) -> None:

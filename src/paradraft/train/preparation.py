@@ -20,6 +20,7 @@ from paradraft.train.evaluation import Acceptance, prompt_of
 from paradraft.train.pard import Objective, add_mask_token
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.teacher import Teacher, load_teacher
+from paradraft.train.vocabulary import check_rows
 
 MOST_HELD_OUT = 64
 HELD_OUT_SHARE = 20
@@ -98,7 +99,9 @@ class Preparation:
         prompts = [prompt_of(sample, most=recipe.prompt_tokens) for sample in self.held_out[: recipe.prompts]]
         dtype = "bfloat16" if computes_bf16(device) else "float32"
         base = locate(recipe.model, "draft")
-        room = [load_config(name).max_position_embeddings for name in (locate(target, "target"), base)]
+        configs = [load_config(name) for name in (locate(target, "target"), base)]
+        check_rows(configs[0].vocab_size, int(max(map(max, prompts))), f"target {target!r}")
+        room = (config.max_position_embeddings for config in configs)
         runtime = Runtime(device=str(device), dtype=dtype, capacity=min(*room, MOST_ROOM))
         return Acceptance(target, base, prompts, k=recipe.k, answer_tokens=recipe.answer_tokens, runtime=runtime)
 
@@ -147,6 +150,8 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
     if any(not masks.isdisjoint(sample.tokens) for sample in samples):
         raise ValueError(f"the mask token {mask_id} occurs in the data: choose another mask_token_id")
     longest = max(len(sample.tokens) for sample in samples)
+    largest = int(max(max(sample.tokens) for sample in samples))
+    check_rows(model.config.vocab_size, largest, f"model {recipe.model!r}")
     if longest > model.config.max_position_embeddings:
         room = model.config.max_position_embeddings
         raise ValueError(f"the model has room for {room} tokens, a sample has {longest}: set max_length={room}")
@@ -155,7 +160,13 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
     if recipe.teacher is not None:
         runtime = Runtime(device=str(device), dtype="bfloat16" if bf16 else "float32")
         teacher = load_teacher(
-            recipe.teacher, tokenizer, mask_id=mask_id, masks=recipe.masks, longest=longest, runtime=runtime
+            recipe.teacher,
+            tokenizer,
+            mask_id=mask_id,
+            masks=recipe.masks,
+            longest=longest,
+            largest=largest,
+            runtime=runtime,
         )
         teacher.model.set_attn_implementation(model.config._attn_implementation)
     kept = _held_out(recipe, len(samples))

@@ -32,7 +32,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """The record in a folder; empty if there is none."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 

@@ -180,11 +180,11 @@ def load_recipe(file: Path, overrides: list[str]) -> PardRecipe:
     if not file.is_file():
         raise ValueError(f"recipe {str(file)!r} does not exist")
     try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+        settings = _parsed(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"recipe {file} is not UTF-8 text ({error.reason})") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"recipe {file} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ValueError(f"recipe {file} is not YAML: {error}") from None
     if not isinstance(settings, dict):
         raise ValueError(f"recipe {file} must hold `key: value` lines")
     for override in overrides:
@@ -192,8 +192,8 @@ def load_recipe(file: Path, overrides: list[str]) -> PardRecipe:
         if not equals:
             raise ValueError(f"{override!r}: write overrides as key=value")
         try:
-            _set(settings, key, _yaml_value(value))
-        except yaml.YAMLError:
+            _set(settings, key, _value(value))
+        except ValueError:
             raise ValueError(f"{override!r}: {value!r} is not a YAML value") from None
     try:
         return PardRecipe.model_validate(settings)
@@ -210,12 +210,21 @@ def _set(settings: dict[str, Any], key: str, value: object) -> None:
     settings[last] = value
 
 
-def _yaml_value(text: str) -> object:
+def _parsed(text: str) -> Any:
+    """What a YAML text says; ValueError if it says nothing."""
+    try:
+        return yaml.safe_load(text)
+    # Dates that do not exist are a ValueError of Python's, and texts in a thousand brackets a RecursionError.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _value(text: str) -> Any:
     # YAML 1.1 reads 1e-3 as a string; people write learning rates like that.
     try:
-        return float(text) if "e" in text.lower() else yaml.safe_load(text)
+        return float(text) if "e" in text.lower() else _parsed(text)
     except ValueError:
-        return yaml.safe_load(text)
+        return _parsed(text)
 
 
 def _complaint(location: tuple[int | str, ...], message: str, given: object) -> str:

@@ -71,6 +71,7 @@ def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
         ("held_out=0 & patience=2", "patience=2: nothing is held out to measure with, set held_out"),
         ("held_out=0 & evaluate_every=2", "evaluate_every=2: nothing is held out"),
         ("held_out=0 & target=pocket", "target=pocket: nothing is held out"),
+        ("out=2026-99-99", "'out=2026-99-99': '2026-99-99' is not a YAML value"),
         ("columns={txt: a}", "columns: 'txt' is none of"),
         ("lora.ranks=3", "'lora.ranks'; known are rank"), ("lora.rank=0", "'lora.rank'"),
         ("report_to=[paper]", "'report_to.0'"),
@@ -90,7 +91,7 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     """Guards against tracebacks out of the YAML library."""
     with pytest.raises(ValueError, match=r"none\.yaml' does not exist"):
         load_recipe(tmp_path / "none.yaml", [])
-    for text in ("- a\n", "just text", "", "a: [b", "1: 2\n" + TEXT):
+    for text in ("- a\n", "just text", "", "a: [b", "1: 2\n" + TEXT, "a: 2026-99-99", "a: " + "[" * 5000):
         with pytest.raises(ValueError, match="recipe"):
             load(tmp_path, text=text)
     with pytest.raises(ValueError, match="'out' is missing"):

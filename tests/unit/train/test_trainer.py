@@ -325,6 +325,29 @@ def test_files_of_something_else_are_not_touched(family: Path, tmp_path: Path) -
         recipe_for(family, tmp_path, out=Path())
 
 
+@pytest.mark.parametrize("record", ["", "[]", "{}", "[" * 100_000])
+def test_a_model_with_a_broken_record_is_not_touched(family: Path, tmp_path: Path, record: str) -> None:
+    """Guards a trained folder whose record was damaged, and a start that would end in a traceback."""
+    recipe = recipe_for(family, tmp_path)
+    recipe.out.mkdir()
+    (recipe.out / "config.json").write_text("mine")
+    (recipe.out / "train_command.json").write_text(record)
+    with pytest.raises(ValueError, match="holds a model of another recipe"):
+        train_pard(recipe, lambda report: None)
+    assert (recipe.out / "config.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize("role", ["model", "target"])
+def test_a_model_without_a_row_for_a_token_is_refused(family: Path, tmp_path: Path, role: str) -> None:
+    """Guards against an index error in the first step, or at the first evaluation."""
+    tiny_model(1, rows=12).save_pretrained(tmp_path / "small")
+    tiny_tokenizer().save_pretrained(tmp_path / "small")
+    settings = {"k": 1} if role == "model" else {"held_out": 2}
+    recipe = recipe_for(family, tmp_path, **{role: str(tmp_path / "small")}, **settings)
+    with pytest.raises(ValueError, match=rf"{role} '.*small' has an embedding of 12 rows, and the data holds token 23"):
+        train_pard(recipe, lambda report: None)
+
+
 def test_a_target_that_does_not_fit_is_refused_before_the_first_step(family: Path, tmp_path: Path) -> None:
     """Guards hours of training: the first evaluation comes after a tenth of the steps."""
     with pytest.raises(ValueError, match="knows 72 tokens, the target 4088"):
