@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.drafters.pard import declared_mask_id
+from paradraft.drafters.pard import declare_masks, declared_mask_id
 from paradraft.train.attention import attention_mask
 from paradraft.train.batch import Batch
 from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence
@@ -159,10 +159,5 @@ def add_mask_token(
         raise ValueError(f"distinct_masks: {masks} ids from {chosen} on are not all free in this embedding")
     if chosen != known:
         set_to_mean(model, slice(chosen, chosen + masks), used)
-    model.config.pard_token = model.config.mask_token_id = chosen
-    model.config.spd_type = "pard"
-    if masks > 1:
-        model.config.pard_masks = masks
-    elif hasattr(model.config, "pard_masks"):
-        del model.config.pard_masks
+    declare_masks(model.config, chosen, masks)
     return int(chosen)

@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from paradraft.drafters.pard import forget_masks
 from paradraft.models.loading import Runtime, computes_bf16, load_config, load_model, load_tokenizer, locate
 from paradraft.train import memory
 from paradraft.train.adapters import merged, with_adapters
@@ -209,7 +210,11 @@ class _NewDrafter:
 
 def _new_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> _NewDrafter:
     model = load_model(locate(recipe.model, "draft"), Runtime(device=device, dtype="float32"))
-    mask_id = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks) if recipe.k > 1 else None
+    if recipe.k > 1:
+        mask_id = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks)
+    else:
+        mask_id = None
+        forget_masks(model.config)  # a PARD model that learns without masks is none any more
     masks = [] if mask_id is None else list(range(mask_id, mask_id + recipe.masks))
     adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, masks, seed=recipe.seed)
     on_gpu = device.startswith("cuda")

@@ -120,6 +120,17 @@ def test_k_of_one_trains_an_ordinary_draft(family: Path, tmp_path: Path) -> None
     assert config["vocab_size"] == before.config.vocab_size
 
 
+def test_an_ordinary_draft_may_begin_as_a_parallel_one(family: Path, tmp_path: Path) -> None:
+    """Guards engines, and our own, which know a PARD drafter by its config: after steps without masks it is none."""
+    several = recipe_for(family, tmp_path / "masks", k=3, distinct_masks=True, steps=1)
+    train_pard(several, lambda report: None)
+    assert json.loads((several.out / "config.json").read_text())["pard_masks"] == 2
+    recipe = recipe_for(family, tmp_path / "ordinary", model=str(several.out), k=1, steps=1)
+    train_pard(recipe, lambda report: None)
+    config = json.loads((recipe.out / "config.json").read_text())
+    assert not {"pard_token", "mask_token_id", "spd_type", "pard_masks"} & config.keys()
+
+
 def test_training_lowers_the_loss_at_every_depth(family: Path, tmp_path: Path) -> None:
     """Guards against labels or masks that are shifted by one: ten-letter text must soon be predictable."""
     reports: list[Progress] = []
