@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from paradraft.terminal import speaks
 from paradraft.train.checkpoint import STATE
 from paradraft.train.progress import Evaluation, Progress, Report
 from paradraft.train.recipe import PardRecipe
@@ -22,8 +21,7 @@ def run_with_display(recipe: PardRecipe) -> None:
     Raises:
         ValueError: see `train_pard`.
     """
-    # Of several processes, which torchrun and accelerate number, one speaks.
-    console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
+    console = Console(highlight=False, quiet=not speaks())
     try:
         if console.is_terminal:
             with Live(console=console, auto_refresh=False) as live:
