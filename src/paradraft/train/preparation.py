@@ -220,5 +220,7 @@ def _new_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device:
     on_gpu = device.startswith("cuda")
     model.set_attn_implementation((FLEX if on_gpu else "sdpa") if recipe.attention == "auto" else recipe.attention)
     if recipe.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # `transformers` renamed it in 5.23.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     return _NewDrafter(model=model, adapted=adapted, mask_id=mask_id)

@@ -399,6 +399,15 @@ def test_trackers_that_are_not_installed_are_named(family: Path, tmp_path: Path)
             train_pard(recipe_for(family, tmp_path, report_to=["tensorboard", "wandb"]), lambda report: None)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_run_says_nothing_that_a_user_cannot_mend(family: Path, tmp_path: Path) -> None:
+    """Guards the terminal against what libraries tell their own developers, again and again."""
+    everything = {"lora": {"rank": 2}, "gradient_checkpointing": True, "pack": True, "samples_per_pass": 2}
+    measured = {"held_out": 2, "evaluate_every": 2, "teacher": str(family / "target"), "answer_tokens": 6}
+    recipe = recipe_for(family, tmp_path, optimizer="adamw", steps=3, **everything, **measured)
+    assert train_pard(recipe, lambda report: None)
+
+
 def test_adapters_begin_as_the_seed_says(family: Path, tmp_path: Path) -> None:
     """Guards repeatable LoRA runs: the adapters' first values must not come from whatever ran before."""
     losses = [
