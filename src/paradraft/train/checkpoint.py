@@ -13,13 +13,15 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from paradraft.train.progress import Sums
 from paradraft.train.standing import Standing, Worth
 
 STATE = "run.json"
@@ -31,16 +33,18 @@ class State:
     """How far a run is, beside its weights.
 
     Args:
-        fingerprint: of its recipe.
+        identity: of its recipe.
         step: steps done.
         bf16: whether its passes compute in bf16.
         standing: how its drafters stand.
+        sums: what was not reported yet.
     """
 
-    fingerprint: str
+    identity: dict[str, Any]
     step: int
     bf16: bool
-    standing: Standing
+    standing: Standing = field(default_factory=Standing)
+    sums: Sums = field(default_factory=Sums)
 
 
 class Checkpoints:
@@ -49,13 +53,13 @@ class Checkpoints:
     Args:
         folder: where checkpoints live.
         accelerator: what holds model and optimizers, on one device or many.
-        fingerprint: of the recipe.
+        identity: of the recipe.
     """
 
-    def __init__(self, folder: Path, accelerator: Accelerator, fingerprint: str) -> None:
+    def __init__(self, folder: Path, accelerator: Accelerator, identity: dict[str, Any]) -> None:
         self.folder = folder
         self._accelerator = accelerator
-        self._fingerprint = fingerprint
+        self.identity = identity
 
     def state(self) -> State | None:
         """How far the newest whole checkpoint is; None if there is none.
@@ -70,10 +74,13 @@ class Checkpoints:
             state = TypeAdapter(State).validate_json((newest / STATE).read_bytes())
         except ValidationError:
             raise ValueError(f"{newest / STATE} cannot be read: delete {newest}, and the run starts again") from None
-        if state.fingerprint != self._fingerprint:
-            raise ValueError(
-                f"{newest} belongs to another recipe: delete {self.folder.parent}, or choose another `out`"
-            )
+        for key in {**state.identity, **self.identity}:
+            before, now = state.identity.get(key), self.identity.get(key)
+            if before != now:
+                raise ValueError(
+                    f"{newest} belongs to another recipe: {key} was {before!r} and is {now!r} now; delete "
+                    f"{self.folder.parent}, or choose another `out`"
+                )
         return state
 
     def save(self, state: State) -> None:

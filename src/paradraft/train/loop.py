@@ -75,13 +75,15 @@ class Loop:
         )
         self.objective = self.optimizers.prepare(self.accelerator, self.prepared.objective)
         self._report = report
-        self._standing = Standing()
+        self._standing: Standing
+        self._meter: Meter
 
     def to_the_end(self) -> None:
         """Takes all steps that are left, and writes the drafter."""
         recipe, main = self.recipe, self.accelerator.is_main_process
-        state = self.checkpoints.load() or self._state(0)
+        state = self.checkpoints.load() or State(identity=self.checkpoints.identity, step=0, bf16=self.prepared.bf16)
         self._standing = state.standing
+        self._meter = Meter(steps=self.steps, first=state.step, k=recipe.k, sums=state.sums)
         if main:
             write_record(recipe, self.device.type)
             curves.forget_after(recipe.out, state.step)
@@ -112,20 +114,18 @@ class Loop:
         if self._standing.is_over(self.recipe.patience):
             return first
         order = Order(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
-        meter = Meter(steps=self.steps, first=first, k=self.recipe.k)
         self.objective.train()
         with ThreadPoolExecutor(1) as ahead:
-            coming = ahead.submit(self._batches_of, order, first) if first < self.steps else None
+            coming = ahead.submit(self._batches_of, order, first)
             for step in range(first, self.steps):
-                assert coming is not None
                 batches = coming.result()
                 coming = ahead.submit(self._batches_of, order, step + 1)
                 loss, right_K, labels_K = self._step(step, batches)
                 rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
-                meter.add(loss, right_K, labels_K, rows)
+                self._meter.add(loss, right_K, labels_K, rows)
                 done = step + 1
                 if done % self.recipe.log_every == 0 or done == self.steps:
-                    self._tell(meter.progress(done))
+                    self._tell(self._meter.progress(done))
                 stops = False
                 if self.prepared.held_out and (done % self.evaluate_every == 0 or done == self.steps):
                     stops = self._evaluate(done)
@@ -136,7 +136,13 @@ class Loop:
         return self.steps
 
     def _state(self, done: int) -> State:
-        return State(fingerprint=self.recipe.fingerprint, step=done, bf16=self.prepared.bf16, standing=self._standing)
+        return State(
+            identity=self.checkpoints.identity,
+            step=done,
+            bf16=self.prepared.bf16,
+            standing=self._standing,
+            sums=self._meter.sums,
+        )
 
     def _batches_of(self, order: Order, step: int) -> list[Batch]:
         """This process's passes of a step."""

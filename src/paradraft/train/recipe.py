@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -10,10 +11,19 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from paradraft.models.loading import POCKET, pocket_folder
+from paradraft.train import contents
 from paradraft.train.data import COLUMNS
 from paradraft.train.losses import Divergence, Reduction
 
 Loss = Literal["cross_entropy", Divergence]
+NOT_DECISIVE = frozenset({
+    "out", "log_every", "save_every", "report_to", "skip_unlabelled", "device", "attention", "gradient_checkpointing",
+    "samples_per_pass", "pack",
+})  # fmt: skip
+"""Settings that change where, how fast and in how much memory a drafter is learnt, but for rounding not which."""
+POCKET_ROLES = {"model": "draft", "teacher": "target", "target": "target"}
+"""Which of the shipped models each setting calls pocket."""
 
 
 class Lora(BaseModel):
@@ -151,23 +161,34 @@ class PardRecipe(BaseModel):
         return None if self.loss == "cross_entropy" else self.loss
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides which drafter is learnt; a run may go on with the same alone.
+
+        Data and models that are on this disk count by what they hold, wherever they lie.
+        """
+        settings = self.model_dump(mode="json", exclude=set(NOT_DECISIVE))
+        data = [self.data_hashes.get(str(file), str(file)) for file in self.data]
+        return settings | {"data": data} | self.model_hashes
+
+    @property
     def fingerprint(self) -> str:
-        """Tells runs apart whose checkpoints do not fit each other: by settings and by the bytes of the data."""
-        ignored = {"log_every", "save_every", "report_to", "out", "device", "attention", "gradient_checkpointing"}
-        digest = hashlib.sha256(self.model_dump_json(exclude=ignored).encode())
-        for hashed in self.data_hashes.values():
-            digest.update(hashed.encode())
-        return digest.hexdigest()[:16]
+        """A short name of the identity."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
     def data_hashes(self) -> dict[str, str]:
-        """SHA-256 of every local file of the data."""
-        hashes = {}
-        for file in self.data:
-            if file.is_file():
-                with file.open("rb") as stream:
-                    hashes[str(file)] = hashlib.file_digest(stream, "sha256").hexdigest()
-        return hashes
+        """SHA-256 of every local file of the data, by its name."""
+        return {str(file): contents.of_file(file) for file in self.data if file.is_file()}
+
+    @cached_property
+    def model_hashes(self) -> dict[str, str]:
+        """SHA-256 of what every local model folder holds, by what the model is for."""
+        folders = {
+            role: pocket_folder(POCKET_ROLES[role]) if name == POCKET else Path(name)
+            for role in POCKET_ROLES
+            if (name := getattr(self, role)) is not None
+        }
+        return {role: contents.of_model(folder) for role, folder in folders.items() if folder.is_dir()}
 
 
 def load_recipe(file: Path, overrides: list[str]) -> PardRecipe:

@@ -59,7 +59,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
             something else or is in use by another run.
     """
     accelerator = _accelerator(recipe)
-    checkpoints = Checkpoints(recipe.out / CHECKPOINT, accelerator, recipe.fingerprint)
+    checkpoints = Checkpoints(recipe.out / CHECKPOINT, accelerator, recipe.identity)
     with ExitStack() as held:
         with as_one(accelerator):
             if accelerator.is_main_process:

@@ -17,17 +17,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def run_of(folder: Path, fingerprint: str = "me") -> tuple[Checkpoints, torch.nn.Linear, torch.optim.Optimizer]:
+def run_of(folder: Path, lr: float = 0.1) -> tuple[Checkpoints, torch.nn.Linear, torch.optim.Optimizer]:
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     prepared = accelerator.prepare(model, optimizer)
-    return Checkpoints(folder, accelerator, fingerprint), *prepared
+    return Checkpoints(folder, accelerator, {"lr": lr}), *prepared
 
 
 def state_of(step: int, best: int | None = None) -> State:
     worth = None if best is None else worth_of(best)
-    return State(fingerprint="me", step=step, bf16=False, standing=Standing(best=worth))
+    return State(identity={"lr": 0.1}, step=step, bf16=False, standing=Standing(best=worth))
 
 
 def worth_of(step: int) -> Worth:
@@ -85,8 +85,10 @@ def test_another_recipes_state_is_refused(tmp_path: Path) -> None:
     assert checkpoints.state() is None
     checkpoints.save(state_of(1))
     assert checkpoints.state() == state_of(1)
-    with pytest.raises(ValueError, match="step-00000001 belongs to another recipe"):
-        run_of(tmp_path / "checkpoint", "you")[0].state()
+    with pytest.raises(
+        ValueError, match=r"step-00000001 belongs to another recipe: lr was 0\.1 and is 0\.2 now; delete"
+    ):
+        run_of(tmp_path / "checkpoint", 0.2)[0].state()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"fingerprint": "me"}', "[" * 100_000, "\xff"])

@@ -102,6 +102,7 @@ def test_fingerprint_tells_runs_apart(tmp_path: Path) -> None:
     """Guards against resuming another run; how often a run reports or saves, and where to, is no difference."""
     same = load(tmp_path).fingerprint
     assert load(tmp_path, "log_every=3", "save_every=4", "out=elsewhere").fingerprint == same
+    assert load(tmp_path, "samples_per_pass=1", "pack=true", "gradient_checkpointing=true").fingerprint == same
     for override in ("lr=1e-3", "steps=101", "seed=1", "k=9", "model=m", "data=[a.txt]", "bf16=false", "r=0.71"):
         assert load(tmp_path, override).fingerprint != same, override
 
@@ -114,3 +115,19 @@ def test_fingerprint_sees_the_bytes_of_the_data(tmp_path: Path) -> None:
         data.write_text(text)
         found.append(load(tmp_path, f"data=[{data}]").fingerprint)
     assert found[0] == found[2] != found[1]
+    data.rename(tmp_path / "b.txt")
+    assert load(tmp_path, f"data=[{tmp_path / 'b.txt'}]").fingerprint == found[0], "where it lies is no difference"
+
+
+def test_fingerprint_sees_what_models_hold(tmp_path: Path) -> None:
+    """Guards against going on from a checkpoint after a model was trained again in the same folder."""
+    for role in ("model", "teacher", "target"):
+        folder = tmp_path / role
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"one")
+        before = load(tmp_path, f"{role}={folder}").fingerprint
+        (folder / "history.jsonl").write_bytes(b"no part of the model")
+        assert load(tmp_path, f"{role}={folder}").fingerprint == before
+        (folder / "model.safetensors").write_bytes(b"two")
+        assert load(tmp_path, f"{role}={folder}").fingerprint != before
+    assert load(tmp_path, "model=pocket").model_hashes.keys() == {"model"}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from paradraft.train import evaluation
+from paradraft.train.progress import Report
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.trainer import train_pard
 from tests.unit.train.test_trainer import recipe_for
@@ -73,6 +74,21 @@ LENGTHS = {
     "patience": (2.0, 1.5, 1.2, 1.1, 1.8, 1.3),
 }
 """Where the best drafter is found, by the lengths that the evaluations measure; the last checkpoint is after step 4."""
+
+
+class StoppedError(Exception):
+    """What a test stops a run with."""
+
+
+def stopped(recipe: PardRecipe, step: int) -> None:
+    """Trains up to the first report after a step."""
+
+    def report(progress: Report) -> None:
+        if progress.step >= step:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train_pard(recipe, report)
 
 
 def measuring(patch: pytest.MonkeyPatch, lengths: Sequence[float]) -> None:
@@ -156,3 +172,43 @@ def test_the_best_is_what_the_state_says(family: Path, tmp_path: Path, monkeypat
     record = json.loads((recipe.out / "train_command.json").read_text())
     assert (record["best"]["step"], record["best"]["acceptance_length"]) == (2, 2.0)
     assert result(recipe.out)["model.safetensors"] == result(expected.out)["model.safetensors"]
+
+
+def test_memory_is_no_part_of_a_run(family: Path, tmp_path: Path) -> None:
+    """Guards a run that ends for want of memory: it goes on with smaller passes, and learns the same."""
+    common = {"samples_per_step": 3, "average": "per_depth", "optimizer": "adamw", "max_length": 33}
+    whole, begun = (recipe_for(family, tmp_path, out=tmp_path / name, **common) for name in ("whole", "begun"))
+    losses: dict[int, float] = {}
+
+    def note(report: Report) -> None:
+        losses[report.step] = report.loss
+
+    train_pard(whole, note)
+    expected = dict(losses)
+    stopped(begun, 3)
+    less = {"samples_per_pass": 1, "pack": True, "gradient_checkpointing": True, "save_every": 3, "log_every": 2}
+    train_pard(begun.model_copy(update=less), note)
+    assert losses == pytest.approx({**expected, 4: (expected[3] + expected[4]) / 2}, rel=1e-5)
+
+
+@pytest.mark.parametrize("role", ["model", "target"])
+def test_a_model_that_changed_is_named(family: Path, tmp_path: Path, role: str) -> None:
+    """Guards against one run with two teachers, or a drafter merged into another start than its own."""
+    folder = shutil.copytree(family / "draft", tmp_path / "copy")
+    measured = {"held_out": 2, "evaluate_every": 5, "prompt_tokens": 4, "answer_tokens": 8}
+    settings = {role: str(folder)} if role == "model" else {role: str(folder), **measured}
+    stopped(recipe_for(family, tmp_path, **settings), 3)
+    shutil.copy(family / "target" / "model.safetensors", folder)
+    with pytest.raises(ValueError, match=f"step-00000002 belongs to another recipe: {role} was"):
+        train_pard(recipe_for(family, tmp_path, **settings), lambda report: None)
+
+
+@pytest.mark.parametrize(("log_every", "save_every"), [(3, 2), (4, 3), (6, 5)])
+def test_averages_go_over_the_stop(family: Path, tmp_path: Path, log_every: int, save_every: int) -> None:
+    """Guards the reported losses: one that began before a checkpoint goes on behind it, to the last bit."""
+    rhythm = {"log_every": log_every, "save_every": save_every, "steps": 6}
+    whole, begun = (recipe_for(family, tmp_path, out=tmp_path / name, **rhythm) for name in ("whole", "begun"))
+    train_pard(whole, lambda report: None)
+    stopped(begun, save_every + 1)
+    train_pard(begun, lambda report: None)
+    assert result(begun.out) == result(whole.out)
