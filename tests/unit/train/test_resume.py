@@ -212,3 +212,19 @@ def test_averages_go_over_the_stop(family: Path, tmp_path: Path, log_every: int,
     stopped(begun, save_every + 1)
     train_pard(begun, lambda report: None)
     assert result(begun.out) == result(whole.out)
+
+
+def test_everything_together(family: Path, tmp_path: Path) -> None:
+    """Guards what a real run combines: adapters, packing, a teacher, evaluations and patience, stopped between two
+    reports and two evaluations."""
+    settings = {
+        "lora": {"rank": 2}, "pack": True, "samples_per_pass": 2, "samples_per_step": 4, "optimizer": "adamw",
+        "teacher": str(family / "target"), "held_out": 2, "evaluate_every": 3, "prompt_tokens": 4, "answer_tokens": 8,
+        "patience": 2, "steps": 12, "log_every": 5, "save_every": 4, "lr": 3e-2, "max_length": 33,
+    }  # fmt: skip
+    whole, begun = (recipe_for(family, tmp_path, out=tmp_path / name, **settings) for name in ("whole", "begun"))
+    train_pard(whole, lambda report: None)
+    for step in (5, 9):
+        stopped(begun, step)
+    train_pard(begun, lambda report: None)
+    assert result(begun.out) == result(whole.out)
