@@ -6,7 +6,8 @@ import pytest
 
 from paradraft.bench.demo import FULL, SHORT, recipe
 from paradraft.train.idle import complaints
-from paradraft.train.recipe import PardRecipe, load_recipe
+from paradraft.train.recipe import PardRecipe
+from paradraft.train.recipe_file import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 BASE = {"model": "m", "data": ["d"], "out": "o", "steps": 100}

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.train.recipe import PardRecipe, load_recipe
+from paradraft.train.recipe import PardRecipe
+from paradraft.train.recipe_file import load_recipe
 
 TEXT = "model: some/model\ndata: [a.txt, b.jsonl]\nout: there\nsteps: 100\n"
 
