@@ -148,7 +148,7 @@ def add_mask_token(
     known = declared_mask_id(model.config)
     rows, used = model.get_input_embeddings().weight.shape[0], used_rows(tokenizer)
     if mask_id is not None and not 0 <= mask_id < rows:
-        raise ValueError(f"mask_token_id={mask_id} is outside the embedding of {rows} rows")
+        raise ValueError(f"mask_token_id={mask_id} is outside the embedding of {rows} rows: use a free one of them")
     chosen = known if mask_id is None else mask_id
     if chosen is None:
         chosen = free_id(tokenizer, rows, end_ids(model))
@@ -156,7 +156,9 @@ def add_mask_token(
         chosen = max(rows, used)
         resize(model, chosen + 1, used)
     if masks > 1 and not used <= chosen <= model.get_input_embeddings().weight.shape[0] - masks:
-        raise ValueError(f"distinct_masks: {masks} ids from {chosen} on are not all free in this embedding")
+        raise ValueError(
+            f"distinct_masks: {masks} ids from {chosen} on are not all free in the embedding: lower k or share one mask"
+        )
     if chosen != known:
         set_to_mean(model, slice(chosen, chosen + masks), used)
     declare_masks(model.config, chosen, masks)

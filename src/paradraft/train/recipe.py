@@ -18,9 +18,10 @@ from paradraft.train.losses import Divergence, Reduction
 Loss = Literal["cross_entropy", Divergence]
 NOT_DECISIVE = frozenset({
     "out", "log_every", "save_every", "report_to", "skip_unlabelled", "device", "attention", "gradient_checkpointing",
-    "samples_per_pass", "pack",
+    "samples_per_pass", "pack", "bf16",
 })  # fmt: skip
-"""Settings that change where, how fast and in how much memory a drafter is learnt, but for rounding not which."""
+"""Settings that change where, how fast and in how much memory a drafter is learnt, but for rounding not which. A
+checkpoint knows its precision by itself, because `bf16` need not say it."""
 POCKET_ROLES = {"model": "draft", "teacher": "target", "target": "target"}
 """Which of the shipped models each setting calls pocket."""
 
@@ -121,13 +122,17 @@ class PardRecipe(BaseModel):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> PardRecipe:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give either steps or epochs")
+            raise ValueError(
+                f"steps={self.steps}, epochs={self.epochs}: give either steps or epochs, the other as null"
+            )
         if (self.divergence is not None) != (self.teacher is not None):
             wanted = "name a teacher" if self.teacher is None else "use one of the divergences, or leave teacher out"
             raise ValueError(f"loss={self.loss}: {wanted}")
         if self.depth_weights is not None:
             if len(self.depth_weights) != self.k:
-                raise ValueError(f"depth_weights: {len(self.depth_weights)} numbers for k={self.k} depths")
+                raise ValueError(
+                    f"depth_weights: {len(self.depth_weights)} numbers for k={self.k} depths, give one each"
+                )
             if min(self.depth_weights) < 0 or max(self.depth_weights) == 0:
                 raise ValueError(f"depth_weights={self.depth_weights}: use numbers from 0, not all 0")
         if self.out == Path():

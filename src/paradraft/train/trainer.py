@@ -39,7 +39,9 @@ def is_trained(recipe: PardRecipe) -> bool:
     if not (recipe.out / "config.json").exists():
         return False
     if provenance.read_record(recipe.out).get("fingerprint") != recipe.fingerprint:
-        raise ValueError(f"{recipe.out} holds a model of another recipe: delete it, or choose another `out`")
+        raise ValueError(
+            f"{recipe.out} holds a model of another recipe, or of other data: delete it, or choose another `out`"
+        )
     return True
 
 
@@ -80,7 +82,8 @@ def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
 def _prepared(recipe: PardRecipe, accelerator: Accelerator, state: State | None) -> Preparation:
     prepared = prepare(recipe, accelerator.device, processes=accelerator.num_processes)
     if state is not None and state.bf16 != prepared.bf16:
-        raise ValueError(f"the run in {recipe.out} began with bf16={state.bf16}: go on with the same")
+        before = str(state.bf16).lower()
+        raise ValueError(f"the run in {recipe.out} began with bf16={before}, and here it is not: set bf16={before}")
     for complaint in complaints(recipe, steps=prepared.steps) if accelerator.is_main_process else ():
         warnings.warn(complaint, stacklevel=3)
     return prepared
@@ -97,4 +100,4 @@ def _accelerator(recipe: PardRecipe) -> Accelerator:
             project_dir=str(recipe.out / "logs") if recipe.report_to else None,
         )
     except (ValueError, ImportError) as error:
-        raise ValueError(f"report_to={recipe.report_to}: {error}") from None
+        raise ValueError(f"accelerate cannot begin: {error}") from None

@@ -172,8 +172,9 @@ def test_a_run_goes_on_in_the_precision_it_began_with(family: Path, tmp_path: Pa
         with pytest.raises(StoppedError):
             train_pard(recipe, stop_after(3))
         patch.setattr(preparation, "computes_bf16", lambda device: True)
-        with pytest.raises(ValueError, match="began with bf16=False: go on with the same"):
+        with pytest.raises(ValueError, match="began with bf16=false, and here it is not: set bf16=false"):
             train_pard(recipe, lambda progress: None)
+        assert train_pard(recipe.model_copy(update={"bf16": False}), lambda progress: None)
 
 
 def test_another_recipe_does_not_go_on_from_this_one(family: Path, tmp_path: Path) -> None:
@@ -295,11 +296,14 @@ def test_adapters_are_merged_and_the_mask_learns(family: Path, tmp_path: Path) -
 
 def test_a_run_that_does_not_fit_is_refused(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a process that is killed after an hour: memory is estimated before the first step."""
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: 1e5)
-    recipe = recipe_for(family, tmp_path)
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 1e6)
+    recipe = recipe_for(family, tmp_path, max_length=97)
     with pytest.raises(
         ValueError, match=r"needs 0\.\d GiB beside its models \(optimizer .*\), and 0\.0 GiB are free: lower"
     ):
+        train_pard(recipe, lambda report: None)
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 1e5)
+    with pytest.raises(ValueError, match=r"0\.0 GiB are free: train adapters"):
         train_pard(recipe, lambda report: None)
     assert not recipe.out.exists()
 
