@@ -178,10 +178,10 @@ class Loop:
     def _evaluate(self, done: int) -> bool:
         """Measures, keeps the drafter while it is the best, and says whether to stop early."""
         loss, accuracy = self._held_out()
-        self._save_drafter(done)
-        length = None if self.acceptance is None else self.acceptance.of(self.checkpoints.drafter(done))
         if not math.isfinite(loss):
             raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
+        self._save_drafter(done)
+        length = None if self.acceptance is None else self.acceptance.of(self.checkpoints.drafter(done))
         (length,) = broadcast_object_list([length])  # only the main process measures it
         self._standing = self._standing.after(Worth(step=done, acceptance_length=length, held_out_loss=loss))
         is_best = self._standing.stale == 0

@@ -139,8 +139,7 @@ class PardRecipe(BaseModel):
             raise ValueError("out: name a folder of its own")
         if self.held_out == 0:
             self.check_measurable(0)
-        if self.attention == "flex_attention" and self.device == "cpu":
-            raise ValueError("attention=flex_attention: it has no backward pass on a CPU, use sdpa")
+        self.check_device(self.device)
         if unknown := self.columns.keys() - COLUMNS:
             raise ValueError(f"columns: {sorted(unknown)[0]!r} is none of {', '.join(COLUMNS)}")
         return self
@@ -151,6 +150,11 @@ class PardRecipe(BaseModel):
         for name, value in asked.items():
             if value is not None and not held_out:
                 raise ValueError(f"{name}={value}: nothing is held out to measure with, set held_out")
+
+    def check_device(self, kind: str) -> None:
+        """Raises ValueError if the settings cannot be had on a kind of device, as torch calls it."""
+        if self.attention == "flex_attention" and kind == "cpu":
+            raise ValueError("attention=flex_attention: it has no backward pass on a CPU, use sdpa")
 
     @property
     def masks(self) -> int:

@@ -61,6 +61,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
             something else or is in use by another run.
     """
     accelerator = _accelerator(recipe)
+    recipe.check_device(accelerator.device.type)
     checkpoints = Checkpoints(recipe.out / CHECKPOINT, accelerator, recipe.identity)
     with ExitStack() as held:
         with as_one(accelerator):

@@ -363,6 +363,17 @@ def test_a_model_without_a_row_for_a_token_is_refused(family: Path, tmp_path: Pa
         train_pard(recipe, lambda report: None)
 
 
+def test_attention_that_cannot_learn_here_is_refused(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a traceback out of the first backward pass where `device` is left to the machine."""
+    with pytest.raises(ValueError, match="no backward pass on a CPU, use sdpa"):
+        recipe_for(family, tmp_path, attention="flex_attention", device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no backward pass on a CPU, use sdpa"):
+        train_pard(recipe_for(family, tmp_path, attention="flex_attention", device="auto"), lambda report: None)
+
+
 def test_a_target_that_does_not_fit_is_refused_before_the_first_step(family: Path, tmp_path: Path) -> None:
     """Guards hours of training: the first evaluation comes after a tenth of the steps."""
     with pytest.raises(ValueError, match="knows 72 tokens, the target 4088"):
