@@ -26,10 +26,10 @@ from paradraft.machine import describe_machine
 from paradraft.models.loading import computes_bf16
 from paradraft.train.attention import FLEX
 from paradraft.train.batch import Drop, collate
-from paradraft.train.data import Sample
 from paradraft.train.losses import row_weights
 from paradraft.train.optimizers import Optimizers
 from paradraft.train.pard import Objective
+from paradraft.train.sample import Sample
 
 SETTINGS = {"without drop": (1.0, 1.0), "COD": (0.7, 0.2)}
 K = 8

@@ -16,6 +16,7 @@ from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock, Stats
 from paradraft.decode.stops import HALF_CHARACTER, Stops, find_stop, settled
 from paradraft.models.target import Target
+from paradraft.models.texts import opening
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +136,8 @@ class Engine:
         """Answers one prompt, or several in batches.
 
         Args:
-            prompts: a text or texts; or rows of token ids, which are taken as they are: a chat template that
-                wrote its own BOS gets no second one.
+            prompts: a text or texts, which begin with one BOS where the tokenizer wants one, and end without an
+                end-of-text; or rows of token ids, which are taken as they are.
             max_new_tokens: most tokens of an answer, for all prompts or for each.
             sampling: greedy by default; for all prompts or for each.
             stop: strings that end an answer; its text ends before the first of them.
@@ -274,7 +275,7 @@ class Engine:
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            return list(self.target.tokenizer(prompt)["input_ids"]) if prompt else []
+            return opening(prompt, self.target.tokenizer) if prompt else []
         return prompt
 
     def _text(self, tokens: list[int]) -> str:

@@ -12,8 +12,8 @@ from paradraft import Sampling, load
 from paradraft.api import drafter_names, takes_draft
 from paradraft.models.loading import Runtime
 from paradraft.train.batch import Drop, collate
-from paradraft.train.data import Sample
 from paradraft.train.pard import Objective
+from paradraft.train.sample import Sample
 
 pytestmark = pytest.mark.gpu
 

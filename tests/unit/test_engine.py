@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from paradraft import Engine, Sampling, load
 from paradraft.models.loading import Runtime
@@ -22,6 +23,17 @@ def test_token_ids_are_taken_as_they_are(engine: Engine) -> None:
     ids = [engine.target.tokenizer(text)["input_ids"] for text in ("hello", "ab")]
     from_ids = engine.generate(ids, max_new_tokens=6, sampling=sampling)
     assert [result.tokens for result in from_ids] == [result.tokens for result in from_text]
+
+
+def test_a_prompt_does_not_end(family: Path) -> None:
+    """Guards against an answer that begins behind an end-of-text, where the tokenizer puts one behind every text."""
+    engine = load(str(family / "target"), runtime=Runtime(dtype="float64"))
+    expected = engine.generate([[52, 1, 2]], max_new_tokens=6)
+    engine.target.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="Z $A <|eos|>", special_tokens=[("Z", 52), ("<|eos|>", 0)]
+    )
+    for prompt in ("ab", "Zab"):
+        assert [engine.generate(prompt, max_new_tokens=6).tokens] == [result.tokens for result in expected]
 
 
 @pytest.mark.parametrize("token", [-1, 64])

@@ -21,6 +21,7 @@ from paradraft.decode.stats import Stats
 from paradraft.engine import Engine
 from paradraft.models.loading import Runtime
 from paradraft.models.target import Target
+from paradraft.models.texts import opening
 
 HF, AR = "hf", "ar"
 
@@ -172,7 +173,7 @@ def _hugging_face(target: Target) -> Answerer:
                 "top_p": sampling.top_p,
             }
         torch.manual_seed(sampling.seed)
-        rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+        rows = [opening(prompt, tokenizer) for prompt in prompts]
         width = max(map(len, rows))
         tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)

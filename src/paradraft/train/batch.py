@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from paradraft.train.cod import conditional_drop
-from paradraft.train.data import Sample
 from paradraft.train.losses import IGNORED
 from paradraft.train.rows import FILLING, Rows
+from paradraft.train.sample import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,8 @@ def _pack(
     texts: list[dict[str, Tensor]] = []
     before = 0
     for document, (sample, generator) in enumerate(zip(samples, generators, strict=True)):
-        real, is_label = torch.tensor(sample.tokens), torch.tensor(sample.is_label)
+        real = torch.frombuffer(sample.tokens, dtype=torch.int32).long()
+        is_label = torch.frombuffer(sample.is_label, dtype=torch.bool)
         n = len(real) - 1
         kept = conditional_drop(n, k=drop.k, r=drop.r, r_min=drop.r_min, generator=generator, may_draft=is_label[1:])
         at, depth = kept.position, kept.depth

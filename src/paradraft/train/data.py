@@ -10,14 +10,15 @@ is learnt behind its response or its last turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from paradraft.models.texts import continuation, opening
+from paradraft.train.conversations import conversation_samples
+from paradraft.train.sample import Sample, group_of, pieces
 from paradraft.train.sources import records
 
 COLUMNS = ("text", "prompt", "response", "messages", "user", "assistant", "finish_reason")
@@ -25,22 +26,6 @@ COLUMNS = ("text", "prompt", "response", "messages", "user", "assistant", "finis
 SHARE_GPT = {"human": "user", "gpt": "assistant"}
 NAMED = 5
 """How many samples a complaint names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """Tokens, and which of them are to be predicted.
-
-    Args:
-        tokens: at least two token ids.
-        is_label: for each token whether it is a label.
-    """
-
-    tokens: list[int]
-    is_label: list[bool]
-
-    def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.is_label)
 
 
 def load_samples(
@@ -71,12 +56,13 @@ def load_samples(
     for source in sources:
         for place, record in records(source):
             try:
-                whole = _from_record(_renamed(record, columns or {}), tokenizer)
+                found = _from_record(_renamed(record, columns or {}), tokenizer)
             except (ValueError, TypeError, KeyError, TemplateError) as error:
                 raise ValueError(f"{place}: {error}") from None
-            pieces = list(_pieces(whole, max_length))
-            samples += pieces
-            if not pieces:
+            group = group_of(found[0]) if found else 0
+            parts = [piece for sample in found for piece in pieces(sample, max_length, group=group)]
+            samples += parts
+            if not parts:
                 unlabelled.append(place)
     if unlabelled and not skip_unlabelled:
         some = ", ".join(unlabelled[:NAMED]) + (", …" if len(unlabelled) > NAMED else "")
@@ -96,80 +82,39 @@ def _renamed(record: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     return {ours: record[theirs] for ours, theirs in columns.items()} if columns else record
 
 
-def _pieces(whole: Sample, max_length: int) -> Iterable[Sample]:
-    """Pieces of a sample that have a label; they overlap by one token, or a piece's first token would be nobody's."""
-    for start in range(0, max(len(whole.tokens) - 1, 1), max_length - 1):
-        piece = slice(start, start + max_length)
-        if any(whole.is_label[piece][1:]):
-            yield Sample(tokens=whole.tokens[piece], is_label=whole.is_label[piece])
-
-
-def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> Sample:
+def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     is_cut = record.get("finish_reason") == "length"
     match record:
         case {"text": str(text)}:
-            return _from_text(text, tokenizer)
+            return [_from_text(text, tokenizer)]
         case {"prompt": str(prompt), "response": str(response)}:
-            return _from_response(prompt, response, tokenizer, is_cut=is_cut)
+            return [_from_response(prompt, response, tokenizer, is_cut=is_cut)]
         case {"messages": [_, *_] as messages} if all(isinstance(message, dict) for message in messages):
-            return _from_messages(messages, tokenizer, is_cut=is_cut)
+            return conversation_samples(messages, tokenizer, is_cut=is_cut)
         case {"conversations": [_, *_] as turns} if all(isinstance(turn, dict) for turn in turns):
-            messages = [{"role": SHARE_GPT.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
-            return _from_messages(messages, tokenizer, is_cut=is_cut)
+            messages = [
+                {"role": SHARE_GPT.get(turn.get("from"), turn.get("from")), "content": turn.get("value")}
+                for turn in turns
+            ]
+            return conversation_samples(messages, tokenizer, is_cut=is_cut)
         case {"user": str(user), "assistant": str(assistant)}:
             messages = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-            return _from_messages(messages, tokenizer, is_cut=is_cut)
+            return conversation_samples(messages, tokenizer, is_cut=is_cut)
     raise ValueError('expected {"text": …}, {"prompt": …, "response": …} or {"messages": […]}')
 
 
 def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    tokens = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    tokens = _ended(opening(text, tokenizer), tokenizer)
     return Sample(tokens=tokens, is_label=[True] * len(tokens))
 
 
 def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
-    question = tokenizer(prompt)["input_ids"]
-    answer = tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * (not is_cut)
+    question, written = opening(prompt, tokenizer), continuation(response, tokenizer)
+    answer = written if is_cut else _ended(written, tokenizer)
     return Sample(tokens=question + answer, is_label=[False] * len(question) + [True] * len(answer))
 
 
-def _from_messages(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
-    if not tokenizer.chat_template:
-        raise ValueError("the model has no chat template, so conversations cannot be read")
-    if is_cut and messages[-1]["role"] == "assistant":
-        # As the target wrote it: behind the generation prompt. The template would put an end of turn behind it.
-        before = _from_turns(messages[:-1], tokenizer, ask=True)
-        answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-        return Sample(tokens=before.tokens + answer, is_label=before.is_label + [True] * len(answer))
-    return _from_turns(messages, tokenizer, ask=False)
-
-
-def _from_turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, ask: bool) -> Sample:
-    """Labels what the template marks, or if it marks nothing, what each assistant turn adds behind its generation
-    prompt; with `ask`, a generation prompt stands at the end."""
-    if not messages:
-        return Sample(tokens=[], is_label=[])
-    if "{% generation" in tokenizer.chat_template.replace("{%-", "{%"):
-        encoded = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=ask
-        )
-        return Sample(tokens=list(encoded["input_ids"]), is_label=[bool(flag) for flag in encoded["assistant_masks"]])
-
-    def tokens_of(upto: int, *, ask: bool) -> list[int]:
-        if upto == 0:
-            return []
-        encoded = tokenizer.apply_chat_template(
-            messages[:upto], tokenize=True, return_dict=True, add_generation_prompt=ask
-        )
-        return list(encoded["input_ids"])
-
-    whole = tokens_of(len(messages), ask=ask)
-    is_label = [False] * len(whole)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before, after = tokens_of(index, ask=True), tokens_of(index + 1, ask=False)
-        if whole[: len(after)] != after or after[: len(before)] != before:
-            raise ValueError(f"message {index + 1}: the chat template rewrites it later, so it cannot be labelled")
-        is_label[len(before) : len(after)] = [True] * (len(after) - len(before))
-    return Sample(tokens=whole, is_label=is_label)
+def _ended(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """With one end-of-text behind, which may stand in the text already."""
+    end = [tokenizer.eos_token_id]
+    return tokens if tokens[-1:] == end else tokens + end

@@ -12,7 +12,7 @@ from paradraft.decode.stats import Clock
 from paradraft.decode.stops import Stops
 from paradraft.engine import Engine
 from paradraft.models.loading import Runtime, load_draft_lm, load_target
-from paradraft.train.data import Sample
+from paradraft.train.sample import Sample
 
 ORDINARY_K = 4
 """Tokens that an ordinary draft drafts when it is measured."""
@@ -73,4 +73,4 @@ def prompt_of(sample: Sample, *, most: int) -> list[int]:
     [5, 6]
     """
     first = sample.is_label.index(True)
-    return sample.tokens[:first] if first else sample.tokens[: max(min(most, len(sample.tokens) // 2), 1)]
+    return list(sample.tokens[: first or max(min(most, len(sample.tokens) // 2), 1)])

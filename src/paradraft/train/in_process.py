@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 
 from paradraft.core import Sampling
 from paradraft.engine import Engine
+from paradraft.models.texts import opening
 from paradraft.train.questions import EOS, LENGTH, Answer, Message, Question, next_prompt, turns_of
 from paradraft.train.regenerate import Outcome
 
@@ -110,7 +111,7 @@ class InProcess:
     def _tokens(self, prompt: str | list[Message]) -> list[int]:
         tokenizer = self.engine.target.tokenizer
         if isinstance(prompt, str):
-            return list(tokenizer(prompt)["input_ids"])
+            return opening(prompt, tokenizer)
         if not tokenizer.chat_template:
             raise ValueError(
                 f"{self.target!r} has no chat template, so conversations cannot be asked: use a model that has one, "

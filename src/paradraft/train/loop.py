@@ -21,7 +21,6 @@ from torch import Tensor
 from paradraft.train import curves, trackers
 from paradraft.train.batch import Batch
 from paradraft.train.checkpoint import Checkpoints, State, put_in_place, save_model
-from paradraft.train.data import Sample
 from paradraft.train.evaluation import Acceptance
 from paradraft.train.losses import row_weights
 from paradraft.train.optimizers import Optimizers
@@ -29,6 +28,7 @@ from paradraft.train.order import Order
 from paradraft.train.preparation import Preparation
 from paradraft.train.progress import Evaluation, Meter, Report, shares
 from paradraft.train.provenance import write_record
+from paradraft.train.sample import Sample
 from paradraft.train.standing import Standing, Worth
 
 EVALUATIONS = 10

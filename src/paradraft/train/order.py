@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paradraft.train.data import Sample
+from paradraft.train.sample import Sample
 
 WINDOW = 32
 """Steps over which samples of like length are brought together."""

@@ -16,15 +16,15 @@ from paradraft.train import memory
 from paradraft.train.adapters import merged, with_adapters
 from paradraft.train.attention import FLEX
 from paradraft.train.batch import Batch, Drop, collate, pack
-from paradraft.train.data import Sample, load_samples
+from paradraft.train.data import load_samples
 from paradraft.train.evaluation import Acceptance, prompt_of
+from paradraft.train.held_out import hold_out
 from paradraft.train.pard import Objective, add_mask_token
 from paradraft.train.recipe import PardRecipe
+from paradraft.train.sample import Sample
 from paradraft.train.teacher import Teacher, load_teacher
 from paradraft.train.vocabulary import check_rows
 
-MOST_HELD_OUT = 64
-HELD_OUT_SHARE = 20
 MOST_ROOM = 4096
 """Most tokens of a prompt and its answer when acceptance lengths are measured."""
 
@@ -170,27 +170,17 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
             runtime=runtime,
         )
         teacher.model.set_attn_implementation(model.config._attn_implementation)
-    kept = _held_out(recipe, len(samples))
-    # Far from each other in the data, so that they are not all of one file.
-    places = {round((place + 0.5) * len(samples) / kept - 0.5) for place in range(kept)}
+    learnt, held_out = hold_out(samples, recipe.held_out)
     return Preparation(
         recipe=recipe,
         tokenizer=tokenizer,
-        samples=[sample for index, sample in enumerate(samples) if index not in places],
-        held_out=[samples[index] for index in sorted(places)],
+        samples=learnt,
+        held_out=held_out,
         mask_id=mask_id,
         objective=Objective(model, teacher=teacher, kind=recipe.divergence or "forward_kl", bf16=bf16),
         bf16=bf16,
         per_pass=min(recipe.samples_per_pass or recipe.samples_per_step, recipe.samples_per_step // processes),
     )
-
-
-def _held_out(recipe: PardRecipe, samples: int) -> int:
-    if recipe.held_out is None:
-        return min(samples // HELD_OUT_SHARE, MOST_HELD_OUT)
-    if recipe.held_out >= samples:
-        raise ValueError(f"held_out={recipe.held_out} leaves nothing to learn of {samples} samples: hold out fewer")
-    return recipe.held_out
 
 
 @dataclass(frozen=True, kw_only=True)

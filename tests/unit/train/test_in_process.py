@@ -110,18 +110,22 @@ def test_a_conversation_goes_on_from_the_new_answers(family: Path, tmp_path: Pat
     assert [message["content"] for message in answer["messages"]] == ["ab", turns[0], "c", turns[1]]
 
 
-def test_a_template_with_bos_gets_no_second_one(family: Path, tmp_path: Path) -> None:
-    """Guards against two BOS tokens, where the tokenizer adds one to the one of the template."""
+@pytest.mark.parametrize(
+    ("record", "asked"), [(talk("a"), [51, 63, 1, 63, 52]), ({"prompt": "a"}, [51, 1]), ({"prompt": "Ya"}, [51, 1])]
+)
+def test_one_bos_and_no_end(family: Path, tmp_path: Path, record: object, asked: list[int]) -> None:
+    """Guards against two BOS tokens, where the tokenizer adds one to that of the template or of the prompt, and against
+    an end behind the question."""
     engine = engine_of(family)
     engine.target.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="Y $A", special_tokens=[("Y", 51)]
+        single="Y $A <|eos|>", special_tokens=[("Y", 51), ("<|eos|>", 0)]
     )
     engine.target.tokenizer.chat_template = "Y" + TEMPLATE
-    _, (answer,) = ask(answerer(engine), tmp_path, talk("a"))
+    _, (answer,) = ask(answerer(engine), tmp_path, record)
     (question,) = read_questions(tmp_path / "prompts.jsonl", 1)
     sampling = [replace(SAMPLING, seed=question.seed(SAMPLING.seed, 0))]
-    (expected,) = engine.generate([[51, 63, 1, 63, 52]], max_new_tokens=8, sampling=sampling)
-    assert answer["messages"][-1]["content"] == expected.text
+    (expected,) = engine.generate([asked], max_new_tokens=8, sampling=sampling)
+    assert expected.text == (answer["response"] if "response" in answer else answer["messages"][-1]["content"])
 
 
 def test_a_conversation_without_room_ends_there(family: Path, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paradraft.train import memory
 from paradraft.train.batch import Drop, collate
-from paradraft.train.data import Sample
 from paradraft.train.pard import Objective
 from paradraft.train.recipe import PardRecipe
+from paradraft.train.sample import Sample
 
 N, VOCAB, SAMPLES = 200, 500, 2
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from paradraft.train.data import Sample
 from paradraft.train.order import Order
+from paradraft.train.sample import Sample
 
 
 def test_every_epoch_goes_through_all_samples_in_its_own_order() -> None:

@@ -8,9 +8,9 @@ import torch
 from paradraft.core import Prompt, Sampling
 from paradraft.models.causal_lm import CausalLM
 from paradraft.train.batch import Batch, Drop, collate
-from paradraft.train.data import Sample
 from paradraft.train.losses import IGNORED
 from paradraft.train.pard import Objective, _labelled_by_place, add_mask_token
+from paradraft.train.sample import Sample
 from paradraft.train.teacher import Teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 

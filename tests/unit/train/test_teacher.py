@@ -7,8 +7,8 @@ import torch
 
 from paradraft.models.loading import Runtime
 from paradraft.train.batch import Drop, collate
-from paradraft.train.data import Sample
 from paradraft.train.losses import IMPOSSIBLE
+from paradraft.train.sample import Sample
 from paradraft.train.teacher import Teacher, load_teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 

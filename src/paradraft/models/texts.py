@@ -1,0 +1,28 @@
+"""Token ids of texts, with one BOS in front where the tokenizer wants one, and no end behind.
+
+A tokenizer may put a BOS before every text and an end-of-text behind it. Behind a prompt, or between a
+prompt and its response, an end would say that nothing follows. And a text that a chat template wrote
+begins with a BOS of its own.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+
+def opening(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a text that others follow: a prompt, or the beginning of a document."""
+    tokens = continuation(text, tokenizer)
+    before = _before(tokenizer)
+    return tokens if tokens[: len(before)] == before else before + tokens
+
+
+def continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a text that stands behind others: nothing is put around it."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every text."""
+    around, inside = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    return list(around[: around.index(inside[0])])

@@ -1,0 +1,130 @@
+"""Conversations become samples: what the assistant says is learnt.
+
+The chat template says what the target reads before a turn, up to the generation prompt, and what it
+writes behind that. Some templates write a turn otherwise once others follow: Qwen3's leaves out what the
+model thought before. So a turn is taken as it is while no other follows. It goes on with the sample
+before it if the target reads that very sample there, and begins a sample of its own if not.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from paradraft.models.texts import continuation
+from paradraft.train.sample import Sample
+
+Message = dict[str, Any]
+Turn = tuple[list[int], list[int]]
+"""The tokens that the target reads, and those that it writes behind them."""
+
+
+def conversation_samples(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> list[Sample]:
+    """The samples of a conversation; none where the assistant says nothing.
+
+    Args:
+        messages: at least one, each with a role and a content: a text, or a list of parts of type text.
+        tokenizer: the model's. If its chat template marks the assistant's tokens, its marks are the labels.
+        is_cut: whether the last turn was cut, if it is the assistant's.
+
+    Raises:
+        ValueError: there is no chat template; or a message (named by number) has no role, is not all text, or is
+            not written by the template as the target would write it.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("the model has no chat template, so conversations cannot be read")
+    messages = [_read(message, number) for number, message in enumerate(messages, start=1)]
+    is_cut = is_cut and messages[-1]["role"] == "assistant"
+    if "{% generation" in tokenizer.chat_template.replace("{%-", "{%"):
+        return [_marked(messages, tokenizer, is_cut=is_cut)]
+    return _joined(_turns(messages, tokenizer, is_cut=is_cut))
+
+
+def _read(message: Message, number: int) -> Message:
+    """A message whose content is a text."""
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"message {number} has no role")
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not parts or not all(map(_is_text, parts)):
+        raise ValueError(
+            f"message {number} has the content {reprlib.repr(content)}: give a text, or parts of type text; images and "
+            "tool calls are not learnt"
+        )
+    # As servers join them for a template that takes a text.
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Iterator[Turn]:
+    for number, message in enumerate(messages, start=1):
+        if message["role"] != "assistant":
+            continue
+        prompt = _rendered(messages[: number - 1], tokenizer, ask=True)
+        if is_cut and number == len(messages):
+            yield prompt, _as_it_came(message, tokenizer)
+        else:
+            yield prompt, _answer(messages[:number], prompt, tokenizer)
+
+
+def _joined(turns: Iterable[Turn]) -> list[Sample]:
+    """As few samples as there may be.
+
+    >>> [list(sample.tokens) for sample in _joined([([1, 2], [3]), ([1, 2, 3, 4], [5]), ([1, 4], [6])])]
+    [[1, 2, 3, 4, 5], [1, 4, 6]]
+    """
+    samples: list[Sample] = []
+    for prompt, answer in turns:
+        is_label = [False] * len(prompt)
+        if samples and prompt[: len(samples[-1].tokens)] == list(samples[-1].tokens):
+            before = samples.pop().is_label
+            is_label[: len(before)] = before
+        samples.append(Sample(tokens=prompt + answer, is_label=is_label + [True] * len(answer)))
+    return samples
+
+
+def _answer(messages: list[Message], prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the template puts behind the prompt of the last message."""
+    template, instead = f"message {len(messages)}: the chat template", "give prompt and response instead of messages"
+    whole = _rendered(messages, tokenizer, ask=False)
+    if whole[: len(prompt)] != prompt:
+        raise ValueError(f"{template} does not write it behind the prompt of its turn: {instead}")
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    if _without_spaces(messages[-1]["content"]) not in _without_spaces(text):
+        raise ValueError(f"{template} leaves out a part of it, such as what the model thought: {instead}")
+    return whole[len(prompt) :]
+
+
+def _as_it_came(message: Message, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    # The template would put an end of turn behind what was cut.
+    return continuation(message["content"], tokenizer)
+
+
+def _rendered(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, ask: bool) -> list[int]:
+    """The template's tokens, with a generation prompt at the end if the next turn is asked for."""
+    if not messages:
+        return []
+    return list(tokenizer.apply_chat_template(messages, return_dict=True, add_generation_prompt=ask)["input_ids"])
+
+
+def _marked(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
+    """Labels what the template marks, and the turn that was cut."""
+    tokens: list[int] = []
+    is_label: list[bool] = []
+    if rendered := messages[:-1] if is_cut else messages:
+        encoded = tokenizer.apply_chat_template(
+            rendered, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=is_cut
+        )
+        tokens, is_label = list(encoded["input_ids"]), list(map(bool, encoded["assistant_masks"]))
+    answer = _as_it_came(messages[-1], tokenizer) if is_cut else []
+    return Sample(tokens=tokens + answer, is_label=is_label + [True] * len(answer))
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())

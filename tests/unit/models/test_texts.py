@@ -1,0 +1,31 @@
+"""What a tokenizer puts around texts: one BOS in front, and no end behind."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from paradraft.models.texts import continuation, opening
+from tests.conftest import tiny_tokenizer
+
+A, B, BOS, EOS = 1, 2, 52, 0
+SPECIAL = [("Z", BOS), ("<|eos|>", EOS)]
+
+
+@pytest.mark.parametrize(
+    ("around", "before"),
+    [
+        (None, []), ("$A", []), ("Z $A", [BOS]), ("$A <|eos|>", []), ("Z $A <|eos|>", [BOS]),
+        ("<|eos|> $A", [EOS]), ("<|eos|> $A <|eos|>", [EOS]), ("<|eos|> Z $A <|eos|>", [EOS, BOS]),
+    ],
+)  # fmt: skip
+def test_one_bos_and_no_end(around: str | None, before: list[int]) -> None:
+    """Guards prompts against an end that tells the model to stop, and against the BOS that a text brings itself and
+    the tokenizer's before it; in some families BOS and end are one token."""
+    tokenizer = tiny_tokenizer()
+    if around is not None:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=SPECIAL)
+    assert opening("ab", tokenizer) == [*before, A, B]
+    assert opening("", tokenizer) == before
+    assert opening(tokenizer.decode(before) + "ab", tokenizer) == [*before, A, B]
+    assert continuation("ab", tokenizer) == [A, B]

@@ -1,0 +1,174 @@
+"""Conversations against chat templates as models ship them: each turn as the target reads and writes it."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from paradraft.models.texts import continuation
+from paradraft.train.conversations import conversation_samples
+from paradraft.train.sample import Sample
+from tests.conftest import tiny_tokenizer
+
+QWEN3 = """
+{%- set ns = namespace(searching=true, last_query=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- if ns.searching and message.role == 'user' %}
+        {%- set ns.searching = false %}
+        {%- set ns.last_query = messages|length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- set content, thought = message.content, '' %}
+        {%- if '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.last_query and (loop.last or thought) %}
+            {{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}
+        {%- endif %}
+        {{- content + '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+"""Thoughts stand behind the last question only, and there an empty one where there is none."""
+
+R1 = (
+    "{{bos_token}}{% for message in messages %}{% if message['role'] == 'user' %}{{'<U>' + message['content']}}"
+    "{% else %}{% set content = message['content'] %}{% if '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1] %}{% endif %}{{'<A>' + content + '<|eos|>'}}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<A>'}}{% endif %}"
+)
+"""DeepSeek-R1-Distill's, first version: thoughts are always left out."""
+R1_THINKS = R1.replace("{{'<A>'}}", "{{'<A><think>\\n'}}")
+"""Its second: they begin in the generation prompt."""
+
+
+def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
+    tokenizer = tiny_tokenizer()
+    special = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<U>", "<A>", "<bos>"]
+    tokenizer.add_tokens([*special, "\n", "\n\n"])
+    tokenizer.bos_token = "<bos>"
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def talk(*contents: str, roles: tuple[str, ...] = ("user", "assistant")) -> list[dict[str, str]]:
+    return [{"role": roles[place % len(roles)], "content": content} for place, content in enumerate(contents)]
+
+
+def learnt(tokenizer: PreTrainedTokenizerBase, *parts: str) -> Sample:
+    """A sample of prompts and answers in turn; the answers are learnt."""
+    pairs = [(token, n % 2 == 1) for n, part in enumerate(parts) for token in continuation(part, tokenizer)]
+    return Sample(tokens=[token for token, _ in pairs], is_label=[is_label for _, is_label in pairs])
+
+
+def asks(*contents: str) -> str:
+    """A conversation in Qwen3's words, up to the generation prompt."""
+    turns = (f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in talk(*contents))
+    return "".join(turns) + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("thoughts", [("x", "yz"), ("", "")])
+def test_each_turn_is_learnt_as_it_was_written(thoughts: tuple[str, str]) -> None:
+    """Guards conversations with models that think: in the whole conversation the template has dropped what the first
+    turn thought, or the empty thought before its answer, which the target wrote all the same."""
+    tokenizer = tokenizer_of(QWEN3)
+    written = [f"<think>\n{thought}\n</think>\n\n" for thought in thoughts]
+    said = [thought and whole for thought, whole in zip(thoughts, written, strict=True)]
+    found = conversation_samples(talk("a", said[0] + "b", "c", said[1] + "d", "e"), tokenizer, is_cut=False)
+    assert found == [
+        learnt(tokenizer, asks("a"), f"{written[0]}b<|im_end|>\n"),
+        learnt(tokenizer, asks("a", "b", "c"), f"{written[1]}d<|im_end|>\n"),
+    ]
+
+
+def test_turns_that_the_template_keeps_stay_together() -> None:
+    """Guards against learning the same text once for every turn: between the steps of one answer Qwen3 goes on
+    thinking where it was, and a question behind them begins anew."""
+    tokenizer = tokenizer_of(QWEN3)
+    steps = ("a", "<think>\nx\n</think>\n\nb", "c", "<think>\ny\n</think>\n\nd")
+    messages = talk(*steps, roles=("user", "assistant", "tool", "assistant")) + talk("e", "f")
+    tool = "<|im_start|>user\n<tool_response>\nc\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    history = f"{asks('a')}b<|im_end|>\n{tool}d<|im_end|>\n{asks('e')}"
+    assert conversation_samples(messages, tokenizer, is_cut=False) == [
+        learnt(tokenizer, asks("a"), f"{steps[1]}<|im_end|>\n", tool, f"{steps[3]}<|im_end|>\n"),
+        learnt(tokenizer, history, "<think>\n\n</think>\n\nf<|im_end|>\n"),
+    ]
+
+
+def test_a_cut_turn_begins_its_own_sample_too() -> None:
+    """Guards against an end behind a thought that the limit cut, and against forgetting the turn before it."""
+    tokenizer = tokenizer_of(QWEN3)
+    found = conversation_samples(talk("a", "<think>\nx\n</think>\n\nb", "c", "<think>\ny"), tokenizer, is_cut=True)
+    assert found == [
+        learnt(tokenizer, asks("a"), "<think>\nx\n</think>\n\nb<|im_end|>\n"),
+        learnt(tokenizer, asks("a", "b", "c"), "<think>\ny"),
+    ]
+
+
+def test_a_stable_template_gives_one_sample() -> None:
+    """Guards plain templates: one sample for all turns, with one BOS."""
+    tokenizer = tokenizer_of(R1)
+    found = conversation_samples(talk("a", "b", "c", "d"), tokenizer, is_cut=False)
+    assert found == [learnt(tokenizer, "<bos><U>a<A>", "b<|eos|>", "<U>c<A>", "d<|eos|>")]
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "named"),
+    [
+        (R1, "<think>\nx\n</think>\n\nb", "message 4: the chat template leaves out a part of it, such as what the"),
+        (
+            R1_THINKS,
+            "<think>\nx\n</think>\n\nb",
+            "message 2: the chat template does not write it behind the prompt",
+        ),
+        (R1_THINKS, "b", "message 2: the chat template does not write it behind the prompt"),
+        ("{{ messages[-1].content }}", "b", "message 2: the chat template does not write it behind the prompt"),
+    ],
+)
+def test_a_turn_that_the_template_changes_is_refused(template: str, said: str, named: str) -> None:
+    """Guards against learning answers without the thoughts that the target always writes before them, answers inside a
+    thought, and labels on the wrong tokens."""
+    contents = ("a", "b", "c", said) if template == R1 else ("a", said, "c", "d")
+    with pytest.raises(ValueError, match=named):
+        conversation_samples(talk(*contents), tokenizer_of(template), is_cut=False)
+
+
+def test_parts_of_text_are_a_text() -> None:
+    """Guards the way in which many data sets write contents, and against the Python of a list in the training text."""
+    tokenizer = tokenizer_of(R1)
+    parts = [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]
+    messages = [{"role": "user", "content": parts[:1]}, {"role": "assistant", "content": parts}]
+    (sample,) = conversation_samples(messages, tokenizer, is_cut=False)
+    assert sample == learnt(tokenizer, "<bos><U>c<A>", "c\nd<|eos|>")
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"content": "b"}, "message 2 has no role"),
+        ({"role": "assistant"}, "message 2 has the content None: give a text, or parts of type text"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}, "message 2 has the content None"),
+        ({"role": "assistant", "content": 3}, "message 2 has the content 3"),
+        ({"role": "assistant", "content": []}, r"message 2 has the content \[\]"),
+        ({"role": "assistant", "content": ["b"]}, r"message 2 has the content \['b'\]"),
+        ({"role": "assistant", "content": {"type": "text", "text": "b"}}, "message 2 has the content {'text': 'b'"),
+        ({"role": "assistant", "content": [{"type": "image"}]}, r"message 2 has the content \[{'type': 'image'}\]"),
+        ({"role": "assistant", "content": [{"type": "text", "text": "b"}, {"type": "text"}]}, "message 2 has the"),
+    ],
+)
+@pytest.mark.parametrize("template", [R1, QWEN3, "{% generation %}{% endgeneration %}"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_message_that_is_no_text_is_named(
+    message: dict[str, object], named: str, template: str, is_cut: bool
+) -> None:
+    """Guards against "None" and lists in the training text, and against a traceback from inside a template."""
+    with pytest.raises(ValueError, match=named):
+        conversation_samples([*talk("a"), message, *talk("c")], tokenizer_of(template), is_cut=is_cut)
