@@ -8,6 +8,7 @@ a run that was stopped goes on exactly where it was.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from paradraft.models.loading import computes_bf16
-from paradraft.train.checkpoint import save_state
 from paradraft.train.optimizers import Optimizers
 
 
@@ -128,13 +128,12 @@ def pretrain(
                 log.write(line + "\n")
             recent = []
         if done % config.save_every == 0 or done == config.steps:
-            save_state(
-                state_file,
-                {
-                    "model": model.state_dict(),
-                    "optimizers": optimizers.state_dict(),
-                    "step": done,
-                    "config": str(config),
-                },
-            )
+            state = {
+                "model": model.state_dict(),
+                "optimizers": optimizers.state_dict(),
+                "step": done,
+                "config": str(config),
+            }
+            torch.save(state, state_file.with_suffix(".new"))
+            os.replace(state_file.with_suffix(".new"), state_file)  # a stop while writing leaves the old one
     return model.eval()
