@@ -1,4 +1,4 @@
-"""What the processes of one run agree on."""
+"""What the processes of one run agree on, and how they part."""
 
 from __future__ import annotations
 
@@ -30,3 +30,16 @@ def as_one(accelerator: Accelerator) -> Iterator[None]:
     mistakes = [found for found in gather_object([mistake]) if found is not None]
     if mistakes:
         raise ValueError(mistakes[0])
+
+
+def part(accelerator: Accelerator) -> None:
+    """Closes what a run has open: its trackers, and NCCL's process group, which complains if it is left.
+
+    Gloo's group is left to the end of the process. Its threads may still hold tensors of the last exchange; to let go
+    of them they need the interpreter, and whoever deletes the group keeps it and waits for them.
+    """
+    if accelerator.device.type == "cuda":
+        accelerator.end_training()
+        return
+    for tracker in accelerator.trackers:
+        tracker.finish()

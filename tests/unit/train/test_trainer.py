@@ -25,8 +25,9 @@ def recipe_for(family: Path, folder: Path, **settings: object) -> PardRecipe:
     data = folder / "data.txt"
     folder.mkdir(exist_ok=True)
     data.write_text("helloworld" * 6 + "abcabcabc" * 4)
+    warmup_steps = 2 if (settings.get("steps") or 5) > 2 else 0
     defaults = {
-        "steps": 5, "samples_per_step": 2, "k": 3, "max_length": 20, "lr": 3e-3, "warmup_steps": 2,
+        "steps": 5, "samples_per_step": 2, "k": 3, "max_length": 20, "lr": 3e-3, "warmup_steps": warmup_steps,
         "bf16": False, "log_every": 1, "save_every": 2, "optimizer": "muon", "device": "cpu", "held_out": 0,
     }  # fmt: skip
     given = {"model": str(family / "draft"), "data": [data], "out": folder / "out"}
