@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from paradraft.bench.report import write_json
 from paradraft.machine import describe_machine
@@ -43,7 +43,7 @@ QWEN = {
 }  # fmt: skip
 
 
-def model_of(shape: str, tokens: int) -> torch.nn.Module:
+def model_of(shape: str, tokens: int) -> PreTrainedModel:
     """A randomly initialised model: time and memory do not ask what it has learnt."""
     torch.manual_seed(0)
     common = {"max_position_embeddings": tokens, "tie_word_embeddings": True}

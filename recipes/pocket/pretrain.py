@@ -134,6 +134,7 @@ def pretrain(
                 "step": done,
                 "config": str(config),
             }
+            # Replaced in one move: a stop while writing leaves the old one.
             torch.save(state, state_file.with_suffix(".new"))
-            os.replace(state_file.with_suffix(".new"), state_file)  # a stop while writing leaves the old one
+            os.replace(state_file.with_suffix(".new"), state_file)
     return model.eval()

@@ -15,18 +15,13 @@ from transformers import AutoTokenizer
 
 import corpus
 from build import POCKET, tokenized
+from paradraft.bench.harness import distinct_share
 from paradraft.bench.report import write_json
 from paradraft.machine import describe_machine
 from paradraft.models.loading import Runtime, load_model
 from pretrain import evaluate
 
 WINDOWS = 256
-
-
-def distinct_4_grams(answers: list[list[int]]) -> float:
-    """The share of 4-grams that are the first of their kind in their answer; 1 means that nothing is repeated."""
-    grams = [[tuple(answer[i : i + 4]) for i in range(len(answer) - 3)] for answer in answers]
-    return sum(len(set(each)) for each in grams) / sum(map(len, grams))
 
 
 def main() -> None:
@@ -44,9 +39,8 @@ def main() -> None:
         print(f"{name}: held-out loss {losses[name]:.3f} nats per token", flush=True)
     repetition = {}
     for file in args.bench:
-        repetition[file.name] = distinct_4_grams(
-            json.loads(file.read_text(encoding="utf-8"))["answers"]["ar"]["tokens"]
-        )
+        answers = json.loads(file.read_text(encoding="utf-8"))["answers"]["ar"]["tokens"]
+        repetition[file.name] = distinct_share(answers)
         print(f"{file.name}: {repetition[file.name]:.0%} of the 4-grams of an answer are new")
     figures = {"held_out_loss": losses, "windows_of_256_tokens": WINDOWS, "distinct_4_grams": repetition}
     write_json(args.json, {"machine": describe_machine("cpu"), **figures})

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, overload
+from typing import overload
 
 import torch
 
@@ -16,7 +15,7 @@ from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock, Stats
 from paradraft.decode.stops import HALF_CHARACTER, Stops, find_stop, settled
 from paradraft.models.target import Target
-from paradraft.models.texts import opening
+from paradraft.request import Request, requests_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +147,7 @@ class Engine:
                 model, or a batch does not fit into memory. Prompts are named by number, and no work was done.
         """
         rows = [prompts] if isinstance(prompts, str) else prompts
-        requests = self.requests(rows, max_new_tokens, sampling)
+        requests = requests_of(self.target, rows, max_new_tokens, sampling)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: use at least 1")
         results: list[Result] = []
@@ -164,7 +163,7 @@ class Engine:
         Raises:
             ValueError: as `generate`.
         """
-        requests = self.requests([prompt], max_new_tokens, sampling)
+        requests = requests_of(self.target, [prompt], max_new_tokens, sampling)
         strings = _strings(stop)
         return self._chunks(self._steps(requests, self._stops(requests, strings)), strings)
 
@@ -238,71 +237,10 @@ class Engine:
         stop: str | Sequence[str] = (),
     ) -> None:
         """Raises the ValueError that `generate` would, without answering."""
-        self._stops(self.requests(prompts, max_new_tokens, sampling), _strings(stop))
-
-    def requests(
-        self,
-        prompts: list[str] | list[list[int]],
-        max_new_tokens: int | Sequence[int],
-        sampling: Sampling | Sequence[Sampling],
-    ) -> list[Request]:
-        """Tokenizes and checks prompts; arguments and errors as in `generate`."""
-        limits = _each("max_new_tokens", max_new_tokens, int, len(prompts))
-        samplings = _each("sampling", sampling, Sampling, len(prompts))
-        requests, rows = [], list[str | list[int]](prompts)
-        for number, (prompt, limit, chosen) in enumerate(zip(rows, limits, samplings, strict=True), start=1):
-            tokens = self._tokens(prompt)
-            name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-            if not tokens:
-                raise ValueError(f"{name} is empty: give at least one token")
-            if limit < 1:
-                raise ValueError(f"max_new_tokens={limit}: ask for at least 1")
-            known, biases = self.target.lm.vocab_size, dict(chosen.biases)
-            unknown = next((token for token in tokens if not 0 <= token < known), None)
-            if unknown is not None:
-                raise ValueError(f"{name} has the token id {unknown}: use 0 to {known - 1}")
-            if biases and max(biases) >= known:
-                raise ValueError(f"logit_bias: {max(biases)} is not among the {known} token ids")
-            if sum(bias == -math.inf for bias in biases.values()) >= known - 1:
-                raise ValueError("logit_bias: nearly all tokens are forbidden: leave at least two")
-            if len(tokens) + limit > self.target.capacity:
-                raise ValueError(
-                    f"{name} has {len(tokens)} tokens and {limit} are asked for, but the model has room "
-                    f"for {self.target.capacity}: shorten the prompt or lower max_new_tokens"
-                )
-            requests.append(Request(tokens=tokens, max_new_tokens=limit, sampling=chosen))
-        return requests
-
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            return opening(prompt, self.target.tokenizer) if prompt else []
-        return prompt
+        self._stops(requests_of(self.target, prompts, max_new_tokens, sampling), _strings(stop))
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.target.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One prompt and what was asked for it."""
-
-    tokens: list[int]
-    max_new_tokens: int
-    sampling: Sampling
-
-
-_T = TypeVar("_T")
-
-
-def _each(name: str, value: _T | Sequence[_T], kind: type[_T], number: int) -> list[_T]:
-    """A setting for each of `number` prompts."""
-    values = [value] * number if isinstance(value, kind) or not isinstance(value, Sequence) else list(value)
-    for one in values:
-        if not isinstance(one, kind):
-            raise ValueError(f"{name}={one!r}: use {'a whole number' if kind is int else f'a {kind.__name__}'}")
-    if len(values) != number:
-        raise ValueError(f"{name}: {len(values)} values for {number} prompts; give one for all, or one for each")
-    return values
 
 
 def _final(text: str, strings: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Token trees: from parents to depths, ancestors and chains.
+"""Token trees: from parents to depths, ancestors, chains and paths.
 
 Shape letters: B rows of a batch, N nodes of a tree.
 """
@@ -54,6 +54,19 @@ def is_chain(parents_BN: Tensor) -> bool:
     """
     straight = torch.arange(-1, parents_BN.shape[1] - 1, device=parents_BN.device)
     return bool((parents_BN == straight).all())
+
+
+def row_behind(path_BN: Tensor) -> Tensor:
+    """`[B, 1]` which row of a pass's logits follows each path: row 0 follows the root, row n + 1 node n.
+
+    Args:
+        path_BN: `[B, N]` nodes from the root down, then `ABSENT`.
+
+    >>> row_behind(torch.tensor([[0, 2, -1], [-1, -1, -1]])).tolist()
+    [[3], [0]]
+    """
+    rows = torch.nn.functional.pad(path_BN + 1, (1, 0))
+    return rows.gather(1, (path_BN != ABSENT).sum(1, keepdim=True))
 
 
 def texts_before(tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:

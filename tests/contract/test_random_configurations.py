@@ -15,7 +15,7 @@ import torch
 
 from paradraft import Engine, Sampling, Tree, load
 from paradraft.api import drafter_names, takes_draft
-from paradraft.bench.audit import accept_all
+from paradraft.bench.control import accept_all
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode import sequential
 from paradraft.decode.lengths import POLICIES

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from paradraft import cli
+from paradraft.api import takes_draft
 
 EXACT = ["--dtype", "float64"]
 MISTAKE, INTERRUPTED = 2, 130
@@ -48,3 +50,9 @@ def assert_mistake(outcome: Outcome, *named: object) -> None:
     assert outcome.err.endswith("\n")
     for part in named:
         assert str(part) in outcome.err
+
+
+def drafting(family: Path, name: str) -> list[object]:
+    """The options that name a target and a drafter of the tiny family."""
+    draft = ["--draft", family / ("pard" if name == "pard" else "draft")] if takes_draft(name) else []
+    return ["--target", family / "target", "--drafter", name, *draft, *EXACT]

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from paradraft import Engine
 from paradraft.train import endpoint
 from paradraft.train.data import load_samples
 from paradraft.train.questions import ID
 from tests.conftest import tiny_tokenizer
 from tests.e2e.conftest import EXACT, INTERRUPTED, Paradraft, assert_mistake
 from tests.endpoint_server import MODEL, Reply, Server
+from tests.interruption import interrupted
+from tests.jsonl import read_lines, write_lines
 
 LINES = [{"prompt": "hello", "task": {"id": "7"}}, {"prompt": "abcabc"}, {"prompt": "x"}]
 
@@ -27,17 +26,13 @@ LINES = [{"prompt": "hello", "task": {"id": "7"}}, {"prompt": "abcabc"}, {"promp
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
+    write_lines(file, LINES)
     return file
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "out.jsonl"
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def here(family: Path, prompts: Path, out: Path) -> list[object]:
@@ -56,8 +51,8 @@ def test_answers_here_are_training_data(family: Path, paradraft: Paradraft, prom
     assert first.code == 0
     assert first.out == f"3 of 3 answers are in {out}, 3 of them new\n"
     assert first.err == "0/3 answers\n"
-    assert sorted(answer["prompt"] for answer in read(out)) == sorted(line["prompt"] for line in LINES)
-    assert {"id": "7"} in [answer.get("task") for answer in read(out)]
+    assert sorted(answer["prompt"] for answer in read_lines(out)) == sorted(line["prompt"] for line in LINES)
+    assert {"id": "7"} in [answer.get("task") for answer in read_lines(out)]
     assert len(load_samples([out], tiny_tokenizer(), max_length=99)) == 3
     drafter = ["--drafter", "pard", "--draft", family / "pard", "-k", 4, "--tree-budget", 6, "--lengths", "expected"]
     more = paradraft(*here(family, prompts, out), *drafter, "--samples", 2, "--batch-size", 2)
@@ -66,7 +61,7 @@ def test_answers_here_are_training_data(family: Path, paradraft: Paradraft, prom
     assert (again.code, again.out, again.err) == (0, f"6 of 6 answers are in {out}, 0 of them new\n", "")
     other = out.with_name("other.jsonl")
     paradraft(*here(family, prompts, other), "--samples", 2, "--batch-size", 1)
-    assert sorted(map(str, read(out))) == sorted(map(str, read(other)))
+    assert sorted(map(str, read_lines(out))) == sorted(map(str, read_lines(other)))
 
 
 def test_answers_of_an_endpoint(
@@ -80,7 +75,7 @@ def test_answers_of_an_endpoint(
         outcome = paradraft(*there(server, prompts, out), *sampling, *extra)
     assert outcome.code == 0
     assert outcome.out == f"3 of 3 answers are in {out}, 3 of them new\n"
-    assert {answer["prompt"]: answer["response"] for answer in read(out)} == {
+    assert {answer["prompt"]: answer["response"] for answer in read_lines(out)} == {
         body["prompt"]: f"{body['prompt']}:{body['seed']}" for body in server.bodies
     }
     wanted = {"temperature": 0.5, "top_k": 7, "min_p": 0.1, "max_tokens": 9, "repetition_penalty": 1.5}
@@ -104,24 +99,13 @@ def test_a_prompt_without_an_answer_is_reported_and_asked_again(
         assert paradraft(*there(server, prompts, out)).out == f"3 of 3 answers are in {out}, 1 of them new\n"
 
 
-def test_an_interrupted_run_says_how_to_go_on(
-    family: Path, paradraft: Paradraft, prompts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_says_how_to_go_on(family: Path, paradraft: Paradraft, prompts: Path, out: Path) -> None:
     """Guards Ctrl-C: what was written stays, and the user is told so."""
-    generate, calls = Engine.generate, list[int]()
-
-    def stop(self: Engine, *arguments: Any, **settings: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return generate(self, *arguments, **settings)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Engine, "generate", stop)
+    with interrupted(2):
         outcome = paradraft(*here(family, prompts, out), "--batch-size", 1)
     assert outcome.code == INTERRUPTED
     assert f"stopped; {out} keeps what was written, and the same command goes on" in outcome.err
-    assert len(read(out)) == 1
+    assert len(read_lines(out)) == 1
     outcome = paradraft(*here(family, prompts, out))
     assert outcome.out == f"3 of 3 answers are in {out}, 2 of them new\n"
 
@@ -209,7 +193,7 @@ def test_a_killed_process_goes_on(family: Path, tmp_path: Path, out: Path) -> No
     """Guards the promise with a real process and real kills, one of them early: nothing twice, nothing missing, and the
     answers of a run that was left alone."""
     prompts, number = tmp_path / "prompts.jsonl", 60
-    prompts.write_text("".join(json.dumps({"prompt": f"hello{place}"}) + "\n" for place in range(number)))
+    write_lines(prompts, [{"prompt": f"hello{place}"} for place in range(number)])
 
     def start(file: Path) -> subprocess.Popen[bytes]:
         options = [*here(family, prompts, file), "--batch-size", 2, "--max-new-tokens", 20]
@@ -225,5 +209,5 @@ def test_a_killed_process_goes_on(family: Path, tmp_path: Path, out: Path) -> No
         process.wait()
     assert 20 <= out.read_bytes().count(b"\n") < number
     assert start(out).wait() == 0
-    assert sorted(map(str, read(out))) == sorted(map(str, read(whole)))
-    assert len({answer[ID] for answer in read(out)}) == number
+    assert sorted(map(str, read_lines(out))) == sorted(map(str, read_lines(whole)))
+    assert len({answer[ID] for answer in read_lines(out)}) == number

@@ -1,9 +1,7 @@
 """Is this target, with this drafter, lossless on this machine? Compares, measures, and says why.
 
-With the match rule the tokens must be those of plain decoding. Where they part, the logits that both
-sides saw at that place are compared: if they differ by no more than two harmless ways of computing
-them do (one token at a time, or several), the two candidates were a near-tie and rounding decided;
-anything larger is a fault. With the rejection rule the tokens need not be the same, only their
+With the match rule the tokens must be those of plain decoding, but for near-ties; see
+`paradraft.bench.divergence`. With the rejection rule the tokens need not be the same, only their
 distribution, so a test is made of it; see `paradraft.bench.uniformity`.
 """
 
@@ -14,47 +12,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from paradraft.bench.control import accept_all
+from paradraft.bench.divergence import Comparison, Divergence, compare, rounding_of
+from paradraft.bench.recording import Case, Recorder, Recording, record
 from paradraft.bench.uniformity import Uniformity, place_of_tokens, uniformity
-from paradraft.core import ABSENT, Draft, Drafter, Prompt, Sampling, TargetOut, Verdict
-from paradraft.decode.lengths import Fixed
-from paradraft.decode.sequential import VERIFY, Verify, decode
+from paradraft.core import Drafter, Sampling
+from paradraft.decode.sequential import VERIFY, Verify
 from paradraft.decode.stats import Clock
-from paradraft.decode.stops import Stops
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
-from paradraft.models.target import Target
-from paradraft.sampler import Sampler
+from paradraft.request import requests_of
 
 PASS, TIES, FAIL = "PASS", "PASS UP TO NUMERICAL TIES", "FAIL"
-ROUNDING_FACTOR = 4.0
-"""A difference of logits up to this many times the largest harmless one counts as rounding."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """The first place where an answer is not that of plain decoding.
-
-    Args:
-        prompt: number of the prompt, from 1.
-        seed: of the sampling.
-        position: number of the new token, from 0.
-        plain: token of plain decoding.
-        drafted: token with the drafter.
-        margin: how far plain decoding preferred its token: difference of log p, noise included.
-        difference: largest difference of the logits that both sides saw there.
-        is_tie: whether rounding explains it.
-    """
-
-    prompt: int
-    seed: int
-    position: int
-    plain: int
-    drafted: int
-    margin: float
-    difference: float
-    is_tie: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,55 +64,6 @@ class Report:
         return asdict(self)
 
 
-class Recorder(Target):
-    """A target that remembers the logits behind which each committed token was chosen."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target.lm, target.tokenizer)
-        self.rows: list[list[Tensor]] = []
-        self._numbers: list[int] = []
-
-    def prefill(self, prompt: Prompt) -> None:
-        """See `Target`."""
-        super().prefill(prompt)
-        self.rows = [[] for _ in prompt.tokens]
-        self._numbers = list(range(len(prompt.tokens)))
-
-    def forward(self, draft: Draft) -> TargetOut:
-        """See `Target`."""
-        self._out = super().forward(draft)
-        return self._out
-
-    def commit(self, verdict: Verdict) -> None:
-        """See `Target`."""
-        for place, number in enumerate(self._numbers):
-            path = [node + 1 for node in verdict.path[place].tolist() if node != ABSENT]
-            self.rows[number] += list(self._out.logits[place, [0, *path]].clone())
-        super().commit(verdict)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """See `Target`."""
-        super().keep_rows(rows)
-        self._numbers = [self._numbers[row] for row in rows.tolist()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """New tokens `[n]`, and the logits `[n, V]` they were chosen by; `[0, 0]` if nobody recorded them."""
-
-    tokens: list[int]
-    logits: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One prompt with one seed."""
-
-    number: int
-    prompt: list[int]
-    sampling: Sampling
-
-
 def audit(
     engine: Engine,
     prompts: list[str],
@@ -169,7 +90,7 @@ def audit(
     """
     if seeds < 1 or batch_size < 1:
         raise ValueError(f"seeds={seeds}, batch_size={batch_size}: use at least 1")
-    requests = engine.requests(prompts, max_new_tokens, sampling)
+    requests = requests_of(engine.target, prompts, max_new_tokens, sampling)
     # Every answer has a seed of its own: answers of one seed share their random numbers where positions are the same.
     cases = [
         Case(
@@ -181,11 +102,11 @@ def audit(
     ]
     clock = Clock()
 
-    def answers(drafter: Drafter, verify: Verify, name: str, size: int, clock: Clock) -> list[Answer]:
+    def answers(drafter: Drafter, verify: Verify, name: str, size: int, clock: Clock) -> list[Recording]:
         found = []
         for start in range(0, len(cases), size):
             report(f"{name}: answer {start + 1} of {len(cases)}")
-            found += _answers(engine, target, drafter, verify, cases[start : start + size], max_new_tokens, clock)
+            found += record(engine, target, drafter, verify, cases[start : start + size], max_new_tokens, clock)
         return found
 
     verify = VERIFY[engine.verify]
@@ -206,128 +127,28 @@ def audit(
     plain = answers(NoDrafter(), verify, "plain", 1, Clock())
     report("measuring rounding")
     measured = list(zip(cases, plain, strict=True))[:8]
-    rounding = max(_rounding(engine, case, answer, batch_size) for case, answer in measured)
-    return _judge_tokens(engine, cases, plain, drafted, rounding, figures)
+    rounding = max(rounding_of(engine, case, answer, batch_size) for case, answer in measured)
+    return _judge_tokens(compare(engine, cases, plain, drafted, rounding), figures)
 
 
-def accept_all(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
-    """The control: a rule that takes the first path of every draft without asking the target."""
-    B, N = draft.tokens.shape
-    path = torch.full((B, N), ABSENT, device=draft.tokens.device)
-    for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
-        last, depth = -1, 0
-        for node in range(N):
-            if parents[node] == last and tokens[node] != ABSENT:
-                path[row, depth] = last = node
-                depth += 1
-    last_row = torch.nn.functional.pad(path + 1, (1, 0)).gather(1, (path != ABSENT).sum(1, keepdim=True))
-    probs = sampler.probabilities(out.logits.gather(1, last_row[:, :, None].expand(-1, -1, out.logits.shape[2])))
-    return Verdict.of(draft, path, sampler.draw_next(probs[:, 0]))
-
-
-def _answers(
-    engine: Engine,
-    target: Target,
-    drafter: Drafter,
-    verify: Verify,
-    cases: list[Case],
-    max_new_tokens: int,
-    clock: Clock,
-) -> list[Answer]:
-    prompt = engine.prompt([case.prompt for case in cases], tuple(case.sampling for case in cases))
-    lengths = Fixed(0) if isinstance(drafter, NoDrafter) else engine.lengths
-    stops = Stops(limits=[max_new_tokens] * len(cases), eos_ids=frozenset())
-    tokens: list[list[int]] = [[] for _ in cases]
-    for step in decode(target, drafter, prompt, verify, stops=stops, lengths=lengths, clock=clock):
-        for row, new in zip(step.rows, step.tokens, strict=True):
-            tokens[row] += new
-    if not isinstance(target, Recorder):
-        return [Answer(tokens=new, logits=torch.empty(0, 0)) for new in tokens]
-    return [
-        Answer(tokens=new, logits=torch.stack(rows[: len(new)])) for new, rows in zip(tokens, target.rows, strict=True)
-    ]
-
-
-def _rounding(engine: Engine, case: Case, answer: Answer, batch_size: int) -> float:
-    """Largest difference between logits from passes of one row and token, and of as many of both as a round has."""
-    lm = engine.target.lm
-    width = min(lm.width, 1 + (engine.k if engine.tree is None else engine.tree.nodes))
-    device = answer.logits.device
-    reading = [case.prompt[-1], *answer.tokens[:-1]]
-    lm.start(engine.prompt([case.prompt] * batch_size, (case.sampling,) * batch_size))
-    largest = 0.0
-    for start in range(0, len(reading), width):
-        tokens = torch.tensor([reading[start : start + width]] * batch_size, device=device)
-        logits = lm.forward(tokens)
-        lm.keep(torch.full((batch_size,), tokens.shape[1], device=device))
-        expected = answer.logits[start : start + width].expand_as(logits)
-        largest = max(largest, _difference(logits, expected))
-    return largest
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    """Largest difference; forbidden tokens, -inf on both sides, are equal."""
-    return float(torch.where(a == b, 0.0, (a.double() - b.double()).abs()).max())
-
-
-def _judge_tokens(
-    engine: Engine,
-    cases: list[Case],
-    plain: list[Answer],
-    drafted: list[Answer],
-    rounding: float,
-    figures: dict[str, Any],
-) -> Report:
-    divergences, positions, bitwise, largest = [], 0, 0, 0.0
-    dtype = plain[0].logits.dtype
-    scale = max(float(answer.logits[answer.logits.isfinite()].abs().max()) for answer in plain)
-    limit = ROUNDING_FACTOR * max(rounding, torch.finfo(dtype).eps * scale)
-    for case, mine, theirs in zip(cases, plain, drafted, strict=True):
-        pairs = zip(mine.tokens, theirs.tokens, strict=True)
-        split = next((place for place, (a, b) in enumerate(pairs) if a != b), len(mine.tokens))
-        shared = min(split + 1, len(mine.tokens))
-        equal = (mine.logits[:shared] == theirs.logits[:shared]).all(1)
-        positions += shared
-        bitwise += int(equal.sum())
-        largest = max(largest, _difference(mine.logits[:shared], theirs.logits[:shared]))
-        if split < len(mine.tokens):
-            divergences.append(_divergence(engine, case, mine, theirs, split, limit))
-    faults = [found for found in divergences if not found.is_tie]
-    if not divergences:
+def _judge_tokens(found: Comparison, figures: dict[str, Any]) -> Report:
+    faults = [one for one in found.divergences if not one.is_tie]
+    parting = f"of {figures['answers']} answers part from plain decoding"
+    if not found.divergences:
         verdict, reason = PASS, "every answer has the tokens of plain decoding"
     elif not faults:
-        verdict = TIES
-        reason = f"{len(divergences)} of {len(cases)} answers part from plain decoding, each at a near-tie"
+        verdict, reason = TIES, f"{len(found.divergences)} {parting}, each at a near-tie"
     else:
         verdict = FAIL
         reason = (
-            f"{len(faults)} of {len(cases)} answers part from plain decoding where rounding does not explain it: "
-            f"logits differ by {max(f.difference for f in faults):.2g}, rounding by {rounding:.2g}"
+            f"{len(faults)} {parting} where rounding does not explain it: "
+            f"logits differ by {max(one.difference for one in faults):.2g}, rounding by {found.rounding:.2g}"
         )
-    return Report(
-        verdict=verdict, reason=reason, divergences=divergences, rounding=rounding, positions=positions,
-        bitwise_equal=bitwise, largest_difference=largest, uniformity=None, control=None, **figures,
-    )  # fmt: skip
-
-
-def _divergence(engine: Engine, case: Case, plain: Answer, drafted: Answer, place: int, limit: float) -> Divergence:
-    a, b = plain.tokens[place], drafted.tokens[place]
-    path = torch.tensor([[plain.tokens[:place]]], device=plain.logits.device).long()
-    depth = torch.tensor([[place]], device=plain.logits.device)
-    sampler = Sampler(engine.prompt([case.prompt], (case.sampling,)))
-    mine, theirs = (
-        sampler.scores(answer.logits[None, place : place + 1], depth, path)[0, 0] for answer in (plain, drafted)
-    )
-    difference = _difference(plain.logits[place], drafted.logits[place])
-    is_honest = int(mine.argmax()) == a and int(theirs.argmax()) == b
-    return Divergence(
-        prompt=case.number, seed=case.sampling.seed, position=place, plain=a, drafted=b,
-        margin=float(mine[a] - mine[b]), difference=difference, is_tie=is_honest and difference <= limit,
-    )  # fmt: skip
+    return Report(verdict=verdict, reason=reason, uniformity=None, control=None, **vars(found), **figures)
 
 
 def _judge_distribution(
-    engine: Engine, cases: list[Case], drafted: list[Answer], wrong: list[Answer], figures: dict[str, Any]
+    engine: Engine, cases: list[Case], drafted: list[Recording], wrong: list[Recording], figures: dict[str, Any]
 ) -> Report:
     found, control = (_uniformity(engine, cases, answers) for answers in (drafted, wrong))
     if not found.is_uniform:
@@ -344,7 +165,7 @@ def _judge_distribution(
     )  # fmt: skip
 
 
-def _uniformity(engine: Engine, cases: list[Case], answers: list[Answer]) -> Uniformity:
+def _uniformity(engine: Engine, cases: list[Case], answers: list[Recording]) -> Uniformity:
     generator = torch.Generator().manual_seed(0)
     places = []
     for case, answer in zip(cases, answers, strict=True):

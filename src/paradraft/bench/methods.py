@@ -84,7 +84,6 @@ class Method:
         lengths: str = "fixed",
         dtype: str = "float32",
         draft: str | None = None,
-        batch: int = 1,
     ) -> Method:
         """Reads a method; the other arguments are the values of settings that it leaves out."""
         name, *settings = spec.split(":")
@@ -121,7 +120,7 @@ class Method:
             lengths=lengths if is_drafter else "fixed",
             dtype=values.get("dtype", dtype),
             draft=values.get("draft", draft),
-            batch=int(values.get("batch", batch)),
+            batch=int(values.get("batch", 1)),
         )
 
     @property

@@ -88,10 +88,23 @@ def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def write_json(file: Path, report: dict[str, Any]) -> None:
-    """Writes the whole report; an old file is replaced only when the new one is complete."""
+    """Writes the whole report, each list of numbers in one line; an old file is replaced only when the new one is
+    complete."""
     new = file.with_name(file.name + ".new")
-    new.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    plain = json.loads(json.dumps(report))  # JSON knows no tuples, and no keys but strings
+    new.write_text(_indented(plain, "\n") + "\n", encoding="utf-8")
     os.replace(new, file)
+
+
+def _indented(value: Any, margin: str) -> str:
+    """As `json.dumps` with an indent of 1, which would give each number of a list a line of its own."""
+    inside = margin + " "
+    if isinstance(value, dict) and value:
+        entries = [f"{json.dumps(key, ensure_ascii=False)}: {_indented(one, inside)}" for key, one in value.items()]
+        return "{" + inside + f",{inside}".join(entries) + margin + "}"
+    if isinstance(value, list) and not all(isinstance(one, int | float) for one in value):
+        return "[" + inside + f",{inside}".join(_indented(one, inside) for one in value) + margin + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def plot(summary: Summary, title: str, file: Path) -> None:

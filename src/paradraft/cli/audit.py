@@ -10,58 +10,32 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paradraft.api import drafter_names, load
-from paradraft.cli.options import (
-    Capacity,
-    Compile,
-    Device,
-    Draft,
-    Dtype,
-    FrequencyPenalty,
-    K,
-    Lengths,
-    MinP,
-    NewTokens,
-    PresencePenalty,
-    Prompts,
-    RepetitionPenalty,
-    Seed,
-    Target,
-    Temperature,
-    TopK,
-    TopP,
-    TreeBudget,
-    TreePaths,
-    Verify,
-    check_writable,
-    tree_of,
-    width_of,
-)
+from paradraft.api import load
+from paradraft.cli import options
 from paradraft.core import Sampling
-from paradraft.models.loading import Runtime
 
 
 def audit(
-    target: Target,
-    drafter: Annotated[str, typer.Option(help=f"One of {', '.join(drafter_names())}.")],
-    draft: Draft = None,
-    k: K = 8,
-    prompts: Prompts = None,
-    num_prompts: Annotated[int, typer.Option(help="How many prompts of the file to use.")] = 8,
+    target: options.Target,
+    drafter: options.Drafter,
+    draft: options.Draft = None,
+    k: options.K = 8,
+    prompts: options.Prompts = None,
+    num_prompts: options.NumPrompts = 8,
     seeds: Annotated[int, typer.Option(min=1, help="Answers per prompt, when sampling.")] = 4,
-    max_new_tokens: NewTokens = 64,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    seed: Seed = 0,
-    verify: Verify = "match",
-    tree_budget: TreeBudget = None,
-    tree_paths: TreePaths = None,
-    lengths: Lengths = "fixed",
+    max_new_tokens: options.NewTokens = 64,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    seed: options.Seed = 0,
+    verify: options.Verify = "match",
+    tree_budget: options.TreeBudget = None,
+    tree_paths: options.TreePaths = None,
+    lengths: options.Lengths = "fixed",
     batch_size: Annotated[
         int | None,
         typer.Option(min=1, help="Prompts answered together with the drafter; by default 4, or 1 if shape-invariant."),
@@ -69,10 +43,10 @@ def audit(
     shape_invariant: Annotated[
         bool, typer.Option("--shape-invariant", help="Let plain decoding run through passes as wide as the drafter's.")
     ] = False,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
-    compile: Compile = False,
-    capacity: Capacity = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "float32",
+    compile: options.Compile = False,
+    capacity: options.Capacity = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every finding to this file.")] = None,
 ) -> None:
     """Check that a drafter changes nothing: same tokens, or same distribution.
@@ -88,21 +62,14 @@ def audit(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed,
     )  # fmt: skip
-    tree = tree_of(tree_budget, tree_paths)
+    tree = options.tree_of(tree_budget, tree_paths)
     texts = held_out_prompts(num_prompts, prompts)
     if shape_invariant and batch_size not in (None, 1):
         raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")
     batch_size = batch_size or (1 if shape_invariant else 4)
-    check_writable(json_file)
+    options.check_writable(json_file)
     pad_to = 1 + (k if tree is None else tree.nodes) if shape_invariant else 1
-    runtime = Runtime(
-        device=device,
-        dtype=dtype,
-        compiled=compile,
-        capacity=capacity,
-        width=width_of(k, nodes=tree.nodes if tree else 0),
-        pad_to=pad_to,
-    )
+    runtime = options.runtime_of(device, dtype, compile, capacity, k=k, tree=tree, pad_to=pad_to)
     engine = load(target, drafter=drafter, draft=draft, k=k, verify=verify, tree=tree, lengths=lengths, runtime=runtime)
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:

@@ -10,32 +10,13 @@ import torch
 import typer
 from rich.console import Console
 
-from paradraft.cli.options import (
-    Capacity,
-    Compile,
-    Device,
-    Draft,
-    Dtype,
-    K,
-    Lengths,
-    NewTokens,
-    Prompts,
-    Seed,
-    Target,
-    Temperature,
-    TopK,
-    TopP,
-    TreeBudget,
-    Verify,
-    check_writable,
-    width_of,
-)
+from paradraft.cli import options
 from paradraft.core import Sampling
 from paradraft.models.loading import Runtime
 
 
 def bench(
-    target: Target,
+    target: options.Target,
     methods: Annotated[
         str,
         typer.Option(
@@ -44,26 +25,26 @@ def bench(
             show_default=False,
         ),
     ] = "hf,ar,autoregressive,pard,ngram",
-    num_prompts: Annotated[int, typer.Option(help="How many prompts of the file to use.")] = 16,
-    max_new_tokens: NewTokens = 128,
-    prompts: Prompts = None,
-    draft: Draft = None,
-    k: K = 8,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    verify: Verify = "match",
-    tree_budget: TreeBudget = None,
-    lengths: Lengths = "fixed",
+    num_prompts: options.NumPrompts = 16,
+    max_new_tokens: options.NewTokens = 128,
+    prompts: options.Prompts = None,
+    draft: options.Draft = None,
+    k: options.K = 8,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = 0,
+    verify: options.Verify = "match",
+    tree_budget: options.TreeBudget = None,
+    lengths: options.Lengths = "fixed",
     batch_sizes: Annotated[
         str, typer.Option("--batch-size", help="Prompts answered together; several sizes with commas between them.")
     ] = "1",
     runs: Annotated[int, typer.Option(min=1, help="How often everything is repeated.")] = 3,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
-    compile: Compile = True,
-    capacity: Capacity = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "float32",
+    compile: options.Compile = True,
+    capacity: options.Capacity = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every raw number to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
@@ -82,11 +63,11 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     most = max((method.tree or 0 for method in chosen), default=0)
-    width = width_of(*(method.k for method in chosen), nodes=most)
+    width = options.width_of(*(method.k for method in chosen), nodes=most)
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
     texts = held_out_prompts(num_prompts, prompts)
     for file in (json_file, plot_file):
-        check_writable(file)
+        options.check_writable(file)
     if plot_file is not None and plot_file.suffix != ".png":
         raise ValueError(f"--plot {plot_file}: name a .png file")
     console = Console(stderr=True, highlight=False)

@@ -8,67 +8,41 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paradraft.api import drafter_names, load
-from paradraft.cli.options import (
-    Capacity,
-    Compile,
-    Device,
-    Draft,
-    Dtype,
-    FrequencyPenalty,
-    K,
-    Lengths,
-    LogitBias,
-    MinP,
-    NewTokens,
-    PresencePenalty,
-    Prompts,
-    RepetitionPenalty,
-    Seed,
-    Target,
-    Temperature,
-    TopK,
-    TopP,
-    TreeBudget,
-    TreePaths,
-    Verify,
-    tree_of,
-    width_of,
-)
+from paradraft.api import load
+from paradraft.cli import options
 from paradraft.core import Sampling
 from paradraft.engine import Result
-from paradraft.models.loading import Runtime
 from paradraft.prompts import read_prompts
 from paradraft.terminal import stream_answer
 
 
 def generate(
-    target: Target,
-    drafter: Annotated[str, typer.Option(help=f"One of {', '.join(drafter_names())}.")] = "none",
-    draft: Draft = None,
-    k: K = 8,
+    target: options.Target,
+    drafter: options.Drafter = "none",
+    draft: options.Draft = None,
+    k: options.K = 8,
     prompt: Annotated[str | None, typer.Option(help="One prompt; its answer is streamed.")] = None,
-    prompts: Prompts = None,
-    max_new_tokens: NewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    logit_bias: LogitBias = None,
-    seed: Seed = 0,
+    prompts: options.Prompts = None,
+    max_new_tokens: options.NewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    logit_bias: options.LogitBias = None,
+    seed: options.Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be repeated.")] = None,
-    verify: Verify = "match",
-    tree_budget: TreeBudget = None,
-    tree_paths: TreePaths = None,
-    lengths: Lengths = "fixed",
+    verify: options.Verify = "match",
+    tree_budget: options.TreeBudget = None,
+    tree_paths: options.TreePaths = None,
+    lengths: options.Lengths = "fixed",
     batch_size: Annotated[int, typer.Option(min=1, help="With --json: prompts that are answered together.")] = 8,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
-    compile: Compile = False,
-    capacity: Capacity = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "float32",
+    compile: options.Compile = False,
+    capacity: options.Capacity = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer, with statistics.")] = False,
 ) -> None:
     """Answer prompts. The text is the target's own, whatever the drafter."""
@@ -79,15 +53,9 @@ def generate(
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         logit_bias=dict(_bias(pair) for pair in logit_bias or []), seed=seed,
     )  # fmt: skip
-    tree = tree_of(tree_budget, tree_paths)
+    tree = options.tree_of(tree_budget, tree_paths)
     records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
-    runtime = Runtime(
-        device=device,
-        dtype=dtype,
-        compiled=compile,
-        capacity=capacity,
-        width=width_of(k, nodes=tree.nodes if tree else 0),
-    )
+    runtime = options.runtime_of(device, dtype, compile, capacity, k=k, tree=tree)
     engine = load(target, drafter=drafter, draft=draft, k=k, verify=verify, tree=tree, lengths=lengths, runtime=runtime)
     texts = [str(record["prompt"]) for record in records]
     ours = {"text", "tokens", "finish_reason", "stats"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paradraft.cli.options import Target
+from paradraft.cli import options
 from paradraft.models.loading import DTYPES
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def init_draft(
-    target: Target,
+    target: options.Target,
     out: Annotated[Path, typer.Option(help="The folder to write; it must be empty or not exist.")],
     layers: Annotated[
         int | None,

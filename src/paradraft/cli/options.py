@@ -7,15 +7,17 @@ from typing import Annotated
 
 import typer
 
+from paradraft.api import drafter_names
 from paradraft.core import Tree
 from paradraft.decode.lengths import POLICIES
-from paradraft.models.loading import DTYPES
+from paradraft.models.loading import DTYPES, Runtime
 
 MOST_DRAFTED = 256
 """Largest K; caches keep room for two drafts of that length."""
 MOST_NODES = 1024
 """Largest tree of a draft."""
 Target = Annotated[str, typer.Option("--target", help="Hugging Face id, folder, or pocket (the shipped family).")]
+Drafter = Annotated[str, typer.Option("--drafter", help=f"One of {', '.join(drafter_names())}.")]
 Draft = Annotated[str | None, typer.Option("--draft", help="Draft model; the pocket target brings its own.")]
 K = Annotated[int, typer.Option("-k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}.")]
 NewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
@@ -45,6 +47,7 @@ Lengths = Annotated[
     typer.Option(help=f"How many of the k tokens to draft, one of {', '.join(POLICIES)}; expected: what pays here."),
 ]
 Prompts = Annotated[Path | None, typer.Option(help='JSONL file with one {"prompt": …} per line.')]
+NumPrompts = Annotated[int, typer.Option(help="How many prompts of the file to use.")]
 Device = Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
 Compile = Annotated[
@@ -66,7 +69,15 @@ def tree_of(budget: int | None, paths: str | None) -> Tree | None:
     return Tree(paths=ranks)
 
 
-def width_of(*ks: int, nodes: int = 0) -> int:
+def runtime_of(
+    device: str, dtype: str, compile: bool, capacity: int | None, *, k: int, tree: Tree | None, pad_to: int = 1
+) -> Runtime:
+    """Where and how models run that draft in this way."""
+    width = width_of(k, nodes=0 if tree is None else tree.nodes)
+    return Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width, pad_to=pad_to)
+
+
+def width_of(*ks: int, nodes: int) -> int:
     """Room for a pass that reads a whole round and drafts the next, or reads a whole tree."""
     for k in ks:
         if not 1 <= k <= MOST_DRAFTED:

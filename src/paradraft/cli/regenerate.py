@@ -11,27 +11,8 @@ import typer
 from rich.console import Console
 
 from paradraft.api import drafter_names, load
-from paradraft.cli.options import (
-    Capacity,
-    Compile,
-    Device,
-    Draft,
-    Dtype,
-    K,
-    Lengths,
-    MinP,
-    NewTokens,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    TreeBudget,
-    check_writable,
-    tree_of,
-    width_of,
-)
+from paradraft.cli import options
 from paradraft.core import Sampling
-from paradraft.models.loading import Runtime
 
 if TYPE_CHECKING:
     from paradraft.train.regenerate import Progress
@@ -55,23 +36,23 @@ def regenerate(
     endpoint: Annotated[
         str | None, typer.Option(help="Or ask an OpenAI-compatible server: its address, up to /v1.")
     ] = None,
-    max_new_tokens: NewTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    seed: Seed = 0,
+    max_new_tokens: options.NewTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = 0,
     samples: Annotated[int, typer.Option(help="Answers per prompt, each with a seed of its own.")] = 1,
     drafter: Annotated[str, typer.Option(help=f"With --target: one of {', '.join(drafter_names())}.")] = "none",
-    draft: Draft = None,
-    k: K = 8,
-    tree_budget: TreeBudget = None,
-    lengths: Lengths = "fixed",
+    draft: options.Draft = None,
+    k: options.K = 8,
+    tree_budget: options.TreeBudget = None,
+    lengths: options.Lengths = "fixed",
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are answered together.")] = 8,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
-    compile: Compile = False,
-    capacity: Capacity = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "float32",
+    compile: options.Compile = False,
+    capacity: options.Capacity = None,
     model: Annotated[str | None, typer.Option(help="With --endpoint: the model's name there.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 32,
     retries: Annotated[int, typer.Option(min=0, help="How often a request is sent again after a passing error.")] = 5,
@@ -100,15 +81,14 @@ def regenerate(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     if sampling.is_greedy and samples > 1:
         raise ValueError(f"--samples {samples} would give the same answer {samples} times: raise --temperature above 0")
-    check_writable(out)
+    options.check_writable(out)
     questions = read_questions(prompts, samples)
     answerer: Answerer
     if target is not None:
         from paradraft.train.in_process import InProcess
 
-        tree = tree_of(tree_budget, None)
-        width = width_of(k, nodes=tree.nodes if tree else 0)
-        runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
+        tree = options.tree_of(tree_budget, None)
+        runtime = options.runtime_of(device, dtype, compile, capacity, k=k, tree=tree)
         engine = load(target, drafter=drafter, draft=draft, k=k, tree=tree, lengths=lengths, runtime=runtime)
         answerer = InProcess(
             engine=engine, target=target, sampling=sampling, max_new_tokens=max_new_tokens, batch_size=batch_size

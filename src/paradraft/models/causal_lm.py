@@ -73,7 +73,7 @@ class CausalLM:
         self._positions = torch.arange(self._slots, device=self.device)
         self._is_compiled = compiled
         self._decode: Callable[..., Tensor] = (
-            compilation.compiled(_model_pass, self.device) if compiled else _model_pass
+            compilation.compiled(_model_pass, self.device, model.dtype) if compiled else _model_pass
         )
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:

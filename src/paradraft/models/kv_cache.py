@@ -32,8 +32,7 @@ def allocate(
     Raises:
         ValueError: there is not enough memory for it.
     """
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = (batch_size, capacity, config.num_key_value_heads, head_dim)
+    shape = (batch_size, capacity, config.num_key_value_heads, head_size(config))
     layers = range(config.num_hidden_layers)
     needed = 2 * len(layers) * math.prod(shape) * dtype.itemsize
     if needed > (free := _free_bytes(device)):
@@ -46,6 +45,11 @@ def allocate(
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         storage.append((_marked(keys), _marked(values)))
     return storage
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """The width of an attention head, which not every config says."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def first_rows(storage: Storage, batch_size: int) -> Storage:

@@ -10,14 +10,10 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, StrictDataclassError
 
-# `HTTPError` is imported there and not exported; taking it from the client beneath would name another dependency.
-from huggingface_hub.errors import (  # type: ignore[attr-defined]
-    HFValidationError,
-    HTTPError,
-    RepositoryNotFoundError,
-    StrictDataclassError,
-)
+# Imported there and not exported; taking it from the client beneath would name another dependency.
+from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,

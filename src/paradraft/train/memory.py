@@ -14,6 +14,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from paradraft.models.kv_cache import head_size
 from paradraft.train.attention import FLEX
 from paradraft.train.pard import LOGITS
 from paradraft.train.recipe import PardRecipe
@@ -75,8 +76,8 @@ def estimate(
     size = 2 if bf16 else 4
     # Counted on Llama's and Qwen's layers: around both norms, in float32; queries and what attention gives; keys and
     # values; and the MLP.
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    queries, keys = (number * head_size for number in (config.num_attention_heads, config.num_key_value_heads))
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    queries, keys = (number * head_size(config) for number in heads)
     layer = 4 * 6 * config.hidden_size + size * (6 * queries + 8 * keys + 4 * config.intermediate_size)
     if recipe.gradient_checkpointing:
         kept = config.num_hidden_layers * 4 * config.hidden_size + layer

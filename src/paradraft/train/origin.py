@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from paradraft.drafters.pard import CONFIG_KEYS
+from paradraft.models.kv_cache import head_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +119,10 @@ class Fresh:
         settings = target.to_dict()
         rope = settings.get("rope_parameters") or {}
         per_dimension = [key for key, value in rope.items() if isinstance(value, list)]
-        if per_dimension and self.hidden_size // self.heads != _head_dim(target):
+        if per_dimension and self.hidden_size // self.heads != head_size(target):
             raise ValueError(
                 f"the target's rotary positions have a {per_dimension[0]} for each dimension of a head: "
-                f"choose hidden_size and heads so that a head has {_head_dim(target)}"
+                f"choose hidden_size and heads so that a head has {head_size(target)}"
             )
         for key in (*CONFIG_KEYS, "layer_types", "quantization_config", "max_window_layers"):
             settings.pop(key, None)
@@ -146,7 +147,3 @@ class Sibling:
     """
 
     name: str
-
-
-def _head_dim(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-# `HTTPError` is imported there and not exported; taking it from the client beneath would name another dependency.
-from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError  # type: ignore[attr-defined]
+from paradraft.models.loading import HTTPError
 
 Record = dict[str, Any]
 NOT_TEXT = {".json", ".ndjson", ".csv", ".tsv", ".jsonl", ".parquet", ".arrow", ".gz", ".zst", ".zip", ".xz"}

@@ -15,9 +15,7 @@ import torch
 
 from paradraft.core import ABSENT, Draft, TargetOut, Verdict
 from paradraft.sampler import Sampler
-from paradraft.tree import ancestors, texts_before
-
-LOSSLESS = True
+from paradraft.tree import ancestors, row_behind, texts_before
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
@@ -52,5 +50,4 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     # One node per depth: siblings that hold the same token are one continuation.
     path = torch.full((B, N + 1), ABSENT, device=draft.tokens.device)
     path = path.scatter(1, torch.where(accepted_BN, depth_BN - 1, N), nodes)[:, :N].contiguous()
-    last_row = torch.nn.functional.pad(path + 1, (1, 0)).gather(1, (path != ABSENT).sum(1, keepdim=True))
-    return Verdict.of(draft, path, drawn.gather(1, last_row)[:, 0])
+    return Verdict.of(draft, path, drawn.gather(1, row_behind(path))[:, 0])

@@ -18,8 +18,6 @@ from paradraft.core import ABSENT, Draft, TargetOut, Verdict
 from paradraft.sampler import Sampler
 from paradraft.tree import texts_before
 
-LOSSLESS = True
-
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """Decides which drafted tokens are kept and which token follows them.

@@ -10,7 +10,8 @@ import torch
 
 from paradraft import Engine, Sampling, load
 from paradraft.bench import audit as module
-from paradraft.bench.audit import FAIL, PASS, TIES, Report, accept_all, audit
+from paradraft.bench.audit import FAIL, PASS, TIES, Report, audit
+from paradraft.bench.control import accept_all
 from paradraft.bench.report import findings
 from paradraft.bench.uniformity import uniformity
 from paradraft.core import GREEDY, Draft, TargetOut, Verdict
@@ -98,7 +99,7 @@ def test_near_ties_are_told_from_faults(family: Path, monkeypatch: pytest.Monkey
     lines = findings(report, engine.target.tokenizer)
     assert any("a near-tie" in line for line in lines)
 
-    monkeypatch.setattr(module, "_rounding", lambda *_: 1e-9)
+    monkeypatch.setattr(module, "rounding_of", lambda *_: 1e-9)
     report = run(engine, tokens=60)
     assert report.verdict == FAIL
     assert any("NOT explained" in line for line in findings(report, engine.target.tokenizer))

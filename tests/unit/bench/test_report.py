@@ -1,14 +1,16 @@
-"""What the table shows of a benchmark's figures."""
+"""What the table shows of a benchmark's figures, and how they stand in a file."""
 
 from __future__ import annotations
 
+import json
 import re
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from paradraft.bench.report import table
+from paradraft.bench.report import table, write_json
 
 
 def figures(method: str, **given: Any) -> dict[str, Any]:
@@ -49,3 +51,23 @@ def test_settings_are_named_where_the_value_does_not_say_what_it_is() -> None:
         "PARD, k=8, bfloat16", "VSD, k=3", "PARD, build/demo/pard", "AR+", "n-gram", "PARD, tree=8, rejection",
         "PARD, expected, batch=4",
     ]  # fmt: skip
+
+
+def test_a_list_of_numbers_takes_one_line(tmp_path: Path) -> None:
+    """Guards files that people read: a line for each token made 40 thousand of them."""
+    file = tmp_path / "report.json"
+    report = {"tokens": [[5, 6, 7], []], "times": (0.5, 1e-9), 8: "Grüße, [1]\n", "none": None, "runs": [{"a": 1}, {}]}
+    write_json(file, report)
+    assert json.loads(file.read_text(encoding="utf-8")) == json.loads(json.dumps(report))
+    assert file.read_text(encoding="utf-8").splitlines() == [
+        "{", ' "tokens": [', "  [5, 6, 7],", "  []", " ],", ' "times": [0.5, 1e-09],', r' "8": "Grüße, [1]\n",',
+        ' "none": null,', ' "runs": [', "  {", '   "a": 1', "  },", "  {}", " ]", "}",
+    ]  # fmt: skip
+
+
+def test_what_holds_no_numbers_is_written_as_ever(tmp_path: Path) -> None:
+    """Guards against a format of our own where none is needed."""
+    file = tmp_path / "report.json"
+    report = {"a": {"b": ["x", {"c": None}], "d": []}, "e": 1.5, "f": [["y"], True]}
+    write_json(file, report)
+    assert file.read_text(encoding="utf-8") == json.dumps(report, indent=1) + "\n"

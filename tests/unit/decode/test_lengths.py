@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from paradraft.core import ABSENT, Draft, Step
-from paradraft.decode.lengths import Confidence, Expected, Heuristic
+from paradraft.decode.expected import Expected
+from paradraft.decode.lengths import Confidence, Heuristic
 
 
 def step(accepted: list[int], drafted: list[int]) -> Step:

@@ -7,63 +7,23 @@ import multiprocessing
 import os
 import signal
 import time
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from paradraft.core import Sampling
 from paradraft.train import endpoint as module
-from paradraft.train.completions import retry_after_s
 from paradraft.train.endpoint import Endpoint
 from paradraft.train.questions import ID, read_questions
-from paradraft.train.regenerate import Outcome, Progress, regenerate
-from tests.endpoint_server import MODEL, Reply, Server, completion
-
-SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=3)
+from paradraft.train.regenerate import Outcome
+from tests.endpoint_server import Reply, Server
+from tests.unit.train.asking import SAMPLING, ask, client, prompts
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKOFF_S", 0.001)
-
-
-def client(server: Server, **settings: Any) -> Endpoint:
-    chosen = {"model": MODEL, "sampling": SAMPLING, "max_new_tokens": 5, "concurrency": 4, "retries": 3, **settings}
-    return Endpoint(url=server.url, **chosen)
-
-
-def ask(endpoint: Endpoint, tmp_path: Path, *records: object) -> tuple[Progress, list[dict[str, Any]]]:
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
-    progress = regenerate(endpoint, read_questions(prompts, 1), out)
-    return progress, [json.loads(line) for line in out.read_text().splitlines()]
-
-
-def prompts(number: int) -> list[dict[str, str]]:
-    return [{"prompt": f"p{place}"} for place in range(number)]
-
-
-def test_prompts_and_conversations_are_asked_as_the_protocol_wants(tmp_path: Path) -> None:
-    """Guards path, fields, the key, and the new answers in the later turns of a conversation."""
-    user, old = {"role": "user", "content": "q"}, {"role": "assistant", "content": "old"}
-    with Server() as server:
-        answers = ask(
-            client(server, api_key="k", fields={"top_k": 0}), tmp_path, {"prompt": "p"}, {"messages": [user, old, user]}
-        )[1]
-    found = dict(zip(server.paths, server.bodies, strict=True))
-    seed = found["/v1/completions"].pop("seed")
-    asked = {"model": MODEL, "max_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
-    assert found["/v1/completions"] == {**asked, "prompt": "p"}
-    prompt, talk = sorted(answers, key=lambda answer: "messages" in answer)
-    assert (prompt["response"], prompt["finish_reason"]) == (f"p:{seed}", "eos")
-    first, second = (body["seed"] for body in server.bodies if "messages" in body)
-    new = [user, {"role": "assistant", "content": f"q:{first}"}, user, {"role": "assistant", "content": f"q:{second}"}]
-    assert talk["messages"] == new
-    assert found["/v1/chat/completions"] == {**asked, "seed": second, "messages": new[:3]}
-    assert set(server.keys) == {"Bearer k"}
 
 
 @pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 502, 503])
@@ -95,18 +55,6 @@ def test_retry_after_is_waited_for(tmp_path: Path) -> None:
         _, answers = ask(client(server), tmp_path, {"prompt": "a"})
     assert len(answers) == 1
     assert time.monotonic() - start_s > 0.3
-
-
-def test_retry_after_in_all_its_forms() -> None:
-    """Guards against a date, which HTTP allows there, and against nonsense that would stop the run."""
-
-    def seconds(value: str) -> float:
-        return retry_after_s(httpx2.Response(429, headers={"Retry-After": value}))
-
-    assert 98 < seconds(formatdate(time.time() + 100, usegmt=True)) <= 100
-    nothing = ["0", "-3", "nan", "", "soon", "Sun, 06 Nov 1994 08:49:37 GMT"]
-    assert [seconds(value) for value in ["2", *nothing]] == [2] + [0] * len(nothing)
-    assert retry_after_s(httpx2.Response(429)) == 0
 
 
 def test_a_wait_longer_than_the_timeout_is_a_failure(tmp_path: Path) -> None:
@@ -183,41 +131,6 @@ def test_a_conversation_without_room_ends_there(tmp_path: Path) -> None:
     assert len(answer["messages"]) == 2
     assert answer["finish_reason"] == "eos"
     assert progress.shortened == 1
-
-
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        (b"<html>", "not a completion: <html>"),
-        ({"choices": []}, "not a completion"),
-        (3, "not a completion"),
-        (completion("/v1/completions", None), "no whole text"),
-        (completion("/v1/completions", "a", "abort"), "finish_reason='abort'"),
-        (completion("/v1/completions", "a", None), "finish_reason=None"),
-        (b'{"choices": [{"text": "\\ud800", "finish_reason": "stop"}]}', "half a character"),
-    ],
-)
-def test_what_is_no_answer_is_not_written(tmp_path: Path, body: object, named: str) -> None:
-    """Guards against training on half an answer, or stopping at a strange one."""
-    with Server(lambda asked, _: Reply(body=body) if asked == "p0" else None) as server:
-        progress, answers = ask(client(server), tmp_path, *prompts(2))
-    assert [answer["prompt"] for answer in answers] == ["p1"]
-    assert named in progress.failed[0].failure
-
-
-def test_an_answer_cut_by_the_limit_says_so(tmp_path: Path) -> None:
-    """Guards against an end of text that training would put behind it."""
-    with Server(lambda *_: Reply(body=completion("/v1/completions", "a", "length"))) as server:
-        _, (answer,) = ask(client(server), tmp_path, {"prompt": "a"})
-    assert answer["finish_reason"] == "length"
-
-
-def test_a_server_that_hides_the_reasoning_is_refused(tmp_path: Path) -> None:
-    """Guards against a drafter that never saw the half of what its target writes."""
-    message = {"content": "4", "reasoning_content": "2 + 2"}
-    reply = Reply(body={"choices": [{"message": message, "finish_reason": "stop"}]})
-    with Server(lambda *_: reply) as server, pytest.raises(ValueError, match="reasoning parser"):
-        ask(client(server), tmp_path, {"messages": [{"role": "user", "content": "2 + 2?"}]})
 
 
 @pytest.mark.parametrize(

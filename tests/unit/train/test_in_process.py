@@ -15,7 +15,8 @@ from paradraft import Engine, Sampling, load
 from paradraft.models.loading import Runtime
 from paradraft.train.in_process import InProcess
 from paradraft.train.questions import ID, read_questions
-from paradraft.train.regenerate import Progress, regenerate
+from tests.interruption import interrupted
+from tests.unit.train.asking import ask, talk
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|eos|>{% elif m.role == 'user' %}"
@@ -32,26 +33,17 @@ def engine_of(family: Path, drafter: str = "none", **runtime: Any) -> Engine:
     return loaded
 
 
+def chat(*contents: str) -> dict[str, list[dict[str, str]]]:
+    return {"messages": talk(*contents)}
+
+
 def answerer(engine: Engine, **settings: Any) -> InProcess:
     chosen = {"target": "tiny", "sampling": SAMPLING, "max_new_tokens": 8, "batch_size": 3, **settings}
     return InProcess(engine=engine, **chosen)
 
 
-def ask(source: InProcess, folder: Path, *records: object, samples: int = 1) -> tuple[Progress, list[dict[str, Any]]]:
-    folder.mkdir(exist_ok=True)
-    prompts, out = folder / "prompts.jsonl", folder / "out.jsonl"
-    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
-    progress = regenerate(source, read_questions(prompts, samples), out)
-    return progress, [json.loads(line) for line in out.read_text().splitlines()]
-
-
-def talk(*contents: str) -> dict[str, list[dict[str, str]]]:
-    roles = ["user", "assistant"]
-    return {"messages": [{"role": roles[place % 2], "content": content} for place, content in enumerate(contents)]}
-
-
-RECORDS = [{"prompt": "hello"}, {"prompt": "a"}, {"prompt": "hello"}, talk("ab", "old", "c"), {"prompt": "xyz" * 9}]
-RECORDS += [talk("q", "old", "r", "old")]
+RECORDS = [{"prompt": "hello"}, {"prompt": "a"}, {"prompt": "hello"}, chat("ab", "old", "c"), {"prompt": "xyz" * 9}]
+RECORDS += [chat("q", "old", "r", "old")]
 
 
 def test_answers_are_the_engines_own(family: Path, tmp_path: Path) -> None:
@@ -69,25 +61,13 @@ def test_answers_are_the_engines_own(family: Path, tmp_path: Path) -> None:
     assert len({answer["response"] for answer in answers if answer["prompt"] == "hello"}) == 4
 
 
-def test_the_batch_the_drafter_and_an_interruption_change_nothing(
-    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batch_the_drafter_and_an_interruption_change_nothing(family: Path, tmp_path: Path) -> None:
     """Guards against answers that depend on what was answered beside them, or before a stop."""
     plain = answerer(engine_of(family), batch_size=1)
     expected = sorted(json.dumps(answer) for answer in ask(plain, tmp_path / "whole", *RECORDS)[1])
     drafted = answerer(engine_of(family, "pard"), batch_size=2)
-    generate, calls = Engine.generate, list[int]()
-
-    def stop_at_the_third(self: Engine, *arguments: Any, **settings: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return generate(self, *arguments, **settings)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Engine, "generate", stop_at_the_third)
-        with pytest.raises(KeyboardInterrupt):
-            ask(drafted, tmp_path / "stopped", *RECORDS)
+    with interrupted(3), pytest.raises(KeyboardInterrupt):
+        ask(drafted, tmp_path / "stopped", *RECORDS)
     assert 0 < (tmp_path / "stopped" / "out.jsonl").read_text().count("\n") < 6
     progress, answers = ask(drafted, tmp_path / "stopped", *RECORDS)
     assert progress.before > 0
@@ -99,7 +79,7 @@ def test_a_conversation_goes_on_from_the_new_answers(family: Path, tmp_path: Pat
     engine = engine_of(family)
     engine.target.lm.model.generation_config.eos_token_id = list(range(0, 64, 2))  # nearly every turn ends by itself
     source = answerer(engine, max_new_tokens=30)
-    _, (answer,) = ask(source, tmp_path, talk("ab", "old", "c"))
+    _, (answer,) = ask(source, tmp_path, chat("ab", "old", "c"))
     (question,) = read_questions(tmp_path / "prompts.jsonl", 1)
     text, turns = "", []
     for number, said in enumerate(["+ab+", "+c+"]):
@@ -111,7 +91,7 @@ def test_a_conversation_goes_on_from_the_new_answers(family: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("record", "asked"), [(talk("a"), [51, 63, 1, 63, 52]), ({"prompt": "a"}, [51, 1]), ({"prompt": "Ya"}, [51, 1])]
+    ("record", "asked"), [(chat("a"), [51, 63, 1, 63, 52]), ({"prompt": "a"}, [51, 1]), ({"prompt": "Ya"}, [51, 1])]
 )
 def test_one_bos_and_no_end(family: Path, tmp_path: Path, record: object, asked: list[int]) -> None:
     """Guards against two BOS tokens, where the tokenizer adds one to that of the template or of the prompt, and against
@@ -132,7 +112,7 @@ def test_a_conversation_without_room_ends_there(family: Path, tmp_path: Path) ->
     """Guards against an error in the middle of a long run, and against a turn that has no room to be finished."""
     engine = engine_of(family, capacity=30)
     engine.target.lm.model.generation_config.eos_token_id = list(range(1, 64))
-    progress, (answer,) = ask(answerer(engine), tmp_path, talk("ab", "old", "c" * 20, "old"))
+    progress, (answer,) = ask(answerer(engine), tmp_path, chat("ab", "old", "c" * 20, "old"))
     assert len(answer["messages"]) == 2
     assert answer["finish_reason"] == "eos"
     assert progress.shortened == 1
@@ -142,12 +122,12 @@ def test_a_conversation_without_room_ends_there(family: Path, tmp_path: Path) ->
     ("record", "template", "named"),
     [
         ({"prompt": "a" * 121}, TEMPLATE, "line 2: the prompt has 121 tokens and 8 are asked for"),
-        (talk("a" * 125), TEMPLATE, "line 2: the prompt has 128 tokens"),
-        (talk("a"), None, "line 2: 'tiny' has no chat template"),
-        ({"messages": [{"role": "system", "content": "a"}, *talk("a")["messages"]]}, TEMPLATE, "line 2: no such role"),
-        (talk("a"), "", "line 2: "),
-        (talk("a"), "{{ messages[7].content.x }}", "line 2: "),
-        (talk("a", "b", "c"), "{% if messages|length > 2 %}{{ raise_exception('long') }}{% endif %}a", "line 2: long"),
+        (chat("a" * 125), TEMPLATE, "line 2: the prompt has 128 tokens"),
+        (chat("a"), None, "line 2: 'tiny' has no chat template"),
+        ({"messages": [{"role": "system", "content": "a"}, *talk("a")]}, TEMPLATE, "line 2: no such role"),
+        (chat("a"), "", "line 2: "),
+        (chat("a"), "{{ messages[7].content.x }}", "line 2: "),
+        (chat("a", "b", "c"), "{% if messages|length > 2 %}{{ raise_exception('long') }}{% endif %}a", "line 2: long"),
     ],
 )
 def test_what_the_model_cannot_be_asked_is_found_before_any_work(
@@ -188,7 +168,7 @@ def test_batches_of_like_length() -> None:
 
     sizes = [(place * 37) % 101 + 1 for place in range(200)]
     questions = [Question(place="", record={"prompt": "x" * size}, id=str(n)) for n, size in enumerate(sizes)]
-    questions.append(Question(place="", record=talk("a", "b", "c"), id="talk"))
+    questions.append(Question(place="", record=chat("a", "b", "c"), id="talk"))
     batches = list(_batches(questions, 3))
     assert sorted(question.id for batch in batches for question in batch) == sorted(q.id for q in questions)
     spread = [

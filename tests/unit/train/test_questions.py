@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from paradraft.train.questions import EOS, ID, LENGTH, Answer, Question, next_prompt, read_questions, record_of
+from tests.jsonl import write_lines
+from tests.unit.train.asking import talk
 
 
 def read(tmp_path: Path, *records: object, samples: int = 1) -> list[Question]:
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    write_lines(file, records)
     return read_questions(file, samples)
-
-
-def talk(*contents: str, first: str = "user") -> list[dict[str, str]]:
-    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
-    return [{"role": roles[place % 2], "content": content} for place, content in enumerate(contents)]
 
 
 def said(*texts: str, reason: str = EOS) -> list[Answer]:

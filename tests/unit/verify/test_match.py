@@ -15,6 +15,7 @@ from paradraft.sampling import draw
 from paradraft.tree import depths
 from paradraft.verify.match import verify
 from tests.unit.trees import path_to, random_parents
+from tests.unit.verify.bonus import with_bonus
 
 VOCAB = 6
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4), Sampling(temperature=0.8, top_k=4, top_p=0.9, seed=-1)]
@@ -104,13 +105,7 @@ def always_accept(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
 
 
 def bonus_after_rejection(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
-    """After the recovered token adds one from the logits behind the rejected token."""
-    verdict = verify(draft, out, sampler)
-    tokens = verdict.tokens.clone()
-    for row, accepted in enumerate(verdict.accepted.tolist()):
-        if accepted < draft.tokens.shape[1]:
-            tokens[row, accepted + 1] = out.logits[row, accepted + 1].argmax()
-    return Verdict(path=verdict.path, accepted=verdict.accepted, tokens=tokens)
+    return with_bonus(verify(draft, out, sampler), out)
 
 
 def pad_is_zero(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:

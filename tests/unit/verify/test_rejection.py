@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paradraft.core import ABSENT, Draft, TargetOut, Verdict
 from paradraft.verify.rejection import verify
+from tests.unit.verify.bonus import with_bonus
 
 VOCAB, LENGTH = 4, 4
 """Texts of so many tokens are compared; no draft here is as deep."""
@@ -204,13 +205,7 @@ def always_accept(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:
 
 
 def bonus_after_rejection(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:
-    """After the recovered token adds one more, from behind the rejected node."""
-    verdict = verify(draft, out, sampler)
-    tokens = verdict.tokens.clone()
-    for row, accepted in enumerate(verdict.accepted.tolist()):
-        if accepted < draft.tokens.shape[1]:
-            tokens[row, accepted + 1] = out.logits[row, accepted + 1].argmax()
-    return Verdict(path=verdict.path, accepted=verdict.accepted, tokens=tokens)
+    return with_bonus(verify(draft, out, sampler), out)
 
 
 def target_after_rejection(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:

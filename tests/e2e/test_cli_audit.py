@@ -1,0 +1,49 @@
+"""`paradraft audit` as a user meets it: its words, its exit code, its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paradraft.bench.control import accept_all
+from paradraft.decode import sequential
+from tests.e2e.conftest import Paradraft, drafting
+from tests.jsonl import write_lines
+
+
+def audit_options(family: Path, tmp_path: Path) -> list[object]:
+    file = tmp_path / "prompts.jsonl"
+    write_lines(file, [{"prompt": text} for text in ["hello", "abcabcabc"]])
+    return [*drafting(family, "pard"), "--prompts", file, "--num-prompts", 2, "--max-new-tokens", 20, "-k", 4]
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--temperature", 0.9, "--tree-budget", 8], ["--dtype", "bfloat16", "--shape-invariant"]]
+)
+def test_audit_passes(family: Path, paradraft: Paradraft, tmp_path: Path, options: list[object]) -> None:
+    """Guards the audit's words, exit code, last line and file."""
+    file = tmp_path / "audit.json"
+    outcome = paradraft("audit", *audit_options(family, tmp_path), *options, "--json", file)
+    assert outcome.code == 0
+    assert outcome.out.startswith("PASS: every answer has the tokens of plain decoding")
+    written = json.loads(file.read_text())
+    last = json.loads(outcome.out.splitlines()[-1])
+    assert {key: written[key] for key in last} == last
+    assert last["verdict"] == "PASS" and last["tokens"] == last["positions"]
+    assert written["arguments"]["k"] == 4 and written["machine"]["cpu_capability"]
+    if "--shape-invariant" in options:
+        assert last["bitwise_equal"] == last["positions"]
+
+
+def test_audit_fails_with_exit_code_one(
+    family: Path, paradraft: Paradraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards scripts that trust the exit code."""
+    monkeypatch.setitem(sequential.VERIFY, "match", accept_all)
+    outcome = paradraft("audit", *audit_options(family, tmp_path))
+    assert outcome.code == 1
+    assert outcome.out.startswith("FAIL: ")
+    assert "NOT explained by rounding" in outcome.out
+    assert outcome.err == ""

@@ -1,0 +1,223 @@
+"""`paradraft generate` as a user meets it: what it prints, and what it says about mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from paradraft.api import drafter_names
+from paradraft.cli.options import MOST_DRAFTED
+from paradraft.models import loading
+from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+from tests.e2e.conftest import EXACT, Paradraft, assert_mistake, drafting
+from tests.jsonl import write_lines
+
+
+@pytest.mark.parametrize("name", drafter_names())
+def test_prompt_is_answered(family: Path, paradraft: Paradraft, name: str) -> None:
+    """Guards against a drafter that changes the text, and against noise of the libraries: the standard output is
+    prompt and answer, the standard error one line of statistics."""
+    plain = paradraft("generate", *drafting(family, "none"), "--prompt", "helloworld", "--max-new-tokens", 20)
+    answer = paradraft("generate", *drafting(family, name), "--prompt", "helloworld", "--max-new-tokens", 20)
+    assert answer.code == 0
+    assert answer.out == plain.out
+    assert answer.out.startswith("helloworld")
+    assert len(answer.out) > len("helloworld\n")
+    assert answer.err.count("\n") == 1
+    assert "acceptance length" in answer.err
+
+
+def test_prompt_file_gives_an_object_per_line(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards the promise that further keys of a prompt record come back, in order, untouched."""
+    file = tmp_path / "prompts.jsonl"
+    records = [{"prompt": "hello", "task": {"id": 7}}, {"prompt": "abcabc", "note": "Grüße\u2028"}]
+    file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n\n" for record in records), encoding="utf-8")
+    options = ["--prompts", file, "--max-new-tokens", 12, "--json"]
+    outcome = paradraft("generate", *drafting(family, "pard"), *options)
+    assert outcome.code == 0
+    assert outcome.err == ""
+    answers = [json.loads(line) for line in outcome.out.split("\n")[:-1]]
+    assert [{key: answer[key] for key in record} for answer, record in zip(answers, records, strict=True)] == records
+    for answer in answers:
+        assert set(answer) >= {"text", "tokens", "stats"}
+        assert len(answer["tokens"]) == answer["stats"]["tokens"] <= 12
+        assert answer["stats"]["acceptance_length"] >= 1
+
+
+def test_same_seed_same_text_with_every_drafter(family: Path, paradraft: Paradraft) -> None:
+    """Guards the match rule on its way through the options: seed, temperature, top-k and top-p must all arrive."""
+
+    def tokens(name: str, seed: int) -> list[int]:
+        sampling = ["--temperature", 0.9, "--top-k", 30, "--top-p", 0.95, "--seed", seed]
+        asked = ["--prompt", "hello", "--max-new-tokens", 24, "--json"]
+        return json.loads(paradraft("generate", *drafting(family, name), "-k", 5, *asked, *sampling).out)["tokens"]
+
+    expected = tokens("none", 3)
+    assert all(tokens(name, 3) == expected for name in drafter_names())
+    assert tokens("none", 4) != expected
+
+
+def test_k_larger_than_the_room_left(family: Path, paradraft: Paradraft) -> None:
+    """Guards against drafts that run over the end of the cache."""
+    asked = ["--prompt", "hello", "--max-new-tokens", 9, "--json"]
+    plain = paradraft("generate", *drafting(family, "none"), *asked)
+    longest = paradraft("generate", *drafting(family, "pard"), "-k", MOST_DRAFTED, *asked, "--capacity", 14)
+    assert json.loads(longest.out)["tokens"] == json.loads(plain.out)["tokens"]
+
+
+def test_batches_give_the_texts_of_single_prompts(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards batches, trees, length policies, penalties and stops on their way through the options."""
+    file = tmp_path / "prompts.jsonl"
+    write_lines(file, [{"prompt": text} for text in ["hello", "a", "abcabcabc"]])
+    asked = ["--prompts", file, "--max-new-tokens", 20, "--json", "--temperature", 0.8, "--seed", 3, "--min-p", 0.02]
+    asked += ["--repetition-penalty", 1.1, "--frequency-penalty", 0.1, "--logit-bias", "5=-inf", "--stop", "q"]
+
+    def answers(name: str, *options: object) -> list[dict[str, object]]:
+        lines = paradraft("generate", *drafting(family, name), *asked, *options).out.splitlines()
+        return [{key: json.loads(line)[key] for key in ("text", "tokens", "finish_reason")} for line in lines]
+
+    plain = answers("none", "--batch-size", 1)
+    assert len(plain) == 3
+    for options in (["--batch-size", 2], ["--tree-budget", 9], ["--tree-paths", "0 1 0.0"], ["--lengths", "expected"]):
+        assert answers("pard", *options) == plain
+    assert all("q" not in answer["text"] for answer in plain)
+    greedy = ["--temperature", 0, "--tree-budget", 9]
+    assert answers("pard", "--verify", "rejection", *greedy) == answers("none", "--temperature", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--temperature", -1], "temperature=-1"),
+        (["--temperature", "nan"], "temperature=nan"),
+        (["--top-p", 0], "top_p=0"),
+        (["--top-k", -1], "top_k=-1"),
+        (["--dtype", "float7"], "float7"),
+        (["--device", "abacus"], "abacus"),
+        (["-k", 0], "k=0"),
+        (["-k", 257], "k=257"),
+        (["-k", "many"], "-k"),
+        (["--capacity", 0], "capacity=0"),
+        (["--capacity", 129], "capacity=129"),
+        (["--max-new-tokens", 0], "max_new_tokens=0"),
+        (["--prompt", ""], "prompt is empty"),
+        (["--prompt", "x" * 100, "--max-new-tokens", 29], "the prompt has 100 tokens"),
+        (["--drafter", "oracle"], "oracle"),
+        (["--draft", "some/model"], "some/model"),
+        (["--prompts", "prompts.jsonl"], "--prompts"),
+        (["--prompts", "prompts.jsonl", "--prompt", "x"], "--prompt"),
+        (["--min-p", 2], "min_p=2"),
+        (["--repetition-penalty", 0], "repetition_penalty=0"),
+        (["--presence-penalty", "nan"], "presence_penalty=nan"),
+        (["--logit-bias", "a=b"], "a=b"),
+        (["--logit-bias", "7=inf"], "7: inf"),
+        (["--logit-bias", "64=1", "--max-new-tokens", 4], "64 is not among the 64"),
+        (["--stop", "", "--max-new-tokens", 4], "stop string is empty"),
+        (["--verify", "magic"], "verify='magic'"),
+        (["--lengths", "long"], "lengths='long'"),
+        (["--batch-size", 0], "--batch-size"),
+        (["--tree-budget", 3], "chains only"),
+        (["--tree-budget", 0], "budget 0"),
+        (["--tree-budget", 5000], "5000 nodes"),
+        (["--tree-budget", 3, "--tree-paths", "0"], "--tree-paths"),
+        (["--tree-paths", "0 a"], "'0 a'"),
+        (["--tree-paths", "0 1.0"], "(1, 0) is there without its parent"),
+        (["--tree-paths", "0 99"], "(99,): use ranks from 0 to 15"),
+        (["--frobnicate"], "--frobnicate"),
+        (["surplus"], "surplus"),
+        (["--drafter"], "--drafter"),
+    ],
+)
+def test_bad_option(family: Path, paradraft: Paradraft, arguments: list[object], named: str) -> None:
+    """Guards against tracebacks and boxes: every mistake is one line that names the value."""
+    asked = [] if arguments[0] == "--prompt" else ["--prompt", "x"]
+    assert_mistake(paradraft("generate", "--target", family / "target", *EXACT, *asked, *arguments), named)
+
+
+def test_neither_prompt_nor_prompts(family: Path, paradraft: Paradraft) -> None:
+    """Guards against waiting for input, or answering nothing and calling it success."""
+    assert_mistake(paradraft("generate", "--target", family / "target", *EXACT), "--prompt")
+
+
+def test_unknown_model(family: Path, paradraft: Paradraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the retries of the hub's client, which take a minute and many lines, and against messages about
+    a missing tokenizer where the model is missing."""
+    asked = ["--prompt", "x", *EXACT]
+    assert_mistake(paradraft("generate", "--target", tmp_path / "nothing", *asked), tmp_path / "nothing")
+    assert_mistake(paradraft("generate", "--target", tmp_path, *asked), tmp_path, "config.json")
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(loading.HfApi, "model_info", unreachable)
+    assert_mistake(paradraft("generate", "--target", "no-such/model", *asked), "no-such/model", "no network")
+    draft = ["--drafter", "pard", "--draft", "no-such/model"]
+    assert_mistake(paradraft("generate", "--target", family / "target", *asked, *draft), "no-such/model")
+
+
+def test_damaged_weights(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards against the traceback of an interrupted download."""
+    tiny_tokenizer().save_pretrained(tmp_path)
+    AutoConfig.from_pretrained(family / "target").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((family / "target" / "model.safetensors").read_bytes()[:1000])
+    assert_mistake(paradraft("generate", "--target", tmp_path, "--prompt", "x", *EXACT), tmp_path)
+
+
+@pytest.mark.parametrize("drafter", ["autoregressive", "pard"])
+def test_draft_of_another_family(family: Path, paradraft: Paradraft, tmp_path: Path, drafter: str) -> None:
+    """Guards against drafts whose token ids mean other text: the answers stay right, so nobody would notice."""
+    small, other = tmp_path / "small", tmp_path / "other"
+    for folder, rows in ((small, VOCAB // 2), (other, VOCAB + 8)):
+        tiny_model(1, rows=rows).save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    file = other / "tokenizer.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    vocab = settings["model"]["vocab"]
+    vocab["a"], vocab["e"] = vocab["e"], vocab["a"]
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    asked = ["--target", family / "target", "--drafter", drafter, "--prompt", "x", *EXACT]
+    assert_mistake(paradraft("generate", *asked, "--draft", small), small, VOCAB // 2, VOCAB)
+    assert_mistake(paradraft("generate", *asked, "--draft", other), other, "other tokens")
+
+
+def test_draft_is_missing(family: Path, paradraft: Paradraft) -> None:
+    """Guards against the pocket draft being taken for another family's target."""
+    asked = ["--target", family / "target", "--drafter", "pard", "--prompt", "x", *EXACT]
+    assert_mistake(paradraft("generate", *asked), "pard", "draft")
+
+
+def test_pard_folder_without_a_mask_token(family: Path, paradraft: Paradraft) -> None:
+    """Guards against an ordinary model taken for a PARD drafter."""
+    asked = ["--target", family / "target", "--drafter", "pard", "--draft", family / "draft", "--prompt", "x", *EXACT]
+    assert_mistake(paradraft("generate", *asked), family / "draft", "mask token")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"", "empty"),
+        (b"\n\n", "empty"),
+        (b'{"prompt": "x"}\n\n{"prompt": \n', "line 3"),
+        (b'{"prompt": "x"}\n["x"]\n', "line 2"),
+        (b'{"prompt": ""}\n', "line 1"),
+        (b'{"question": "x"}\n', "line 1"),
+        (b'{"prompt": "x"}\n{"prompt": "' + b"x" * 128 + b'"}\n', "prompt 2 has 128 tokens"),
+        (b'{"prompt": "\xff"}\n', "UTF-8"),
+    ],
+)
+def test_bad_prompt_file(family: Path, paradraft: Paradraft, tmp_path: Path, content: bytes, named: str) -> None:
+    """Guards against answering the first prompts and failing at the third: all are checked before the first answer."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    assert_mistake(
+        paradraft("generate", "--target", family / "target", *EXACT, "--prompts", file, "--max-new-tokens", 4), named
+    )
+
+
+def test_prompt_file_does_not_exist(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards against an error that does not say which file."""
+    file = tmp_path / "prompts.jsonl"
+    assert_mistake(paradraft("generate", "--target", family / "target", *EXACT, "--prompts", file), file)
