@@ -21,6 +21,7 @@ from paradraft.machine import describe_machine
 from paradraft.models.loading import Runtime
 from paradraft.train.curves import read_history
 from paradraft.train.evaluation import Acceptance
+from paradraft.train.progress import Progress
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.run import run_with_display
 
@@ -87,7 +88,7 @@ def measure(recipe: PardRecipe, prompts: list[list[int]]) -> dict[str, Any]:
             "pocket", str(POCKET / "draft"), prompts, k=k, answer_tokens=ANSWER_TOKENS, runtime=Runtime()
         )
         lengths[k] = acceptance.of(recipe.out)
-    rows = [entry["rows_per_s"] for entry in read_history(recipe.out)]
+    rows = [report.rows_per_s for report in read_history(recipe.out) if isinstance(report, Progress)]
     return {"acceptance_length": lengths, "rows_per_s": sorted(rows)[len(rows) // 2]}
 
 

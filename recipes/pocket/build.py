@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 import corpus
 from paradraft.models.loading import Runtime, computes_bf16, load_model, load_target
 from paradraft.train.checkpoint import save_model
-from paradraft.train.recipe import load_recipe
+from paradraft.train.recipe_file import load_recipe
 from paradraft.train.run import run_with_display
 from pretrain import PretrainConfig, pretrain, windows
 from tokenizer import train_tokenizer

@@ -1,7 +1,8 @@
-"""A streamed answer on the terminal, coloured by where its tokens came from."""
+"""The terminal: who writes on it, and a streamed answer, coloured by where its tokens came from."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,11 @@ def hide_progress_bars() -> None:
     """Turns off the bars of `transformers` for loading and saving; downloads keep theirs."""
     logging.disable_progress_bar()
     enable_progress_bars()
+
+
+def speaks() -> bool:
+    """Whether this process says what is the same in all: of those that torchrun and accelerate number, the first."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def stream_answer(

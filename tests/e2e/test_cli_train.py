@@ -137,6 +137,13 @@ def test_checkpoint_of_another_recipe(
     assert contents(out) == before
 
 
+def test_a_setting_that_is_ignored_is_named(paradraft: Paradraft, recipe: Path, tmp_path: Path) -> None:
+    """Guards against a rate that someone tunes for days and nothing reads: the run goes on, and says so in one line."""
+    outcome = paradraft("train", "pard", recipe, f"out={tmp_path / 'drafter'}", "muon_lr=1e-2", "steps=2")
+    assert outcome.code == 0
+    assert outcome.err == "paradraft: warning: muon_lr=0.01 is ignored without optimizer=muon\n"
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [
@@ -193,6 +200,7 @@ def test_recipe_does_not_exist(paradraft: Paradraft, tmp_path: Path) -> None:
         (b'{"text": "abc"}\n{"words": "abc"}\n', "line 2"),
         (b"", "nothing to learn"),
         (b'{"text": "\xff"}\n', "UTF-8"),
+        (b'{"text": "abc"}\n' + b"[" * 100_000 + b"\n", "line 2"),
     ],
 )
 def test_bad_training_data(paradraft: Paradraft, recipe: Path, tmp_path: Path, content: bytes, named: str) -> None:

@@ -63,3 +63,28 @@ def test_two_processes_learn_what_one_does(family: Path, tmp_path: Path, sharded
         for key, value in expected.items():
             assert found[key] == pytest.approx(value, rel=1e-5), (key, expected["step"])
     assert done.stdout.count("step 4/4") == 1
+
+
+SHORT_OF_MEMORY = """
+import os, sys
+from paradraft import cli
+from paradraft.train import memory
+
+memory._free_bytes = lambda device: 1e12 if os.environ["RANK"] == "0" else 1e5
+cli.main()
+"""
+
+
+def test_a_mistake_is_told_once(family: Path, tmp_path: Path) -> None:
+    """Guards against as many complaints as processes, against silence where not the first process finds the mistake,
+    and against processes that wait for one that has ended."""
+    file, script = tmp_path / "recipe.yaml", tmp_path / "short_of_memory.py"
+    file.write_text(recipe_text(family, tmp_path, tmp_path / "out"))
+    script.write_text(SHORT_OF_MEMORY)
+    done = launch(str(script), "train", "pard", str(file), "muon_lr=1e-2", settings={})
+    said = [line for line in done.stderr.splitlines() if line.startswith("paradraft: ")]
+    assert [line.split(",")[0] for line in said] == [
+        "paradraft: warning: muon_lr=0.01 is ignored without optimizer=muon",
+        "paradraft: this recipe needs 0.0 GiB beside its models (optimizer 0.0",
+    ]
+    assert done.stderr.count("exitcode  : 2 ") == 2 and "Error:" not in done.stderr.replace("ChildFailedError:", "")

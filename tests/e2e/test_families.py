@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from paradraft import Sampling, load
 from paradraft.engine import Engine
 from paradraft.models.loading import Runtime
-from paradraft.train.recipe import PardRecipe, load_recipe
+from paradraft.train.recipe import PardRecipe
+from paradraft.train.recipe_file import load_recipe
 from paradraft.train.trainer import train_pard
 from tests.conftest import VOCAB, tiny_tokenizer
 

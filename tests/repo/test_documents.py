@@ -13,6 +13,8 @@ from __future__ import annotations
 import doctest
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,3 +190,14 @@ def test_recipes_in_documents_are_recipes() -> None:
     assert "training.md" in {name for name, _ in found}
     for _, recipe in found:
         PardRecipe.model_validate(recipe)
+
+
+def test_scripts_of_the_pocket_family_can_be_loaded() -> None:
+    """Guards `make pocket`, which takes two hours and which nobody starts at every change: what its scripts take from
+    the library is still there."""
+    folder = ROOT / "recipes" / "pocket"
+    names = sorted(file.stem for file in folder.glob("*.py"))
+    loaded = subprocess.run(
+        [sys.executable, "-c", f"import {', '.join(names)}"], cwd=folder, capture_output=True, text=True
+    )
+    assert loaded.returncode == 0, loaded.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import typer
 
@@ -12,7 +13,7 @@ from paradraft.cli.generate import generate
 from paradraft.cli.init_draft import init_draft
 from paradraft.cli.regenerate import regenerate
 from paradraft.cli.train import pard
-from paradraft.terminal import hide_progress_bars
+from paradraft.terminal import hide_progress_bars, speaks
 
 INTERRUPTED = 130
 """What typer makes of Ctrl-C."""
@@ -29,10 +30,15 @@ app.command()(audit)
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit code 2."""
+    """Entry point: a user's mistake is one line and exit code 2, a warning is one line.
+
+    Of several processes that train together one says so.
+    """
     hide_progress_bars()
     try:
-        code = app(sys.argv[1:] or ["--help"], prog_name="paradraft", standalone_mode=False) or 0
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = app(sys.argv[1:] or ["--help"], prog_name="paradraft", standalone_mode=False) or 0
     except typer.TyperException as error:
         code = _complain(error.format_message())
     except ValueError as error:
@@ -40,12 +46,19 @@ def main() -> None:
     except ModuleNotFoundError as error:
         code = _complain(f"{error.name} is not installed: pip install 'paradraft[train,bench]'")
     except OSError as error:
-        code = _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    if code == INTERRUPTED:
+        # What one process cannot read or write, others may be able to.
+        code = _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), always=True)
+    if code == INTERRUPTED and speaks():
         print("paradraft: interrupted", file=sys.stderr)
     raise SystemExit(code)
 
 
-def _complain(message: str) -> int:
-    print(f"paradraft: {' '.join(message.split())}", file=sys.stderr)
+def _complain(message: str, *, always: bool = False) -> int:
+    if always or speaks():
+        print(f"paradraft: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def _warn(message: Warning | str, *place: object, **line: object) -> None:
+    if speaks():
+        print(f"paradraft: warning: {' '.join(str(message).split())}", file=sys.stderr)

@@ -23,6 +23,8 @@ from paradraft.models.loading import Runtime, load_draft_lm, locate
 from paradraft.models.target import Target
 from paradraft.sampler import Sampler
 
+CONFIG_KEYS = ("pard_token", "mask_token_id", "spd_type", "pard_masks")
+"""What the config of a trained PARD model has and that of an ordinary one has not; `pard_masks` is read here only."""
 ASIDE = 0.5
 """What an estimate is worth behind a side branch: a mask's candidates continue the likeliest tokens before it,
 and those of a side branch are others."""
@@ -141,3 +143,31 @@ def declared_mask_id(model_config: PretrainedConfig) -> int | None:
     found = getattr(model_config, "mask_token_id", None)
     found = getattr(model_config, "pard_token", None) if found is None else found
     return None if found is None else int(found)
+
+
+def declare_masks(model_config: PretrainedConfig, mask_id: int, masks: int = 1) -> None:
+    """Writes into a config what engines know a PARD model by.
+
+    Args:
+        model_config: changed in place.
+        mask_id: the mask token.
+        masks: how many ids from there on are masks.
+
+    Example:
+        >>> config = PretrainedConfig(pard_masks=3)
+        >>> declare_masks(config, 7)
+        >>> [getattr(config, key, None) for key in CONFIG_KEYS]
+        [7, 7, 'pard', None]
+    """
+    forget_masks(model_config)
+    model_config.pard_token = model_config.mask_token_id = mask_id
+    model_config.spd_type = "pard"
+    if masks > 1:
+        model_config.pard_masks = masks
+
+
+def forget_masks(model_config: PretrainedConfig) -> None:
+    """Takes that out of a config, for a model that is none, or none any more."""
+    for key in CONFIG_KEYS:
+        if hasattr(model_config, key):
+            delattr(model_config, key)

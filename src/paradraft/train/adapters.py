@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import cast
 
 import torch
@@ -25,7 +26,9 @@ def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed:
         task_type="CAUSAL_LM",
     )
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            # peft still asks for the property by the name that `transformers` has given up.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             torch.manual_seed(seed)
             return cast(PeftModel, get_peft_model(model, config))
     except ValueError as error:

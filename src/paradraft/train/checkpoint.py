@@ -1,18 +1,50 @@
-"""What a training run leaves on disk: always whole, whenever it is stopped."""
+"""What a training run leaves on disk: always whole, whenever it is stopped.
+
+    out/checkpoint/step-00000200/      weights and optimizers, and `run.json`, written last
+    out/checkpoint/drafter-00000150/   a drafter that may be the result, as it would be shipped
+
+A drafter is named after its step, and stays while the newest checkpoint calls it the best: a run that
+goes on from there needs it, whatever it has found since.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from paradraft.train.progress import Sums
+from paradraft.train.standing import Standing, Worth
 
 STATE = "run.json"
 """Inside a checkpoint: which run and how far; written last, so a checkpoint without it is not whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """How far a run is, beside its weights.
+
+    Args:
+        identity: of its recipe.
+        step: steps done.
+        bf16: whether its passes compute in bf16.
+        standing: how its drafters stand.
+        sums: what was not reported yet.
+    """
+
+    identity: dict[str, Any]
+    step: int
+    bf16: bool
+    standing: Standing = field(default_factory=Standing)
+    sums: Sums = field(default_factory=Sums)
 
 
 class Checkpoints:
@@ -21,67 +53,91 @@ class Checkpoints:
     Args:
         folder: where checkpoints live.
         accelerator: what holds model and optimizers, on one device or many.
-        fingerprint: of the recipe.
+        identity: of the recipe.
     """
 
-    def __init__(self, folder: Path, accelerator: Accelerator, fingerprint: str) -> None:
+    def __init__(self, folder: Path, accelerator: Accelerator, identity: dict[str, Any]) -> None:
         self.folder = folder
         self._accelerator = accelerator
-        self._fingerprint = fingerprint
+        self.identity = identity
 
-    def save(self, step: int, **state: object) -> None:
-        """Saves model, optimizers, and what else the run has to know to go on after a step."""
-        place = self.folder / f"step-{step:08d}"
+    def state(self) -> State | None:
+        """How far the newest whole checkpoint is; None if there is none.
+
+        Raises:
+            ValueError: it belongs to another recipe, or cannot be read.
+        """
+        newest = self._newest()
+        if newest is None:
+            return None
+        try:
+            state = TypeAdapter(State).validate_json((newest / STATE).read_bytes())
+        except ValidationError:
+            raise ValueError(f"{newest / STATE} cannot be read: delete {newest}, and the run starts again") from None
+        for key in {**state.identity, **self.identity}:
+            before, now = state.identity.get(key), self.identity.get(key)
+            if before != now:
+                raise ValueError(
+                    f"{newest} belongs to another recipe: {key} was {before!r} and is {now!r} now; delete "
+                    f"{self.folder.parent}, or choose another `out`"
+                )
+        return state
+
+    def save(self, state: State) -> None:
+        """Saves model, optimizers, and how far the run is."""
+        place = self._place(state.step)
         if self._accelerator.is_main_process:
             shutil.rmtree(place, ignore_errors=True)
         self._accelerator.wait_for_everyone()
         self._accelerator.save_state(str(place), safe_serialization=False)
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:
-            known = {"fingerprint": self._fingerprint, "step": step, **state}
             new = place / f"{STATE}.new"
-            new.write_text(json.dumps(known), encoding="utf-8")
+            new.write_text(json.dumps(asdict(state)), encoding="utf-8")
             os.replace(new, place / STATE)
-            for other in self.folder.glob("step-*"):
-                if other != place:
-                    shutil.rmtree(other, ignore_errors=True)
+            _delete_all_but({place}, self.folder.glob("step-*"))
+            self.keep_drafters(state.standing.best)
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self) -> State | None:
         """Brings model and optimizers back to the newest whole checkpoint.
 
         Returns:
-            What `save` was told; None if there is no checkpoint.
-
-        Raises:
-            ValueError: it belongs to another recipe.
+            What `state` says.
         """
-        newest = self._newest()
-        if newest is None:
-            return None
-        state: dict[str, Any] = json.loads((newest / STATE).read_text(encoding="utf-8"))
-        self._accelerator.load_state(str(newest))
+        state = self.state()
+        if state is not None:
+            self._accelerator.load_state(str(self._place(state.step)))
         return state
 
-    def check(self) -> None:
-        """Raises ValueError if there is a checkpoint of another recipe."""
-        newest = self._newest()
-        if newest is not None:
-            found = json.loads((newest / STATE).read_text(encoding="utf-8"))["fingerprint"]
-            if found != self._fingerprint:
-                raise ValueError(
-                    f"{newest} belongs to another recipe: delete {self.folder.parent}, or choose another `out`"
-                )
+    def drafter(self, step: int) -> Path:
+        """Where the drafter of a step is written."""
+        return self.folder / f"drafter-{step:08d}"
+
+    def keep_drafters(self, best: Worth | None) -> None:
+        """Deletes all drafters but the best and the one that was the best at the newest checkpoint."""
+        state = self.state()
+        needed = (best, None if state is None else state.standing.best)
+        kept = {self.drafter(worth.step) for worth in needed if worth is not None}
+        _delete_all_but(kept, self.folder.glob("drafter-*"))
+
+    def delete(self) -> None:
+        """Deletes all checkpoints and drafters, and the folder if nothing else is in it."""
+        _delete_all_but(set(), [*self.folder.glob("step-*"), *self.folder.glob("drafter-*")])
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     def _newest(self) -> Path | None:
         whole = [place for place in self.folder.glob("step-*") if (place / STATE).is_file()]
         return max(whole, default=None)
 
-    def delete(self) -> None:
-        """Deletes all checkpoints, and the folder if nothing else is in it."""
-        for place in self.folder.glob("step-*"):
-            shutil.rmtree(place, ignore_errors=True)
-        if self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
+
+def _delete_all_but(kept: set[Path], folders: Iterable[Path]) -> None:
+    for folder in folders:
+        if folder not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -46,10 +46,15 @@ class Estimate:
         free = _free_bytes(device)
         if self.total > free:
             parts = ", ".join(f"{name} {value / 2**30:.1f}" for name, value in vars(self).items())
+            # Smaller passes do not help where gradients and moments alone are too large.
+            fix = (
+                "train adapters (lora), or a smaller model"
+                if self.optimizer > free
+                else "lower samples_per_pass or max_length, or set gradient_checkpointing=true"
+            )
             raise ValueError(
                 f"this recipe needs {self.total / 2**30:.1f} GiB beside its models ({parts}), and "
-                f"{free / 2**30:.1f} GiB are free: lower samples_per_pass or max_length, or set "
-                "gradient_checkpointing=true"
+                f"{free / 2**30:.1f} GiB are free: {fix}"
             )
 
 

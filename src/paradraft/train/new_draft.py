@@ -16,10 +16,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from paradraft.drafters.pard import declared_mask_id
+from paradraft.drafters.pard import declared_mask_id, forget_masks
 from paradraft.models.loading import DTYPES, Runtime, load_config, load_model, load_tokenizer, locate
 from paradraft.train.checkpoint import save_model
-from paradraft.train.origin import PARD_KEYS, Cut, Fresh, Sibling
+from paradraft.train.origin import Cut, Fresh, Sibling
 from paradraft.train.vocabulary import end_ids, free_id, of_one_family, resize, used_rows
 
 
@@ -122,9 +122,7 @@ def _cut(name: str, folder: str, kept: tuple[int, ...], dtype: str) -> PreTraine
     if getattr(config, "max_window_layers", None) is not None:
         config.max_window_layers = sum(index < config.max_window_layers for index in kept)
     config.num_hidden_layers = len(kept)
-    for key in PARD_KEYS:
-        if hasattr(config, key):
-            delattr(config, key)
+    forget_masks(config)
     return model
 
 

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from paradraft.drafters.pard import CONFIG_KEYS
 from paradraft.models.kv_cache import head_size
-
-PARD_KEYS = ("pard_token", "mask_token_id", "spd_type")
-"""What a config says of a trained PARD drafter, which a new draft is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +124,7 @@ class Fresh:
                 f"the target's rotary positions have a {per_dimension[0]} for each dimension of a head: "
                 f"choose hidden_size and heads so that a head has {head_size(target)}"
             )
-        for key in (*PARD_KEYS, "layer_types", "quantization_config", "max_window_layers"):
+        for key in (*CONFIG_KEYS, "layer_types", "quantization_config", "max_window_layers"):
             settings.pop(key, None)
         settings |= {
             "num_hidden_layers": self.layers,

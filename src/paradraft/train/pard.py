@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.drafters.pard import declared_mask_id
+from paradraft.drafters.pard import declare_masks, declared_mask_id
 from paradraft.train.attention import attention_mask
 from paradraft.train.batch import Batch
 from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence
@@ -148,7 +148,7 @@ def add_mask_token(
     known = declared_mask_id(model.config)
     rows, used = model.get_input_embeddings().weight.shape[0], used_rows(tokenizer)
     if mask_id is not None and not 0 <= mask_id < rows:
-        raise ValueError(f"mask_token_id={mask_id} is outside the embedding of {rows} rows")
+        raise ValueError(f"mask_token_id={mask_id} is outside the embedding of {rows} rows: use a free one of them")
     chosen = known if mask_id is None else mask_id
     if chosen is None:
         chosen = free_id(tokenizer, rows, end_ids(model))
@@ -156,13 +156,10 @@ def add_mask_token(
         chosen = max(rows, used)
         resize(model, chosen + 1, used)
     if masks > 1 and not used <= chosen <= model.get_input_embeddings().weight.shape[0] - masks:
-        raise ValueError(f"distinct_masks: {masks} ids from {chosen} on are not all free in this embedding")
+        raise ValueError(
+            f"distinct_masks: {masks} ids from {chosen} on are not all free in the embedding: lower k or share one mask"
+        )
     if chosen != known:
         set_to_mean(model, slice(chosen, chosen + masks), used)
-    model.config.pard_token = model.config.mask_token_id = chosen
-    model.config.spd_type = "pard"
-    if masks > 1:
-        model.config.pard_masks = masks
-    elif hasattr(model.config, "pard_masks"):
-        del model.config.pard_masks
+    declare_masks(model.config, chosen, masks)
     return int(chosen)

@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from paradraft.drafters.pard import forget_masks
 from paradraft.models.loading import Runtime, computes_bf16, load_config, load_model, load_tokenizer, locate
 from paradraft.train import memory
 from paradraft.train.adapters import merged, with_adapters
@@ -22,6 +23,7 @@ from paradraft.train.pard import Objective, add_mask_token
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.sample import Sample
 from paradraft.train.teacher import Teacher, load_teacher
+from paradraft.train.vocabulary import check_rows
 
 MOST_ROOM = 4096
 """Most tokens of a prompt and its answer when acceptance lengths are measured."""
@@ -59,15 +61,15 @@ class Preparation:
             return recipe.steps
         return max(math.ceil(len(self.samples) * (recipe.epochs or 0.0) / recipe.samples_per_step), 1)
 
-    def batches(self, samples: Sequence[Sample], seeds: Sequence[int], *, per_pass: int) -> list[Batch]:
+    def batches(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[Batch]:
         """The passes over some samples; the rows that are dropped depend on a sample's own seed alone."""
         recipe = self.recipe
         drop = Drop(k=recipe.k, r=recipe.r, r_min=recipe.r_min, mask_id=self.mask_id, masks=recipe.masks)
         batches = []
-        for start in range(0, len(samples), per_pass):
-            some = list(samples[start : start + per_pass])
+        for start in range(0, len(samples), self.per_pass):
+            some = list(samples[start : start + self.per_pass])
             groups = pack(some, recipe.max_length) if recipe.pack else [[index] for index in range(len(some))]
-            generators = [torch.Generator().manual_seed(seed) for seed in seeds[start : start + per_pass]]
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds[start : start + self.per_pass]]
             batches.append(
                 collate(
                     [[some[index] for index in group] for group in groups],
@@ -92,14 +94,15 @@ class Preparation:
         """
         recipe = self.recipe
         target = recipe.teacher if recipe.target is None else recipe.target
-        if recipe.target is not None and not self.held_out:
-            raise ValueError(f"target={recipe.target!r}: nothing is held out to measure with, set held_out")
+        recipe.check_measurable(len(self.held_out))
         if target is None or not self.held_out:
             return None
         prompts = [prompt_of(sample, most=recipe.prompt_tokens) for sample in self.held_out[: recipe.prompts]]
         dtype = "bfloat16" if computes_bf16(device) else "float32"
         base = locate(recipe.model, "draft")
-        room = [load_config(name).max_position_embeddings for name in (locate(target, "target"), base)]
+        configs = [load_config(name) for name in (locate(target, "target"), base)]
+        check_rows(configs[0].vocab_size, int(max(map(max, prompts))), f"target {target!r}")
+        room = (config.max_position_embeddings for config in configs)
         runtime = Runtime(device=str(device), dtype=dtype, capacity=min(*room, MOST_ROOM))
         return Acceptance(target, base, prompts, k=recipe.k, answer_tokens=recipe.answer_tokens, runtime=runtime)
 
@@ -127,8 +130,7 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
         processes: how many processes share the samples of a step.
 
     Raises:
-        ValueError: model, data or teacher cannot be used, the settings do not fit them, or there is not
-            enough memory.
+        ValueError: model, data or teacher cannot be used, or the settings do not fit them.
     """
     if recipe.samples_per_step % processes:
         raise ValueError(
@@ -149,6 +151,8 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
     if any(not masks.isdisjoint(sample.tokens) for sample in samples):
         raise ValueError(f"the mask token {mask_id} occurs in the data: choose another mask_token_id")
     longest = max(len(sample.tokens) for sample in samples)
+    largest = int(max(max(sample.tokens) for sample in samples))
+    check_rows(model.config.vocab_size, largest, f"model {recipe.model!r}")
     if longest > model.config.max_position_embeddings:
         room = model.config.max_position_embeddings
         raise ValueError(f"the model has room for {room} tokens, a sample has {longest}: set max_length={room}")
@@ -157,7 +161,13 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
     if recipe.teacher is not None:
         runtime = Runtime(device=str(device), dtype="bfloat16" if bf16 else "float32")
         teacher = load_teacher(
-            recipe.teacher, tokenizer, mask_id=mask_id, masks=recipe.masks, longest=longest, runtime=runtime
+            recipe.teacher,
+            tokenizer,
+            mask_id=mask_id,
+            masks=recipe.masks,
+            longest=longest,
+            largest=largest,
+            runtime=runtime,
         )
         teacher.model.set_attn_implementation(model.config._attn_implementation)
     learnt, held_out = hold_out(samples, recipe.held_out)
@@ -190,11 +200,17 @@ class _NewDrafter:
 
 def _new_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> _NewDrafter:
     model = load_model(locate(recipe.model, "draft"), Runtime(device=device, dtype="float32"))
-    mask_id = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks) if recipe.k > 1 else None
+    if recipe.k > 1:
+        mask_id = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks)
+    else:
+        mask_id = None
+        forget_masks(model.config)  # a PARD model that learns without masks is none any more
     masks = [] if mask_id is None else list(range(mask_id, mask_id + recipe.masks))
     adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, masks, seed=recipe.seed)
     on_gpu = device.startswith("cuda")
     model.set_attn_implementation((FLEX if on_gpu else "sdpa") if recipe.attention == "auto" else recipe.attention)
     if recipe.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # `transformers` renamed it in 5.23.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     return _NewDrafter(model=model, adapted=adapted, mask_id=mask_id)

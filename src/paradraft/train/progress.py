@@ -54,6 +54,21 @@ class Evaluation:
 Report = Progress | Evaluation
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """What has been added up since the last report, for a run that goes on between two reports.
+
+    Args:
+        losses: of each step.
+        right: for each depth, rows predicted correctly; empty if there was no step.
+        labels: for each depth, rows with a label.
+    """
+
+    losses: tuple[float, ...] = ()
+    right: tuple[float, ...] = ()
+    labels: tuple[float, ...] = ()
+
+
 class Meter:
     """Sums up what has happened since the last report.
 
@@ -61,21 +76,28 @@ class Meter:
         steps: steps of the whole run.
         first: steps that were done before this process began.
         k: depths.
+        sums: what an earlier process had added up and not reported.
     """
 
-    def __init__(self, *, steps: int, first: int, k: int) -> None:
+    def __init__(self, *, steps: int, first: int, k: int, sums: Sums) -> None:
         self._steps = steps
         self._first = first
         self._began_s = time.perf_counter()
         self._k = k
-        self._clear()
+        self._begin_with(sums)
 
-    def _clear(self) -> None:
-        self._losses: list[float] = []
-        self._right = torch.zeros(self._k)
-        self._labels = torch.zeros(self._k)
+    def _begin_with(self, sums: Sums) -> None:
+        self._losses = list(sums.losses)
+        self._right = torch.tensor(sums.right or (0.0,) * self._k)
+        self._labels = torch.tensor(sums.labels or (0.0,) * self._k)
         self._rows = 0
         self._since_s = time.perf_counter()
+
+    @property
+    def sums(self) -> Sums:
+        """What has been added since the last report."""
+        right, labels = tuple(self._right.tolist()), tuple(self._labels.tolist())
+        return Sums(losses=tuple(self._losses), right=right, labels=labels)
 
     def add(self, loss: float, right_K: Tensor, labels_K: Tensor, rows: int) -> None:
         """Adds a step.
@@ -101,7 +123,7 @@ class Meter:
             rows_per_s=self._rows / (now_s - self._since_s),
             left_s=(now_s - self._began_s) / (done - self._first) * (self._steps - done),
         )
-        self._clear()
+        self._begin_with(Sums())
         return progress
 
 

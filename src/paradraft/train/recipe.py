@@ -1,19 +1,29 @@
-"""A recipe: everything that decides one training run, in one YAML file."""
+"""A recipe: everything that decides one training run."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from paradraft.models.loading import POCKET, pocket_folder
+from paradraft.train import contents
 from paradraft.train.data import COLUMNS
 from paradraft.train.losses import Divergence, Reduction
 
 Loss = Literal["cross_entropy", Divergence]
+NOT_DECISIVE = frozenset({
+    "out", "log_every", "save_every", "report_to", "skip_unlabelled", "device", "attention", "gradient_checkpointing",
+    "samples_per_pass", "pack", "bf16",
+})  # fmt: skip
+"""Settings that change where, how fast and in how much memory a drafter is learnt, but for rounding not which. A
+checkpoint knows its precision by itself, because `bf16` need not say it."""
+POCKET_ROLES = {"model": "draft", "teacher": "target", "target": "target"}
+"""Which of the shipped models each setting calls pocket."""
 
 
 class Lora(BaseModel):
@@ -112,24 +122,39 @@ class PardRecipe(BaseModel):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> PardRecipe:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give either steps or epochs")
+            raise ValueError(
+                f"steps={self.steps}, epochs={self.epochs}: give either steps or epochs, the other as null"
+            )
         if (self.divergence is not None) != (self.teacher is not None):
             wanted = "name a teacher" if self.teacher is None else "use one of the divergences, or leave teacher out"
             raise ValueError(f"loss={self.loss}: {wanted}")
         if self.depth_weights is not None:
             if len(self.depth_weights) != self.k:
-                raise ValueError(f"depth_weights: {len(self.depth_weights)} numbers for k={self.k} depths")
+                raise ValueError(
+                    f"depth_weights: {len(self.depth_weights)} numbers for k={self.k} depths, give one each"
+                )
             if min(self.depth_weights) < 0 or max(self.depth_weights) == 0:
                 raise ValueError(f"depth_weights={self.depth_weights}: use numbers from 0, not all 0")
         if self.out == Path():
             raise ValueError("out: name a folder of its own")
-        if self.patience is not None and self.held_out == 0:
-            raise ValueError(f"patience={self.patience}: nothing is held out to measure with, set held_out")
-        if self.attention == "flex_attention" and self.device == "cpu":
-            raise ValueError("attention=flex_attention: it has no backward pass on a CPU, use sdpa")
+        if self.held_out == 0:
+            self.check_measurable(0)
+        self.check_device(self.device)
         if unknown := self.columns.keys() - COLUMNS:
             raise ValueError(f"columns: {sorted(unknown)[0]!r} is none of {', '.join(COLUMNS)}")
         return self
+
+    def check_measurable(self, held_out: int) -> None:
+        """Raises ValueError if measurements are asked for and so many samples are held out: none."""
+        asked = {name: getattr(self, name) for name in ("target", "evaluate_every", "patience")}
+        for name, value in asked.items():
+            if value is not None and not held_out:
+                raise ValueError(f"{name}={value}: nothing is held out to measure with, set held_out")
+
+    def check_device(self, kind: str) -> None:
+        """Raises ValueError if the settings cannot be had on a kind of device, as torch calls it."""
+        if self.attention == "flex_attention" and kind == "cpu":
+            raise ValueError("attention=flex_attention: it has no backward pass on a CPU, use sdpa")
 
     @property
     def masks(self) -> int:
@@ -144,80 +169,31 @@ class PardRecipe(BaseModel):
         return None if self.loss == "cross_entropy" else self.loss
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides which drafter is learnt; a run may go on with the same alone.
+
+        Data and models that are on this disk count by what they hold, wherever they lie.
+        """
+        settings = self.model_dump(mode="json", exclude=set(NOT_DECISIVE))
+        data = [self.data_hashes.get(str(file), str(file)) for file in self.data]
+        return settings | {"data": data} | self.model_hashes
+
+    @property
     def fingerprint(self) -> str:
-        """Tells runs apart whose checkpoints do not fit each other: by settings and by the bytes of the data."""
-        ignored = {"log_every", "save_every", "report_to", "out", "device", "attention", "gradient_checkpointing"}
-        digest = hashlib.sha256(self.model_dump_json(exclude=ignored).encode())
-        for hashed in self.data_hashes.values():
-            digest.update(hashed.encode())
-        return digest.hexdigest()[:16]
+        """A short name of the identity."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
     def data_hashes(self) -> dict[str, str]:
-        """SHA-256 of every local file of the data."""
-        hashes = {}
-        for file in self.data:
-            if file.is_file():
-                with file.open("rb") as stream:
-                    hashes[str(file)] = hashlib.file_digest(stream, "sha256").hexdigest()
-        return hashes
+        """SHA-256 of every local file of the data, by its name."""
+        return {str(file): contents.of_file(file) for file in self.data if file.is_file()}
 
-
-def load_recipe(file: Path, overrides: list[str]) -> PardRecipe:
-    """Reads a recipe and applies `key=value` overrides.
-
-    Raises:
-        ValueError: the file does not exist or is no mapping, a key is unknown, a value does not
-            fit.
-    """
-    if not file.is_file():
-        raise ValueError(f"recipe {str(file)!r} does not exist")
-    try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"recipe {file} is not UTF-8 text ({error.reason})") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"recipe {file} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"recipe {file} must hold `key: value` lines")
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise ValueError(f"{override!r}: write overrides as key=value")
-        try:
-            _set(settings, key, _yaml_value(value))
-        except yaml.YAMLError:
-            raise ValueError(f"{override!r}: {value!r} is not a YAML value") from None
-    try:
-        return PardRecipe.model_validate(settings)
-    except ValidationError as error:
-        raise ValueError("; ".join(_complaint(e["loc"], e["msg"], e["input"]) for e in error.errors())) from None
-
-
-def _set(settings: dict[str, Any], key: str, value: object) -> None:
-    """Sets a key; dots lead into groups of settings, as in `lora.rank=8`."""
-    *groups, last = key.split(".")
-    for group in groups:
-        inner = settings.get(group)
-        settings[group] = settings = dict(inner) if isinstance(inner, dict) else {}
-    settings[last] = value
-
-
-def _yaml_value(text: str) -> object:
-    # YAML 1.1 reads 1e-3 as a string; people write learning rates like that.
-    try:
-        return float(text) if "e" in text.lower() else yaml.safe_load(text)
-    except ValueError:
-        return yaml.safe_load(text)
-
-
-def _complaint(location: tuple[int | str, ...], message: str, given: object) -> str:
-    key = ".".join(map(str, location))
-    if not key:
-        return message.removeprefix("Value error, ")
-    if "Extra inputs" in message:
-        known = Lora if location[0] == "lora" else PardRecipe
-        return f"unknown recipe key {key!r}; known are {', '.join(known.model_fields)}"
-    if message == "Field required":
-        return f"recipe key {key!r} is missing"
-    return f"recipe key {key!r}: {message[0].lower()}{message[1:]}, not {given!r}"
+    @cached_property
+    def model_hashes(self) -> dict[str, str]:
+        """SHA-256 of what every local model folder holds, by what the model is for."""
+        folders = {
+            role: pocket_folder(POCKET_ROLES[role]) if name == POCKET else Path(name)
+            for role in POCKET_ROLES
+            if (name := getattr(self, role)) is not None
+        }
+        return {role: contents.of_model(folder) for role, folder in folders.items() if folder.is_dir()}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from paradraft.terminal import speaks
 from paradraft.train.checkpoint import STATE
 from paradraft.train.progress import Evaluation, Progress, Report
 from paradraft.train.recipe import PardRecipe
-from paradraft.train.trainer import CHECKPOINT, is_trained, train_pard
+from paradraft.train.trainer import CHECKPOINT, train_pard
 
 
 def run_with_display(recipe: PardRecipe) -> None:
@@ -22,17 +21,13 @@ def run_with_display(recipe: PardRecipe) -> None:
     Raises:
         ValueError: see `train_pard`.
     """
-    # Of several processes, which torchrun and accelerate number, one speaks.
-    console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
-    if is_trained(recipe):
-        console.print(f"{recipe.out} is already trained; delete it to train again", soft_wrap=True)
-        return
+    console = Console(highlight=False, quiet=not speaks())
     try:
         if console.is_terminal:
             with Live(console=console, auto_refresh=False) as live:
-                train_pard(recipe, _Screen(live).show)
+                is_new = train_pard(recipe, _Screen(live).show)
         else:
-            train_pard(recipe, lambda report: console.print(_line(report), soft_wrap=True))
+            is_new = train_pard(recipe, lambda report: console.print(_line(report), soft_wrap=True))
     except KeyboardInterrupt:
         folder = recipe.out / CHECKPOINT
         saved = (
@@ -42,7 +37,10 @@ def run_with_display(recipe: PardRecipe) -> None:
         )
         console.print(f"stopped; the same command {saved}", soft_wrap=True)
         raise
-    console.print(f"drafter written to {recipe.out}", soft_wrap=True)
+    said = (
+        f"drafter written to {recipe.out}" if is_new else f"{recipe.out} is already trained; delete it to train again"
+    )
+    console.print(said, soft_wrap=True)
 
 
 def _line(report: Report) -> str:

@@ -58,7 +58,7 @@ def _lines(file: Path) -> Iterator[tuple[str, Record]]:
 def _object(line: str, place: str) -> Record:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{place}: expected an object in braces")

@@ -19,7 +19,7 @@ from paradraft.train.attention import attention_mask
 from paradraft.train.batch import Texts
 from paradraft.train.losses import IMPOSSIBLE
 from paradraft.train.rows import Rows
-from paradraft.train.vocabulary import of_one_family
+from paradraft.train.vocabulary import check_rows, of_one_family
 
 
 class Teacher:
@@ -81,6 +81,7 @@ def load_teacher(
     mask_id: int | None,
     masks: int = 1,
     longest: int,
+    largest: int,
     runtime: Runtime,
 ) -> Teacher:
     """Loads a teacher for a drafter.
@@ -91,10 +92,12 @@ def load_teacher(
         mask_id: the drafter's mask token, if it has one.
         masks: how many ids from there on are masks.
         longest: most tokens of a sample.
+        largest: token id of the samples.
         runtime: device and dtype.
 
     Raises:
-        ValueError: there is no such model, its tokens are others, or its context is too short.
+        ValueError: there is no such model, its tokens are others, it has no row for one of the samples', or its
+            context is too short.
     """
     try:
         folder = locate(name, "target")
@@ -105,6 +108,7 @@ def load_teacher(
     if not of_one_family(ours, theirs):
         raise ValueError(f"teacher {name!r} has another vocabulary than the model: use one of the same family")
     model = load_model(folder, runtime)
+    check_rows(model.config.vocab_size, largest, f"teacher {name!r}")
     if longest > model.config.max_position_embeddings:
         room = model.config.max_position_embeddings
         raise ValueError(f"teacher {name!r} has room for {room} tokens, a sample has {longest}: set max_length={room}")

@@ -1,55 +1,29 @@
-"""The training loop: samples in, drafter folder out; can be stopped and goes on where it was.
+"""From a recipe to a drafter folder; can be stopped and goes on where it was.
 
-What a step sees is a function of (seed, step), so a resumed run takes the same steps as one that
-was never stopped; and every sum is over the samples of all processes, so several take the same
-steps as one. Devices and processes are accelerate's: start it with `accelerate launch` or
-`torchrun` for more than one.
+Devices and processes are accelerate's: start it with `accelerate launch` or `torchrun` for more than one.
 """
 
 from __future__ import annotations
 
-import math
-import shutil
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    is_mlflow_available,
-    is_tensorboard_available,
-    is_trackio_available,
-    is_wandb_available,
-)
-from torch import Tensor
 
-from paradraft.train import curves, provenance
-from paradraft.train.batch import Batch
-from paradraft.train.checkpoint import Checkpoints, put_in_place, save_model
-from paradraft.train.evaluation import Acceptance
-from paradraft.train.losses import row_weights
-from paradraft.train.optimizers import Optimizers
-from paradraft.train.order import Order
+from paradraft.train import provenance, trackers
+from paradraft.train.checkpoint import Checkpoints, State
+from paradraft.train.idle import complaints
+from paradraft.train.lock import alone_in
+from paradraft.train.loop import Loop
 from paradraft.train.preparation import Preparation, prepare
-from paradraft.train.progress import Evaluation, Meter, Report, shares
-from paradraft.train.provenance import write_record
+from paradraft.train.processes import as_one
+from paradraft.train.progress import Report
 from paradraft.train.recipe import PardRecipe
-from paradraft.train.sample import Sample
 
 CHECKPOINT = "checkpoint"
 """Inside `out`: the state of an unfinished run."""
-CANDIDATE, BEST = "candidate", "best"
-"""Inside that: the drafter that is evaluated, and the best so far."""
-INSTALLED = {
-    "tensorboard": is_tensorboard_available,
-    "wandb": is_wandb_available,
-    "mlflow": is_mlflow_available,
-    "trackio": is_trackio_available,
-}
-"""What says whether a tracker is there."""
-EVALUATIONS = 10
-"""How often a run is evaluated where the recipe does not say."""
 
 
 def is_trained(recipe: PardRecipe) -> bool:
@@ -65,11 +39,13 @@ def is_trained(recipe: PardRecipe) -> bool:
     if not (recipe.out / "config.json").exists():
         return False
     if provenance.read_record(recipe.out).get("fingerprint") != recipe.fingerprint:
-        raise ValueError(f"{recipe.out} holds a model of another recipe: delete it, or choose another `out`")
+        raise ValueError(
+            f"{recipe.out} holds a model of another recipe, or of other data: delete it, or choose another `out`"
+        )
     return True
 
 
-def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> None:
+def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
     """Runs a recipe to its end, from its last checkpoint if there is one.
 
     Args:
@@ -77,220 +53,47 @@ def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> None:
         report: called in the main process, every `recipe.log_every` steps, after the last one, and
             after each evaluation.
 
+    Returns:
+        False if `recipe.out` held the drafter already.
+
     Raises:
-        ValueError: model, data or teacher cannot be used, there is not enough memory, or the checkpoint
-            belongs to another recipe.
+        ValueError: model, data or teacher cannot be used, there is not enough memory, or `recipe.out` belongs to
+            something else or is in use by another run.
     """
-    _Run(recipe, report).to_the_end()
+    accelerator = _accelerator(recipe)
+    recipe.check_device(accelerator.device.type)
+    checkpoints = Checkpoints(recipe.out / CHECKPOINT, accelerator, recipe.identity)
+    with ExitStack() as held:
+        with as_one(accelerator):
+            if accelerator.is_main_process:
+                held.enter_context(alone_in(recipe.out))
+        with as_one(accelerator):
+            if is_trained(recipe):
+                # What stopped the run that put the drafter in place may have come before it had tidied up.
+                if accelerator.is_main_process:
+                    checkpoints.delete()
+                return False
+            prepared = _prepared(recipe, accelerator, checkpoints.state())
+            acceptance = prepared.acceptance(accelerator.device) if accelerator.is_main_process else None
+            prepared.check_memory(accelerator.device)
+        Loop(prepared, acceptance, accelerator, checkpoints, report).to_the_end()
+        return True
 
 
-class _Run:
-    """One process's part of a run."""
-
-    def __init__(self, recipe: PardRecipe, report: Callable[[Report], None]) -> None:
-        self.recipe = recipe
-        self.accelerator = _accelerator(recipe)
-        self.device = self.accelerator.device
-        self.checkpoints = Checkpoints(recipe.out / CHECKPOINT, self.accelerator, recipe.fingerprint)
-        is_trained(recipe)
-        self.checkpoints.check()
-        self.prepared: Preparation = prepare(recipe, self.device, processes=self.accelerator.num_processes)
-        self.acceptance: Acceptance | None = None
-        if self.accelerator.is_main_process:
-            self.acceptance = self.prepared.acceptance(self.device)
-        self.prepared.check_memory(self.device)
-        self.steps = self.prepared.steps
-        self.evaluate_every = recipe.evaluate_every or max(self.steps // EVALUATIONS, 1)
-        weights = recipe.depth_weights or [1.0] * recipe.k
-        self.importance_K = torch.tensor(weights, device=self.device)
-        self.optimizers = Optimizers(
-            self.prepared.objective,
-            muon_lr=recipe.muon_lr if recipe.optimizer == "muon" else None,
-            lr=recipe.lr,
-            weight_decay=recipe.weight_decay,
-            warmup_steps=recipe.warmup_steps,
-            steps=self.steps,
-        )
-        self.objective = self.optimizers.prepare(self.accelerator, self.prepared.objective)
-        self._report = report
-        self._best: list[float] | None = None
-        self._stale = 0
-
-    def to_the_end(self) -> None:
-        """Takes all steps that are left, and writes the drafter."""
-        recipe, main = self.recipe, self.accelerator.is_main_process
-        state = self.checkpoints.load() or {"step": 0, "best": None, "stale": 0, "bf16": self.prepared.bf16}
-        if state["bf16"] != self.prepared.bf16:
-            raise ValueError(f"the run in {recipe.out} began with bf16={state['bf16']}: go on with the same")
-        first, self._best, self._stale = state["step"], state["best"], state["stale"]
-        if main:
-            write_record(recipe, self.device.type)
-            curves.forget_after(recipe.out, first)
-        self.accelerator.wait_for_everyone()
-        if recipe.report_to:
-            self.accelerator.init_trackers(
-                "paradraft", config={"out": str(recipe.out), "fingerprint": recipe.fingerprint}
-            )
-        done = self._take_steps(first)
-        if not self.prepared.held_out:
-            self._save_drafter(BEST)
-        if main:
-            put_in_place(recipe.out / CHECKPOINT / BEST, recipe.out)
-            best = dict(zip(("acceptance_length", "held_out_loss"), self._best or (), strict=False))
-            if best:
-                best = {"acceptance_length": best["acceptance_length"] or None, "held_out_loss": -best["held_out_loss"]}
-            write_record(recipe, self.device.type, steps_done=done, best=best or None)
-            curves.draw(recipe.out)
-            self.checkpoints.delete()
-        self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()
-
-    def _take_steps(self, first: int) -> int:
-        """Returns how many steps the whole run has taken."""
-        order = Order(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
-        meter = Meter(steps=self.steps, first=first, k=self.recipe.k)
-        self.objective.train()
-        with ThreadPoolExecutor(1) as ahead:
-            coming = ahead.submit(self._batches_of, order, first) if first < self.steps else None
-            for step in range(first, self.steps):
-                assert coming is not None
-                batches = coming.result()
-                coming = ahead.submit(self._batches_of, order, step + 1)
-                loss, right_K, labels_K = self._step(step, batches)
-                rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
-                meter.add(loss, right_K, labels_K, rows)
-                done = step + 1
-                if done % self.recipe.log_every == 0 or done == self.steps:
-                    self._tell(meter.progress(done))
-                stops = False
-                if self.prepared.held_out and (done % self.evaluate_every == 0 or done == self.steps):
-                    stops = self._evaluate(done)
-                if done % self.recipe.save_every == 0 and done < self.steps:
-                    state = {"best": self._best, "stale": self._stale, "bf16": self.prepared.bf16}
-                    self.checkpoints.save(done, **state)
-                if stops:
-                    return done
-        return self.steps
-
-    def _batches_of(self, order: Order, step: int) -> list[Batch]:
-        """This process's passes of a step."""
-        mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
-        chosen = order.samples_of(step)
-        seed = self.recipe.seed * 1_000_003 + step
-        seeds = [seed * 8191 + index for index in range(len(chosen))]
-        return self._passes(chosen[mine], seeds[mine])
-
-    def _passes(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[Batch]:
-        return self.prepared.batches(samples, seeds, per_pass=self.prepared.per_pass)
-
-    def _weights(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-        """`[K]` what rows weigh in this process's loss, and `[K]` rows with a label in all processes."""
-        own_K = sum((batch.labels_by_depth(self.recipe.k) for batch in batches), torch.zeros(self.recipe.k))
-        labels_K: Tensor = self.accelerator.reduce(own_K.to(self.device), "sum")
-        # Gradients are averaged over the processes; the loss is a sum over them.
-        weights_K = row_weights(labels_K, self.recipe.average, self.importance_K) * self.accelerator.num_processes
-        return weights_K, labels_K
-
-    def _step(self, step: int, batches: list[Batch]) -> tuple[float, Tensor, Tensor]:
-        """One update; returns its loss, and `[K]` rows predicted correctly and rows with a label."""
-        torch.manual_seed(self.recipe.seed * 1_000_003 + step)  # for models with dropout
-        weights_K, labels_K = self._weights(batches)
-        loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
-        for number, batch in enumerate(batches, start=1):
-            is_last = number == len(batches)
-            with nullcontext() if is_last else self.accelerator.no_sync(self.objective):
-                part, right = self.objective(batch.to(self.device), weights_K)
-                self.accelerator.backward(part)
-            loss += part.detach()
-            right_K += right
-        self.optimizers.step(step)
-        return self.accelerator.reduce(loss, "mean").item(), self.accelerator.reduce(right_K, "sum"), labels_K
-
-    def _evaluate(self, done: int) -> bool:
-        """Measures, keeps the drafter if it is the best, and says whether to stop early."""
-        loss, accuracy = self._held_out()
-        self._save_drafter(CANDIDATE)
-        length = None
-        if self.acceptance is not None:
-            length = self.acceptance.of(self.recipe.out / CHECKPOINT / CANDIDATE)
-        if not math.isfinite(loss):
-            raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
-        # Larger is better; only the main process measures lengths. Of equal lengths the smaller loss wins.
-        worth = [self._from_main(0.0 if length is None else length), -loss]
-        is_best = self._best is None or worth > self._best
-        self._stale = 0 if is_best else self._stale + 1
-        if is_best:
-            self._best = worth
-        if self.accelerator.is_main_process:
-            folder = self.recipe.out / CHECKPOINT
-            if is_best:
-                shutil.rmtree(folder / BEST, ignore_errors=True)
-                (folder / CANDIDATE).rename(folder / BEST)
-            shutil.rmtree(folder / CANDIDATE, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self._tell(Evaluation(step=done, loss=loss, accuracy=accuracy, acceptance_length=length, is_best=is_best))
-        return self.recipe.patience is not None and self._stale >= self.recipe.patience
-
-    @torch.no_grad()
-    def _held_out(self) -> tuple[float, tuple[float, ...]]:
-        """Loss and accuracy by depth on all held-out samples, with the same rows dropped every time."""
-        self.objective.eval()
-        processes = self.accelerator.num_processes
-        held_out = self.prepared.held_out
-        # All processes take as many passes; what is missing is filled up with a sample in which nothing is a label.
-        filling = Sample(tokens=held_out[0].tokens, is_label=[False] * len(held_out[0].tokens))
-        held_out = held_out + [filling] * (-len(held_out) % processes)
-        mine = slice(self.accelerator.process_index, None, processes)
-        batches = self._passes(held_out[mine], range(len(held_out))[mine])
-        weights_K, labels_K = self._weights(batches)
-        loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
-        for batch in batches:
-            part, right = self.objective(batch.to(self.device), weights_K)
-            loss += part
-            right_K += right
-        self.objective.train()
-        accuracy = shares(self.accelerator.reduce(right_K, "sum"), labels_K)
-        return self.accelerator.reduce(loss, "mean").item(), accuracy
-
-    def _save_drafter(self, name: str) -> None:
-        """Writes the drafter as it is now into the checkpoint folder."""
-        weights = self.accelerator.get_state_dict(self.objective)
-        if self.accelerator.is_main_process:
-            model = self.prepared.finished_model(weights)
-            save_model(self.recipe.out / CHECKPOINT / name, model, self.prepared.tokenizer)
-        self.accelerator.wait_for_everyone()
-
-    def _from_main(self, value: float) -> float:
-        """The main process's value, in every process."""
-        own = torch.tensor(value if self.accelerator.is_main_process else 0.0, dtype=torch.float64, device=self.device)
-        shared: Tensor = self.accelerator.reduce(own, "sum")
-        return shared.item()
-
-    def _tell(self, report: Report) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        curves.append(self.recipe.out, report)
-        if self.recipe.report_to:
-            self.accelerator.log(_figures(report), step=report.step)
-        self._report(report)
-
-
-def _figures(report: Report) -> dict[str, float]:
-    """A report as trackers want it."""
-    prefix = "held_out/" if isinstance(report, Evaluation) else "train/"
-    figures = {f"{prefix}loss": report.loss}
-    figures |= {f"{prefix}accuracy_{depth}": share for depth, share in enumerate(report.accuracy)}
-    if isinstance(report, Evaluation) and report.acceptance_length is not None:
-        figures["held_out/acceptance_length"] = report.acceptance_length
-    return figures
+def _prepared(recipe: PardRecipe, accelerator: Accelerator, state: State | None) -> Preparation:
+    prepared = prepare(recipe, accelerator.device, processes=accelerator.num_processes)
+    if state is not None and state.bf16 != prepared.bf16:
+        before = str(state.bf16).lower()
+        raise ValueError(f"the run in {recipe.out} began with bf16={before}, and here it is not: set bf16={before}")
+    for complaint in complaints(recipe, steps=prepared.steps) if accelerator.is_main_process else ():
+        warnings.warn(complaint, stacklevel=3)
+    return prepared
 
 
 def _accelerator(recipe: PardRecipe) -> Accelerator:
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda: there is no GPU here, use device=cpu")
-    missing = [name for name in recipe.report_to if not INSTALLED[name]()]
-    if missing:
-        raise ValueError(f"report_to: {missing[0]} is not installed, pip install {missing[0]}")
+    trackers.check_installed(recipe.report_to)
     try:
         return Accelerator(
             cpu=recipe.device == "cpu",
@@ -298,4 +101,4 @@ def _accelerator(recipe: PardRecipe) -> Accelerator:
             project_dir=str(recipe.out / "logs") if recipe.report_to else None,
         )
     except (ValueError, ImportError) as error:
-        raise ValueError(f"report_to={recipe.report_to}: {error}") from None
+        raise ValueError(f"accelerate cannot begin: {error}") from None

@@ -49,6 +49,21 @@ def free_id(tokenizer: PreTrainedTokenizerBase, rows: int, taken: Collection[int
     return next((index for index in candidates if index not in taken), None)
 
 
+def check_rows(rows: int, largest: int, name: str) -> None:
+    """Raises ValueError if texts hold a token that a model has no row for.
+
+    Args:
+        rows: of the model's embedding.
+        largest: token id of the texts.
+        name: of the model.
+    """
+    if largest >= rows:
+        raise ValueError(
+            f"{name} has an embedding of {rows} rows, and the data holds token {largest}: use a model that knows all "
+            "tokens of the tokenizer, or take the texts with that token out of the data"
+        )
+
+
 def end_ids(model: PreTrainedModel) -> frozenset[int]:
     """All tokens that end a text, by the model's config or its generation config."""
     found = (model.config.eos_token_id, model.generation_config.eos_token_id)

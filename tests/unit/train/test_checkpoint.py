@@ -8,7 +8,8 @@ import torch
 from accelerate import Accelerator
 
 from paradraft.train import checkpoint
-from paradraft.train.checkpoint import Checkpoints, save_model
+from paradraft.train.checkpoint import Checkpoints, State, save_model
+from paradraft.train.standing import Standing, Worth
 from tests.conftest import tiny_model, tiny_tokenizer
 
 
@@ -16,12 +17,21 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def run_of(folder: Path, fingerprint: str = "me") -> tuple[Checkpoints, torch.nn.Linear, torch.optim.Optimizer]:
+def run_of(folder: Path, lr: float = 0.1) -> tuple[Checkpoints, torch.nn.Linear, torch.optim.Optimizer]:
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     prepared = accelerator.prepare(model, optimizer)
-    return Checkpoints(folder, accelerator, fingerprint), *prepared
+    return Checkpoints(folder, accelerator, {"lr": lr}), *prepared
+
+
+def state_of(step: int, best: int | None = None) -> State:
+    worth = None if best is None else worth_of(best)
+    return State(identity={"lr": 0.1}, step=step, bf16=False, standing=Standing(best=worth))
+
+
+def worth_of(step: int) -> Worth:
+    return Worth(step=step, acceptance_length=None, held_out_loss=0.1)
 
 
 def learn(model: torch.nn.Linear, optimizer: torch.optim.Optimizer) -> None:
@@ -37,10 +47,10 @@ def test_state_comes_back(tmp_path: Path) -> None:
     assert checkpoints.load() is None
     for step in (9, 10):
         learn(model, optimizer)
-        checkpoints.save(step, best=0.5)
+        checkpoints.save(state_of(step, best=7))
     assert [place.name for place in folder.iterdir()] == ["step-00000010"]
     others, restored, restored_optimizer = run_of(folder)
-    assert others.load() == {"fingerprint": "me", "step": 10, "best": 0.5}
+    assert others.load() == state_of(10, best=7)
     for some in ((model, optimizer), (restored, restored_optimizer)):
         learn(*some)
     assert torch.equal(model.weight, restored.weight)
@@ -50,7 +60,7 @@ def test_a_failure_while_writing_leaves_the_old_state(tmp_path: Path, monkeypatc
     """Guards hours of training against a full disk or a kill in the middle of a save."""
     checkpoints, model, optimizer = run_of(tmp_path / "checkpoint")
     learn(model, optimizer)
-    checkpoints.save(1)
+    checkpoints.save(state_of(1))
     kept = model.weight.detach().clone()
     learn(model, optimizer)
 
@@ -61,23 +71,56 @@ def test_a_failure_while_writing_leaves_the_old_state(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", half)
         with pytest.raises(OSError, match="No space"):
-            checkpoints.save(2)
+            checkpoints.save(state_of(2))
     again, restored, _ = run_of(tmp_path / "checkpoint")
-    again.check()
-    assert again.load() == {"fingerprint": "me", "step": 1}
+    assert again.load() == state_of(1)
     assert torch.equal(restored.weight, kept)
-    again.save(2)
+    again.save(state_of(2))
     assert [place.name for place in (tmp_path / "checkpoint").iterdir()] == ["step-00000002"]
 
 
 def test_another_recipes_state_is_refused(tmp_path: Path) -> None:
     """Guards against going on, with new settings, from the weights of another run."""
     checkpoints, _, _ = run_of(tmp_path / "checkpoint")
-    checkpoints.check()
-    checkpoints.save(1)
-    checkpoints.check()
-    with pytest.raises(ValueError, match="step-00000001 belongs to another recipe"):
-        run_of(tmp_path / "checkpoint", "you")[0].check()
+    assert checkpoints.state() is None
+    checkpoints.save(state_of(1))
+    assert checkpoints.state() == state_of(1)
+    with pytest.raises(
+        ValueError, match=r"step-00000001 belongs to another recipe: lr was 0\.1 and is 0\.2 now; delete"
+    ):
+        run_of(tmp_path / "checkpoint", 0.2)[0].state()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"fingerprint": "me"}', "[" * 100_000, "\xff"])
+def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, content: str) -> None:
+    """Guards against a traceback out of a damaged file, or one that another version wrote."""
+    checkpoints, _, _ = run_of(tmp_path / "checkpoint")
+    checkpoints.save(state_of(1))
+    (tmp_path / "checkpoint" / "step-00000001" / "run.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"run\.json cannot be read: delete .*step-00000001, and the run starts again"):
+        checkpoints.state()
+
+
+def test_drafters_that_a_resumed_run_may_need_stay(tmp_path: Path) -> None:
+    """Guards the best drafter of the newest checkpoint: it stays while a better one has come but is in no checkpoint,
+    and goes with the next."""
+    checkpoints, _, _ = run_of(tmp_path / "checkpoint")
+    kept = []
+
+    def drafters() -> list[int]:
+        return sorted(int(place.name.removeprefix("drafter-")) for place in checkpoints.folder.glob("drafter-*"))
+
+    for step in range(1, 7):
+        checkpoints.drafter(step).mkdir(parents=True)
+        best = worth_of({1: 1, 2: 2, 3: 2, 4: 4, 5: 5, 6: 5}[step])
+        checkpoints.keep_drafters(best)
+        kept.append(drafters())
+        if step in (3, 6):
+            checkpoints.save(state_of(step, best=best.step))
+    assert kept == [[1], [2], [2], [2, 4], [2, 5], [2, 5]]
+    assert drafters() == [5]
+    checkpoints.delete()
+    assert not checkpoints.folder.exists()
 
 
 @pytest.mark.parametrize("step", ["save_pretrained of the model", "save_pretrained of the tokenizer"])

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from paradraft.train import curves
 from paradraft.train.progress import Evaluation, Progress
 
@@ -15,7 +17,7 @@ def evaluation(step: int, length: float | None) -> Evaluation:
 
 
 def steps(folder: Path) -> list[int]:
-    return [entry["step"] for entry in curves.read_history(folder)]
+    return [report.step for report in curves.read_history(folder)]
 
 
 def test_a_resumed_run_tells_its_history_once(tmp_path: Path) -> None:
@@ -29,6 +31,29 @@ def test_a_resumed_run_tells_its_history_once(tmp_path: Path) -> None:
     curves.forget_after(tmp_path, 4)
     assert steps(tmp_path) == [1, 2, 3, 4]
     curves.append(tmp_path, evaluation(5, 2.0))
+    assert curves.read_history(tmp_path)[-2:] == [progress(4), evaluation(5, 2.0)], "to the last bit"
+
+
+@pytest.mark.parametrize(
+    "line", [b"7", b"{}", b'{"step": "x"}', b'{"step": 1, "loss": 2}', b"[" * 100_000, b"\xff\xfe", b'{"a": "\xff"}']
+)
+def test_lines_that_are_no_report_are_left_out(tmp_path: Path, line: bytes) -> None:
+    """Guards a resumed run against a history that was damaged or edited."""
+    (tmp_path / curves.HISTORY).write_bytes(line + b"\n")
+    curves.append(tmp_path, progress(2))
+    curves.forget_after(tmp_path, 2)
+    curves.draw(tmp_path)
+    assert curves.read_history(tmp_path) == [progress(2)]
+
+
+def test_a_stop_while_forgetting_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first part of the curves against a second kill, just after a run has gone on."""
+    for step in range(1, 6):
+        curves.append(tmp_path, progress(step))
+    write = Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda file, text, **rest: (write(file, text[:9], **rest), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        curves.forget_after(tmp_path, 4)
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
 
 

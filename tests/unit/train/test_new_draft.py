@@ -29,7 +29,7 @@ def origin(request: pytest.FixtureRequest, tmp_path: Path) -> Cut | Fresh | Sibl
 def test_the_folder_is_an_ordinary_one(tmp_path: Path, origin: Cut | Fresh | Sibling) -> None:
     """Guards what engines read beside the weights: chat template, ends of texts, the target's dtype; a new draft calls
     no token a mask, so that it is not taken for a trained drafter."""
-    target = write_model(tmp_path / "target", mask_token_id=3, spd_type="pard")
+    target = write_model(tmp_path / "target", mask_token_id=3, spd_type="pard", pard_masks=2)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}"
     tokenizer.save_pretrained(target)
@@ -38,7 +38,7 @@ def test_the_folder_is_an_ordinary_one(tmp_path: Path, origin: Cut | Fresh | Sib
     made = make(target, out, origin)
     config = AutoConfig.from_pretrained(out)
     assert config.dtype == torch.float64
-    assert not {"mask_token_id", "pard_token", "spd_type"} & config.to_dict().keys()
+    assert not {"mask_token_id", "pard_token", "spd_type", "pard_masks"} & config.to_dict().keys()
     assert GenerationConfig.from_pretrained(out).eos_token_id == [0, 5]
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
     assert [folder.name for folder in out.parent.iterdir()] == ["out"]

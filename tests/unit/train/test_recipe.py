@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.train.recipe import PardRecipe, load_recipe
+from paradraft.train.recipe import PardRecipe
+from paradraft.train.recipe_file import load_recipe
 
 TEXT = "model: some/model\ndata: [a.txt, b.jsonl]\nout: there\nsteps: 100\n"
 
@@ -68,6 +69,10 @@ def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
         ("loss=sum", "'loss'.*forward_kl"), ("loss=forward_kl", "loss=forward_kl: name a teacher"),
         ("epochs=2", "give either steps or epochs"), ("steps=null", "give either steps or epochs"),
         ("depth_weights=[1]", "depth_weights: 1 numbers for k=8 depths"),
+        ("held_out=0 & patience=2", "patience=2: nothing is held out to measure with, set held_out"),
+        ("held_out=0 & evaluate_every=2", "evaluate_every=2: nothing is held out"),
+        ("held_out=0 & target=pocket", "target=pocket: nothing is held out"),
+        ("out=2026-99-99", "'out=2026-99-99': '2026-99-99' is not a YAML value"),
         ("columns={txt: a}", "columns: 'txt' is none of"),
         ("lora.ranks=3", "'lora.ranks'; known are rank"), ("lora.rank=0", "'lora.rank'"),
         ("report_to=[paper]", "'report_to.0'"),
@@ -80,14 +85,14 @@ def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
 def test_wrong_settings_are_named(tmp_path: Path, override: str, complaint: str) -> None:
     """Guards against a setting that is silently ignored, and against a message without the key."""
     with pytest.raises(ValueError, match=complaint):
-        load(tmp_path, override)
+        load(tmp_path, *override.split(" & "))
 
 
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     """Guards against tracebacks out of the YAML library."""
     with pytest.raises(ValueError, match=r"none\.yaml' does not exist"):
         load_recipe(tmp_path / "none.yaml", [])
-    for text in ("- a\n", "just text", "", "a: [b", "1: 2\n" + TEXT):
+    for text in ("- a\n", "just text", "", "a: [b", "1: 2\n" + TEXT, "a: 2026-99-99", "a: " + "[" * 5000):
         with pytest.raises(ValueError, match="recipe"):
             load(tmp_path, text=text)
     with pytest.raises(ValueError, match="'out' is missing"):
@@ -98,7 +103,9 @@ def test_fingerprint_tells_runs_apart(tmp_path: Path) -> None:
     """Guards against resuming another run; how often a run reports or saves, and where to, is no difference."""
     same = load(tmp_path).fingerprint
     assert load(tmp_path, "log_every=3", "save_every=4", "out=elsewhere").fingerprint == same
-    for override in ("lr=1e-3", "steps=101", "seed=1", "k=9", "model=m", "data=[a.txt]", "bf16=false", "r=0.71"):
+    assert load(tmp_path, "samples_per_pass=1", "pack=true", "gradient_checkpointing=true").fingerprint == same
+    assert load(tmp_path, "bf16=false").fingerprint == same, "checkpoints know"
+    for override in ("lr=1e-3", "steps=101", "seed=1", "k=9", "model=m", "data=[a.txt]", "r=0.71"):
         assert load(tmp_path, override).fingerprint != same, override
 
 
@@ -110,3 +117,19 @@ def test_fingerprint_sees_the_bytes_of_the_data(tmp_path: Path) -> None:
         data.write_text(text)
         found.append(load(tmp_path, f"data=[{data}]").fingerprint)
     assert found[0] == found[2] != found[1]
+    data.rename(tmp_path / "b.txt")
+    assert load(tmp_path, f"data=[{tmp_path / 'b.txt'}]").fingerprint == found[0], "where it lies is no difference"
+
+
+def test_fingerprint_sees_what_models_hold(tmp_path: Path) -> None:
+    """Guards against going on from a checkpoint after a model was trained again in the same folder."""
+    for role in ("model", "teacher", "target"):
+        folder = tmp_path / role
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"one")
+        before = load(tmp_path, f"{role}={folder}").fingerprint
+        (folder / "history.jsonl").write_bytes(b"no part of the model")
+        assert load(tmp_path, f"{role}={folder}").fingerprint == before
+        (folder / "model.safetensors").write_bytes(b"two")
+        assert load(tmp_path, f"{role}={folder}").fingerprint != before
+    assert load(tmp_path, "model=pocket").model_hashes.keys() == {"model"}

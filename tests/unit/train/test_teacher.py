@@ -43,7 +43,7 @@ def test_a_teacher_answers_for_the_token_of_each_label(width: int, mask_id: int 
 
 def load_for(family: Path, longest: int, name: str | None = None) -> Teacher:
     name = str(family / "target") if name is None else name
-    return load_teacher(name, tiny_tokenizer(), mask_id=VOCAB, longest=longest, runtime=Runtime())
+    return load_teacher(name, tiny_tokenizer(), mask_id=VOCAB, longest=longest, largest=VOCAB - 1, runtime=Runtime())
 
 
 def test_a_loaded_teacher_is_the_model_and_is_not_trained(family: Path) -> None:
@@ -65,3 +65,14 @@ def test_a_teacher_that_does_not_fit_is_refused(family: Path, name: str | None, 
     """Guards against probabilities of other tokens, and those of a model beyond its context."""
     with pytest.raises(ValueError, match=message):
         load_for(family, longest, name)
+
+
+def test_a_teacher_without_a_row_for_a_token_is_refused(family: Path) -> None:
+    """Guards against an index error in the middle of a run: tokens added to a draft's tokenizer are none of the
+    teacher's, though both are of one family."""
+    settings = {"mask_id": None, "longest": 9, "runtime": Runtime()}
+    load_teacher(str(family / "target"), tiny_tokenizer(), largest=VOCAB + 7, **settings)
+    with pytest.raises(
+        ValueError, match=r"teacher '.*target' has an embedding of 72 rows, and the data holds token 72"
+    ):
+        load_teacher(str(family / "target"), tiny_tokenizer(), largest=VOCAB + 8, **settings)

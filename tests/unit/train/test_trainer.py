@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from paradraft import load
 from paradraft.models.loading import Runtime
-from paradraft.train import evaluation, memory, preparation, trainer
+from paradraft.train import evaluation, memory, preparation, trackers
 from paradraft.train.data import load_samples
 from paradraft.train.order import Order
 from paradraft.train.progress import Evaluation, Progress
@@ -25,8 +25,9 @@ def recipe_for(family: Path, folder: Path, **settings: object) -> PardRecipe:
     data = folder / "data.txt"
     folder.mkdir(exist_ok=True)
     data.write_text("helloworld" * 6 + "abcabcabc" * 4)
+    warmup_steps = 2 if (settings.get("steps") or 5) > 2 else 0
     defaults = {
-        "steps": 5, "samples_per_step": 2, "k": 3, "max_length": 20, "lr": 3e-3, "warmup_steps": 2,
+        "steps": 5, "samples_per_step": 2, "k": 3, "max_length": 20, "lr": 3e-3, "warmup_steps": warmup_steps,
         "bf16": False, "log_every": 1, "save_every": 2, "optimizer": "muon", "device": "cpu", "held_out": 0,
     }  # fmt: skip
     given = {"model": str(family / "draft"), "data": [data], "out": folder / "out"}
@@ -120,6 +121,17 @@ def test_k_of_one_trains_an_ordinary_draft(family: Path, tmp_path: Path) -> None
     assert config["vocab_size"] == before.config.vocab_size
 
 
+def test_an_ordinary_draft_may_begin_as_a_parallel_one(family: Path, tmp_path: Path) -> None:
+    """Guards engines, and our own, which know a PARD drafter by its config: after steps without masks it is none."""
+    several = recipe_for(family, tmp_path / "masks", k=3, distinct_masks=True, steps=1)
+    train_pard(several, lambda report: None)
+    assert json.loads((several.out / "config.json").read_text())["pard_masks"] == 2
+    recipe = recipe_for(family, tmp_path / "ordinary", model=str(several.out), k=1, steps=1)
+    train_pard(recipe, lambda report: None)
+    config = json.loads((recipe.out / "config.json").read_text())
+    assert not {"pard_token", "mask_token_id", "spd_type", "pard_masks"} & config.keys()
+
+
 def test_training_lowers_the_loss_at_every_depth(family: Path, tmp_path: Path) -> None:
     """Guards against labels or masks that are shifted by one: ten-letter text must soon be predictable."""
     reports: list[Progress] = []
@@ -161,8 +173,9 @@ def test_a_run_goes_on_in_the_precision_it_began_with(family: Path, tmp_path: Pa
         with pytest.raises(StoppedError):
             train_pard(recipe, stop_after(3))
         patch.setattr(preparation, "computes_bf16", lambda device: True)
-        with pytest.raises(ValueError, match="began with bf16=False: go on with the same"):
+        with pytest.raises(ValueError, match="began with bf16=false, and here it is not: set bf16=false"):
             train_pard(recipe, lambda progress: None)
+        assert train_pard(recipe.model_copy(update={"bf16": False}), lambda progress: None)
 
 
 def test_another_recipe_does_not_go_on_from_this_one(family: Path, tmp_path: Path) -> None:
@@ -172,6 +185,22 @@ def test_another_recipe_does_not_go_on_from_this_one(family: Path, tmp_path: Pat
         train_pard(recipe, stop_after(3))
     with pytest.raises(ValueError, match="belongs to another recipe"):
         train_pard(recipe.model_copy(update={"lr": 1e-5}), lambda progress: None)
+
+
+def test_two_runs_in_one_folder_are_refused(family: Path, tmp_path: Path) -> None:
+    """Guards against two processes that delete each other's checkpoints; the second leaves the first alone, and a run
+    that is over keeps nobody out."""
+    recipe = recipe_for(family, tmp_path)
+    refused: list[str] = []
+
+    def start_another(progress: Progress) -> None:
+        with pytest.raises(ValueError, match="is in use by another run") as error:
+            train_pard(recipe, lambda report: None)
+        refused.append(str(error.value))
+
+    assert train_pard(recipe, start_another)
+    assert len(refused) == 5 and str(recipe.out) in refused[0]
+    assert not train_pard(recipe, lambda report: None), "it is trained"
 
 
 def test_a_mask_token_that_occurs_in_the_data_is_refused(family: Path, tmp_path: Path) -> None:
@@ -268,11 +297,14 @@ def test_adapters_are_merged_and_the_mask_learns(family: Path, tmp_path: Path) -
 
 def test_a_run_that_does_not_fit_is_refused(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a process that is killed after an hour: memory is estimated before the first step."""
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: 1e5)
-    recipe = recipe_for(family, tmp_path)
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 1e6)
+    recipe = recipe_for(family, tmp_path, max_length=97)
     with pytest.raises(
         ValueError, match=r"needs 0\.\d GiB beside its models \(optimizer .*\), and 0\.0 GiB are free: lower"
     ):
+        train_pard(recipe, lambda report: None)
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 1e5)
+    with pytest.raises(ValueError, match=r"0\.0 GiB are free: train adapters"):
         train_pard(recipe, lambda report: None)
     assert not recipe.out.exists()
 
@@ -307,6 +339,40 @@ def test_files_of_something_else_are_not_touched(family: Path, tmp_path: Path) -
     assert [file for file in recipe.out.rglob("*") if file.is_file()] == [mine]
     with pytest.raises(ValueError, match="out: name a folder of its own"):
         recipe_for(family, tmp_path, out=Path())
+
+
+@pytest.mark.parametrize("record", ["", "[]", "{}", "[" * 100_000])
+def test_a_model_with_a_broken_record_is_not_touched(family: Path, tmp_path: Path, record: str) -> None:
+    """Guards a trained folder whose record was damaged, and a start that would end in a traceback."""
+    recipe = recipe_for(family, tmp_path)
+    recipe.out.mkdir()
+    (recipe.out / "config.json").write_text("mine")
+    (recipe.out / "train_command.json").write_text(record)
+    with pytest.raises(ValueError, match="holds a model of another recipe"):
+        train_pard(recipe, lambda report: None)
+    assert (recipe.out / "config.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize("role", ["model", "target"])
+def test_a_model_without_a_row_for_a_token_is_refused(family: Path, tmp_path: Path, role: str) -> None:
+    """Guards against an index error in the first step, or at the first evaluation."""
+    tiny_model(1, rows=12).save_pretrained(tmp_path / "small")
+    tiny_tokenizer().save_pretrained(tmp_path / "small")
+    settings = {"k": 1} if role == "model" else {"held_out": 2}
+    recipe = recipe_for(family, tmp_path, **{role: str(tmp_path / "small")}, **settings)
+    with pytest.raises(ValueError, match=rf"{role} '.*small' has an embedding of 12 rows, and the data holds token 23"):
+        train_pard(recipe, lambda report: None)
+
+
+def test_attention_that_cannot_learn_here_is_refused(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a traceback out of the first backward pass where `device` is left to the machine."""
+    with pytest.raises(ValueError, match="no backward pass on a CPU, use sdpa"):
+        recipe_for(family, tmp_path, attention="flex_attention", device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no backward pass on a CPU, use sdpa"):
+        train_pard(recipe_for(family, tmp_path, attention="flex_attention", device="auto"), lambda report: None)
 
 
 def test_a_target_that_does_not_fit_is_refused_before_the_first_step(family: Path, tmp_path: Path) -> None:
@@ -344,9 +410,18 @@ def test_of_equal_lengths_the_smaller_loss_is_the_best(family: Path, tmp_path: P
 def test_trackers_that_are_not_installed_are_named(family: Path, tmp_path: Path) -> None:
     """Guards against a run of days that was never logged: accelerate only warns."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(trainer.INSTALLED, "wandb", lambda: False)
+        patch.setitem(trackers.INSTALLED, "wandb", lambda: False)
         with pytest.raises(ValueError, match="wandb is not installed"):
             train_pard(recipe_for(family, tmp_path, report_to=["tensorboard", "wandb"]), lambda report: None)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_run_says_nothing_that_a_user_cannot_mend(family: Path, tmp_path: Path) -> None:
+    """Guards the terminal against what libraries tell their own developers, again and again."""
+    everything = {"lora": {"rank": 2}, "gradient_checkpointing": True, "pack": True, "samples_per_pass": 2}
+    measured = {"held_out": 2, "evaluate_every": 2, "teacher": str(family / "target"), "answer_tokens": 6}
+    recipe = recipe_for(family, tmp_path, optimizer="adamw", steps=3, **everything, **measured)
+    assert train_pard(recipe, lambda report: None)
 
 
 def test_adapters_begin_as_the_seed_says(family: Path, tmp_path: Path) -> None:

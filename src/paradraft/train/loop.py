@@ -1,0 +1,229 @@
+"""The training loop: from the last checkpoint to the drafter in its place.
+
+What a step sees is a function of (seed, step), so a resumed run takes the same steps as one that
+was never stopped; and every sum is over the samples of all processes, so several take the same
+steps as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+
+from paradraft.train import curves, trackers
+from paradraft.train.batch import Batch
+from paradraft.train.checkpoint import Checkpoints, State, put_in_place, save_model
+from paradraft.train.evaluation import Acceptance
+from paradraft.train.losses import row_weights
+from paradraft.train.optimizers import Optimizers
+from paradraft.train.order import Order
+from paradraft.train.preparation import Preparation
+from paradraft.train.processes import part
+from paradraft.train.progress import Evaluation, Meter, Report, shares
+from paradraft.train.provenance import write_record
+from paradraft.train.sample import Sample
+from paradraft.train.standing import Standing, Worth
+
+EVALUATIONS = 10
+"""How often a run is evaluated where the recipe does not say."""
+
+
+class Loop:
+    """One process's part of a run.
+
+    Args:
+        prepared: what it works with.
+        acceptance: what measures acceptance lengths, in the main process, if anything does.
+        accelerator: what holds model and optimizers.
+        checkpoints: where it left off.
+        report: called in the main process.
+    """
+
+    def __init__(
+        self,
+        prepared: Preparation,
+        acceptance: Acceptance | None,
+        accelerator: Accelerator,
+        checkpoints: Checkpoints,
+        report: Callable[[Report], None],
+    ) -> None:
+        recipe = prepared.recipe
+        self.recipe = recipe
+        self.prepared = prepared
+        self.acceptance = acceptance
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        self.checkpoints = checkpoints
+        self.steps = self.prepared.steps
+        self.evaluate_every = recipe.evaluate_every or max(self.steps // EVALUATIONS, 1)
+        weights = recipe.depth_weights or [1.0] * recipe.k
+        self.importance_K = torch.tensor(weights, device=self.device)
+        self.optimizers = Optimizers(
+            self.prepared.objective,
+            muon_lr=recipe.muon_lr if recipe.optimizer == "muon" else None,
+            lr=recipe.lr,
+            weight_decay=recipe.weight_decay,
+            warmup_steps=recipe.warmup_steps,
+            steps=self.steps,
+        )
+        self.objective = self.optimizers.prepare(self.accelerator, self.prepared.objective)
+        self._report = report
+        self._standing: Standing
+        self._meter: Meter
+
+    def to_the_end(self) -> None:
+        """Takes all steps that are left, and writes the drafter."""
+        recipe, main = self.recipe, self.accelerator.is_main_process
+        state = self.checkpoints.load() or State(identity=self.checkpoints.identity, step=0, bf16=self.prepared.bf16)
+        self._standing = state.standing
+        self._meter = Meter(steps=self.steps, first=state.step, k=recipe.k, sums=state.sums)
+        if main:
+            write_record(recipe, self.device.type)
+            curves.forget_after(recipe.out, state.step)
+        self.accelerator.wait_for_everyone()
+        trackers.start(self.accelerator, recipe)
+        self._finish(self._take_steps(state.step))
+        self.accelerator.wait_for_everyone()
+        part(self.accelerator)
+
+    def _finish(self, done: int) -> None:
+        """Puts the result together after so many steps.
+
+        With `config.json`, the last file of the drafter, the run is over; until then a stopped run comes here again
+        from its last checkpoint, and writes the same.
+        """
+        best = self._standing.best
+        if best is None:
+            self._save_drafter(done)
+        if self.accelerator.is_main_process:
+            out = self.recipe.out
+            curves.draw(out)
+            write_record(self.recipe, self.device.type, steps_done=done, best=None if best is None else asdict(best))
+            put_in_place(self.checkpoints.drafter(done if best is None else best.step), out)
+            self.checkpoints.delete()
+
+    def _take_steps(self, first: int) -> int:
+        """Returns how many steps the whole run has taken."""
+        if self._standing.is_over(self.recipe.patience):
+            return first
+        order = Order(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
+        self.objective.train()
+        with ThreadPoolExecutor(1) as ahead:
+            coming = ahead.submit(self._batches_of, order, first)
+            for step in range(first, self.steps):
+                batches = coming.result()
+                coming = ahead.submit(self._batches_of, order, step + 1)
+                loss, right_K, labels_K = self._step(step, batches)
+                rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
+                self._meter.add(loss, right_K, labels_K, rows)
+                done = step + 1
+                if done % self.recipe.log_every == 0 or done == self.steps:
+                    self._tell(self._meter.progress(done))
+                stops = False
+                if self.prepared.held_out and (done % self.evaluate_every == 0 or done == self.steps):
+                    stops = self._evaluate(done)
+                if done % self.recipe.save_every == 0 and done < self.steps:
+                    self.checkpoints.save(self._state(done))
+                if stops:
+                    return done
+        return self.steps
+
+    def _state(self, done: int) -> State:
+        return State(
+            identity=self.checkpoints.identity,
+            step=done,
+            bf16=self.prepared.bf16,
+            standing=self._standing,
+            sums=self._meter.sums,
+        )
+
+    def _batches_of(self, order: Order, step: int) -> list[Batch]:
+        """This process's passes of a step."""
+        mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        chosen = order.samples_of(step)
+        seed = self.recipe.seed * 1_000_003 + step
+        seeds = [seed * 8191 + index for index in range(len(chosen))]
+        return self.prepared.batches(chosen[mine], seeds[mine])
+
+    def _weights(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+        """`[K]` what rows weigh in this process's loss, and `[K]` rows with a label in all processes."""
+        own_K = sum((batch.labels_by_depth(self.recipe.k) for batch in batches), torch.zeros(self.recipe.k))
+        labels_K: Tensor = self.accelerator.reduce(own_K.to(self.device), "sum")
+        # Gradients are averaged over the processes; the loss is a sum over them.
+        weights_K = row_weights(labels_K, self.recipe.average, self.importance_K) * self.accelerator.num_processes
+        return weights_K, labels_K
+
+    def _step(self, step: int, batches: list[Batch]) -> tuple[float, Tensor, Tensor]:
+        """One update; returns its loss, and `[K]` rows predicted correctly and rows with a label."""
+        torch.manual_seed(self.recipe.seed * 1_000_003 + step)  # for models with dropout
+        weights_K, labels_K = self._weights(batches)
+        loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
+        for number, batch in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            with nullcontext() if is_last else self.accelerator.no_sync(self.objective):
+                part, right = self.objective(batch.to(self.device), weights_K)
+                self.accelerator.backward(part)
+            loss += part.detach()
+            right_K += right
+        self.optimizers.step(step)
+        return self.accelerator.reduce(loss, "mean").item(), self.accelerator.reduce(right_K, "sum"), labels_K
+
+    def _evaluate(self, done: int) -> bool:
+        """Measures, keeps the drafter while it is the best, and says whether to stop early."""
+        loss, accuracy = self._held_out()
+        if not math.isfinite(loss):
+            raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
+        self._save_drafter(done)
+        length = None if self.acceptance is None else self.acceptance.of(self.checkpoints.drafter(done))
+        (length,) = broadcast_object_list([length])  # only the main process measures it
+        self._standing = self._standing.after(Worth(step=done, acceptance_length=length, held_out_loss=loss))
+        is_best = self._standing.stale == 0
+        if self.accelerator.is_main_process:
+            self.checkpoints.keep_drafters(self._standing.best)
+        self.accelerator.wait_for_everyone()
+        self._tell(Evaluation(step=done, loss=loss, accuracy=accuracy, acceptance_length=length, is_best=is_best))
+        return self._standing.is_over(self.recipe.patience)
+
+    @torch.no_grad()
+    def _held_out(self) -> tuple[float, tuple[float, ...]]:
+        """Loss and accuracy by depth on all held-out samples, with the same rows dropped every time."""
+        self.objective.eval()
+        processes = self.accelerator.num_processes
+        held_out = self.prepared.held_out
+        # All processes take as many passes; what is missing is filled up with a sample in which nothing is a label.
+        filling = Sample(tokens=held_out[0].tokens, is_label=[False] * len(held_out[0].tokens))
+        held_out = held_out + [filling] * (-len(held_out) % processes)
+        mine = slice(self.accelerator.process_index, None, processes)
+        batches = self.prepared.batches(held_out[mine], range(len(held_out))[mine])
+        weights_K, labels_K = self._weights(batches)
+        loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
+        for batch in batches:
+            part, right = self.objective(batch.to(self.device), weights_K)
+            loss += part
+            right_K += right
+        self.objective.train()
+        accuracy = shares(self.accelerator.reduce(right_K, "sum"), labels_K)
+        return self.accelerator.reduce(loss, "mean").item(), accuracy
+
+    def _save_drafter(self, done: int) -> None:
+        """Writes the drafter as it is now, after so many steps, as it would be shipped."""
+        weights = self.accelerator.get_state_dict(self.objective)
+        if self.accelerator.is_main_process:
+            save_model(self.checkpoints.drafter(done), self.prepared.finished_model(weights), self.prepared.tokenizer)
+        self.accelerator.wait_for_everyone()
+
+    def _tell(self, report: Report) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        curves.append(self.recipe.out, report)
+        if self.recipe.report_to:
+            self.accelerator.log(trackers.figures(report), step=report.step)
+        self._report(report)

@@ -1,0 +1,80 @@
+"""Reads a recipe from a YAML file, with overrides from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from paradraft.train.recipe import Lora, PardRecipe
+
+
+def load_recipe(file: Path, overrides: list[str]) -> PardRecipe:
+    """Reads a recipe and applies `key=value` overrides.
+
+    Raises:
+        ValueError: the file does not exist or is no mapping, a key is unknown, a value does not
+            fit.
+    """
+    if not file.is_file():
+        raise ValueError(f"recipe {str(file)!r} does not exist")
+    try:
+        settings = _parsed(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"recipe {file} is not UTF-8 text ({error.reason})") from None
+    except ValueError as error:
+        raise ValueError(f"recipe {file} is not YAML: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"recipe {file} must hold `key: value` lines")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"{override!r}: write overrides as key=value")
+        try:
+            _set(settings, key, _value(value))
+        except ValueError:
+            raise ValueError(f"{override!r}: {value!r} is not a YAML value") from None
+    try:
+        return PardRecipe.model_validate(settings)
+    except ValidationError as error:
+        raise ValueError("; ".join(_complaint(e["loc"], e["msg"], e["input"]) for e in error.errors())) from None
+
+
+def _set(settings: dict[str, Any], key: str, value: object) -> None:
+    """Sets a key; dots lead into groups of settings, as in `lora.rank=8`."""
+    *groups, last = key.split(".")
+    for group in groups:
+        inner = settings.get(group)
+        settings[group] = settings = dict(inner) if isinstance(inner, dict) else {}
+    settings[last] = value
+
+
+def _parsed(text: str) -> Any:
+    """What a YAML text says; ValueError if it says nothing."""
+    try:
+        return yaml.safe_load(text)
+    # Dates that do not exist are a ValueError of Python's, and texts in a thousand brackets a RecursionError.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _value(text: str) -> Any:
+    # YAML 1.1 reads 1e-3 as a string; people write learning rates like that.
+    try:
+        return float(text) if "e" in text.lower() else _parsed(text)
+    except ValueError:
+        return _parsed(text)
+
+
+def _complaint(location: tuple[int | str, ...], message: str, given: object) -> str:
+    key = ".".join(map(str, location))
+    if not key:
+        return message.removeprefix("Value error, ")
+    if "Extra inputs" in message:
+        known = Lora if location[0] == "lora" else PardRecipe
+        return f"unknown recipe key {key!r}; known are {', '.join(known.model_fields)}"
+    if message == "Field required":
+        return f"recipe key {key!r} is missing"
+    return f"recipe key {key!r}: {message[0].lower()}{message[1:]}, not {given!r}"
