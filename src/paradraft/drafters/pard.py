@@ -9,6 +9,7 @@ Shape letters: B rows of a batch, M pending tokens, K drafted tokens, V vocabula
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from paradraft.drafting import assemble, candidates_needed
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import Runtime, load_draft_lm, locate
 from paradraft.models.target import Target
+from paradraft.models.texts import text_of
 from paradraft.sampler import Sampler
 
 CONFIG_KEYS = ("pard_token", "mask_token_id", "spd_type", "pard_masks")
@@ -104,6 +106,9 @@ class PardDrafter:
 def build(config: Config, target: Target, runtime: Runtime) -> PardDrafter:
     """Loads the PARD model; its mask token is forbidden in the target's output too.
 
+    Warns:
+        UserWarning: the mask token is a text, which the target can then no longer say.
+
     Raises:
         ValueError: it does not exist, its vocabulary does not fit the target's, or its
             `config.json` names no mask token.
@@ -112,6 +117,12 @@ def build(config: Config, target: Target, runtime: Runtime) -> PardDrafter:
     mask_id = mask_token_id(lm.model.config, config.draft)
     masks = getattr(lm.model.config, "pard_masks", 1)
     for token in range(mask_id, mask_id + masks):
+        if (text := text_of(token, target.tokenizer)) is not None:
+            warnings.warn(
+                f"{config.draft}: its mask token {token} is {text!r}, which answers can then not contain: train a "
+                "drafter without mask_token_id",
+                stacklevel=2,
+            )
         target.lm.forbid(token)
         lm.forbid(token)
     return PardDrafter(lm, mask_id, masks)
@@ -128,8 +139,10 @@ def mask_token_id(model_config: PretrainedConfig, name: str) -> int:
         raise ValueError(
             f"{name} names no mask token (pard_token in config.json): train one with `paradraft train pard`"
         )
-    if not 0 <= found < model_config.vocab_size:
-        raise ValueError(f"{name}: mask token {found} is outside the embedding of {model_config.vocab_size} rows")
+    last = found + getattr(model_config, "pard_masks", 1) - 1
+    if not 0 <= found <= last < model_config.vocab_size:
+        outside = found if not 0 <= found < model_config.vocab_size else last
+        raise ValueError(f"{name}: mask token {outside} is outside the embedding of {model_config.vocab_size} rows")
     return found
 
 

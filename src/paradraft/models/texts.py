@@ -22,6 +22,14 @@ def continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def text_of(token: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The text of a token; None for a special token and for an id that the tokenizer does not have."""
+    added = tokenizer.added_tokens_decoder.get(token)
+    if tokenizer.convert_ids_to_tokens(token) is None or (added is not None and added.special):
+        return None
+    return str(tokenizer.decode([token]))
+
+
 def _before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer puts before every text."""
     around, inside = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]

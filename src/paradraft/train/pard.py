@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.drafters.pard import declare_masks, declared_mask_id
+from paradraft.models.texts import text_of
 from paradraft.train.attention import attention_mask
 from paradraft.train.batch import Batch
 from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence
@@ -139,7 +140,7 @@ def add_mask_token(
             many as `pard_masks`, which only paradraft reads.
 
     Raises:
-        ValueError: `mask_id` is outside the embedding, or so many masks find no room behind the tokenizer's
+        ValueError: `mask_id` is outside the embedding or a text, or so many masks find no room behind the tokenizer's
             last id.
 
     Returns:
@@ -149,6 +150,8 @@ def add_mask_token(
     rows, used = model.get_input_embeddings().weight.shape[0], used_rows(tokenizer)
     if mask_id is not None and not 0 <= mask_id < rows:
         raise ValueError(f"mask_token_id={mask_id} is outside the embedding of {rows} rows: use a free one of them")
+    if mask_id is not None and (text := text_of(mask_id, tokenizer)) is not None:
+        raise ValueError(f"mask_token_id={mask_id} is {text!r}, which could then not be said: use an id without a text")
     chosen = known if mask_id is None else mask_id
     if chosen is None:
         chosen = free_id(tokenizer, rows, end_ids(model))

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from paradraft import load
 from paradraft.core import ABSENT, GREEDY, Prompt, Verdict
 from paradraft.drafters.pard import PardDrafter, mask_token_id
 from paradraft.models.causal_lm import CausalLM
@@ -30,6 +35,23 @@ def test_mask_token_lies_inside_the_embedding(mask_id: int) -> None:
     """Guards against an index error deep inside the model."""
     with pytest.raises(ValueError, match=f"mask token {mask_id} is outside the embedding of 10 rows"):
         mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=mask_id), "x")
+
+
+def test_all_masks_lie_inside_the_embedding() -> None:
+    """Guards against an index error in the round whose draft is the first to need the last mask."""
+    with pytest.raises(ValueError, match="mask token 10 is outside the embedding of 10 rows"):
+        mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=8, pard_masks=3), "x")
+    assert mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=8, pard_masks=2), "x") == 8
+
+
+def test_a_mask_that_is_a_text_is_told(family: Path, tmp_path: Path) -> None:
+    """Guards against answers that silently lack a word."""
+    folder = tmp_path / "pard"
+    shutil.copytree(family / "pard", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"mask_token_id": 5, "pard_token": 5}))
+    with pytest.warns(UserWarning, match="mask token 5 is 'e', which answers can then not contain"):
+        load(str(family / "target"), drafter="pard", draft=str(folder))
 
 
 @torch.inference_mode()

@@ -153,6 +153,12 @@ def test_a_mask_token_outside_the_embedding_is_refused(mask_id: int) -> None:
         add_mask_token(tiny_model(6), tiny_tokenizer(), mask_id)
 
 
+def test_a_mask_token_that_is_a_text_is_refused() -> None:
+    """Guards against a target that may not say a word of its own, because a drafter uses it as its mask."""
+    with pytest.raises(ValueError, match="mask_token_id=5 is 'e'"):
+        add_mask_token(tiny_model(6), tiny_tokenizer(), 5)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_attention_obeys_the_mask(implementation: str, packed: bool) -> None:
