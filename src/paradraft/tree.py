@@ -1,6 +1,6 @@
 """Token trees: from parents to depths, ancestors, chains and paths.
 
-Shape letters: B rows of a batch, N nodes of a tree.
+Shape letters: B rows of a batch, N nodes of a tree, M = N + 1 with the root behind them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     B, N = parents_BN.shape
     if is_chain(parents_BN):
         return torch.ones(N, N, dtype=torch.bool, device=parents_BN.device).tril().expand(B, N, N)
-    result = torch.eye(N, dtype=torch.bool, device=parents_BN.device).repeat(B, 1, 1)
-    rows = torch.arange(B, device=parents_BN.device)
-    for node in range(1, N):
-        parent = parents_BN[:, node]
-        inherited = result[rows, parent.clamp(min=0)] & (parent != ABSENT)[:, None]
-        result[:, node] |= inherited
-    return result
+    # One more row for the root: its own parent, and nobody's ancestor.
+    up_BM = torch.nn.functional.pad(torch.where(parents_BN == ABSENT, N, parents_BN), (0, 1), value=N)
+    sees_BMM = torch.eye(N + 1, dtype=torch.bool, device=parents_BN.device).repeat(B, 1, 1)
+    sees_BMM[:, :, N] = False
+    for _ in range((N - 1).bit_length()):  # 1, 2, 4, … generations
+        sees_BMM = sees_BMM | sees_BMM.gather(1, up_BM[:, :, None].expand(-1, -1, N + 1))
+        up_BM = up_BM.gather(1, up_BM)
+    return sees_BMM[:, :N, :N]
 
 
 def depths(parents_BN: Tensor) -> Tensor:
