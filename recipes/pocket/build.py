@@ -1,6 +1,7 @@
 """Rebuilds the pocket family from nothing: `python recipes/pocket/build.py`.
 
-Stages, each skipped when its result is there: tokenizer, target, text, draft, pard.
+Stages, each skipped when its result is there: tokenizer, target, text, draft, pard. With `--second` it
+trains a smaller target instead, by the same recipe, for measuring what one drafter is worth to a family.
 """
 
 from __future__ import annotations
@@ -34,6 +35,14 @@ TARGET = {
     "head_dim": 64,
     "intermediate_size": 864,
 }
+SECOND = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 704,
+}
+"""A target of half the size, which is not shipped."""
 DRAFT = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 6, "head_dim": 32, "intermediate_size": 576}
 LIBRARY_RUN = PretrainConfig(steps=1800, seed=1)
 PACKAGES_RUN = PretrainConfig(steps=3000, seed=4, muon_lr=1.5e-2, adamw_lr=1.5e-3, save_every=100)
@@ -85,20 +94,22 @@ def build_tokenizer(out: Path) -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def build_target(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> None:
-    """Trains the target on the standard library, then on the library and on packages."""
+def build_target(
+    result: Path, work: Path, shape: dict[str, int], tokenizer: PreTrainedTokenizerFast, device: str
+) -> None:
+    """Trains a target on the standard library, then on the library and on packages."""
     library, held_out = corpus.read_library()
     held = tokenized(tokenizer, [d.text for d in held_out])
-    half_way = out / "work" / "library"
-    for folder, texts, run in ((half_way, [], LIBRARY_RUN), (out / "target", corpus.read_packages(), PACKAGES_RUN)):
+    half_way = work / "library"
+    for folder, texts, run in ((half_way, [], LIBRARY_RUN), (result, corpus.read_packages(), PACKAGES_RUN)):
         if (folder / "config.json").exists():
             continue
         documents = library + texts
         random.Random(SEED).shuffle(documents)
         stream = tokenized(tokenizer, [d.text for d in documents])
         print(f"target: {len(stream):,} tokens to learn, {len(held):,} held out", flush=True)
-        model = load_model(str(half_way), Runtime()) if texts else new_model(TARGET)
-        state = out / "work" / f"{folder.name}-run"
+        model = load_model(str(half_way), Runtime()) if texts else new_model(shape)
+        state = work / f"{folder.name}-run"
         save(pretrain(model.to(device), windows(stream, run), held, run, state), tokenizer, folder)
 
 
@@ -133,11 +144,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/pocket"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--install", action="store_true", help="replace the family in src/paradraft/pocket")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--install", action="store_true", help="replace the family in src/paradraft/pocket")
+    what.add_argument("--second", action="store_true", help="train only the second, smaller target, into OUT/second")
     args = parser.parse_args()
-    (args.out / "work").mkdir(parents=True, exist_ok=True)
+    (args.out / "work" / "second").mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(args.out)
-    build_target(args.out, tokenizer, args.device)
+    if args.second:
+        build_target(args.out / "second", args.out / "work" / "second", SECOND, tokenizer, args.device)
+        return
+    build_target(args.out / "target", args.out / "work", TARGET, tokenizer, args.device)
     build_text(args.out, tokenizer, args.device)
     build_drafts(args.out, tokenizer, args.device)
     if args.install:
