@@ -24,6 +24,7 @@ from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
         (["--methods", "ar:batch=2", "--batch-size", "1,2"], "one or the other"),
         (["--json", "no-such-folder/out.json"], "no-such-folder"),
         (["--plot", "no-such-folder/out.png"], "no-such-folder"),
+        (["--json", "out.png", "--plot", "out.png"], "one file"),
         (["--runs", 0], "--runs"),
         (["--threads", 0], "--threads"),
         (["--num-prompts", 2], "num_prompts=2"),

@@ -13,6 +13,7 @@ from rich.console import Console
 from paradraft.api import load
 from paradraft.cli import options
 from paradraft.core import Sampling
+from paradraft.output import check_outputs
 
 
 def audit(
@@ -67,7 +68,7 @@ def audit(
     if shape_invariant and batch_size not in (None, 1):
         raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")
     batch_size = batch_size or (1 if shape_invariant else 4)
-    options.check_writable(json_file)
+    check_outputs(json_file)
     pad_to = 1 + (k if tree is None else tree.nodes) if shape_invariant else 1
     runtime = options.runtime_of(device, dtype, compile, capacity, k=k, tree=tree, pad_to=pad_to)
     engine = load(target, drafter=drafter, draft=draft, k=k, verify=verify, tree=tree, lengths=lengths, runtime=runtime)

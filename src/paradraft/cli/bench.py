@@ -13,6 +13,7 @@ from rich.console import Console
 from paradraft.cli import options
 from paradraft.core import Sampling
 from paradraft.models.loading import Runtime
+from paradraft.output import check_outputs
 
 
 def bench(
@@ -66,8 +67,7 @@ def bench(
     width = options.width_of(*(method.k for method in chosen), nodes=most)
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
     texts = held_out_prompts(num_prompts, prompts)
-    for file in (json_file, plot_file):
-        options.check_writable(file)
+    check_outputs(json_file, plot_file)
     if plot_file is not None and plot_file.suffix != ".png":
         raise ValueError(f"--plot {plot_file}: name a .png file")
     console = Console(stderr=True, highlight=False)

@@ -85,9 +85,3 @@ def width_of(*ks: int, nodes: int) -> int:
     if nodes > MOST_NODES:
         raise ValueError(f"a tree of {nodes} nodes: use at most {MOST_NODES}")
     return max(64, 2 * max(ks) + 2, nodes + 1)
-
-
-def check_writable(file: Path | None) -> None:
-    """Raises ValueError if a result could not be written in the end."""
-    if file is not None and (file.is_dir() or not file.parent.is_dir()):
-        raise ValueError(f"{str(file)!r} cannot be written: it is a folder, or in a folder that does not exist")

@@ -13,6 +13,7 @@ from rich.console import Console
 from paradraft.api import drafter_names, load
 from paradraft.cli import options
 from paradraft.core import Sampling
+from paradraft.output import check_outputs
 
 if TYPE_CHECKING:
     from paradraft.train.regenerate import Progress
@@ -81,7 +82,7 @@ def regenerate(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     if sampling.is_greedy and samples > 1:
         raise ValueError(f"--samples {samples} would give the same answer {samples} times: raise --temperature above 0")
-    options.check_writable(out)
+    check_outputs(out)
     questions = read_questions(prompts, samples)
     answerer: Answerer
     if target is not None:
