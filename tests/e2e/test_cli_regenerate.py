@@ -163,6 +163,7 @@ def test_a_mistake_here(
         (["--timeout", 0], "timeout_s=0"),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
         (["--request-fields", "{"], "not JSON"),
+        pytest.param(["--request-fields", "[" * 100_000], "--request-fields: not JSON", id="nested"),
         (["--request-fields", "3"], "JSON object"),
         (["--request-fields", '{"stop": "x"}'], "'stop'"),
     ],

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.console import Console
 from paradraft.api import drafter_names, load
 from paradraft.cli import options
 from paradraft.core import Sampling
+from paradraft.json_object import read_object
 from paradraft.output import check_outputs
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ def regenerate(
             raise ValueError("--endpoint needs --model: the name that the server knows the target by")
         answerer = Endpoint(
             url=endpoint, model=model, sampling=sampling, max_new_tokens=max_new_tokens, concurrency=concurrency,
-            retries=retries, timeout_s=timeout, api_key=_key(api_key_env), fields=_fields(request_fields),
+            retries=retries, timeout_s=timeout, api_key=_key(api_key_env),
+            fields=read_object(request_fields or "{}", "--request-fields", '{"repetition_penalty": 1.05}'),
         )  # fmt: skip
     console = Console(stderr=True, highlight=False, markup=False)
     try:
@@ -142,13 +143,3 @@ def _key(variable: str | None) -> str | None:
     if not key or not key.isascii() or not key.isprintable():
         raise ValueError(f"--api-key-env {variable}: there is no key in this environment variable")
     return key
-
-
-def _fields(text: str | None) -> dict[str, Any]:
-    try:
-        fields = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--request-fields {text}: not JSON ({error})") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f'--request-fields {text}: write a JSON object, such as {{"repetition_penalty": 1.05}}')
-    return fields
