@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,8 @@ def test_batches_give_the_texts_of_single_prompts(family: Path, paradraft: Parad
         (["--top-k", -1], "top_k=-1"),
         (["--dtype", "float7"], "float7"),
         (["--device", "abacus"], "abacus"),
+        (["--device", "meta"], "device='meta' cannot be used here"),
+        (["--device", "privateuseone"], "privateuseone"),
         (["-k", 0], "k=0"),
         (["-k", 257], "k=257"),
         (["-k", "many"], "-k"),
@@ -164,6 +167,52 @@ def test_damaged_weights(family: Path, paradraft: Paradraft, tmp_path: Path) -> 
     AutoConfig.from_pretrained(family / "target").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((family / "target" / "model.safetensors").read_bytes()[:1000])
     assert_mistake(paradraft("generate", "--target", tmp_path, "--prompt", "x", *EXACT), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("config.json", "[]", "seems damaged (TypeError"),
+        ("config.json", "3", "seems damaged (TypeError"),
+        pytest.param("config.json", "[" * 100_000, "seems damaged (RecursionError", id="nested"),
+        ("tokenizer.json", "{}", "seems damaged (KeyError: 'added_tokens')"),
+        ("tokenizer.json", "null", "seems damaged (AttributeError"),
+        ("generation_config.json", "[]", "seems damaged (TypeError"),
+    ],
+)
+def test_damaged_files(family: Path, paradraft: Paradraft, tmp_path: Path, file: str, content: str, named: str) -> None:
+    """Guards against tracebacks: what is wrong with a file is found wherever transformers first uses it."""
+    folder = shutil.copytree(family / "target", tmp_path / "model")
+    (folder / file).write_text(content)
+    assert_mistake(paradraft("generate", "--target", folder, "--prompt", "x", *EXACT), folder, named)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "named"),
+    [
+        ("intermediate_size", 64, "has the shape (32, 48), not (32, 64), and 5 more"),
+        ("num_hidden_layers", 3, "layers.2.input_layernorm.weight is missing, and 10 more"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config(
+    family: Path, paradraft: Paradraft, tmp_path: Path, setting: str, value: int, named: str
+) -> None:
+    """Guards against a table of 80 lines, and against random numbers for weights that are not there."""
+    folder = shutil.copytree(family / "target", tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | {setting: value, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert_mistake(paradraft("generate", "--target", folder, "--prompt", "x", *EXACT), folder, named)
+    draft = ["--drafter", "autoregressive", "--draft", folder, "--prompt", "x"]
+    assert_mistake(paradraft("generate", "--target", family / "target", *EXACT, *draft), folder, named)
+
+
+def test_weights_that_are_not_used(family: Path, tmp_path: Path) -> None:
+    """Guards against a model that silently has fewer layers than its file."""
+    folder = shutil.copytree(family / "target", tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.warns(UserWarning, match=r"not used: model.layers.1.* and 10 more"):
+        loading.load_model(str(folder), loading.Runtime(dtype="float64"))
 
 
 @pytest.mark.parametrize("drafter", ["autoregressive", "pard"])
