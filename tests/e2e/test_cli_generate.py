@@ -100,6 +100,7 @@ def test_batches_give_the_texts_of_single_prompts(family: Path, paradraft: Parad
         (["--device", "abacus"], "abacus"),
         (["--device", "meta"], "device='meta' cannot be used here"),
         (["--device", "privateuseone"], "privateuseone"),
+        (["--prompt", "a\udcffb"], "not UTF-8 text: look at its character 2"),
         (["-k", 0], "k=0"),
         (["-k", 257], "k=257"),
         (["-k", "many"], "-k"),
