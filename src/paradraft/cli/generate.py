@@ -10,6 +10,7 @@ from rich.console import Console
 
 from paradraft.api import load
 from paradraft.cli import options
+from paradraft.cli.ignored import warn_ignored, without_chance, without_drafter
 from paradraft.core import Sampling
 from paradraft.engine import Result
 from paradraft.prompts import read_prompts
@@ -17,6 +18,7 @@ from paradraft.terminal import stream_answer
 
 
 def generate(
+    context: typer.Context,
     target: options.Target,
     drafter: options.Drafter = "none",
     draft: options.Draft = None,
@@ -38,7 +40,9 @@ def generate(
     tree_budget: options.TreeBudget = None,
     tree_paths: options.TreePaths = None,
     lengths: options.Lengths = "fixed",
-    batch_size: Annotated[int, typer.Option(min=1, help="With --json: prompts that are answered together.")] = 8,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="With --prompts and --json: prompts that are answered together.")
+    ] = 8,
     device: options.Device = "cpu",
     dtype: options.Dtype = "float32",
     compile: options.Compile = False,
@@ -63,6 +67,12 @@ def generate(
     if taken:
         raise ValueError(f"prompts have a key {sorted(taken)[0]!r}, which --json would overwrite: rename it")
     engine.check(texts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop or ())
+    warn_ignored(
+        context,
+        without_chance(sampling.is_greedy),
+        without_drafter(drafter),
+        (prompts is None or not as_json, "without --prompts and --json", ["batch_size"]),
+    )
     size = min(batch_size, len(texts)) if as_json else 1
     if compile:
         with Console(stderr=True).status("compiling (a minute or two)"):

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from paradraft.api import drafter_names, load
 from paradraft.cli import options
+from paradraft.cli.ignored import given, warn_ignored, without_chance, without_drafter
 from paradraft.core import Sampling
 from paradraft.json_object import read_object
 from paradraft.output import check_outputs
@@ -78,7 +79,9 @@ def regenerate(
 
     if (target is None) == (endpoint is None):
         raise ValueError("give either --target (a model to run here) or --endpoint (a server's address)")
-    _check_given(context, THERE if endpoint is None else HERE, "--target" if endpoint is None else "--endpoint")
+    if useless := given(context, THERE if endpoint is None else HERE):
+        beside = "--target" if endpoint is None else "--endpoint"
+        raise ValueError(f"{useless[0]} has no use with {beside}: leave it out")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     if sampling.is_greedy and samples > 1:
         raise ValueError(f"--samples {samples} would give the same answer {samples} times: raise --temperature above 0")
@@ -105,6 +108,7 @@ def regenerate(
             retries=retries, timeout_s=timeout, api_key=_key(api_key_env),
             fields=read_object(request_fields or "{}", "--request-fields", '{"repetition_penalty": 1.05}'),
         )  # fmt: skip
+    warn_ignored(context, without_chance(sampling.is_greedy), without_drafter(drafter))
     console = Console(stderr=True, highlight=False, markup=False)
     try:
         with shown(console) as report:
@@ -127,13 +131,6 @@ def _summarize(progress: Progress, out: Path, console: Console) -> None:
     if progress.missing:
         console.print(f"{progress.missing} are missing; the same command asks for them again", soft_wrap=True)
         raise typer.Exit(1)
-
-
-def _check_given(context: typer.Context, useless: tuple[str, ...], beside: str) -> None:
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if parameter.name in useless and source is not None and source.name == "COMMANDLINE":
-            raise ValueError(f"{parameter.opts[0]} has no use with {beside}: leave it out")
 
 
 def _key(variable: str | None) -> str | None:
