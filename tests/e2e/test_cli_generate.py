@@ -118,6 +118,7 @@ def test_batches_give_the_texts_of_single_prompts(family: Path, paradraft: Parad
         (["--presence-penalty", "nan"], "presence_penalty=nan"),
         (["--logit-bias", "a=b"], "a=b"),
         (["--logit-bias", "7=inf"], "7: inf"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "token 5 has a bias already"),
         (["--logit-bias", "64=1", "--max-new-tokens", 4], "64 is not among the 64"),
         (["--stop", "", "--max-new-tokens", 4], "stop string is empty"),
         (["--verify", "magic"], "verify='magic'"),

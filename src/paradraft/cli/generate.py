@@ -55,7 +55,7 @@ def generate(
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        logit_bias=dict(_bias(pair) for pair in logit_bias or []), seed=seed,
+        logit_bias=_biases(logit_bias or []), seed=seed,
     )  # fmt: skip
     tree = options.tree_of(tree_budget, tree_paths)
     records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
@@ -89,12 +89,18 @@ def generate(
             print(json.dumps(record | _as_json(result), ensure_ascii=False), flush=True)
 
 
-def _bias(pair: str) -> tuple[int, float]:
-    token, _, bias = pair.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise ValueError(f"--logit-bias {pair}: write TOKEN_ID=NUMBER, such as 17=-2.5 or 17=-inf") from None
+def _biases(pairs: list[str]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        token, _, bias = pair.partition("=")
+        try:
+            number, value = int(token), float(bias)
+        except ValueError:
+            raise ValueError(f"--logit-bias {pair}: write TOKEN_ID=NUMBER, such as 17=-2.5 or 17=-inf") from None
+        if number in biases:
+            raise ValueError(f"--logit-bias {pair}: token {number} has a bias already, give it one")
+        biases[number] = value
+    return biases
 
 
 def _as_json(result: Result) -> dict[str, object]:
