@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import EXACT, Paradraft, drafting
+from tests.e2e.conftest import EXACT, Paradraft, assert_mistake, drafting
 from tests.jsonl import write_lines
 
 
@@ -83,3 +83,11 @@ def test_bench(family: Path, paradraft: Paradraft, prompts: Path, options: list[
     outcome = paradraft("bench", "--target", family / "target", *asked, *options)
     assert outcome.code == 0
     assert warnings(outcome.err) == [f"warning: {name} has no effect on any of these methods" for name in expected]
+
+
+def test_bench_refuses_one_method_twice(family: Path, paradraft: Paradraft, prompts: Path) -> None:
+    """Guards against a comparison of a method with itself under another spelling."""
+    asked = ["--prompts", prompts, "--num-prompts", 1, "--target", family / "target"]
+    outcome = paradraft("bench", *asked, "--methods", "ngram,ar,ngram:k=8")
+    assert_mistake(outcome, "'ngram' and 'ngram:k=8' are the same")
+    assert_mistake(paradraft("bench", *asked, "--methods", "ar", "--batch-size", "2,2"), "are the same")

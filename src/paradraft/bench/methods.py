@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig
@@ -49,7 +49,7 @@ class Method:
     """One way to decode.
 
     Args:
-        spec: as the user wrote it.
+        spec: as the user wrote it; methods that differ in nothing else are equal.
         name: `hf`, `ar` or a drafter.
         k: most tokens drafted per round, one behind the other.
         tree: nodes to grow drafts to; None for chains.
@@ -63,7 +63,7 @@ class Method:
         ValueError: an unknown method or setting.
     """
 
-    spec: str
+    spec: str = field(compare=False)
     name: str
     k: int
     tree: int | None
