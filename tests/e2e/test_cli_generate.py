@@ -246,6 +246,18 @@ def test_pard_folder_without_a_mask_token(family: Path, paradraft: Paradraft) ->
     assert_mistake(paradraft("generate", *asked), family / "draft", "mask token")
 
 
+@pytest.mark.parametrize("value", ["abc", 3.5, True, [7]])
+def test_pard_folder_with_a_mask_token_that_is_none(
+    family: Path, paradraft: Paradraft, tmp_path: Path, value: object
+) -> None:
+    """Guards against a complaint about an int that names no file, and against 3.5 taken for token 3."""
+    folder = shutil.copytree(family / "draft", tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | {"pard_token": value}
+    (folder / "config.json").write_text(json.dumps(settings))
+    asked = ["--target", family / "target", "--drafter", "pard", "--draft", folder, "--prompt", "x", *EXACT]
+    assert_mistake(paradraft("generate", *asked), folder, f"is {value!r}, not a token id")
+
+
 @pytest.mark.parametrize(
     ("content", "named"),
     [
