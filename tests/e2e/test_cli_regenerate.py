@@ -133,7 +133,7 @@ def test_other_settings_and_prompts_are_refused(family: Path, paradraft: Paradra
         (["--samples", 0], "samples=0"),
         (["--temperature", 0, "--samples", 2], "--samples 2"),
         (["--temperature", -1], "temperature=-1"),
-        (["--max-new-tokens", 0], "max_new_tokens=0"),
+        (["--max-new-tokens", 0], "--max-new-tokens"),
         (["--max-new-tokens", 123], "line 2: the prompt has 6 tokens"),
         (["--out", "no-such-folder/out.jsonl"], "no-such-folder"),
         (["--out", "."], "'.'"),

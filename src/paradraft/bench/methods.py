@@ -19,7 +19,7 @@ from paradraft.core import RULES, Drafter, Sampling, Tree
 from paradraft.decode.lengths import POLICIES
 from paradraft.decode.stats import Stats
 from paradraft.engine import Engine
-from paradraft.models.loading import Runtime
+from paradraft.models.loading import DTYPES, Runtime
 from paradraft.models.target import Target
 from paradraft.models.texts import opening
 
@@ -103,9 +103,10 @@ class Method:
         if "tree" in values:
             tree = int(values["tree"])
         verify, lengths = values.get("verify", verify), values.get("lengths", lengths)
-        for key, value, known_values in (("verify", verify, RULES), ("lengths", lengths, POLICIES)):
-            if value not in known_values:
-                raise ValueError(f"method {spec!r}: {key}={value!r}: use one of {', '.join(known_values)}")
+        dtype = values.get("dtype", dtype)
+        for key, value, names in (("verify", verify, RULES), ("lengths", lengths, POLICIES), ("dtype", dtype, DTYPES)):
+            if value not in names:
+                raise ValueError(f"method {spec!r}: {key}={value!r}: use one of {', '.join(names)}")
         return cls(
             spec=spec,
             name=name,
@@ -113,7 +114,7 @@ class Method:
             tree=tree if "tree" in allowed else None,
             verify=verify if "verify" in allowed else "match",
             lengths=lengths if "lengths" in allowed else "fixed",
-            dtype=values.get("dtype", dtype),
+            dtype=dtype,
             draft=values.get("draft", draft) if "draft" in allowed else None,
             batch=int(values.get("batch", 1)),
         )

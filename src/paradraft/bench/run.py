@@ -27,7 +27,7 @@ def held_out_prompts(number: int, file: Path | None) -> list[str]:
     file = file or pocket_folder("prompts.jsonl")
     records = read_prompts(file)
     if not 1 <= number <= len(records):
-        raise ValueError(f"num_prompts={number}: {file.name} has {len(records)} prompts")
+        raise ValueError(f"num_prompts={number}: use 1 to {len(records)}, which is how many {file.name} has")
     return [str(record["prompt"]) for record in records[:number]]
 
 
