@@ -15,7 +15,7 @@ def read_object(text: str, place: str, example: str) -> dict[str, Any]:
         example: an object as it is expected there.
 
     Raises:
-        ValueError: it is no JSON object, or has half a character in it.
+        ValueError: it is no JSON object, or has half a character or a number in it that is none.
     """
     try:
         found = json.loads(text)
@@ -24,7 +24,9 @@ def read_object(text: str, place: str, example: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{place}: expected a JSON object such as {example}")
     try:
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{place}: not valid text ({error.reason})") from None
+    except ValueError:
+        raise ValueError(f"{place}: not JSON, which has no NaN and no infinity: write null") from None
     return found

@@ -269,6 +269,8 @@ def test_pard_folder_with_a_mask_token_that_is_none(
         (b'{"question": "x"}\n', "line 1"),
         (b'{"prompt": "x"}\n{"prompt": "' + b"x" * 128 + b'"}\n', "prompt 2 has 128 tokens"),
         (b'{"prompt": "\xff"}\n', "UTF-8"),
+        (b'{"prompt": "x", "score": NaN}\n', "line 1: not JSON, which has no NaN"),
+        (b'{"prompt": "x", "score": [1e999]}\n', "line 1: not JSON, which has no NaN"),
     ],
 )
 def test_bad_prompt_file(family: Path, paradraft: Paradraft, tmp_path: Path, content: bytes, named: str) -> None:
