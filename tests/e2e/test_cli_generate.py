@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,17 @@ def test_prompt_file_gives_an_object_per_line(family: Path, paradraft: Paradraft
         assert set(answer) >= {"text", "tokens", "stats"}
         assert len(answer["tokens"]) == answer["stats"]["tokens"] <= 12
         assert answer["stats"]["acceptance_length"] >= 1
+
+
+def test_a_terminal_without_the_characters(family: Path, paradraft: Paradraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an answer that ends in the middle, and against JSON with escapes that JSON does not know."""
+    for options in ([], ["--json"]):
+        printed = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+        asked = ["--prompt", "Grüße 😀", "--max-new-tokens", 4]
+        assert paradraft("generate", *drafting(family, "none"), *asked, *options).code == 0
+        text = printed.getvalue().decode("ascii")
+        assert json.loads(text)["prompt"] == "Grüße 😀" if options else text.startswith(r"Gr\xfc\xdfe \U0001f600")
 
 
 def test_same_seed_same_text_with_every_drafter(family: Path, paradraft: Paradraft) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import typer
@@ -31,6 +32,9 @@ app.command()(audit)
 def main() -> None:
     """Entry point: a user's mistake is one line and exit code 2."""
     hide_progress_bars()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A prompt or an answer may have characters that the terminal's encoding has not.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="paradraft", standalone_mode=False) or 0
     except typer.TyperException as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -77,6 +79,7 @@ def generate(
     if compile:
         with Console(stderr=True).status("compiling (a minute or two)"):
             engine.warm_up(size)
+    is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
     for start in range(0, len(records), size):
         batch = texts[start : start + size]
         if not as_json:
@@ -86,7 +89,7 @@ def generate(
             batch, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop or (), batch_size=size
         )
         for record, result in zip(records[start:], results, strict=False):
-            print(json.dumps(record | _as_json(result), ensure_ascii=False), flush=True)
+            print(json.dumps(record | _as_json(result), ensure_ascii=not is_utf8), flush=True)
 
 
 def _biases(pairs: list[str]) -> dict[int, float]:
