@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from paradraft.json_object import read_object
 
 
 def read_prompts(file: Path) -> list[dict[str, Any]]:
@@ -42,15 +43,4 @@ def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         place = f"{file}, line {number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place}: not JSON ({error})") from None
-        if not isinstance(record, dict):
-            raise ValueError(f'{place}: expected a JSON object such as {{"prompt": "some text"}}')
-        try:
-            # All of it: what is passed through is written again.
-            json.dumps(record, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{place}: not valid text ({error.reason})") from None
-        yield place, record
+        yield place, read_object(line, place, '{"prompt": "some text"}')

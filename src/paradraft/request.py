@@ -44,23 +44,28 @@ def requests_of(
         sampling: for all prompts or for each.
 
     Raises:
-        ValueError: a prompt (named by number) is empty or has an unknown token id, it and its answer do
-            not fit into the model, or a setting does not fit the target or the number of prompts.
+        ValueError: a prompt (named by number) is empty, is no valid text or has an unknown token id, it and
+            its answer do not fit into the model, or a setting does not fit the target or the number of prompts.
     """
     limits = _each("max_new_tokens", max_new_tokens, int, len(prompts))
     samplings = _each("sampling", sampling, Sampling, len(prompts))
     requests, rows = [], list[str | list[int]](prompts)
     for number, (prompt, limit, chosen) in enumerate(zip(rows, limits, samplings, strict=True), start=1):
-        request = Request(tokens=_tokens(target, prompt), max_new_tokens=limit, sampling=chosen)
-        _check(request, target, f"prompt {number}" if len(prompts) > 1 else "the prompt")
+        name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+        request = Request(tokens=_tokens(target, prompt, name), max_new_tokens=limit, sampling=chosen)
+        _check(request, target, name)
         requests.append(request)
     return requests
 
 
-def _tokens(target: Target, prompt: str | list[int]) -> list[int]:
-    if isinstance(prompt, str):
-        return opening(prompt, target.tokenizer) if prompt else []
-    return prompt
+def _tokens(target: Target, prompt: str | list[int], name: str) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: look at its character {error.start + 1}") from None
+    return opening(prompt, target.tokenizer) if prompt else []
 
 
 def _check(request: Request, target: Target, name: str) -> None:

@@ -24,10 +24,14 @@ from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
         (["--methods", "ar:batch=2", "--batch-size", "1,2"], "one or the other"),
         (["--json", "no-such-folder/out.json"], "no-such-folder"),
         (["--plot", "no-such-folder/out.png"], "no-such-folder"),
+        (["--json", "out.png", "--plot", "out.png"], "one file"),
         (["--runs", 0], "--runs"),
         (["--threads", 0], "--threads"),
-        (["--num-prompts", 2], "num_prompts=2"),
-        (["--num-prompts", 0], "num_prompts=0"),
+        (["--num-prompts", 2], "num_prompts=2: use 1 to 1, "),
+        (["--num-prompts", 0], "num_prompts=0: use 1 to 1, "),
+        (["--max-new-tokens", 0], "--max-new-tokens"),
+        (["--tree-budget", 0], "--tree-budget"),
+        (["--methods", "ar,ngram:dtype=int3"], "'ngram:dtype=int3': dtype='int3'"),
     ],
 )
 def test_bad_bench_option(

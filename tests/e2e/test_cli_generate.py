@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,17 @@ def test_prompt_file_gives_an_object_per_line(family: Path, paradraft: Paradraft
         assert set(answer) >= {"text", "tokens", "stats"}
         assert len(answer["tokens"]) == answer["stats"]["tokens"] <= 12
         assert answer["stats"]["acceptance_length"] >= 1
+
+
+def test_a_terminal_without_the_characters(family: Path, paradraft: Paradraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an answer that ends in the middle, and against JSON with escapes that JSON does not know."""
+    for options in ([], ["--json"]):
+        printed = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+        asked = ["--prompt", "Grüße 😀", "--max-new-tokens", 4]
+        assert paradraft("generate", *drafting(family, "none"), *asked, *options).code == 0
+        text = printed.getvalue().decode("ascii")
+        assert json.loads(text)["prompt"] == "Grüße 😀" if options else text.startswith(r"Gr\xfc\xdfe \U0001f600")
 
 
 def test_same_seed_same_text_with_every_drafter(family: Path, paradraft: Paradraft) -> None:
@@ -97,12 +111,15 @@ def test_batches_give_the_texts_of_single_prompts(family: Path, paradraft: Parad
         (["--top-k", -1], "top_k=-1"),
         (["--dtype", "float7"], "float7"),
         (["--device", "abacus"], "abacus"),
+        (["--device", "meta"], "device='meta' cannot be used here"),
+        (["--device", "privateuseone"], "privateuseone"),
+        (["--prompt", "a\udcffb"], "not UTF-8 text: look at its character 2"),
         (["-k", 0], "k=0"),
         (["-k", 257], "k=257"),
         (["-k", "many"], "-k"),
         (["--capacity", 0], "capacity=0"),
         (["--capacity", 129], "capacity=129"),
-        (["--max-new-tokens", 0], "max_new_tokens=0"),
+        (["--max-new-tokens", 0], "--max-new-tokens"),
         (["--prompt", ""], "prompt is empty"),
         (["--prompt", "x" * 100, "--max-new-tokens", 29], "the prompt has 100 tokens"),
         (["--drafter", "oracle"], "oracle"),
@@ -114,13 +131,14 @@ def test_batches_give_the_texts_of_single_prompts(family: Path, paradraft: Parad
         (["--presence-penalty", "nan"], "presence_penalty=nan"),
         (["--logit-bias", "a=b"], "a=b"),
         (["--logit-bias", "7=inf"], "7: inf"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "token 5 has a bias already"),
         (["--logit-bias", "64=1", "--max-new-tokens", 4], "64 is not among the 64"),
         (["--stop", "", "--max-new-tokens", 4], "stop string is empty"),
         (["--verify", "magic"], "verify='magic'"),
         (["--lengths", "long"], "lengths='long'"),
         (["--batch-size", 0], "--batch-size"),
         (["--tree-budget", 3], "chains only"),
-        (["--tree-budget", 0], "budget 0"),
+        (["--tree-budget", 0], "--tree-budget"),
         (["--tree-budget", 5000], "5000 nodes"),
         (["--tree-budget", 3, "--tree-paths", "0"], "--tree-paths"),
         (["--tree-paths", "0 a"], "'0 a'"),
@@ -166,6 +184,52 @@ def test_damaged_weights(family: Path, paradraft: Paradraft, tmp_path: Path) -> 
     assert_mistake(paradraft("generate", "--target", tmp_path, "--prompt", "x", *EXACT), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("config.json", "[]", "seems damaged (TypeError"),
+        ("config.json", "3", "seems damaged (TypeError"),
+        pytest.param("config.json", "[" * 100_000, "seems damaged (RecursionError", id="nested"),
+        ("tokenizer.json", "{}", "seems damaged (KeyError: 'added_tokens')"),
+        ("tokenizer.json", "null", "seems damaged (AttributeError"),
+        ("generation_config.json", "[]", "seems damaged (TypeError"),
+    ],
+)
+def test_damaged_files(family: Path, paradraft: Paradraft, tmp_path: Path, file: str, content: str, named: str) -> None:
+    """Guards against tracebacks: what is wrong with a file is found wherever transformers first uses it."""
+    folder = shutil.copytree(family / "target", tmp_path / "model")
+    (folder / file).write_text(content)
+    assert_mistake(paradraft("generate", "--target", folder, "--prompt", "x", *EXACT), folder, named)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "named"),
+    [
+        ("intermediate_size", 64, "has the shape (32, 48), not (32, 64), and 5 more"),
+        ("num_hidden_layers", 3, "layers.2.input_layernorm.weight is missing, and 10 more"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config(
+    family: Path, paradraft: Paradraft, tmp_path: Path, setting: str, value: int, named: str
+) -> None:
+    """Guards against a table of 80 lines, and against random numbers for weights that are not there."""
+    folder = shutil.copytree(family / "target", tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | {setting: value, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert_mistake(paradraft("generate", "--target", folder, "--prompt", "x", *EXACT), folder, named)
+    draft = ["--drafter", "autoregressive", "--draft", folder, "--prompt", "x"]
+    assert_mistake(paradraft("generate", "--target", family / "target", *EXACT, *draft), folder, named)
+
+
+def test_weights_that_are_not_used(family: Path, tmp_path: Path) -> None:
+    """Guards against a model that silently has fewer layers than its file."""
+    folder = shutil.copytree(family / "target", tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.warns(UserWarning, match=r"not used: model.layers.1.* and 10 more"):
+        loading.load_model(str(folder), loading.Runtime(dtype="float64"))
+
+
 @pytest.mark.parametrize("drafter", ["autoregressive", "pard"])
 def test_draft_of_another_family(family: Path, paradraft: Paradraft, tmp_path: Path, drafter: str) -> None:
     """Guards against drafts whose token ids mean other text: the answers stay right, so nobody would notice."""
@@ -195,6 +259,18 @@ def test_pard_folder_without_a_mask_token(family: Path, paradraft: Paradraft) ->
     assert_mistake(paradraft("generate", *asked), family / "draft", "mask token")
 
 
+@pytest.mark.parametrize("value", ["abc", 3.5, True, [7]])
+def test_pard_folder_with_a_mask_token_that_is_none(
+    family: Path, paradraft: Paradraft, tmp_path: Path, value: object
+) -> None:
+    """Guards against a complaint about an int that names no file, and against 3.5 taken for token 3."""
+    folder = shutil.copytree(family / "draft", tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | {"pard_token": value}
+    (folder / "config.json").write_text(json.dumps(settings))
+    asked = ["--target", family / "target", "--drafter", "pard", "--draft", folder, "--prompt", "x", *EXACT]
+    assert_mistake(paradraft("generate", *asked), folder, f"is {value!r}, not a token id")
+
+
 @pytest.mark.parametrize(
     ("content", "named"),
     [
@@ -206,6 +282,8 @@ def test_pard_folder_without_a_mask_token(family: Path, paradraft: Paradraft) ->
         (b'{"question": "x"}\n', "line 1"),
         (b'{"prompt": "x"}\n{"prompt": "' + b"x" * 128 + b'"}\n', "prompt 2 has 128 tokens"),
         (b'{"prompt": "\xff"}\n', "UTF-8"),
+        (b'{"prompt": "x", "score": NaN}\n', "line 1: not JSON, which has no NaN"),
+        (b'{"prompt": "x", "score": [1e999]}\n', "line 1: not JSON, which has no NaN"),
     ],
 )
 def test_bad_prompt_file(family: Path, paradraft: Paradraft, tmp_path: Path, content: bytes, named: str) -> None:

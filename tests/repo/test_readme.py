@@ -86,3 +86,4 @@ def test_commands_of_the_readme_run(
         code = run(cut(command), monkeypatch)
         captured = capsys.readouterr()
         assert code == 0, f"paradraft {shlex.join(command)} exits with {code}\n{captured.out}{captured.err}"
+        assert "warning: " not in captured.err, f"paradraft {shlex.join(command)} has options without effect"

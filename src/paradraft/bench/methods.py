@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig
@@ -19,7 +19,7 @@ from paradraft.core import RULES, Drafter, Sampling, Tree
 from paradraft.decode.lengths import POLICIES
 from paradraft.decode.stats import Stats
 from paradraft.engine import Engine
-from paradraft.models.loading import Runtime
+from paradraft.models.loading import DTYPES, Runtime
 from paradraft.models.target import Target
 from paradraft.models.texts import opening
 
@@ -49,7 +49,7 @@ class Method:
     """One way to decode.
 
     Args:
-        spec: as the user wrote it.
+        spec: as the user wrote it; methods that differ in nothing else are equal.
         name: `hf`, `ar` or a drafter.
         k: most tokens drafted per round, one behind the other.
         tree: nodes to grow drafts to; None for chains.
@@ -63,7 +63,7 @@ class Method:
         ValueError: an unknown method or setting.
     """
 
-    spec: str
+    spec: str = field(compare=False)
     name: str
     k: int
     tree: int | None
@@ -90,12 +90,7 @@ class Method:
         known = [HF, AR, *(drafter for drafter in drafter_names() if drafter != "none")]
         if name not in known:
             raise ValueError(f"unknown method {name!r}: use some of {', '.join(known)}")
-        is_drafter = name not in (HF, AR)
-        allowed = ["dtype", "batch"]
-        if is_drafter:
-            allowed += ["k", "verify", "lengths"]
-            allowed += ["tree"] if branches(name) else []
-            allowed += ["draft"] if takes_draft(name) else []
+        allowed = _settings(name)
         values: dict[str, str] = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
@@ -108,20 +103,26 @@ class Method:
         if "tree" in values:
             tree = int(values["tree"])
         verify, lengths = values.get("verify", verify), values.get("lengths", lengths)
-        for key, value, known_values in (("verify", verify, RULES), ("lengths", lengths, POLICIES)):
-            if value not in known_values:
-                raise ValueError(f"method {spec!r}: {key}={value!r}: use one of {', '.join(known_values)}")
+        dtype = values.get("dtype", dtype)
+        for key, value, names in (("verify", verify, RULES), ("lengths", lengths, POLICIES), ("dtype", dtype, DTYPES)):
+            if value not in names:
+                raise ValueError(f"method {spec!r}: {key}={value!r}: use one of {', '.join(names)}")
         return cls(
             spec=spec,
             name=name,
             k=int(values.get("k", k)),
-            tree=tree if is_drafter and branches(name) else None,
-            verify=verify if is_drafter else "match",
-            lengths=lengths if is_drafter else "fixed",
-            dtype=values.get("dtype", dtype),
-            draft=values.get("draft", draft),
+            tree=tree if "tree" in allowed else None,
+            verify=verify if "verify" in allowed else "match",
+            lengths=lengths if "lengths" in allowed else "fixed",
+            dtype=dtype,
+            draft=values.get("draft", draft) if "draft" in allowed else None,
             batch=int(values.get("batch", 1)),
         )
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The settings that it has and its spec does not name."""
+        return frozenset(setting for setting in _settings(self.name) if f":{setting}=" not in self.spec)
 
     @property
     def drafter_name(self) -> str:
@@ -134,8 +135,7 @@ class Method:
         Raises:
             ValueError: see `paradraft.load`.
         """
-        draft = self.draft if takes_draft(self.drafter_name) else None
-        return load_drafter(self.drafter_name, target, draft=draft, runtime=runtime)
+        return load_drafter(self.drafter_name, target, draft=self.draft, runtime=runtime)
 
     def answerer(self, target: Target, drafter: Drafter) -> Answerer:
         """What answers prompts by this method.
@@ -147,6 +147,14 @@ class Method:
             return _hugging_face(target)
         tree = None if self.tree is None else Tree(budget=self.tree)
         return _ours(Engine(target, drafter, k=self.k, verify=self.verify, tree=tree, lengths=self.lengths))
+
+
+def _settings(name: str) -> list[str]:
+    """What a method's spec may set."""
+    if name in (HF, AR):
+        return ["dtype", "batch"]
+    own = ["tree"] * branches(name) + ["draft"] * takes_draft(name)
+    return ["dtype", "batch", "k", "verify", "lengths", *own]
 
 
 def _ours(engine: Engine) -> Answerer:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.bench.audit import Report
+from paradraft.output import write_output
 
 Summary = dict[str, dict[str, Any]]
 
@@ -88,12 +89,9 @@ def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def write_json(file: Path, report: dict[str, Any]) -> None:
-    """Writes the whole report, each list of numbers in one line; an old file is replaced only when the new one is
-    complete."""
-    new = file.with_name(file.name + ".new")
+    """Writes the whole report, each list of numbers in one line."""
     plain = json.loads(json.dumps(report))  # JSON knows no tuples, and no keys but strings
-    new.write_text(_indented(plain, "\n") + "\n", encoding="utf-8")
-    os.replace(new, file)
+    write_output(file, (_indented(plain, "\n") + "\n").encode())
 
 
 def _indented(value: Any, margin: str) -> str:
@@ -131,4 +129,6 @@ def plot(summary: Summary, title: str, file: Path) -> None:
     acceptance.set(xlabel="position in the draft", ylabel="share accepted", ylim=(0, 1))
     if acceptance.lines:
         acceptance.legend()
-    figure.savefig(file, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    write_output(file, image.getvalue())

@@ -27,7 +27,7 @@ def held_out_prompts(number: int, file: Path | None) -> list[str]:
     file = file or pocket_folder("prompts.jsonl")
     records = read_prompts(file)
     if not 1 <= number <= len(records):
-        raise ValueError(f"num_prompts={number}: {file.name} has {len(records)} prompts")
+        raise ValueError(f"num_prompts={number}: use 1 to {len(records)}, which is how many {file.name} has")
     return [str(record["prompt"]) for record in records[:number]]
 
 
@@ -49,10 +49,14 @@ def run_bench(
         with every raw time and the tokens of the first run.
 
     Raises:
-        ValueError: a model cannot be loaded, or the same method is given twice.
+        ValueError: a model cannot be loaded, or two methods are the same.
     """
-    if len(set(methods)) < len(methods) or not methods:
-        raise ValueError("methods: name at least one, and each only once")
+    if not methods:
+        raise ValueError("methods: name at least one")
+    for place, method in enumerate(methods):
+        if method in methods[:place]:
+            same = methods[methods.index(method)].spec
+            raise ValueError(f"methods: {same!r} and {method.spec!r} are the same, name each only once")
     check_batches(methods, prompts)
     for method in methods:
         if method.name in drafter_names() and takes_draft(method.name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
 
@@ -35,6 +36,9 @@ def main() -> None:
     Of several processes that train together one says so.
     """
     hide_progress_bars()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A prompt or an answer may have characters that the terminal's encoding has not.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn

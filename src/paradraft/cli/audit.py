@@ -12,10 +12,13 @@ from rich.console import Console
 
 from paradraft.api import load
 from paradraft.cli import options
+from paradraft.cli.ignored import warn_ignored, without_chance, without_drafter
 from paradraft.core import Sampling
+from paradraft.output import check_outputs
 
 
 def audit(
+    context: typer.Context,
     target: options.Target,
     drafter: options.Drafter,
     draft: options.Draft = None,
@@ -68,10 +71,11 @@ def audit(
     if shape_invariant and batch_size not in (None, 1):
         raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")
     batch_size = batch_size or (1 if shape_invariant else 4)
-    options.check_writable(json_file)
+    check_outputs(json_file)
     pad_to = 1 + (k if tree is None else tree.nodes) if shape_invariant else 1
     runtime = options.runtime_of(device, dtype, compile, capacity, k=k, tree=tree, pad_to=pad_to)
     engine = load(target, drafter=drafter, draft=draft, k=k, verify=verify, tree=tree, lengths=lengths, runtime=runtime)
+    warn_ignored(context, without_chance(sampling.is_greedy), without_drafter(drafter))
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:
         report = audit(

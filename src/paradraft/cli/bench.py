@@ -11,11 +11,24 @@ import typer
 from rich.console import Console
 
 from paradraft.cli import options
+from paradraft.cli.ignored import warn_ignored, without_chance
 from paradraft.core import Sampling
 from paradraft.models.loading import Runtime
+from paradraft.output import check_outputs
+
+DEFAULTS = {
+    "k": "k",
+    "tree_budget": "tree",
+    "verify": "verify",
+    "lengths": "lengths",
+    "dtype": "dtype",
+    "draft": "draft",
+}
+"""The parameters that are settings of all methods, and what a method calls them."""
 
 
 def bench(
+    context: typer.Context,
     target: options.Target,
     methods: Annotated[
         str,
@@ -66,10 +79,12 @@ def bench(
     width = options.width_of(*(method.k for method in chosen), nodes=most)
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
     texts = held_out_prompts(num_prompts, prompts)
-    for file in (json_file, plot_file):
-        options.check_writable(file)
+    check_outputs(json_file, plot_file)
     if plot_file is not None and plot_file.suffix != ".png":
         raise ValueError(f"--plot {plot_file}: name a .png file")
+    taken = frozenset[str]().union(*(method.left_out for method in chosen))
+    unused = [name for name, setting in DEFAULTS.items() if setting not in taken]
+    warn_ignored(context, without_chance(sampling.is_greedy), (True, "on any of these methods", unused))
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:
         result = run_bench(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -10,6 +12,7 @@ from rich.console import Console
 
 from paradraft.api import load
 from paradraft.cli import options
+from paradraft.cli.ignored import warn_ignored, without_chance, without_drafter
 from paradraft.core import Sampling
 from paradraft.engine import Result
 from paradraft.prompts import read_prompts
@@ -17,6 +20,7 @@ from paradraft.terminal import stream_answer
 
 
 def generate(
+    context: typer.Context,
     target: options.Target,
     drafter: options.Drafter = "none",
     draft: options.Draft = None,
@@ -38,7 +42,9 @@ def generate(
     tree_budget: options.TreeBudget = None,
     tree_paths: options.TreePaths = None,
     lengths: options.Lengths = "fixed",
-    batch_size: Annotated[int, typer.Option(min=1, help="With --json: prompts that are answered together.")] = 8,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="With --prompts and --json: prompts that are answered together.")
+    ] = 8,
     device: options.Device = "cpu",
     dtype: options.Dtype = "float32",
     compile: options.Compile = False,
@@ -51,7 +57,7 @@ def generate(
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        logit_bias=dict(_bias(pair) for pair in logit_bias or []), seed=seed,
+        logit_bias=_biases(logit_bias or []), seed=seed,
     )  # fmt: skip
     tree = options.tree_of(tree_budget, tree_paths)
     records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
@@ -63,10 +69,17 @@ def generate(
     if taken:
         raise ValueError(f"prompts have a key {sorted(taken)[0]!r}, which --json would overwrite: rename it")
     engine.check(texts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop or ())
+    warn_ignored(
+        context,
+        without_chance(sampling.is_greedy),
+        without_drafter(drafter),
+        (prompts is None or not as_json, "without --prompts and --json", ["batch_size"]),
+    )
     size = min(batch_size, len(texts)) if as_json else 1
     if compile:
         with Console(stderr=True).status("compiling (a minute or two)"):
             engine.warm_up(size)
+    is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
     for start in range(0, len(records), size):
         batch = texts[start : start + size]
         if not as_json:
@@ -76,15 +89,21 @@ def generate(
             batch, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop or (), batch_size=size
         )
         for record, result in zip(records[start:], results, strict=False):
-            print(json.dumps(record | _as_json(result), ensure_ascii=False), flush=True)
+            print(json.dumps(record | _as_json(result), ensure_ascii=not is_utf8), flush=True)
 
 
-def _bias(pair: str) -> tuple[int, float]:
-    token, _, bias = pair.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise ValueError(f"--logit-bias {pair}: write TOKEN_ID=NUMBER, such as 17=-2.5 or 17=-inf") from None
+def _biases(pairs: list[str]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        token, _, bias = pair.partition("=")
+        try:
+            number, value = int(token), float(bias)
+        except ValueError:
+            raise ValueError(f"--logit-bias {pair}: write TOKEN_ID=NUMBER, such as 17=-2.5 or 17=-inf") from None
+        if number in biases:
+            raise ValueError(f"--logit-bias {pair}: token {number} has a bias already, give it one")
+        biases[number] = value
+    return biases
 
 
 def _as_json(result: Result) -> dict[str, object]:

@@ -20,7 +20,7 @@ Target = Annotated[str, typer.Option("--target", help="Hugging Face id, folder, 
 Drafter = Annotated[str, typer.Option("--drafter", help=f"One of {', '.join(drafter_names())}.")]
 Draft = Annotated[str | None, typer.Option("--draft", help="Draft model; the pocket target brings its own.")]
 K = Annotated[int, typer.Option("-k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}.")]
-NewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens that together reach p.")]
@@ -37,7 +37,7 @@ Verify = Annotated[
     typer.Option(help="match: the same tokens as without a drafter; rejection: the same distribution."),
 ]
 TreeBudget = Annotated[
-    int | None, typer.Option(help="Let drafts branch, up to this many tokens; by default they are chains.")
+    int | None, typer.Option(min=1, help="Let drafts branch, up to this many tokens; by default they are chains.")
 ]
 TreePaths = Annotated[
     str | None, typer.Option(help='A fixed tree, as ranks of candidates: "0 1 0.0 0.1 0.0.0".', show_default=False)
@@ -85,9 +85,3 @@ def width_of(*ks: int, nodes: int) -> int:
     if nodes > MOST_NODES:
         raise ValueError(f"a tree of {nodes} nodes: use at most {MOST_NODES}")
     return max(64, 2 * max(ks) + 2, nodes + 1)
-
-
-def check_writable(file: Path | None) -> None:
-    """Raises ValueError if a result could not be written in the end."""
-    if file is not None and (file.is_dir() or not file.parent.is_dir()):
-        raise ValueError(f"{str(file)!r} cannot be written: it is a folder, or in a folder that does not exist")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from paradraft.api import drafter_names, load
 from paradraft.cli import options
+from paradraft.cli.ignored import given, warn_ignored, without_chance, without_drafter
 from paradraft.core import Sampling
+from paradraft.json_object import read_object
+from paradraft.output import check_outputs
 
 if TYPE_CHECKING:
     from paradraft.train.regenerate import Progress
@@ -77,11 +79,13 @@ def regenerate(
 
     if (target is None) == (endpoint is None):
         raise ValueError("give either --target (a model to run here) or --endpoint (a server's address)")
-    _check_given(context, THERE if endpoint is None else HERE, "--target" if endpoint is None else "--endpoint")
+    if useless := given(context, THERE if endpoint is None else HERE):
+        beside = "--target" if endpoint is None else "--endpoint"
+        raise ValueError(f"{useless[0]} has no use with {beside}: leave it out")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     if sampling.is_greedy and samples > 1:
         raise ValueError(f"--samples {samples} would give the same answer {samples} times: raise --temperature above 0")
-    options.check_writable(out)
+    check_outputs(out)
     questions = read_questions(prompts, samples)
     answerer: Answerer
     if target is not None:
@@ -101,8 +105,10 @@ def regenerate(
             raise ValueError("--endpoint needs --model: the name that the server knows the target by")
         answerer = Endpoint(
             url=endpoint, model=model, sampling=sampling, max_new_tokens=max_new_tokens, concurrency=concurrency,
-            retries=retries, timeout_s=timeout, api_key=_key(api_key_env), fields=_fields(request_fields),
+            retries=retries, timeout_s=timeout, api_key=_key(api_key_env),
+            fields=read_object(request_fields or "{}", "--request-fields", '{"repetition_penalty": 1.05}'),
         )  # fmt: skip
+    warn_ignored(context, without_chance(sampling.is_greedy), without_drafter(drafter))
     console = Console(stderr=True, highlight=False, markup=False)
     try:
         with shown(console) as report:
@@ -127,13 +133,6 @@ def _summarize(progress: Progress, out: Path, console: Console) -> None:
         raise typer.Exit(1)
 
 
-def _check_given(context: typer.Context, useless: tuple[str, ...], beside: str) -> None:
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if parameter.name in useless and source is not None and source.name == "COMMANDLINE":
-            raise ValueError(f"{parameter.opts[0]} has no use with {beside}: leave it out")
-
-
 def _key(variable: str | None) -> str | None:
     if variable is None:
         return None
@@ -141,13 +140,3 @@ def _key(variable: str | None) -> str | None:
     if not key or not key.isascii() or not key.isprintable():
         raise ValueError(f"--api-key-env {variable}: there is no key in this environment variable")
     return key
-
-
-def _fields(text: str | None) -> dict[str, Any]:
-    try:
-        fields = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--request-fields {text}: not JSON ({error})") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f'--request-fields {text}: write a JSON object, such as {{"repetition_penalty": 1.05}}')
-    return fields

@@ -149,13 +149,18 @@ def mask_token_id(model_config: PretrainedConfig, name: str) -> int:
 def declared_mask_id(model_config: PretrainedConfig) -> int | None:
     """What a model's config says is its mask token; None if it says nothing.
 
+    Raises:
+        ValueError: it says what is no token id.
+
     Example:
         >>> declared_mask_id(PretrainedConfig(pard_token=7)), declared_mask_id(PretrainedConfig())
         (7, None)
     """
     found = getattr(model_config, "mask_token_id", None)
     found = getattr(model_config, "pard_token", None) if found is None else found
-    return None if found is None else int(found)
+    if found is not None and type(found) is not int:
+        raise ValueError(f"{model_config.name_or_path}: the mask token in its config.json is {found!r}, not a token id")
+    return found
 
 
 def declare_masks(model_config: PretrainedConfig, mask_id: int, masks: int = 1) -> None:

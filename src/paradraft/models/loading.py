@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
 # Imported there and not exported; taking it from the client beneath would name another dependency.
 from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -64,8 +65,8 @@ class Runtime:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}")
         try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
+            torch.zeros(1, device=self.device).item()
+        except (RuntimeError, AssertionError, ImportError) as error:
             raise ValueError(f"device={self.device!r} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
@@ -122,10 +123,8 @@ def load_config(name: str) -> PretrainedConfig:
     Raises:
         ValueError: there is none, or it is not that of a supported causal LM.
     """
-    try:
+    with _loading(f"model {name!r}"):
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, AttributeError, StrictDataclassError) as error:  # AttributeError: an unknown dtype
-        raise ValueError(f"cannot load model {name!r}: {_first_sentence(error)}") from None
     if config.model_type not in ARCHITECTURES:
         raise ValueError(
             f"{name!r} is a {config.model_type} model; supported architectures are {', '.join(ARCHITECTURES)}"
@@ -137,13 +136,19 @@ def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
     """Loads the weights of a causal LM, ready for inference.
 
     Raises:
-        ValueError: there is no such model, or it is not a supported causal LM.
+        ValueError: there is no such model, it is no supported causal LM, or its weights do not fit its config.
     """
     load_config(name)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[runtime.dtype])
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"cannot load model {name!r}: {_first_sentence(error)}") from None
+    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_table)
+    with _loading(f"model {name!r}"):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            name, dtype=DTYPES[runtime.dtype], ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    others = [f"{key} has the shape {tuple(is_)}, not {tuple(wanted)}" for key, is_, wanted in found["mismatched_keys"]]
+    if wrong := sorted([*others, *(f"{key} is missing" for key in found["missing_keys"])]):
+        raise ValueError(f"model {name!r}: its weights do not fit its config.json, {_some(wrong)}")
+    if found["unexpected_keys"]:
+        warnings.warn(f"{name}: weights that are not used: {_some(sorted(found['unexpected_keys']))}", stacklevel=2)
     return model.to(runtime.device).eval()
 
 
@@ -156,10 +161,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     # Tokenizing a text longer than the model's limit is not an error here: the limit is checked, with a
     # better message, where the text is used.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
-    try:
+    with _loading(f"the tokenizer of {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load the tokenizer of {name!r}: {_first_sentence(error)}") from None
     if tokenizer.get_vocab().keys() == {token.content for token in tokenizer.added_tokens_decoder.values()}:
         # What `transformers` makes of a Qwen folder without the tokenizer's files.
         raise ValueError(f"cannot load the tokenizer of {name!r}: it has no tokens but special ones")
@@ -221,6 +224,26 @@ def _causal_lm(model: PreTrainedModel, vocab_size: int, runtime: Runtime, capaci
         compiled=runtime.compiled,
         pad_to=runtime.pad_to,
     )
+
+
+@contextmanager
+def _loading(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load {what}: {_first_sentence(error)}") from None
+    except Exception as error:  # at a damaged file `transformers` fails wherever it first meets something unexpected
+        problem = f"{type(error).__name__}: {_first_sentence(error)}"
+        raise ValueError(f"cannot load {what}: one of its files seems damaged ({problem})") from None
+
+
+def _is_no_table(record: logging.LogRecord) -> bool:
+    """Whether `transformers` says something else than its table of weights, which `load_model` says in a line."""
+    return "LOAD REPORT" not in record.getMessage()
+
+
+def _some(problems: list[str]) -> str:
+    return problems[0] + (f", and {len(problems) - 1} more" if problems[1:] else "")
 
 
 def _first_sentence(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
+from paradraft.json_object import read_object
 from paradraft.models.loading import HTTPError
 
 Record = dict[str, Any]
@@ -50,19 +50,10 @@ def _lines(file: Path) -> Iterator[tuple[str, Record]]:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield f"{file}, line {number}", _object(line, f"{file}, line {number}")
+                    place = f"{file}, line {number}"
+                    yield place, read_object(line, place, '{"text": "some text"}')
     except UnicodeDecodeError as error:
         raise ValueError(f"training data {str(file)!r} is not UTF-8 text ({error.reason})") from None
-
-
-def _object(line: str, place: str) -> Record:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: {error}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{place}: expected an object in braces")
-    return record
 
 
 def _dataset(source: Path) -> Iterator[tuple[str, Record]]:

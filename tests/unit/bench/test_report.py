@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from paradraft.bench.report import table, write_json
+from paradraft.bench.report import plot, table, write_json
 
 
 def figures(method: str, **given: Any) -> dict[str, Any]:
@@ -71,3 +71,15 @@ def test_what_holds_no_numbers_is_written_as_ever(tmp_path: Path) -> None:
     report = {"a": {"b": ["x", {"c": None}], "d": []}, "e": 1.5, "f": [["y"], True]}
     write_json(file, report)
     assert file.read_text(encoding="utf-8") == json.dumps(report, indent=1) + "\n"
+
+
+def test_links_stay_where_results_are_written(tmp_path: Path) -> None:
+    """Guards against a result that replaces the link to its place."""
+    summary = {"pard": figures("pard", acceptance_per_position=[0.9, 0.5])}
+    for name in ("report.json", "report.png"):
+        (tmp_path / name).symlink_to(tmp_path / f"real-{name}")
+    write_json(tmp_path / "report.json", summary)
+    plot(summary, "title", tmp_path / "report.png")
+    assert all((tmp_path / name).is_symlink() for name in ("report.json", "report.png"))
+    assert json.loads((tmp_path / "real-report.json").read_text())
+    assert (tmp_path / "real-report.png").read_bytes().startswith(b"\x89PNG")

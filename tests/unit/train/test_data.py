@@ -153,6 +153,20 @@ def test_a_broken_line_is_named_by_its_number(tmp_path: Path, line: str) -> None
         load(tmp_path, {"text": "ab"}, "", line)
 
 
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        pytest.param("[" * 100_000, "not JSON", id="nested"),
+        (r'{"text": "\ud800"}', "not valid text"),
+        (r'{"text": "a", "note": ["\ud800"]}', "not valid text"),
+    ],
+)
+def test_what_no_tokenizer_reads_is_called_so(tmp_path: Path, line: str, problem: str) -> None:
+    """Guards against a RecursionError, and against the tokenizer's complaint about its own types."""
+    with pytest.raises(ValueError, match=rf"data\.jsonl, line 3: {problem}"):
+        load(tmp_path, {"text": "ab"}, "", line)
+
+
 def test_conversations_need_a_template(tmp_path: Path) -> None:
     """Guards against silently learning nothing from conversations."""
     record = {"messages": [{"role": "assistant", "content": "a"}]}

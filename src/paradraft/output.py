@@ -1,0 +1,70 @@
+"""Files of results: checked before the work starts, and replaced only when the new one is complete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def check_outputs(*files: Path | None) -> None:
+    """Raises ValueError if a result could not be written in the end, or two results were to have one file.
+
+    Args:
+        files: where results will go; None for a result that nobody wants.
+    """
+    found: dict[str, Path] = {}
+    for file in files:
+        if file is None:
+            continue
+        if problem := _problem(file):
+            raise ValueError(f"{str(file)!r} cannot be written: {problem}")
+        real = os.path.realpath(file)
+        if real in found:
+            raise ValueError(f"{str(found[real])!r} and {str(file)!r} are one file: name two")
+        found[real] = file
+
+
+def write_output(file: Path, content: bytes) -> None:
+    """Writes a whole file. A link stays, and so does what is no file, such as a pipe: it gets the content."""
+    if _is_stream(file):
+        file.write_bytes(content)
+        return
+    with _beside(file) as new:
+        new.write_bytes(content)
+        os.replace(new, os.path.realpath(file))
+
+
+def _problem(file: Path) -> str | None:
+    folder = Path(os.path.realpath(file)).parent
+    if file.is_dir():
+        return "it is a folder, name a file in it"
+    if file.exists() and not os.access(file, os.W_OK):
+        return "there is no permission to change it"
+    if _is_stream(file):
+        return None
+    if not folder.is_dir():
+        return f"there is no folder {str(folder)!r}, make it first"
+    try:
+        # Tried, not asked: what permissions allow, a file system may refuse.
+        with _beside(file) as new:
+            new.touch()
+    except OSError as error:
+        return f"its folder takes no new file ({error.strerror})"
+    return None
+
+
+def _is_stream(file: Path) -> bool:
+    return file.exists() and not file.is_file()
+
+
+@contextmanager
+def _beside(file: Path) -> Iterator[Path]:
+    """A name in the folder of the file itself, where nothing is left behind."""
+    real = Path(os.path.realpath(file))
+    new = real.with_name(f"{real.name}.{os.getpid()}.new")
+    try:
+        yield new
+    finally:
+        new.unlink(missing_ok=True)
