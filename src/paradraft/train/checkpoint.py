@@ -161,7 +161,8 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 def put_in_place(new: Path, folder: Path) -> None:
     """Moves the files of a whole model folder into another, `config.json` last: it says that all others are there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(new.iterdir(), key=lambda f: f.name == "config.json"):
-        os.replace(file, folder / file.name)
-    new.rmdir()
+    files = [file.relative_to(new) for file in new.rglob("*") if file.is_file()]
+    for file in sorted(files, key=lambda f: f == Path("config.json")):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(new / file, folder / file)
+    shutil.rmtree(new)

@@ -157,3 +157,14 @@ def test_the_config_appears_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     moved = [name for name in moved if (tmp_path / "out" / name).exists()]
     assert "model.safetensors" in moved and moved[-1] == "config.json"
     assert [folder.name for folder in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_inside_is_replaced_too(tmp_path: Path) -> None:
+    """Guards tokenizers with several chat templates, which have a folder of their own: the second model of a run could
+    not be written over the first."""
+    tokenizer = tiny_tokenizer()
+    for text in ("one", "two"):
+        tokenizer.chat_template = {"default": "x", "other": text}
+        save_model(tmp_path / "model", tiny_model(1), tokenizer)
+        assert any(text.encode() == content for content in contents(tmp_path / "model").values())
+    assert not (tmp_path / "model.new").exists()
