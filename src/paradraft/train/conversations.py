@@ -38,7 +38,7 @@ def conversation_samples(messages: list[Message], tokenizer: PreTrainedTokenizer
         raise ValueError("the model has no chat template, so conversations cannot be read")
     messages = [_read(message, number) for number, message in enumerate(messages, start=1)]
     is_cut = is_cut and messages[-1]["role"] == "assistant"
-    if "{% generation" in tokenizer.chat_template.replace("{%-", "{%"):
+    if "{% generation" in tokenizer.get_chat_template().replace("{%-", "{%"):
         return [_marked(messages, tokenizer, is_cut=is_cut)]
     return _joined(_turns(messages, tokenizer, is_cut=is_cut))
 
@@ -65,6 +65,9 @@ def _is_text(part: object) -> bool:
 def _turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Iterator[Turn]:
     for number, message in enumerate(messages, start=1):
         if message["role"] != "assistant":
+            continue
+        if number == 1:  # nobody asked
+            yield _rendered(messages[:1], tokenizer, ask=False), []
             continue
         prompt = _rendered(messages[: number - 1], tokenizer, ask=True)
         if is_cut and number == len(messages):
@@ -95,7 +98,8 @@ def _answer(messages: list[Message], prompt: list[int], tokenizer: PreTrainedTok
     whole = _rendered(messages, tokenizer, ask=False)
     if whole[: len(prompt)] != prompt:
         raise ValueError(f"{template} does not write it behind the prompt of its turn: {instead}")
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    asked = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages, tokenize=False).removeprefix(asked)
     if _without_spaces(messages[-1]["content"]) not in _without_spaces(text):
         raise ValueError(f"{template} leaves out a part of it, such as what the model thought: {instead}")
     return whole[len(prompt) :]
@@ -108,8 +112,6 @@ def _as_it_came(message: Message, tokenizer: PreTrainedTokenizerBase) -> list[in
 
 def _rendered(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, ask: bool) -> list[int]:
     """The template's tokens, with a generation prompt at the end if the next turn is asked for."""
-    if not messages:
-        return []
     return list(tokenizer.apply_chat_template(messages, return_dict=True, add_generation_prompt=ask)["input_ids"])
 
 

@@ -141,6 +141,30 @@ def test_a_turn_that_the_template_changes_is_refused(template: str, said: str, n
         conversation_samples(talk(*contents), tokenizer_of(template), is_cut=False)
 
 
+def test_what_nobody_asked_is_not_learnt() -> None:
+    """Guards against learning what the template puts before a conversation that begins with the assistant."""
+    tokenizer = tokenizer_of(R1)
+    found = conversation_samples(talk("a", "b", "c", roles=("assistant", "user")), tokenizer, is_cut=False)
+    assert found == [learnt(tokenizer, "<bos><A>a<|eos|><U>b<A>", "c<|eos|>")]
+    (alone,) = conversation_samples(talk("a", roles=("assistant",)), tokenizer, is_cut=False)
+    assert not any(alone.is_label)
+
+
+def test_a_thought_that_is_quoted_is_missed_too() -> None:
+    """Guards against an answer without its thought, where the question has the same words."""
+    said = "<think>\nx\n</think>\n\nb"
+    with pytest.raises(ValueError, match="leaves out a part of it"):
+        conversation_samples(talk(said, said), tokenizer_of(R1), is_cut=False)
+
+
+def test_one_of_several_templates() -> None:
+    """Guards tokenizers that have a template for tools beside the default."""
+    tokenizer = tokenizer_of(R1)
+    expected = conversation_samples(talk("a", "b"), tokenizer, is_cut=False)
+    tokenizer.chat_template = {"default": R1, "tool_use": QWEN3}
+    assert conversation_samples(talk("a", "b"), tokenizer, is_cut=False) == expected
+
+
 def test_parts_of_text_are_a_text() -> None:
     """Guards the way in which many data sets write contents, and against the Python of a list in the training text."""
     tokenizer = tokenizer_of(R1)

@@ -89,14 +89,16 @@ def test_nothing_is_learnt_behind_a_turn_that_was_cut(tmp_path: Path, template: 
     assert (whole.tokens[-1], whole.is_label[-1]) == (EOS, True)
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED])
-def test_a_cut_that_has_no_turn_before_it_or_is_not_the_assistants(tmp_path: Path, template: str) -> None:
-    """Guards the edges of the rule: nothing stands before the turn, or the last turn is the user's."""
+def test_a_cut_that_has_no_turn_before_it_or_is_not_the_assistants(tmp_path: Path) -> None:
+    """Guards the edges of the rule: nothing stands before the turn, or the last turn is the user's. A template that
+    marks nothing does not say which of the tokens before such a turn are the target's."""
     only = {"messages": [{"role": "assistant", "content": "bc"}], "finish_reason": "length"}
     last = {"messages": [*only["messages"], {"role": "user", "content": "a"}], "finish_reason": "length"}
-    cut, whole = load(tmp_path, only, last, template=template)
+    cut, whole = load(tmp_path, only, last, template=TEMPLATE)
     assert cut == Sample(tokens=[B, C], is_label=[True] * 2)
     assert whole == Sample(tokens=[B, C, EOS], is_label=[True] * 3), "what follows the last turn teaches nothing"
+    with pytest.raises(ValueError, match="nothing is a label in 2 samples"):
+        load(tmp_path, only, last, template=UNMARKED)
 
 
 def test_a_template_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> None:
