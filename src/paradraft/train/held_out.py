@@ -58,8 +58,12 @@ def _spread(groups: list[list[int]], number: int) -> list[list[int]]:
     >>> _spread([[0, 1, 2], [3, 4, 5], [6, 7, 8]], 2)
     [[3, 4, 5]]
     """
-    for count in range(min(number, max(len(groups) // SHARE, 1)), len(groups)):
+    count = min(number, max(len(groups) // SHARE, 1))
+    while count < len(groups):
         chosen = [groups[round((place + 0.5) * len(groups) / count - 0.5)] for place in range(count)]
-        if sum(map(len, chosen)) >= number:
+        found = sum(map(len, chosen))
+        if found >= number:
             return chosen
+        # As many as it takes if the others are as large; one by one it would take as long as there are groups.
+        count = max(count + 1, count * number // max(found, 1))
     return []
