@@ -12,8 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 def opening(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a text that others follow: a prompt, or the beginning of a document."""
+    # Of an empty text nothing tells what stands before it from what stands behind.
+    around = tokenizer(text or "a", return_special_tokens_mask=True)
+    is_around = around["special_tokens_mask"]
+    before = around["input_ids"][: is_around.index(0)] if 0 in is_around else []
     tokens = continuation(text, tokenizer)
-    before = _before(tokenizer)
     return tokens if tokens[: len(before)] == before else before + tokens
 
 
@@ -28,9 +31,3 @@ def text_of(token: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
     if tokenizer.convert_ids_to_tokens(token) is None or (added is not None and added.special):
         return None
     return str(tokenizer.decode([token]))
-
-
-def _before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before every text."""
-    around, inside = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
-    return list(around[: around.index(inside[0])])
