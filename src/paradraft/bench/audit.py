@@ -129,14 +129,15 @@ def audit(
         # A policy that has learnt not to draft would leave the wrong rule nothing to do.
         wrong = answers(engine.drafter, accept_all, Fixed(engine.deepest), "control", batch_size, Clock())
         report("testing the distribution")
-        return _judge_distribution(engine, cases, drafted, wrong, figures)
-    plain = answers(NoDrafter(), verify, Fixed(0), "plain", 1, Clock())
-    report("measuring rounding")
-    measured = list(zip(cases, plain, strict=True))[:8]
-    rounding = max(rounding_of(engine, case, answer, batch_size) for case, answer in measured)
-    judged = _judge_tokens(compare(engine, cases, plain, drafted, rounding), figures)
-    if has_drafter and judged.verdict == PASS and not clock.stats.nodes:
-        reason = "nothing was drafted, so this shows nothing: use more tokens, or lengths='fixed'"
+        judged = _judge_distribution(engine, cases, drafted, wrong, figures)
+    else:
+        plain = answers(NoDrafter(), verify, Fixed(0), "plain", 1, Clock())
+        report("measuring rounding")
+        measured = list(zip(cases, plain, strict=True))[:8]
+        rounding = max(rounding_of(engine, case, answer, batch_size) for case, answer in measured)
+        judged = _judge_tokens(compare(engine, cases, plain, drafted, rounding), figures)
+    if has_drafter and judged.verdict in (PASS, TIES) and not clock.stats.nodes:
+        reason = "nothing was drafted, so this shows nothing: use more prompts or tokens, and fixed lengths"
         return replace(judged, verdict=INCONCLUSIVE, reason=reason)
     return judged
 

@@ -127,6 +127,7 @@ def test_the_control_drafts_although_the_policy_does_not(family: Path) -> None:
     report = run(engine, SAMPLED, seeds=20)
     assert report.acceptance_length == 1.0
     assert report.control is not None and not report.control.is_uniform
+    assert report.verdict == INCONCLUSIVE and "nothing was drafted" in report.reason
 
 
 def test_nothing_drafted_shows_nothing(family: Path) -> None:
