@@ -33,7 +33,7 @@ app.command()(audit)
 def main() -> None:
     """Entry point: a user's mistake is one line and exit code 2, a warning is one line.
 
-    Of several processes that train together one says so.
+    Of several processes that train together one says so, but for what others may have: modules and files.
     """
     hide_progress_bars()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -48,21 +48,25 @@ def main() -> None:
     except ValueError as error:
         code = _complain(str(error))
     except ModuleNotFoundError as error:
-        code = _complain(f"{error.name} is not installed: pip install 'paradraft[train,bench]'")
+        code = _complain(f"{error.name} is not installed: pip install 'paradraft[train,bench]'", always=True)
     except OSError as error:
-        # What one process cannot read or write, others may be able to.
         code = _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), always=True)
-    if code == INTERRUPTED and speaks():
+    if code == INTERRUPTED and _speaks():
         print("paradraft: interrupted", file=sys.stderr)
     raise SystemExit(code)
 
 
+def _speaks() -> bool:
+    """Whether this process speaks: only training knows of others, elsewhere their numbers are somebody else's."""
+    return sys.argv[1:2] != ["train"] or speaks()
+
+
 def _complain(message: str, *, always: bool = False) -> int:
-    if always or speaks():
+    if always or _speaks():
         print(f"paradraft: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 
 def _warn(message: Warning | str, *place: object, **line: object) -> None:
-    if speaks():
+    if _speaks():
         print(f"paradraft: warning: {' '.join(str(message).split())}", file=sys.stderr)
