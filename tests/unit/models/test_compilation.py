@@ -5,29 +5,46 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paradraft.core import GREEDY, Prompt
+from paradraft.core import ABSENT, GREEDY, Prompt
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.compilation import compiled
 from tests.conftest import tiny_model
+
+PASSES: list[tuple[list[list[int]], list[int] | None]] = [
+    ([[8]], None),
+    ([[9, 10, 11]], None),
+    ([[9, 10, 11, 12]], [-1, 0, 0, 1]),
+    ([[12]], None),
+    ([[13, 14, 15, 16, 17, 18, 19, 20, 21]], None),
+    ([[8], [9], [10]], None),
+    ([[9, 10, 11], [12, -1, -1], [13, 14, -1]], None),
+    ([[9, 10, 11]] * 3, [-1, 0, 0]),
+]
+"""Tokens of passes, and the parents of those that are trees."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_compiled_passes_equal_eager_ones(dtype: torch.dtype) -> None:
-    """Guards against a graph that is wrong for some width, loses what it wrote into the cache, or reads another
+    """Guards against a graph that is wrong for some shape, loses what it wrote into the cache, or reads another
     model's weights. `transformers` computes norms and rotations in float32 whatever the dtype, and compiling reorders
     them, hence the tolerance."""
     models = [tiny_model(seed).to(dtype) for seed in (3, 4)]
     pairs = [[CausalLM(model, vocab_size=64, compiled=flag) for flag in (False, True)] for model in models]
-    prompt = Prompt(tokens=torch.tensor([[5, 6, 7, 8]]), sampling=(GREEDY,))
-    for lm in (lm for pair in pairs for lm in pair):
-        lm.start(prompt)
-    for tokens in ([8], [9, 10, 11], [12], [13, 14, 15, 16, 17, 18, 19, 20, 21]):
+    all_lms = [lm for pair in pairs for lm in pair]
+    rows = 0
+    for tokens, parents in PASSES + PASSES[:2]:
+        if len(tokens) != rows:
+            rows = len(tokens)
+            for lm in all_lms:
+                lm.start(Prompt(tokens=torch.tensor([[5, 6, 7, 8]] * rows), sampling=(GREEDY,) * rows))
+        tree = None if parents is None else torch.tensor([parents] * rows)
         for pair in pairs:
-            plain, fast = (lm.forward(torch.tensor([tokens])) for lm in pair)
-            torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5)
-            for lm in pair:
-                lm.keep(torch.tensor([max(len(tokens) - 1, 1)]))
+            plain, fast = (lm.forward(torch.tensor(tokens), tree) for lm in pair)
+            there = torch.tensor(tokens) != ABSENT
+            torch.testing.assert_close(fast[there], plain[there], rtol=1e-5, atol=1e-5)
+        for lm in all_lms:
+            lm.keep(torch.ones(rows, dtype=torch.long))
 
 
 def test_without_a_compiler_it_warns_once_and_decodes_on(monkeypatch: pytest.MonkeyPatch) -> None:
