@@ -154,6 +154,9 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     try:
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)
+        # Safetensors are written for their owner alone, and a server is often another user.
+        for file in new.glob("*.safetensors"):
+            file.chmod((new / "config.json").stat().st_mode)
         put_in_place(new, folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)

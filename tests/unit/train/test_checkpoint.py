@@ -168,3 +168,9 @@ def test_a_folder_inside_is_replaced_too(tmp_path: Path) -> None:
         save_model(tmp_path / "model", tiny_model(1), tokenizer)
         assert any(text.encode() == content for content in contents(tmp_path / "model").values())
     assert not (tmp_path / "model.new").exists()
+
+
+def test_whoever_reads_the_config_reads_the_weights(tmp_path: Path) -> None:
+    """Guards servers that run as another user: safetensors are written for their owner alone."""
+    save_model(tmp_path / "model", tiny_model(1), tiny_tokenizer())
+    assert len({file.stat().st_mode for file in (tmp_path / "model").iterdir()}) == 1
