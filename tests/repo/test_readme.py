@@ -34,6 +34,8 @@ def commands(text: str) -> list[list[str]]:
 def cut(arguments: list[str]) -> list[str]:
     """The same command with smaller sizes."""
     result = list(arguments)
+    if any(argument.startswith("steps=") for argument in arguments):
+        result.append("warmup_steps=1")  # the recipe's would be longer than the run
     for index, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")
         if equals and key in AT_MOST:

@@ -42,6 +42,7 @@ def main() -> None:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's default: it is for developers
             code = app(sys.argv[1:] or ["--help"], prog_name="paradraft", standalone_mode=False) or 0
     except typer.TyperException as error:
         code = _complain(error.format_message())

@@ -204,9 +204,9 @@ def test_two_runs_in_one_folder_are_refused(family: Path, tmp_path: Path) -> Non
 
 
 def test_a_mask_token_that_occurs_in_the_data_is_refused(family: Path, tmp_path: Path) -> None:
-    """Guards against a token that means both a letter and "predict here"."""
-    with pytest.raises(ValueError, match="mask token 8 occurs in the data"):
-        train_pard(recipe_for(family, tmp_path, mask_token_id=8), lambda progress: None)
+    """Guards against a token that means both an end and "predict here"."""
+    with pytest.raises(ValueError, match="mask token 0 occurs in the data"):
+        train_pard(recipe_for(family, tmp_path, mask_token_id=0), lambda progress: None)
 
 
 def losses_of(recipe: PardRecipe) -> list[float]:
