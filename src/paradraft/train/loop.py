@@ -26,7 +26,7 @@ from paradraft.train.losses import row_weights
 from paradraft.train.optimizers import Optimizers
 from paradraft.train.order import Order
 from paradraft.train.preparation import Preparation
-from paradraft.train.processes import part
+from paradraft.train.processes import close
 from paradraft.train.progress import Evaluation, Meter, Report, shares
 from paradraft.train.provenance import write_record
 from paradraft.train.sample import Sample
@@ -92,7 +92,7 @@ class Loop:
         trackers.start(self.accelerator, recipe)
         self._finish(self._take_steps(state.step))
         self.accelerator.wait_for_everyone()
-        part(self.accelerator)
+        close(self.accelerator)
 
     def _finish(self, done: int) -> None:
         """Puts the result together after so many steps.

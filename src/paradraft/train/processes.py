@@ -1,4 +1,4 @@
-"""What the processes of one run agree on, and how they part."""
+"""What the processes of one run agree on, and how they end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def as_one(accelerator: Accelerator) -> Iterator[None]:
         raise ValueError(mistakes[0])
 
 
-def part(accelerator: Accelerator) -> None:
+def close(accelerator: Accelerator) -> None:
     """Closes what a run has open: its trackers, and NCCL's process group, which complains if it is left.
 
     Gloo's group is left to the end of the process. Its threads may still hold tensors of the last exchange; to let go
