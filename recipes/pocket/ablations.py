@@ -1,8 +1,9 @@
 """The paper's ablations on the pocket family: `python recipes/pocket/ablations.py --json FILE.json`.
 
-Every run adapts the pocket draft for the same number of steps with one setting changed, and decodes
+Every run adapts the family's draft for the same number of steps with one setting changed, and decodes
 held-out prompts greedily with several K. Runs that are done are skipped, and a stopped one goes on.
-`--steps` makes all of them longer or shorter.
+`--steps` makes all of them longer or shorter; `--family` takes another family than the shipped one,
+such as what `build.py` leaves in `build/pocket`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from paradraft.train.progress import Progress
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.run import run_with_display
 
-TAUGHT = {"teacher": "pocket"}
+TAUGHT = {"teacher": "target"}
 TABLES: dict[str, dict[str, dict[str, Any]]] = {
     "loss": {
         "cross_entropy": {},
+        "cross_entropy, per_depth": {"average": "per_depth"},
         "forward_kl": {**TAUGHT, "loss": "forward_kl"},
         "reverse_kl": {**TAUGHT, "loss": "reverse_kl"},
         "jensen_shannon": {**TAUGHT, "loss": "jensen_shannon"},
@@ -52,10 +54,10 @@ DECODED = (2, 4, 8, 12, 16)
 PROMPTS, ANSWER_TOKENS = 24, 96
 
 
-def write_original(file: Path) -> None:
-    """The shipped texts' prompts with what the library really goes on with, as long as the target's answer."""
+def write_original(family: Path, file: Path) -> None:
+    """The prompts of the family's texts with what the library really goes on with, as long as the target's answer."""
     library = [document.text for document in corpus.read_library()[0]]
-    records = [json.loads(line) for line in (POCKET / "text.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = [json.loads(line) for line in (family / "text.jsonl").read_text(encoding="utf-8").splitlines()]
     with file.open("w", encoding="utf-8") as lines:
         for record in records:
             whole = next((text for text in library if record["prompt"] in text), None)
@@ -67,25 +69,27 @@ def write_original(file: Path) -> None:
                 lines.write(json.dumps({**record, "response": answer}, ensure_ascii=False) + "\n")
 
 
-def recipe_of(changes: dict[str, Any], folder: Path, steps: int) -> PardRecipe:
+def recipe_of(changes: dict[str, Any], family: Path, folder: Path, steps: int) -> PardRecipe:
     """The settings of `recipes/pard_pocket.yaml` with some changed; the drafter goes where only this recipe's goes."""
     settings: dict[str, Any] = {
-        "model": "pocket", "data": [POCKET / "text.jsonl"], "out": folder, "average": "token_mean", "steps": steps,
-        "samples_per_step": 3, "max_length": 384, "optimizer": "muon", "muon_lr": 1e-2, "lr": 1e-3, "warmup_steps": 20,
-        "held_out": 0, "save_every": 50, "device": "cpu",
+        "model": str(family / "draft"), "data": [family / "text.jsonl"], "out": folder, "steps": steps,
+        "average": "token_mean", "samples_per_step": 3, "max_length": 384, "optimizer": "muon", "muon_lr": 1e-2,
+        "lr": 1e-3, "warmup_steps": 20, "held_out": 0, "save_every": 50, "device": "cpu",
     }  # fmt: skip
     if "data" in changes:
         changes = {**changes, "data": [folder / name for name in changes["data"]]}
+    if "teacher" in changes:
+        changes = {**changes, "teacher": str(family / changes["teacher"])}
     recipe = PardRecipe.model_validate(settings | changes)
     return recipe.model_copy(update={"out": folder / recipe.fingerprint})
 
 
-def measure(recipe: PardRecipe, prompts: list[list[int]]) -> dict[str, Any]:
+def measure(recipe: PardRecipe, family: Path, prompts: list[list[int]]) -> dict[str, Any]:
     """Acceptance length by K in decoding, and what the training cost."""
     lengths = {}
     for k in DECODED:
         acceptance = Acceptance(
-            "pocket", str(POCKET / "draft"), prompts, k=k, answer_tokens=ANSWER_TOKENS, runtime=Runtime()
+            str(family / "target"), str(family / "draft"), prompts, k=k, answer_tokens=ANSWER_TOKENS, runtime=Runtime()
         )
         lengths[k] = acceptance.of(recipe.out)
     rows = [report.rows_per_s for report in read_history(recipe.out) if isinstance(report, Progress)]
@@ -96,15 +100,16 @@ def main() -> None:
     """Trains and measures whatever is missing, and writes the file after every run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--family", type=Path, default=POCKET)
     parser.add_argument("--out", type=Path, default=Path("build/ablations"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--tables", nargs="*", default=list(TABLES), choices=TABLES)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if not (args.out / "original.jsonl").exists():
-        write_original(args.out / "original.jsonl")
-    tokenizer = AutoTokenizer.from_pretrained(POCKET / "target")
-    records = [json.loads(line) for line in (POCKET / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+        write_original(args.family, args.out / "original.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(args.family / "target")
+    records = [json.loads(line) for line in (args.family / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
     prompts = [tokenizer(record["prompt"])["input_ids"] for record in records[:PROMPTS]]
     done: dict[str, dict[str, Any]] = {}
     tables: dict[str, dict[str, Any]] = {}
@@ -113,13 +118,18 @@ def main() -> None:
         for name, changes in TABLES[title].items():
             key = json.dumps(changes, sort_keys=True)
             if key not in done:
-                recipe = recipe_of(changes, args.out, args.steps)
+                recipe = recipe_of(changes, args.family, args.out, args.steps)
                 print(f"{title}: {name}", flush=True)
                 run_with_display(recipe)
-                done[key] = measure(recipe, prompts)
+                done[key] = measure(recipe, args.family, prompts)
             tables[title][name] = done[key]
             print(title, name, done[key]["acceptance_length"], flush=True)
-            settings = {"steps": args.steps, "prompts": PROMPTS, "answer_tokens": ANSWER_TOKENS}
+            settings = {
+                "family": args.family.name,
+                "steps": args.steps,
+                "prompts": PROMPTS,
+                "answer_tokens": ANSWER_TOKENS,
+            }
             write_json(args.json, {"machine": describe_machine("cpu"), "arguments": settings, "tables": tables})
 
 
