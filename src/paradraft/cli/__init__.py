@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import warnings
+from typing import NoReturn
 
 import typer
+from torch import distributed
 
 from paradraft.cli.audit import audit
 from paradraft.cli.bench import bench
@@ -54,6 +57,19 @@ def main() -> None:
         code = _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), always=True)
     if code == INTERRUPTED and _speaks():
         print("paradraft: interrupted", file=sys.stderr)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process.
+
+    Gloo's threads may still hold tensors of the last exchange between processes. Letting go of one after the
+    interpreter has begun to end aborts the process, so it ends without that.
+    """
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     raise SystemExit(code)
 
 
