@@ -10,7 +10,7 @@ use, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,9 +72,7 @@ class CausalLM:
         self._largest = self._storage = self._allocate(1)
         self._positions = torch.arange(self._slots, device=self.device)
         self._is_compiled = compiled
-        self._decode: Callable[..., Tensor] = (
-            compilation.compiled(_model_pass, self.device, model.dtype) if compiled else _model_pass
-        )
+        self._decode: Callable[..., Tensor] = compilation.compiled(_model_pass, model) if compiled else _model_pass
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
         return kv_cache.allocate(
@@ -121,7 +119,7 @@ class CausalLM:
         rest = tokens_BT.scatter(1, last_B1, ABSENT)[:, :-1]
         for start in range(0, rest.shape[1], PREFILL_CHUNK):
             chunk = rest[:, start : start + PREFILL_CHUNK]
-            self._run(_hidden_pass, chunk, None)
+            self._run(partial(_hidden_pass, self.model, self._storage), chunk, None)
             self.keep((chunk != ABSENT).sum(1))
         return tokens_BT.gather(1, last_B1)
 
@@ -142,14 +140,17 @@ class CausalLM:
         assert N <= self.width, f"a pass of {N} tokens, but room for {self.width}"
         if parents_BN is not None and is_chain(parents_BN):
             parents_BN = None
+        if rows_BR is None:
+            rows_BR = torch.arange(N, device=self.device).expand(len(tokens_BN), N)
+        R = rows_BR.shape[1]
         if N < self.pad_to:
             tokens_BN = torch.nn.functional.pad(tokens_BN, (0, self.pad_to - N), value=ABSENT)
             if parents_BN is not None:
                 parents_BN = torch.nn.functional.pad(parents_BN, (0, self.pad_to - N), value=ABSENT)
-        logits_BNV = self.allowed(self._run(self._decode, tokens_BN, parents_BN))
-        if rows_BR is None:
-            return logits_BNV[:, :N]
-        return logits_BNV.gather(1, rows_BR[:, :, None].expand(-1, -1, logits_BNV.shape[2]))
+        if R < self.pad_to:
+            rows_BR = torch.nn.functional.pad(rows_BR, (0, self.pad_to - R))
+        run = partial(self._decode, self.model, self._storage, rows_BR.clone())
+        return self.allowed(self._run(run, tokens_BN, parents_BN)[:, :R])
 
     def _run(self, run: Callable[..., Tensor], tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
         B, N = tokens_BN.shape
@@ -162,7 +163,7 @@ class CausalLM:
             depth_BN = visible_BNN.sum(2) - 1
         # Copies, because torch.compile guards on what a view is a view of, and would compile again for another.
         inputs = (tensor.clone() for tensor in (tokens_BN, self.lengths_B, depth_BN, visible_BNN))
-        return run(self.model, self._storage, *inputs, self._positions[:used])
+        return run(self._positions[:used], *inputs)
 
     @property
     def fewest_rows(self) -> int:
@@ -210,11 +211,11 @@ class CausalLM:
 def _hidden_pass(
     model: PreTrainedModel,
     storage: kv_cache.Storage,
+    slots_S: Tensor,
     tokens_BN: Tensor,
     lengths_B: Tensor,
     depth_BN: Tensor,
     visible_BNN: Tensor,
-    slots_S: Tensor,
 ) -> Tensor:
     """The last hidden states `[B, N, D]` of one pass: a function of tensors, but for the cache it writes."""
     B, N = tokens_BN.shape
@@ -237,6 +238,7 @@ def _hidden_pass(
     ).last_hidden_state
 
 
-def _model_pass(model: PreTrainedModel, *inputs: Any) -> Tensor:
-    """The logits `[B, N, V]` of one pass, fit to be compiled."""
-    return model.lm_head(_hidden_pass(model, *inputs))
+def _model_pass(model: PreTrainedModel, storage: kv_cache.Storage, rows_BR: Tensor, *inputs: Tensor) -> Tensor:
+    """The logits `[B, R, V]` of some rows of one pass, fit to be compiled."""
+    hidden_BND = _hidden_pass(model, storage, *inputs)
+    return model.lm_head(hidden_BND.gather(1, rows_BR[:, :, None].expand(-1, -1, hidden_BND.shape[2])))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from paradraft.core import ABSENT, GREEDY, Prompt
 from paradraft.models.causal_lm import CausalLM
@@ -47,6 +50,22 @@ def test_compiled_passes_equal_eager_ones(dtype: torch.dtype) -> None:
             lm.keep(torch.ones(rows, dtype=torch.long))
 
 
+@pytest.mark.slow
+def test_what_was_compiled_is_kept_for_these_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against minutes of compiling at every start, and against the packed weights of a model of the same shapes,
+    such as the drafter before its last training step, which torch by itself would take."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    tokens = torch.tensor([[5, 6, 7]])
+    found: list[int] = []
+    for seed in (5, 5, 6):
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        model = tiny_model(seed).float()
+        plain, fast = (CausalLM(model, vocab_size=64, compiled=flag).forward(tokens) for flag in (False, True))
+        torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5)
+        found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
+    assert found == [0, 1, 0]
+
+
 def test_without_a_compiler_it_warns_once_and_decodes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a crash, or a silent slowdown, on machines that cannot compile."""
 
@@ -57,7 +76,7 @@ def test_without_a_compiler_it_warns_once_and_decodes_on(monkeypatch: pytest.Mon
         return run
 
     monkeypatch.setattr(torch, "compile", broken)
-    run = compiled(lambda x: x + 1, torch.device("cpu"), torch.float32)
+    run = compiled(lambda x: x + 1, torch.nn.Linear(1, 1))
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
         assert run(torch.tensor(1)).item() == 2
     assert run(torch.tensor(2)).item() == 3
