@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,11 +10,15 @@ from typing import Any
 
 from paradraft.api import check_draft, drafter_names, takes_draft
 from paradraft.bench.harness import check_batches, measure, summarize
-from paradraft.bench.methods import Answerer, Method
+from paradraft.bench.methods import AR, HF, Answerer, Method
+from paradraft.bench.roofline import Size, added, models_of, reached, speeds_for
+from paradraft.bench.synthetic import Acceptance, without_ends
 from paradraft.core import Drafter, Sampling
 from paradraft.engine import Engine
 from paradraft.machine import describe_machine
+from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import Runtime, load_target, pocket_folder
+from paradraft.models.shapes import is_shape, shape_of
 from paradraft.models.target import Target
 from paradraft.prompts import read_prompts
 
@@ -31,6 +36,21 @@ def held_out_prompts(number: int, file: Path | None) -> list[str]:
     return [str(record["prompt"]) for record in records[:number]]
 
 
+def random_prompts(shape: str, number: int, tokens: int) -> list[str]:
+    """Prompts for a shape: random token ids, written as its tokenizer reads them.
+
+    Raises:
+        ValueError: there is no such shape, or a number is below 1.
+
+    >>> random_prompts("shape:tiny-target", 2, 3)
+    ['49 53 5', '33 65 62']
+    """
+    if number < 1 or tokens < 1:
+        raise ValueError(f"num_prompts={number}, prompt_tokens={tokens}: use at least 1")
+    chooser, ids = random.Random(0), shape_of(shape).mask_id
+    return [" ".join(str(chooser.randrange(ids)) for _ in range(tokens)) for _ in range(number)]
+
+
 def run_bench(
     target: str,
     methods: list[Method],
@@ -41,15 +61,27 @@ def run_bench(
     runtime: Runtime,
     runs: int,
     report: Callable[[str], None],
+    acceptance: Acceptance | None = None,
 ) -> dict[str, Any]:
     """Measures methods on one target.
 
+    Args:
+        target: whose answers are timed; a shape is, too.
+        methods: ways to decode.
+        prompts: what is answered.
+        max_new_tokens: most tokens of an answer.
+        sampling: the same for all methods.
+        runtime: the same for all methods, but for the dtype.
+        runs: how often everything is repeated.
+        report: told what is going on.
+        acceptance: replaces the verdicts of all methods that draft; then no answer ends before its last token.
+
     Returns:
-        A report of plain values: `machine`, `arguments`, `methods` (the summary), and `answers`
-        with every raw time and the tokens of the first run.
+        A report of plain values: `machine`, `arguments`, `speeds` (of the machine), `methods` (the summary), and
+        `answers` with every raw time and the tokens of the first run.
 
     Raises:
-        ValueError: a model cannot be loaded, or two methods are the same.
+        ValueError: a model cannot be loaded, two methods are the same, or shapes are to accept tokens by themselves.
     """
     if not methods:
         raise ValueError("methods: name at least one")
@@ -58,10 +90,12 @@ def run_bench(
             same = methods[methods.index(method)].spec
             raise ValueError(f"methods: {same!r} and {method.spec!r} are the same, name each only once")
     check_batches(methods, prompts)
+    _check_acceptance(methods, target, acceptance)
     for method in methods:
         if method.name in drafter_names() and takes_draft(method.name):
             check_draft(method.name, method.draft, target)
     answerers: dict[Method, Answerer] = {}
+    models: dict[Method, dict[str, CausalLM]] = {}
     targets: dict[str, Target] = {}
     drafters: dict[tuple[str, str | None, str], Drafter] = {}
     for method in methods:
@@ -69,12 +103,29 @@ def run_bench(
         of_dtype = replace(runtime, dtype=method.dtype)
         if method.dtype not in targets:
             targets[method.dtype] = load_target(target, of_dtype)
+            if acceptance is not None:
+                without_ends(targets[method.dtype])
         key = (method.drafter_name, method.draft, method.dtype)
         if key not in drafters:
             drafters[key] = method.load_drafter(targets[method.dtype], of_dtype)
-        answerers[method] = method.answerer(targets[method.dtype], drafters[key])
+        if acceptance is not None and method.name not in (HF, AR):
+            answerers[method] = acceptance.answerer(method.engine(targets[method.dtype], drafters[key]))
+        else:
+            answerers[method] = method.answerer(targets[method.dtype], drafters[key])
+        models[method] = models_of(targets[method.dtype].lm, drafters[key])
         Engine(targets[method.dtype], drafters[key], k=1).check(prompts, max_new_tokens=max_new_tokens)
+    report("measuring how fast this machine reads and multiplies")
+    speeds = speeds_for([lm for of_method in models.values() for lm in of_method.values()])
     measured = measure(answerers, prompts, max_new_tokens=max_new_tokens, sampling=sampling, runs=runs, report=report)
+    speeds.measure()  # once more: a program beside the first time would make floors that are easily reached
+    summary = summarize(measured, sampling)
+    for one in measured:
+        figures = summary[one.method.spec]
+        sizes = {name: Size.of(lm.model) for name, lm in models[one.method].items()}
+        passes = added([answer.passes for run in one.runs for answer in run])
+        figures |= reached(passes, sizes, speeds, total_s=figures["total_s"], prefill_s=figures["prefill_s"])
+        if acceptance is not None:
+            figures |= {"identical_to_ar": None, "differing_prompts": None}
     return {
         "machine": describe_machine(runtime.device),
         "arguments": {
@@ -85,8 +136,10 @@ def run_bench(
             "runs": runs,
             "sampling": asdict(sampling),
             "runtime": asdict(runtime),
+            "synthetic_acceptance": None if acceptance is None else acceptance.rates,
         },
-        "methods": summarize(measured, sampling),
+        "speeds": speeds.as_json(),
+        "methods": summary,
         "answers": {
             one.method.spec: {
                 "total_s": [[answer.total_s for answer in run] for run in one.runs],
@@ -95,3 +148,19 @@ def run_bench(
             for one in measured
         },
     }
+
+
+def _check_acceptance(methods: list[Method], target: str, acceptance: Acceptance | None) -> None:
+    """Raises ValueError unless it is clear what each method will accept."""
+    for method in methods:
+        if method.name in (HF, AR):
+            continue
+        if acceptance is not None:
+            acceptance.check(method.spec, k=method.k, tree=method.tree)
+            continue
+        for name in (target, method.draft or ""):
+            if is_shape(name):
+                raise ValueError(
+                    f"method {method.spec!r}: {name!r} has random weights, whose drafts are accepted by chance only: "
+                    "add --synthetic-acceptance, or measure hf and ar alone"
+                )
