@@ -12,7 +12,7 @@ from paradraft import drafters
 from paradraft.core import Drafter, Tree
 from paradraft.engine import Engine
 from paradraft.models.loading import POCKET, Runtime, load_target
-from paradraft.models.shapes import is_shape
+from paradraft.models.shapes import check_has_weights
 from paradraft.models.target import Target
 
 CPU = Runtime()
@@ -48,10 +48,7 @@ def load(
     """
     check_draft(drafter, draft, target)
     for name in (target, draft or ""):
-        if is_shape(name):
-            raise ValueError(
-                f"{name!r} has random weights and says nothing: only `paradraft bench` takes it, to time it"
-            )
+        check_has_weights(name)
     loaded = load_target(target, runtime)
     model = load_drafter(drafter, loaded, draft=draft, runtime=runtime)
     shape = Tree(budget=tree) if isinstance(tree, int) else tree

@@ -11,9 +11,12 @@ from typing import Any
 from paradraft.api import check_draft, drafter_names, takes_draft
 from paradraft.bench.harness import check_batches, measure, summarize
 from paradraft.bench.methods import AR, HF, Answerer, Method
+from paradraft.bench.profile import profile
 from paradraft.bench.roofline import Size, added, models_of, reached, speeds_for
+from paradraft.bench.rounds import clock_for, rounds
 from paradraft.bench.synthetic import Acceptance, without_ends
 from paradraft.core import Drafter, Sampling
+from paradraft.decode.sequential import VERIFY
 from paradraft.engine import Engine
 from paradraft.machine import describe_machine
 from paradraft.models.causal_lm import CausalLM
@@ -34,6 +37,20 @@ def held_out_prompts(number: int, file: Path | None) -> list[str]:
     if not 1 <= number <= len(records):
         raise ValueError(f"num_prompts={number}: use 1 to {len(records)}, which is how many {file.name} has")
     return [str(record["prompt"]) for record in records[:number]]
+
+
+def prompts_for(target: str, number: int, *, tokens: int, file: Path | None) -> list[str]:
+    """The prompts of a run: random ones of so many tokens for a shape, which reads no texts, else those of a file.
+
+    Raises:
+        ValueError: there is no such shape or file, or a shape is to read a file.
+    """
+    if not is_shape(target):
+        return held_out_prompts(number, file)
+    found = random_prompts(target, number, tokens)
+    if file is not None:
+        raise ValueError(f"--prompts {file}: {target!r} reads no texts, its prompts are random: give --prompt-tokens")
+    return found
 
 
 def random_prompts(shape: str, number: int, tokens: int) -> list[str]:
@@ -62,6 +79,7 @@ def run_bench(
     runs: int,
     report: Callable[[str], None],
     acceptance: Acceptance | None = None,
+    profiled: bool = False,
 ) -> dict[str, Any]:
     """Measures methods on one target.
 
@@ -75,10 +93,11 @@ def run_bench(
         runs: how often everything is repeated.
         report: told what is going on.
         acceptance: replaces the verdicts of all methods that draft; then no answer ends before its last token.
+        profiled: profile some rounds of each method of ours, after all have been timed.
 
     Returns:
-        A report of plain values: `machine`, `arguments`, `speeds` (of the machine), `methods` (the summary), and
-        `answers` with every raw time and the tokens of the first run.
+        A report of plain values: `machine`, `arguments`, `speeds` (of the machine), `methods` (the summary),
+        `profile` if it was asked for, and `answers` with every raw time and the tokens of the first run.
 
     Raises:
         ValueError: a model cannot be loaded, two methods are the same, or shapes are to accept tokens by themselves.
@@ -96,6 +115,7 @@ def run_bench(
             check_draft(method.name, method.draft, target)
     answerers: dict[Method, Answerer] = {}
     models: dict[Method, dict[str, CausalLM]] = {}
+    engines: dict[Method, Engine] = {}
     targets: dict[str, Target] = {}
     drafters: dict[tuple[str, str | None, str], Drafter] = {}
     for method in methods:
@@ -108,8 +128,10 @@ def run_bench(
         key = (method.drafter_name, method.draft, method.dtype)
         if key not in drafters:
             drafters[key] = method.load_drafter(targets[method.dtype], of_dtype)
+        if method.name in (AR, *drafter_names()):
+            engines[method] = method.engine(targets[method.dtype], drafters[key])
         if acceptance is not None and method.name not in (HF, AR):
-            answerers[method] = acceptance.answerer(method.engine(targets[method.dtype], drafters[key]))
+            answerers[method] = acceptance.answerer(engines[method])
         else:
             answerers[method] = method.answerer(targets[method.dtype], drafters[key])
         models[method] = models_of(targets[method.dtype].lm, drafters[key])
@@ -124,8 +146,17 @@ def run_bench(
         sizes = {name: Size.of(lm.model) for name, lm in models[one.method].items()}
         passes = added([answer.passes for run in one.runs for answer in run])
         figures |= reached(passes, sizes, speeds, total_s=figures["total_s"], prefill_s=figures["prefill_s"])
+        is_drawn = acceptance is not None and one.method.name not in (HF, AR)
+        figures["synthetic_acceptance"] = acceptance.rates if acceptance and is_drawn else None
         if acceptance is not None:
             figures |= {"identical_to_ar": None, "differing_prompts": None}
+    profiles = {}
+    for method, engine in engines.items() if profiled else ():
+        report(f"profiling {method.spec}")
+        verify = VERIFY[engine.verify] if acceptance is None else acceptance.instead_of(VERIFY[engine.verify])
+        batch = prompts[: method.batch]
+        steps = rounds(engine, batch, max_new_tokens, [sampling] * len(batch), verify, clock_for(engine))
+        profiles[method.spec] = profile(steps, engine.target.lm.device)
     return {
         "machine": describe_machine(runtime.device),
         "arguments": {
@@ -140,6 +171,7 @@ def run_bench(
         },
         "speeds": speeds.as_json(),
         "methods": summary,
+        **({"profile": profiles} if profiled else {}),
         "answers": {
             one.method.spec: {
                 "total_s": [[answer.total_s for answer in run] for run in one.runs],

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-TRIES = 7
+TRIES, MOST_S = 7, 0.3
+"""How often something is tried, and when no other try begins."""
 MOST_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
 """Larger buffers are far beyond all caches, and are read as fast as these."""
 LEAST_BYTES = 128 * 2**20
 """What one try reads at least, over and over where the buffer is smaller, so that the clock is exact enough."""
-SIDES = {"cpu": 1024, "cuda": 8192}
-"""Rows and columns of the matrices that are multiplied."""
+SIDES = {"cpu": (128, 512, 1024), "cuda": (1024, 8192)}
+"""Rows and columns of the matrices that are multiplied; a larger one is not tried where it would take too long."""
 _COLUMNS = 1024
 
 
@@ -35,7 +37,7 @@ class Speeds:
     def __init__(self, device: torch.device, sizes_bytes: set[int], dtypes: set[torch.dtype]) -> None:
         self.device = device
         self._bandwidths = {self._buffer_bytes(size): 0.0 for size in [*sizes_bytes, self._most_bytes]}
-        self._rates = dict.fromkeys(dtypes, 0.0)
+        self._rates = dict.fromkeys([*dtypes, torch.float32], 0.0)
 
     @property
     def _most_bytes(self) -> int:
@@ -58,8 +60,11 @@ class Speeds:
         return self._bandwidths[self._buffer_bytes(size_bytes)]
 
     def flops_per_s(self, dtype: torch.dtype) -> float:
-        """Floating point operations of matrix products; a multiplication with its addition counts as two."""
-        return self._rates[dtype]
+        """Floating point operations of matrix products; a multiplication with its addition counts as two.
+
+        What is narrower than float32 can be computed in float32, which is faster where the other has no instructions.
+        """
+        return max(self._rates[dtype], self._rates[torch.float32] if dtype.itemsize < 4 else 0.0)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; the largest buffer is that of memory."""
@@ -78,14 +83,22 @@ class Speeds:
         return size_bytes / min(self._seconds(read, times) for read in readers)
 
     def _multiply(self, dtype: torch.dtype) -> float:
-        side = SIDES.get(self.device.type, SIDES["cpu"])
-        left, right = (torch.ones(side, side, dtype=dtype, device=self.device) for _ in range(2))
-        return 2 * side**3 / self._seconds(lambda: left @ right, 1)
+        best = 0.0
+        for side in SIDES.get(self.device.type, SIDES["cpu"]):
+            operations = 2 * side**3
+            if best and operations / best > MOST_S:
+                break
+            left, right = (torch.ones(side, side, dtype=dtype, device=self.device) for _ in range(2))
+            product = torch.empty_like(left)
+            best = max(best, operations / self._seconds(partial(torch.mm, left, right, out=product), 1))
+        return best
 
     def _seconds(self, run: Callable[[], Tensor], times: int) -> float:
         """The least seconds that a run took."""
-        best_s = float("inf")
-        for _ in range(TRIES):
+        best_s, first_s = float("inf"), time.perf_counter()
+        for number in range(TRIES):
+            if number >= 2 and time.perf_counter() - first_s > MOST_S:
+                break
             self._wait()
             began_s = time.perf_counter()
             for _ in range(times):

@@ -49,8 +49,8 @@ class Acceptance:
         for place in range(1, len(self.rates)):
             if self.rates[place] > self.rates[place - 1]:
                 raise ValueError(
-                    f"synthetic acceptance {self.in_words}: rate {place + 1} is larger than the one before: give shares "
-                    "of all drafts, as acceptance_per_position has them, and a token needs all those before it"
+                    f"synthetic acceptance {self.in_words}: rate {place + 1} is larger than the one before: give "
+                    "shares of all drafts, as acceptance_per_position has them, and a token needs all those before it"
                 )
 
     @classmethod
@@ -70,7 +70,7 @@ class Acceptance:
     @property
     def in_words(self) -> str:
         """The rates with commas between them."""
-        return ", ".join(f"{rate:g}" for rate in self.rates)
+        return ", ".join(f"{rate:.3g}" for rate in self.rates)
 
     @property
     def title(self) -> str:

@@ -68,13 +68,15 @@ def bench(
             "them, to time models that nobody has trained yet."
         ),
     ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Say where the time of a round goes.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every raw number to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
 ) -> None:
     """Compare methods on the same prompts, interleaved. The last line of the output is JSON."""
     from paradraft.bench.methods import Method
+    from paradraft.bench.profile import profile_table
     from paradraft.bench.report import plot, table, write_json
-    from paradraft.bench.run import held_out_prompts, random_prompts, run_bench
+    from paradraft.bench.run import prompts_for, run_bench
     from paradraft.bench.synthetic import Acceptance
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -89,30 +91,30 @@ def bench(
     width = options.width_of(*(method.k for method in chosen), nodes=most)
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
     acceptance = None if synthetic_acceptance is None else Acceptance.parse(synthetic_acceptance)
-    if is_shape(target):
-        if prompts is not None:
-            raise ValueError(f"--prompts: {target!r} reads no texts, its prompts are random: give --prompt-tokens")
-        texts = random_prompts(target, num_prompts, prompt_tokens)
-    else:
-        texts = held_out_prompts(num_prompts, prompts)
+    texts = prompts_for(target, num_prompts, tokens=prompt_tokens, file=prompts)
     check_outputs(json_file, plot_file)
     if plot_file is not None and plot_file.suffix != ".png":
         raise ValueError(f"--plot {plot_file}: name a .png file")
     taken = frozenset[str]().union(*(method.left_out for method in chosen))
     unused = [name for name, setting in DEFAULTS.items() if setting not in taken]
+    plain = all(method.name in ("hf", "ar") for method in chosen)
+    no_draft = (plain, "on methods that draft nothing", ("synthetic_acceptance",))
     no_shape = (not is_shape(target), "on a model with texts", ("prompt_tokens",))
     chance = without_chance(sampling.is_greedy and acceptance is None)
-    warn_ignored(context, chance, (True, "on any of these methods", unused), no_shape)
+    warn_ignored(context, chance, (True, "on any of these methods", unused), no_shape, no_draft)
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:
         result = run_bench(
             target, chosen, texts, max_new_tokens=max_new_tokens, sampling=sampling, runtime=runtime, runs=runs,
             report=status.update if console.is_terminal else console.print, acceptance=acceptance,
+            profiled=profile,
         )  # fmt: skip
     title = "" if acceptance is None else acceptance.title
     title += f"{target}, {num_prompts} prompts x {max_new_tokens} tokens, "
     title += "greedy" if sampling.is_greedy else f"temperature {temperature:g}"
     Console().print(table(result["methods"], title))
+    if profile:
+        Console().print(profile_table(result["profile"], f"where a round's time goes: {title}"))
     if json_file is not None:
         write_json(json_file, {"title": title} | result)
     if plot_file is not None:

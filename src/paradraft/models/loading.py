@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.shapes import id_tokenizer, is_shape, random_model, shape_of
+from paradraft.models.shapes import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
 from paradraft.models.target import Target
 
 POCKET = "pocket"
@@ -126,6 +126,7 @@ def load_config(name: str) -> PretrainedConfig:
     Raises:
         ValueError: there is none, or it is not that of a supported causal LM.
     """
+    check_has_weights(name)
     with _loading(f"model {name!r}"):
         config = AutoConfig.from_pretrained(name)
     if config.model_type not in ARCHITECTURES:
@@ -164,6 +165,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     # Tokenizing a text longer than the model's limit is not an error here: the limit is checked, with a
     # better message, where the text is used.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
+    check_has_weights(name)
     with _loading(f"the tokenizer of {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.get_vocab().keys() == {token.content for token in tokenizer.added_tokens_decoder.values()}:

@@ -121,6 +121,12 @@ def is_shape(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
+def check_has_weights(name: str) -> None:
+    """Raises ValueError for a shape, where a model is needed that says something."""
+    if is_shape(name):
+        raise ValueError(f"{name!r} has random weights and says nothing: only `paradraft bench` takes it, to time it")
+
+
 def shape_of(name: str) -> Shape:
     """The shape behind a name such as "shape:llama-3.1-8b".
 
