@@ -188,6 +188,10 @@ def _check_acceptance(methods: list[Method], target: str, acceptance: Acceptance
         if method.name in (HF, AR):
             continue
         if acceptance is not None:
+            if method.name not in drafter_names():
+                raise ValueError(
+                    f"method {method.spec!r} has verdicts of its own: leave it out of synthetic acceptance"
+                )
             acceptance.check(method.spec, k=method.k, tree=method.tree)
             continue
         for name in (target, method.draft or ""):

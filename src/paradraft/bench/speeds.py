@@ -16,7 +16,7 @@ from torch import Tensor
 
 TRIES, MOST_S = 7, 0.3
 """How often something is tried, and when no other try begins."""
-MOST_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
+MOST_BYTES = {"cpu": 512 * 2**20, "cuda": 2**30}
 """Larger buffers are far beyond all caches, and are read as fast as these."""
 LEAST_BYTES = 128 * 2**20
 """What one try reads at least, over and over where the buffer is smaller, so that the clock is exact enough."""
@@ -50,10 +50,18 @@ class Speeds:
     @torch.no_grad()
     def measure(self) -> None:
         """Tries everything again and keeps what is best; takes a second or two."""
-        for size in self._bandwidths:
-            self._bandwidths[size] = max(self._bandwidths[size], self._read(size))
-        for dtype in self._rates:
-            self._rates[dtype] = max(self._rates[dtype], self._multiply(dtype))
+        for size, known in self._bandwidths.items():
+            self._bandwidths[size] = max(known, self._unless_full(known, self._read, size))
+        for dtype, known in self._rates.items():
+            self._rates[dtype] = max(known, self._unless_full(known, self._multiply, dtype))
+
+    def _unless_full(self, known: float, measured: Callable[[Any], float], of: Any) -> float:
+        try:
+            return measured(of)
+        except torch.OutOfMemoryError:
+            if not known:
+                raise
+            return known  # caches have taken the room meanwhile, and a run must not end without its result
 
     def bytes_per_s(self, size_bytes: int) -> float:
         """The bandwidth of reading so many bytes again and again."""

@@ -30,7 +30,10 @@ DEFAULTS = {
 
 def bench(
     context: typer.Context,
-    target: options.Target,
+    target: Annotated[
+        str,
+        typer.Option(help="Hugging Face id, folder, pocket, or a shape with random weights, as shape:llama-3.1-8b."),
+    ],
     methods: Annotated[
         str,
         typer.Option(
