@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.api import check_draft, drafter_names, takes_draft
-from paradraft.bench.harness import check_batches, measure, summarize
+from paradraft.bench.harness import Measured, check_batches, measure, summarize
 from paradraft.bench.methods import AR, HF, Answerer, Method
 from paradraft.bench.profile import profile
 from paradraft.bench.roofline import Size, added, models_of, reached, speeds_for
 from paradraft.bench.rounds import clock_for, rounds
+from paradraft.bench.speeds import Speeds
 from paradraft.bench.synthetic import Acceptance, without_ends
 from paradraft.core import Drafter, Sampling
 from paradraft.decode.sequential import VERIFY
@@ -142,14 +143,8 @@ def run_bench(
     speeds.measure()  # once more: a program beside the first time would make floors that are easily reached
     summary = summarize(measured, sampling)
     for one in measured:
-        figures = summary[one.method.spec]
-        sizes = {name: Size.of(lm.model) for name, lm in models[one.method].items()}
-        passes = added([answer.passes for run in one.runs for answer in run])
-        figures |= reached(passes, sizes, speeds, total_s=figures["total_s"], prefill_s=figures["prefill_s"])
-        is_drawn = acceptance is not None and one.method.name not in (HF, AR)
-        figures["synthetic_acceptance"] = acceptance.rates if acceptance and is_drawn else None
-        if acceptance is not None:
-            figures |= {"identical_to_ar": None, "differing_prompts": None}
+        summary[one.method.spec] |= _floor(one, summary[one.method.spec], models[one.method], speeds)
+        summary[one.method.spec] |= _drawn(one.method, acceptance)
     profiles = {}
     for method, engine in engines.items() if profiled else ():
         report(f"profiling {method.spec}")
@@ -180,6 +175,21 @@ def run_bench(
             for one in measured
         },
     }
+
+
+def _floor(one: Measured, figures: dict[str, Any], models: dict[str, CausalLM], speeds: Speeds) -> dict[str, Any]:
+    """Which share of the floor a method reaches."""
+    sizes = {name: Size.of(lm.model) for name, lm in models.items()}
+    passes = added([answer.passes for run in one.runs for answer in run])
+    return reached(passes, sizes, speeds, total_s=figures["total_s"], prefill_s=figures["prefill_s"])
+
+
+def _drawn(method: Method, acceptance: Acceptance | None) -> dict[str, Any]:
+    """What the figures say of drawn verdicts; the texts of no method can be compared then."""
+    if acceptance is None:
+        return {"synthetic_acceptance": None}
+    rates = None if method.name in (HF, AR) else acceptance.rates
+    return {"synthetic_acceptance": rates, "identical_to_ar": None, "differing_prompts": None}
 
 
 def _check_acceptance(methods: list[Method], target: str, acceptance: Acceptance | None) -> None:
