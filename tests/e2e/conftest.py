@@ -56,11 +56,3 @@ def drafting(family: Path, name: str) -> list[object]:
     """The options that name a target and a drafter of the tiny family."""
     draft = ["--draft", family / ("pard" if name == "pard" else "draft")] if takes_draft(name) else []
     return ["--target", family / "target", "--drafter", name, *draft, *EXACT]
-
-
-@pytest.fixture
-def quick_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the speeds of the machine be measured in no time."""
-    monkeypatch.setattr("paradraft.bench.speeds.MOST_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr("paradraft.bench.speeds.LEAST_BYTES", 2**18)
-    monkeypatch.setattr("paradraft.bench.speeds.SIDES", {"cpu": (64,)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def plot(summary: Summary, title: str, file: Path) -> None:
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     speed, acceptance = figure.subplots(1, 2)
-    figure.suptitle(title)
+    figure.suptitle(textwrap.fill(title, 100))
     specs = list(summary)
     labels = [_label(spec, summary[spec]) for spec in specs]
     values = [summary[spec]["tokens_per_s"]["median"] for spec in specs]
