@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from paradraft.bench.report import write_json
 from paradraft.machine import describe_machine
 from paradraft.models.loading import computes_bf16
+from paradraft.models.shapes import PREFIX, SHAPES, random_model
 from paradraft.train.attention import FLEX
 from paradraft.train.batch import Drop, collate
 from paradraft.train.losses import row_weights
@@ -33,29 +33,12 @@ from paradraft.train.sample import Sample
 
 SETTINGS = {"without drop": (1.0, 1.0), "COD": (0.7, 0.2)}
 K = 8
-POCKET = {
-    "vocab_size": 4096, "hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 6,
-    "head_dim": 32, "intermediate_size": 576,
-}  # fmt: skip
-QWEN = {
-    "vocab_size": 151936, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
-    "num_key_value_heads": 2, "intermediate_size": 4864,
-}  # fmt: skip
-
-
-def model_of(shape: str, tokens: int) -> PreTrainedModel:
-    """A randomly initialised model: time and memory do not ask what it has learnt."""
-    torch.manual_seed(0)
-    common = {"max_position_embeddings": tokens, "tie_word_embeddings": True}
-    if shape == "pocket":
-        return Qwen3ForCausalLM(Qwen3Config(**POCKET, **common))
-    return Qwen2ForCausalLM(Qwen2Config(**QWEN, **common))
 
 
 def measure(setting: str, args: argparse.Namespace) -> dict[str, Any]:
     """Takes a few steps with one sample each."""
     device = torch.device(args.device)
-    model = model_of(args.shape, args.tokens).to(device)
+    model = random_model(PREFIX + args.shape, dtype=torch.float32, device=args.device, positions=args.tokens)
     on_gpu = device.type == "cuda"
     model.set_attn_implementation(FLEX if on_gpu else "sdpa")
     objective = Objective(model, bf16=computes_bf16(device)).train()
@@ -83,7 +66,7 @@ def measure(setting: str, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measures both settings in turns and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=("pocket", "qwen2.5-0.5b"), default="pocket")
+    parser.add_argument("--shape", choices=SHAPES, default="pocket-draft")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--turns", type=int, default=3)

@@ -60,3 +60,11 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.save_pretrained(root / name)
         tiny_tokenizer().save_pretrained(root / name)
     return root
+
+
+@pytest.fixture
+def quick_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the speeds of the machine be measured in no time."""
+    monkeypatch.setattr("paradraft.bench.speeds.MOST_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("paradraft.bench.speeds.LEAST_BYTES", 2**18)
+    monkeypatch.setattr("paradraft.bench.speeds.SIDES", {"cpu": (64,)})

@@ -12,6 +12,7 @@ from paradraft import drafters
 from paradraft.core import Drafter, Tree
 from paradraft.engine import Engine
 from paradraft.models.loading import POCKET, Runtime, load_target
+from paradraft.models.shapes import check_has_weights
 from paradraft.models.target import Target
 
 CPU = Runtime()
@@ -46,6 +47,8 @@ def load(
         ValueError: a name or setting is unknown, or the draft does not fit the target.
     """
     check_draft(drafter, draft, target)
+    for name in (target, draft or ""):
+        check_has_weights(name)
     loaded = load_target(target, runtime)
     model = load_drafter(drafter, loaded, draft=draft, runtime=runtime)
     shape = Tree(budget=tree) if isinstance(tree, int) else tree

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from recipes import shapes_on_gpu
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paradraft import Sampling, load
 from paradraft.api import drafter_names, takes_draft
+from paradraft.bench.speeds import Speeds
 from paradraft.models.loading import Runtime
 from paradraft.train.batch import Drop, collate
 from paradraft.train.pard import Objective
@@ -58,3 +61,22 @@ def test_flex_attention_trains_as_sdpa_does(packed: bool) -> None:
     torch.testing.assert_close(other_loss, loss, rtol=1e-4, atol=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(other_gradients[name], gradient, rtol=2e-3, atol=2e-3 * gradient.abs().max().item())
+
+
+def test_a_gpu_reads_faster_than_a_cpu_and_multiplies_bf16_faster_than_float32() -> None:
+    """Guards against a clock that does not wait for the kernels, and against floors of another device."""
+    speeds = Speeds(torch.device("cuda"), {2**30}, {torch.bfloat16})
+    speeds.measure()
+    assert 1e11 < speeds.bytes_per_s(2**30) < 1e14
+    assert 1e13 < speeds.flops_per_s(torch.bfloat16) < 1e16
+
+
+def test_the_recipe_for_a_gpu_runs(tmp_path: Path) -> None:
+    """Guards the measurement of an hour against what only a GPU finds: shapes made there, its peak memory, kernels."""
+    sizes = ["--batch-sizes", "1", "2", "--prompts", "2", "--prompt-tokens", "5", "--tokens", "40", "--runs", "1"]
+    shapes = ["--target", "shape:pocket-target", "--draft", "shape:pocket-draft", "--no-compile", "--rates", "speed"]
+    shapes_on_gpu.main(["--json", str(tmp_path / "out.json"), *shapes, *sizes])
+    report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rates"]["speed"]
+    assert all(0 < figures["share_of_floor"] < 1 for figures in report["methods"].values())
+    assert all(figures["peak_gpu_bytes"] > 2**20 for figures in report["methods"].values())
+    assert all(found["shares"]["products"] > 0 for found in report["profile"].values())

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
+import torch
 
 from paradraft.bench.methods import AR, HF, Answer, Answerer, Method
 from paradraft.core import Sampling
@@ -28,11 +31,15 @@ class Measured:
         runs: for each run, the answers to all prompts, batch by batch.
         peak_rss_bytes: most resident memory of the process while the method ran, with the models
             of all methods loaded.
+        peak_gpu_bytes: the same of the GPU's memory, if it ran on one.
+        warm_up_s: how long its first answers took; of methods that share a model the first compiles it.
     """
 
     method: Method
     runs: list[list[Answer]]
     peak_rss_bytes: int
+    peak_gpu_bytes: int | None = None
+    warm_up_s: float = 0.0
 
     @property
     def texts(self) -> list[list[int]]:
@@ -68,23 +75,37 @@ def measure(
         raise ValueError(f"runs={runs}: use at least 1")
     methods = list(answerers)
     most = math.lcm(*(method.batch for method in methods))
+    warm_up_s: dict[Method, float] = {}
     for number, method in enumerate(methods, start=1):
         report(f"warming up {method.spec} ({number}/{len(methods)})")
+        began_s = time.perf_counter()
         for batch in (prompts[: method.batch], [max(prompts, key=len)], [min(prompts, key=len)]):
             answerers[method]((batch * method.batch)[: method.batch], max_new_tokens, sampling)
+        warm_up_s[method] = time.perf_counter() - began_s
     answers: dict[Method, list[list[Answer]]] = {method: [[] for _ in range(runs)] for method in methods}
-    peaks = dict.fromkeys(methods, 0)
+    peaks, gpu_peaks = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
+    on_gpu = torch.cuda.is_available() and torch.cuda.memory_allocated() > 0
     process = psutil.Process()
     for run in range(runs):
         for place in range(0, len(prompts), most):
             report(f"run {run + 1}/{runs}, prompt {place + 1}/{len(prompts)}")
             turn = (run + place // most) % len(methods)
             for method in methods[turn:] + methods[:turn]:
+                if on_gpu:
+                    torch.cuda.reset_peak_memory_stats()
                 for start in range(place, min(place + most, len(prompts)), method.batch):
                     batch = prompts[start : min(start + method.batch, place + most)]
                     answers[method][run].append(answerers[method](batch, max_new_tokens, sampling))
                     peaks[method] = max(peaks[method], process.memory_info().rss)
-    return [Measured(method=m, runs=answers[m], peak_rss_bytes=peaks[m]) for m in methods]
+                if on_gpu:
+                    gpu_peaks[method] = max(gpu_peaks[method], torch.cuda.max_memory_allocated())
+    return [
+        Measured(
+            method=m, runs=answers[m], peak_rss_bytes=peaks[m], peak_gpu_bytes=gpu_peaks[m] if on_gpu else None,
+            warm_up_s=warm_up_s[m],
+        )
+        for m in methods
+    ]  # fmt: skip
 
 
 def check_batches(methods: list[Method], prompts: list[str]) -> None:
@@ -94,7 +115,7 @@ def check_batches(methods: list[Method], prompts: list[str]) -> None:
         raise ValueError(f"{len(prompts)} prompts cannot be dealt out in batches of {most}: use a multiple of it")
 
 
-def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[str, object]]:
+def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[str, Any]]:
     """The figures of each method, by its spec.
 
     Speedups are against the fastest `hf` and the fastest `ar` of the same batch size, or of any if
@@ -109,7 +130,7 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
         same_batch = [m for m in of_name if m.method.batch == like.batch]
         return max(same_batch or of_name, key=lambda m: speeds[m.method], default=None)
 
-    summary = {}
+    summary = dict[str, dict[str, Any]]()
     for one in measured:
         speed = speeds[one.method]
         hf, ar = fastest(HF, one.method), fastest(AR, one.method)
@@ -135,6 +156,8 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
             "distinct_4grams": distinct_share(one.texts),
             "tokens": sum(map(len, one.texts)),
             "peak_rss_bytes": one.peak_rss_bytes,
+            "peak_gpu_bytes": one.peak_gpu_bytes,
+            "warm_up_s": one.warm_up_s,
         }
     return summary
 

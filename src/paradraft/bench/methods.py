@@ -7,6 +7,7 @@ A method is written `name` or `name:setting=value:…`, such as `autoregressive:
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from paradraft.api import branches, drafter_names, load_drafter, takes_draft
+from paradraft.bench.roofline import Passes, models_of, passes_of, plain_passes
 from paradraft.core import RULES, Drafter, Sampling, Tree
 from paradraft.decode.lengths import POLICIES
 from paradraft.decode.stats import Stats
@@ -34,11 +36,13 @@ class Answer:
         tokens: the new tokens of each.
         total_s: from the prompts to the last token, prefill included.
         stats: counts and times of our own loop; None for `hf`.
+        passes: what the models did; empty if nobody knows.
     """
 
     tokens: list[list[int]]
     total_s: float
     stats: Stats | None
+    passes: Passes = field(default_factory=dict)
 
 
 Answerer = Callable[[list[str], int, Sampling], Answer]
@@ -86,7 +90,7 @@ class Method:
         draft: str | None = None,
     ) -> Method:
         """Reads a method; the other arguments are the values of settings that it leaves out."""
-        name, *settings = spec.split(":")
+        name, *settings = settings_of(spec)
         known = [HF, AR, *(drafter for drafter in drafter_names() if drafter != "none")]
         if name not in known:
             raise ValueError(f"unknown method {name!r}: use some of {', '.join(known)}")
@@ -143,10 +147,25 @@ class Method:
         Raises:
             ValueError: the settings do not fit each other.
         """
-        if self.name == HF:
-            return _hugging_face(target)
+        return _hugging_face(target) if self.name == HF else _ours(self.engine(target, drafter))
+
+    def engine(self, target: Target, drafter: Drafter) -> Engine:
+        """The engine behind a method of ours.
+
+        Raises:
+            ValueError: the settings do not fit each other.
+        """
         tree = None if self.tree is None else Tree(budget=self.tree)
-        return _ours(Engine(target, drafter, k=self.k, verify=self.verify, tree=tree, lengths=self.lengths))
+        return Engine(target, drafter, k=self.k, verify=self.verify, tree=tree, lengths=self.lengths)
+
+
+def settings_of(spec: str) -> list[str]:
+    """A method's name and its settings; the colon of a shape belongs to its name.
+
+    >>> settings_of("pard:k=4:draft=shape:llama-3.2-1b")
+    ['pard', 'k=4', 'draft=shape:llama-3.2-1b']
+    """
+    return re.split(r"(?<!=shape):", spec)
 
 
 def _settings(name: str) -> list[str]:
@@ -158,10 +177,13 @@ def _settings(name: str) -> list[str]:
 
 
 def _ours(engine: Engine) -> Answerer:
+    models = models_of(engine.target.lm, engine.drafter)
+
     def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
         results = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, batch_size=len(prompts))
         stats = engine.clock.stats
-        return Answer(tokens=[result.tokens for result in results], total_s=stats.total_s, stats=stats)
+        tokens = [result.tokens for result in results]
+        return Answer(tokens=tokens, total_s=stats.total_s, stats=stats, passes=passes_of(models))
 
     return answer
 
@@ -193,7 +215,8 @@ def _hugging_face(target: Target) -> Answerer:
             ),
         )[:, width:].tolist()
         total_s = time.perf_counter() - began_s
-        return Answer(tokens=[up_to_end(row, eos_ids) for row in answered], total_s=total_s, stats=None)
+        passes = plain_passes(len(rows), width, len(answered[0]))
+        return Answer(tokens=[up_to_end(row, eos_ids) for row in answered], total_s=total_s, stats=None, passes=passes)
 
     return answer
 

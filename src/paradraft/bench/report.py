@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.bench.audit import Report
+from paradraft.bench.methods import settings_of
 from paradraft.output import write_output
 
 Summary = dict[str, dict[str, Any]]
@@ -19,7 +21,8 @@ Summary = dict[str, dict[str, Any]]
 LABELS = {"hf": "AR", "ar": "AR+", "autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram"}
 CAPTION = (
     "AR: generate of transformers · AR+: ours without a drafter · VSD: an ordinary draft model · "
-    "length: tokens per target pass · draft, verify, rest: shares of the time · same: the tokens of AR+"
+    "length: tokens per target pass · draft, verify, rest: shares of the time · "
+    "floor: least time that its passes can take here / time they took, both with prefill · same: the tokens of AR+"
 )
 _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=")
 """Settings whose value says what it is."""
@@ -27,8 +30,8 @@ _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=")
 
 def table(summary: Summary, title: str) -> Table:
     """One line per method: speed, acceptance length, and the shares of drafting, verifying and the rest of its time."""
-    result = Table(title=title, caption=CAPTION, box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("method", "tokens/s", "vs AR", "vs AR+", "length", "draft", "verify", "rest", "same"):
+    result = Table(title=title, caption=CAPTION, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("method", "tokens/s", "vs AR", "vs AR+", "length", "draft", "verify", "rest", "floor", "same"):
         result.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for spec, figures in summary.items():
         parts = [_share(figures, key) for key in ("draft_s", "verify_s")]
@@ -40,6 +43,7 @@ def table(summary: Summary, title: str) -> Table:
             _times(figures["speedup_vs_ar"]),
             "-" if figures["acceptance_length"] is None else f"{figures['acceptance_length']:.2f}",
             *parts,
+            "-" if figures.get("share_of_floor") is None else f"{figures['share_of_floor']:.0%}",
             {True: "yes", False: "no", None: "-"}[figures["identical_to_ar"]],
         )
     return result
@@ -47,7 +51,7 @@ def table(summary: Summary, title: str) -> Table:
 
 def _label(spec: str, figures: dict[str, Any]) -> str:
     name = LABELS.get(figures["method"], figures["method"])
-    settings = spec.split(":")[1:]
+    settings = settings_of(spec)[1:]
     for key in _EVIDENT:
         settings = [setting.removeprefix(key) for setting in settings]
     return ", ".join([name, *settings])
@@ -111,7 +115,7 @@ def plot(summary: Summary, title: str, file: Path) -> None:
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     speed, acceptance = figure.subplots(1, 2)
-    figure.suptitle(title)
+    figure.suptitle(textwrap.fill(title, 100))
     specs = list(summary)
     labels = [_label(spec, summary[spec]) for spec in specs]
     values = [summary[spec]["tokens_per_s"]["median"] for spec in specs]

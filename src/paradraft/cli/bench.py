@@ -14,6 +14,7 @@ from paradraft.cli import options
 from paradraft.cli.ignored import warn_ignored, without_chance
 from paradraft.core import Sampling
 from paradraft.models.loading import Runtime
+from paradraft.models.shapes import is_shape
 from paradraft.output import check_outputs
 
 DEFAULTS = {
@@ -29,7 +30,10 @@ DEFAULTS = {
 
 def bench(
     context: typer.Context,
-    target: options.Target,
+    target: Annotated[
+        str,
+        typer.Option(help="Hugging Face id, folder, pocket, or a shape with random weights, as shape:llama-3.1-8b."),
+    ],
     methods: Annotated[
         str,
         typer.Option(
@@ -59,13 +63,24 @@ def bench(
     compile: options.Compile = True,
     capacity: options.Capacity = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, for a shape as the target.")] = 128,
+    synthetic_acceptance: Annotated[
+        str | None,
+        typer.Option(
+            help="Rates such as 0.79,0.57,0.40, as acceptance_per_position in a file has them: verdicts are drawn by "
+            "them, to time models that nobody has trained yet."
+        ),
+    ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Say where the time of a round goes.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every raw number to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
 ) -> None:
     """Compare methods on the same prompts, interleaved. The last line of the output is JSON."""
     from paradraft.bench.methods import Method
+    from paradraft.bench.profile import profile_table
     from paradraft.bench.report import plot, table, write_json
-    from paradraft.bench.run import held_out_prompts, run_bench
+    from paradraft.bench.run import prompts_for, run_bench
+    from paradraft.bench.synthetic import Acceptance
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     specs = _with_batches([spec.strip() for spec in methods.split(",")], batch_sizes)
@@ -78,25 +93,33 @@ def bench(
     most = max((method.tree or 0 for method in chosen), default=0)
     width = options.width_of(*(method.k for method in chosen), nodes=most)
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
-    texts = held_out_prompts(num_prompts, prompts)
+    acceptance = None if synthetic_acceptance is None else Acceptance.parse(synthetic_acceptance)
+    texts = prompts_for(target, num_prompts, tokens=prompt_tokens, file=prompts)
     check_outputs(json_file, plot_file)
     if plot_file is not None and plot_file.suffix != ".png":
         raise ValueError(f"--plot {plot_file}: name a .png file")
     taken = frozenset[str]().union(*(method.left_out for method in chosen))
     unused = [name for name, setting in DEFAULTS.items() if setting not in taken]
-    warn_ignored(context, without_chance(sampling.is_greedy), (True, "on any of these methods", unused))
+    plain = all(method.name in ("hf", "ar") for method in chosen)
+    no_draft = (plain, "on methods that draft nothing", ("synthetic_acceptance",))
+    no_shape = (not is_shape(target), "on a model with texts", ("prompt_tokens",))
+    chance = without_chance(sampling.is_greedy and acceptance is None)
+    warn_ignored(context, chance, (True, "on any of these methods", unused), no_shape, no_draft)
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:
         result = run_bench(
             target, chosen, texts, max_new_tokens=max_new_tokens, sampling=sampling, runtime=runtime, runs=runs,
-            report=status.update if console.is_terminal else console.print,
+            report=status.update if console.is_terminal else console.print, acceptance=acceptance,
+            profiled=profile,
         )  # fmt: skip
-    title = f"{target}, {num_prompts} prompts x {max_new_tokens} tokens, " + (
-        "greedy" if sampling.is_greedy else f"temperature {temperature:g}"
-    )
+    title = "" if acceptance is None else acceptance.title
+    title += f"{target}, {num_prompts} prompts x {max_new_tokens} tokens, "
+    title += "greedy" if sampling.is_greedy else f"temperature {temperature:g}"
     Console().print(table(result["methods"], title))
+    if profile:
+        Console().print(profile_table(result["profile"], f"where a round's time goes: {title}"))
     if json_file is not None:
-        write_json(json_file, result)
+        write_json(json_file, {"title": title} | result)
     if plot_file is not None:
         plot(result["methods"], title, plot_file)
     print(json.dumps(result["methods"]))

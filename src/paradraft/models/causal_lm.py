@@ -9,6 +9,7 @@ use, V vocabulary.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from paradraft.core import ABSENT, Prompt
 from paradraft.models import compilation, kv_cache
+from paradraft.models.passes import Pass
 from paradraft.tree import ancestors, is_chain
 
 BUCKET = 64
@@ -72,6 +74,8 @@ class CausalLM:
         self._largest = self._storage = self._allocate(1)
         self._positions = torch.arange(self._slots, device=self.device)
         self._is_compiled = compiled
+        self.passes = Counter[Pass]()
+        """The passes since `clear`, for whoever wants to know what they cost."""
         self._decode: Callable[..., Tensor] = compilation.compiled(_model_pass, model) if compiled else _model_pass
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
@@ -107,6 +111,7 @@ class CausalLM:
         self._storage = kv_cache.first_rows(self._largest, batch_size)
         self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self._longest = 0
+        self.passes = Counter()
 
     @torch.no_grad()
     def read_all_but_last(self, tokens_BT: Tensor) -> Tensor:
@@ -119,6 +124,7 @@ class CausalLM:
         rest = tokens_BT.scatter(1, last_B1, ABSENT)[:, :-1]
         for start in range(0, rest.shape[1], PREFILL_CHUNK):
             chunk = rest[:, start : start + PREFILL_CHUNK]
+            self._count(chunk, logits=0)
             self._run(partial(_hidden_pass, self.model, self._storage), chunk, None)
             self.keep((chunk != ABSENT).sum(1))
         return tokens_BT.gather(1, last_B1)
@@ -138,6 +144,7 @@ class CausalLM:
         """
         N = tokens_BN.shape[1]
         assert N <= self.width, f"a pass of {N} tokens, but room for {self.width}"
+        self._count(tokens_BN, logits=N if rows_BR is None else rows_BR.shape[1])
         if parents_BN is not None and is_chain(parents_BN):
             parents_BN = None
         if rows_BR is None:
@@ -151,6 +158,10 @@ class CausalLM:
             rows_BR = torch.nn.functional.pad(rows_BR, (0, self.pad_to - R))
         run = partial(self._decode, self.model, self._storage, rows_BR.clone())
         return self.allowed(self._run(run, tokens_BN, parents_BN)[:, :R])
+
+    def _count(self, tokens_BN: Tensor, *, logits: int) -> None:
+        B, N = tokens_BN.shape
+        self.passes[Pass(rows=B, tokens=N, logits=logits, context=self._longest)] += 1
 
     def _run(self, run: Callable[..., Tensor], tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
         B, N = tokens_BN.shape

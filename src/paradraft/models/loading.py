@@ -1,4 +1,4 @@
-"""From a name to a model: a Hugging Face id, a local folder, or the shipped "pocket" family."""
+"""From a name to a model: a Hugging Face id, a local folder, the shipped "pocket" family, or a shape."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.shapes import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
 from paradraft.models.target import Target
 
 POCKET = "pocket"
@@ -87,14 +88,16 @@ def pocket_folder(role: str) -> Path:
 
 
 def locate(name: str, role: str) -> str:
-    """The folder or Hugging Face id behind a model name; "pocket" depends on the role.
+    """The folder or Hugging Face id behind a model name; "pocket" depends on the role, a shape is its own.
 
     Raises:
         ValueError: there is no such model.
     """
     if name == POCKET:
         return str(pocket_folder(role))
-    if not Path(name).is_dir():
+    if is_shape(name):
+        shape_of(name)
+    elif not Path(name).is_dir():
         _check_hub(name)
     elif not (Path(name) / "config.json").is_file():
         raise ValueError(f"{name!r} is not a model folder: it has no config.json")
@@ -123,6 +126,7 @@ def load_config(name: str) -> PretrainedConfig:
     Raises:
         ValueError: there is none, or it is not that of a supported causal LM.
     """
+    check_has_weights(name)
     with _loading(f"model {name!r}"):
         config = AutoConfig.from_pretrained(name)
     if config.model_type not in ARCHITECTURES:
@@ -161,6 +165,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     # Tokenizing a text longer than the model's limit is not an error here: the limit is checked, with a
     # better message, where the text is used.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
+    check_has_weights(name)
     with _loading(f"the tokenizer of {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.get_vocab().keys() == {token.content for token in tokenizer.added_tokens_decoder.values()}:
@@ -176,8 +181,8 @@ def load_target(name: str, runtime: Runtime) -> Target:
         ValueError: there is no such model, or it cannot be served.
     """
     folder = locate(name, "target")
-    tokenizer = load_tokenizer(folder)
-    model = load_model(folder, runtime)
+    tokenizer = id_tokenizer(folder) if is_shape(folder) else load_tokenizer(folder)
+    model = _model(folder, runtime)
     for setting, neutral in CHANGES_LOGITS.items():
         value = getattr(model.generation_config, setting, None)
         if value not in (None, neutral):
@@ -197,7 +202,7 @@ def load_draft_lm(folder: str, target: Target, runtime: Runtime) -> CausalLM:
     Raises:
         ValueError: there is no such model, or its tokens or capacity do not fit the target's.
     """
-    model = load_model(folder, runtime)
+    model = _model(folder, runtime)
     needed = target.lm.vocab_size
     if model.config.vocab_size < needed:
         raise ValueError(
@@ -208,11 +213,17 @@ def load_draft_lm(folder: str, target: Target, runtime: Runtime) -> CausalLM:
             f"draft {folder!r} has room for {model.config.max_position_embeddings} tokens, the target for "
             f"{target.capacity}: set capacity={model.config.max_position_embeddings}"
         )
-    if load_tokenizer(folder)(_PROBE)["input_ids"] != target.tokenizer(_PROBE)["input_ids"]:
+    if not is_shape(folder) and load_tokenizer(folder)(_PROBE)["input_ids"] != target.tokenizer(_PROBE)["input_ids"]:
         raise ValueError(
             f"draft {folder!r} splits text into other tokens than the target: use a draft of the same family"
         )
     return _causal_lm(model, needed, runtime, target.capacity)
+
+
+def _model(folder: str, runtime: Runtime) -> PreTrainedModel:
+    if is_shape(folder):
+        return random_model(folder, dtype=DTYPES[runtime.dtype], device=runtime.device)
+    return load_model(folder, runtime)
 
 
 def _causal_lm(model: PreTrainedModel, vocab_size: int, runtime: Runtime, capacity: int | None) -> CausalLM:

@@ -17,7 +17,7 @@ def figures(method: str, **given: Any) -> dict[str, Any]:
     shown = {
         "method": method, "tokens_per_s": {"median": 123.4}, "speedup_vs_hf": 2.0, "speedup_vs_ar": None,
         "acceptance_length": 2.345, "draft_s": 1.0, "verify_s": 2.0, "prefill_s": 0.5, "other_s": 0.5, "total_s": 4.0,
-        "identical_to_ar": True,
+        "share_of_floor": 0.625, "identical_to_ar": True,
     }  # fmt: skip
     return {**shown, **given}
 
@@ -32,14 +32,16 @@ def lines(summary: dict[str, dict[str, Any]], width: int = 80) -> list[list[str]
 def test_every_figure_stands_in_its_column() -> None:
     """Guards against a column that shows another's figure, and shares that leave a part of the time out."""
     (row,) = lines({"pard:k=4": figures("pard")})
-    assert row == ["PARD, k=4", "123", "2.00x", "-", "2.35", "25%", "50%", "25%", "yes"]
+    assert row == ["PARD, k=4", "123", "2.00x", "-", "2.35", "25%", "50%", "25%", "62%", "yes"]
 
 
 def test_what_was_not_measured_is_a_dash() -> None:
     """Guards against figures of our loop for `generate`, which has none, and "no" where nothing was compared."""
-    nothing = dict.fromkeys(("acceptance_length", "draft_s", "verify_s", "prefill_s", "other_s", "identical_to_ar"))
+    nothing = dict.fromkeys(
+        ("acceptance_length", "draft_s", "verify_s", "prefill_s", "other_s", "identical_to_ar", "share_of_floor")
+    )
     (row,) = lines({"hf": figures("hf", **nothing)})
-    assert row == ["AR", "123", "2.00x", "-", "-", "-", "-", "-", "-"]
+    assert row == ["AR", "123", "2.00x", "-", "-", "-", "-", "-", "-", "-"]
 
 
 def test_settings_are_named_where_the_value_does_not_say_what_it_is() -> None:

@@ -1,0 +1,117 @@
+"""Where the time of a round goes, by what runs in it. For shares alone: a profiler slows down what it watches.
+
+On a GPU the kernels are counted, and what is left of the time is the GPU's waiting for Python and
+launches. On a CPU the operations are counted, each without those it calls; a compiled pass is one of
+them there, so its products cannot be told from the rest of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch forgets to export it
+from torch.profiler import ProfilerActivity
+
+from paradraft.core import Step
+
+KINDS = {
+    "compiled": r"CompiledFxGraph|^triton_|cpp_fused",
+    "attention": r"attention|flash|fmha|sdpa",
+    "products": r"^aten::(mm|bmm|addmm|baddbmm|linear|matmul|_int_mm)$|mkl|gemm|gemv|cutlass|nvjet|splitk|onednn",
+    "sampling": r"argmax|argmin|topk|sort|softmax|logsumexp|cumsum|multinomial|ArgMax|TopK",
+}
+"""What an operation or kernel belongs to, by its name: the first that fits."""
+REST = "other ops"
+WAITING = "Python, launch"
+_WRAPPERS = re.compile(r"Torch-Compiled Region|bytecode|TorchDynamo|AOTDispatcher|^Profiler|ProfilerStep")
+"""What torch.compile does in Python around a compiled pass."""
+ROUNDS, SKIPPED = 12, 2
+
+
+def kind_of(name: str) -> str:
+    """What an operation or a kernel is counted as.
+
+    >>> [kind_of(name) for name in ("aten::mm", "aten::argmax", "triton_poi_fused_add_0", "aten::copy_")]
+    ['products', 'sampling', 'compiled', 'other ops']
+    """
+    if _WRAPPERS.search(name):
+        return WAITING
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), REST)
+
+
+def profile(steps: Iterator[Step], device: torch.device) -> dict[str, Any] | None:
+    """Profiles some rounds of an answer, all but the first ones.
+
+    Args:
+        steps: the rounds of an answer that has not begun.
+        device: where the models run.
+
+    Returns:
+        `rounds` that were profiled, `round_ms` of one under the profiler, and `shares` of its time; None where the
+        answer is too short.
+    """
+    if len([step for step, _ in zip(steps, range(SKIPPED), strict=False)]) < SKIPPED:
+        return None
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    profiler = torch.profiler.profile(activities=activities)
+    with _unheard():
+        profiler.start()
+    began_s = time.perf_counter()
+    rounds = sum(1 for _ in zip(range(ROUNDS), steps, strict=False))
+    total_s = time.perf_counter() - began_s
+    with _unheard():
+        profiler.stop()
+    if not rounds:
+        return None
+    found_s = dict.fromkeys((*KINDS, REST), 0.0)
+    for event in profiler.key_averages():
+        is_kernel = event.device_type == DeviceType.CUDA
+        kind = kind_of(event.key)
+        if kind != WAITING and is_kernel == on_gpu:
+            found_s[kind] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+    shares = {kind: seconds / total_s for kind, seconds in found_s.items()}
+    return {
+        "rounds": rounds,
+        "round_ms": total_s / rounds * 1e3,
+        "shares": shares | {WAITING: max(1.0 - sum(shares.values()), 0.0)},
+    }
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Keeps from the standard error what the profiler's library writes there whatever its log level."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def profile_table(found: dict[str, dict[str, Any] | None], title: str) -> Table:
+    """One line per method: the shares of a round's time."""
+    kinds = [*KINDS, REST, WAITING]
+    caption = "shares of a round under the profiler, which slows it down; compiled: passes through torch.compile"
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("method", "ms", *kinds):
+        table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+    for spec, figures in found.items():
+        if figures is None:
+            table.add_row(spec, "-", *["-"] * len(kinds))
+        else:
+            shares = [f"{figures['shares'][kind]:.0%}" for kind in kinds]
+            table.add_row(spec, f"{figures['round_ms']:.1f}", *shares)
+    return table

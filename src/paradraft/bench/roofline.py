@@ -1,0 +1,185 @@
+"""The floor of a pass: no machine with this bandwidth and this matrix unit can run it in less time.
+
+A pass must read its weights and the keys and values of all earlier tokens, write those of the new
+ones, and multiply. It takes at least max(bytes / bandwidth, operations / rate). What could stay in
+registers is not counted: activations, logits, the mask. So a floor is never too high, but for one
+thing: every row of a batch counts as many earlier tokens as the longest.
+
+Bandwidth is that of reading, again and again, as many bytes as the model's weights have. Where
+these fit into a cache it is the cache's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from paradraft.bench.speeds import Speeds
+from paradraft.core import Drafter
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.kv_cache import head_size
+from paradraft.models.passes import Pass
+
+Passes = dict[str, Counter[Pass]]
+"""What models did, by what they are: "target", or "draft"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What passes take at least.
+
+    Args:
+        bytes: read and written.
+        flops: floating point operations, two for a multiplication with its addition.
+        floor_s: seconds.
+    """
+
+    bytes: int
+    flops: int
+    floor_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What a model's passes are counted by.
+
+    Args:
+        body_bytes: weights of all layers and norms.
+        body_weights: how many of them multiply.
+        head_bytes: weights of the output head.
+        head_weights: how many.
+        row_bytes: of a token's embedding.
+        kv_bytes: keys and values of a token, all layers.
+        attended: products of a new token with an earlier one, all layers: scores and weighted values.
+        dtype: of the weights.
+    """
+
+    body_bytes: int
+    body_weights: int
+    head_bytes: int
+    head_weights: int
+    row_bytes: int
+    kv_bytes: int
+    attended: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Size:
+        """The size of a causal LM; an embedding that is the head too counts as the head."""
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        body = [weight for weight in model.parameters() if weight is not embedding and weight is not head]
+        config = model.config
+        per_head = config.num_hidden_layers * head_size(config)
+        return cls(
+            body_bytes=sum(map(_bytes, body)),
+            body_weights=sum(weight.numel() for weight in body if weight.ndim == 2),
+            head_bytes=_bytes(head),
+            head_weights=head.numel(),
+            row_bytes=_bytes(embedding) // len(embedding),
+            kv_bytes=2 * per_head * config.num_key_value_heads * model.dtype.itemsize,
+            attended=2 * per_head * config.num_attention_heads,
+            dtype=model.dtype,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a decoding pass reads of the weights."""
+        return self.body_bytes + self.head_bytes
+
+    def cost(self, one: Pass, speeds: Speeds) -> Cost:
+        """The bytes, operations and floor of a pass."""
+        new = one.rows * one.tokens
+        read = self.body_bytes + (self.head_bytes if one.logits else 0) + new * self.row_bytes
+        read += one.rows * (one.context + one.tokens) * self.kv_bytes
+        # The i-th of N new tokens sees the earlier ones, itself and i - 1 others.
+        seen = one.rows * (one.tokens * one.context + one.tokens * (one.tokens + 1) // 2)
+        products = new * self.body_weights + one.rows * one.logits * self.head_weights + seen * self.attended
+        floor_s = max(read / speeds.bytes_per_s(self.weight_bytes), 2 * products / speeds.flops_per_s(self.dtype))
+        return Cost(bytes=read, flops=2 * products, floor_s=floor_s)
+
+
+def _bytes(weight: torch.Tensor) -> int:
+    return weight.numel() * weight.element_size()
+
+
+def models_of(target: CausalLM, drafter: Drafter) -> dict[str, CausalLM]:
+    """The models whose passes a method's time goes to; a drafter without one only reads tokens."""
+    drafts = [value for value in vars(drafter).values() if isinstance(value, CausalLM)]
+    names = ["draft", *(f"draft {number}" for number in range(2, len(drafts) + 1))]
+    return {"target": target} | dict(zip(names, drafts, strict=False))
+
+
+def passes_of(models: dict[str, CausalLM]) -> Passes:
+    """What the models have done since the answer began."""
+    return {name: lm.passes for name, lm in models.items()}
+
+
+def plain_passes(rows: int, prompt_tokens: int, new_tokens: int) -> Passes:
+    """What decoding with a cache and without a draft must do, whoever does it.
+
+    >>> [one.tokens for one in plain_passes(1, 7, 3)["target"]]
+    [7, 1, 1]
+    """
+    first = Pass(rows=rows, tokens=prompt_tokens, logits=1, context=0)
+    later = [Pass(rows=rows, tokens=1, logits=1, context=prompt_tokens + i) for i in range(new_tokens - 1)]
+    return {"target": Counter([first, *later])}
+
+
+def speeds_for(models: list[CausalLM]) -> Speeds:
+    """What is to be measured of the device of some models, measured for the first time."""
+    sizes = [Size.of(lm.model) for lm in models]
+    speeds = Speeds(models[0].device, {size.weight_bytes for size in sizes}, {size.dtype for size in sizes})
+    speeds.measure()
+    return speeds
+
+
+def added(parts: list[Passes]) -> Passes:
+    """The passes of several answers together; none if nobody knows those of one."""
+    names = parts[0] if all(parts) else ()
+    return {name: sum((part[name] for part in parts), Counter[Pass]()) for name in names}
+
+
+def total(passes: Counter[Pass], size: Size, speeds: Speeds) -> Cost:
+    """The sum over passes of one model."""
+    costs = [(size.cost(one, speeds), number) for one, number in passes.items()]
+    return Cost(
+        bytes=sum(cost.bytes * number for cost, number in costs),
+        flops=sum(cost.flops * number for cost, number in costs),
+        floor_s=math.fsum(cost.floor_s * number for cost, number in costs),
+    )
+
+
+def reached(
+    passes: Passes, sizes: dict[str, Size], speeds: Speeds, *, total_s: float, prefill_s: float | None
+) -> dict[str, Any]:
+    """Which share of the floor a method reaches: the floor of all its passes over the time it took.
+
+    Args:
+        passes: what was done; empty if nobody knows.
+        sizes: of the models that did it.
+        speeds: of the machine.
+        total_s: how long it took, prefill included.
+        prefill_s: how much of that was the target's prefill; None if nobody knows.
+
+    Returns:
+        `floor_s` and `share_of_floor` with all prefill; `decode_floor_s` and `decode_share_of_floor` without the
+        target's (a drafter reads its prompts while it drafts); `floor_of` the bytes, operations and floor by model.
+    """
+    if not passes:
+        return dict.fromkeys(("floor_s", "share_of_floor", "decode_floor_s", "decode_share_of_floor", "floor_of"))
+    of_model = {name: total(counts, sizes[name], speeds) for name, counts in passes.items()}
+    floor_s = math.fsum(cost.floor_s for cost in of_model.values())
+    prompts = Counter({one: number for one, number in passes["target"].items() if not one.logits})
+    decode_floor_s = floor_s - total(prompts, sizes["target"], speeds).floor_s
+    return {
+        "floor_s": floor_s,
+        "share_of_floor": floor_s / total_s,
+        "decode_floor_s": None if prefill_s is None else decode_floor_s,
+        "decode_share_of_floor": None if prefill_s is None else decode_floor_s / (total_s - prefill_s),
+        "floor_of": {name: asdict(cost) for name, cost in of_model.items()},
+    }

@@ -1,0 +1,143 @@
+"""What if so many drafted tokens were accepted? The work of a round with a verdict that is drawn.
+
+Draft pass, target pass and verification are done as ever; then the verdict is replaced by one with
+given acceptance rates. So the speed of any pair of models can be measured before anyone has trained
+the drafter. The texts are not the target's: this is for timing alone, and nothing but
+`paradraft bench` can reach it.
+
+Shape letters: B rows of a batch, N nodes of a draft, K positions.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+
+from paradraft.bench.methods import Answer, Answerer
+from paradraft.bench.roofline import models_of, passes_of
+from paradraft.bench.rounds import clock_for, rounds
+from paradraft.core import ABSENT, Draft, Sampling, TargetOut, Verdict
+from paradraft.decode.sequential import VERIFY, Verify
+from paradraft.engine import Engine
+from paradraft.models.target import Target
+from paradraft.sampler import Sampler
+
+LOSSLESS = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """How many tokens of a chain are accepted, instead of what the target says.
+
+    Args:
+        rates: for each position the share of drafts that reach so far whose token there is accepted, as
+            `acceptance_per_position` in a benchmark's file has it. Acceptance of a position takes that of all
+            earlier ones, so rates never rise. (The share of those drafts whose earlier tokens were all accepted is
+            a rate divided by the one before.)
+
+    Raises:
+        ValueError: there is no rate, or one is not in [0, 1] or larger than the one before.
+    """
+
+    rates: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rates or not all(0.0 <= rate <= 1.0 for rate in self.rates):
+            raise ValueError(f"synthetic acceptance {self.in_words}: give rates from 0 to 1, one for each position")
+        for place in range(1, len(self.rates)):
+            if self.rates[place] > self.rates[place - 1]:
+                raise ValueError(
+                    f"synthetic acceptance {self.in_words}: rate {place + 1} is larger than the one before: give "
+                    "shares of all drafts, as acceptance_per_position has them, and a token needs all those before it"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> Acceptance:
+        """Reads rates with commas between them.
+
+        >>> Acceptance.parse("0.79,0.57,0.40").length
+        2.76
+        """
+        try:
+            return cls(rates=tuple(float(rate) for rate in text.split(",")))
+        except ValueError as error:
+            if str(error).startswith("synthetic"):
+                raise
+            raise ValueError(f"synthetic acceptance {text!r}: write rates as in 0.79,0.57,0.40") from None
+
+    @property
+    def in_words(self) -> str:
+        """The rates with commas between them."""
+        return ", ".join(f"{rate:.3g}" for rate in self.rates)
+
+    @property
+    def title(self) -> str:
+        """What stands before the title of everything that was measured so."""
+        return f"SYNTHETIC ACCEPTANCE {self.in_words} (verdicts are drawn, texts are not the target's): "
+
+    @property
+    def length(self) -> float:
+        """The acceptance length that chains of as many tokens as there are rates will have."""
+        return 1.0 + sum(self.rates)
+
+    def check(self, spec: str, *, k: int, tree: int | None) -> None:
+        """Raises ValueError unless a method's drafts are chains for which there are rates."""
+        if tree is not None:
+            raise ValueError(
+                f"method {spec!r} drafts trees, and synthetic acceptance is for chains: leave the tree out"
+            )
+        if k > len(self.rates):
+            raise ValueError(
+                f"method {spec!r} drafts {k} tokens, but there are {len(self.rates)} rates of synthetic acceptance: "
+                "give one for each position, or lower k"
+            )
+
+    def instead_of(self, verify: Verify) -> Verify:
+        """A rule that does the work of another and accepts by these rates.
+
+        One uniform number of the (seed, position) decides a round: as many tokens are accepted as there
+        are rates above it, but no more than the draft has. The token behind them is the other rule's.
+        """
+
+        def drawn(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
+            found = verify(draft, out, sampler)
+            B, N = draft.tokens.shape
+            assert N <= len(self.rates)
+            chance_B1 = sampler.acceptance_numbers(1)
+            rates_N = torch.tensor(self.rates[:N], dtype=chance_B1.dtype, device=chance_B1.device)
+            is_kept_BN = ((chance_B1 < rates_N) & (draft.tokens != ABSENT)).long().cumprod(1) == 1
+            nodes_BN = torch.arange(N, device=draft.tokens.device).expand(B, N)
+            next_B = found.tokens.gather(1, found.accepted[:, None])[:, 0]
+            return Verdict.of(draft, torch.where(is_kept_BN, nodes_BN, ABSENT), next_B)
+
+        return drawn
+
+    def answerer(self, engine: Engine) -> Answerer:
+        """What answers prompts with this acceptance."""
+        verify = self.instead_of(VERIFY[engine.verify])
+        models = models_of(engine.target.lm, engine.drafter)
+
+        def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
+            clock = clock_for(engine)
+            tokens: list[list[int]] = [[] for _ in prompts]
+            samplings = [replace(sampling, seed=_seed(prompt, sampling.seed)) for prompt in prompts]
+            for step in rounds(engine, prompts, max_new_tokens, samplings, verify, clock):
+                for row, new in zip(step.rows, step.tokens, strict=True):
+                    tokens[row] += new
+            stats = clock.stats
+            return Answer(tokens=tokens, total_s=stats.total_s, stats=stats, passes=passes_of(models))
+
+        return answer
+
+
+def _seed(prompt: str, seed: int) -> int:
+    """A seed for each prompt: prompts of one length would else all have the same verdicts."""
+    return zlib.crc32(prompt.encode()) ^ seed
+
+
+def without_ends(target: Target) -> None:
+    """Lets no token end an answer of this target: random verdicts make texts that end anywhere."""
+    target.lm.model.generation_config.eos_token_id = None
+    target.lm.model.config.eos_token_id = None

@@ -1,0 +1,126 @@
+"""Verdicts that are drawn: by the rates, by (seed, position), and only where a benchmark asks for them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from paradraft import load
+from paradraft.bench import synthetic
+from paradraft.bench.methods import Method
+from paradraft.bench.synthetic import Acceptance
+from paradraft.core import ABSENT, GREEDY, RULES, Draft, Prompt, Sampling, TargetOut, Verdict
+from paradraft.decode.sequential import VERIFY
+from paradraft.models.loading import Runtime
+from paradraft.sampler import Sampler
+from paradraft.verify import match
+
+RATES = (0.9, 0.6, 0.2)
+
+
+def sampler_of(rows: int, *, seed: int = 0, tokens: int = 4) -> Sampler:
+    samplings = tuple(Sampling(seed=seed + row) for row in range(rows))
+    return Sampler(Prompt(tokens=torch.ones(rows, tokens, dtype=torch.long), sampling=samplings))
+
+
+def drawn(draft: Draft, sampler: Sampler) -> Verdict:
+    """The verdict where the target itself accepts nothing and says 8."""
+    logits = torch.zeros(len(draft.tokens), draft.tokens.shape[1] + 1, 10)
+    logits[..., 8] = 1.0
+    return Acceptance(rates=RATES).instead_of(match.verify)(draft, TargetOut(logits=logits, hidden={}), sampler)
+
+
+def chain(rows: int, length: int = 3) -> Draft:
+    return Draft.chain(torch.arange(1, length + 1).expand(rows, length).clone())
+
+
+def test_rates_are_shares_of_all_drafts() -> None:
+    """Guards the meaning of a rate, and draws that are not independent of each other: false alarms, by Hoeffding's
+    inequality, in one of a million runs with other seeds."""
+    rows = 20_000
+    accepted = drawn(chain(rows), sampler_of(rows)).accepted
+    allowed = math.sqrt(math.log(2 * len(RATES) / 1e-6) / (2 * rows))
+    for place, rate in enumerate(RATES):
+        assert abs((accepted > place).double().mean().item() - rate) < allowed
+
+
+def test_a_verdict_is_whole() -> None:
+    """Guards against verdicts that no rule could give: gaps in the path, or a next token out of nowhere."""
+    verdict = drawn(chain(50), sampler_of(50))
+    assert set(verdict.accepted.tolist()) == {0, 1, 2, 3}
+    for accepted, path, tokens in zip(
+        verdict.accepted.tolist(), verdict.path.tolist(), verdict.tokens.tolist(), strict=True
+    ):
+        assert path == [*range(accepted), *[ABSENT] * (3 - accepted)]
+        assert tokens == [*range(1, accepted + 1), 8, *[ABSENT] * (3 - accepted)]
+
+
+def test_a_verdict_is_a_function_of_seed_and_position() -> None:
+    """Guards against runs that cannot be repeated, and against rounds that all decide alike."""
+    first = drawn(chain(50), sampler_of(50)).accepted
+    assert torch.equal(drawn(chain(50), sampler_of(50)).accepted, first)
+    assert not torch.equal(drawn(chain(50), sampler_of(50, seed=100)).accepted, first)
+    assert not torch.equal(drawn(chain(50), sampler_of(50, tokens=5)).accepted, first)
+    alone = [drawn(chain(1), sampler_of(1, seed=row)).accepted.item() for row in range(50)]
+    assert alone == first.tolist()
+
+
+def test_nothing_is_accepted_that_was_not_drafted() -> None:
+    """Guards rows with shorter drafts than their neighbours, and rounds without a draft."""
+    draft = chain(50)
+    draft.tokens[:, 1:] = ABSENT
+    assert set(drawn(draft, sampler_of(50)).accepted.tolist()) == {0, 1}
+    nothing = drawn(Draft.empty(2, torch.device("cpu")), sampler_of(2))
+    assert nothing.tokens.tolist() == [[8], [8]]
+
+
+def test_the_work_is_done() -> None:
+    """Guards against a benchmark that leaves out the verification that it replaces."""
+    calls = []
+
+    def rule(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
+        calls.append(out)
+        return match.verify(draft, out, sampler)
+
+    out = TargetOut(logits=torch.zeros(1, 4, 10), hidden={})
+    Acceptance(rates=RATES).instead_of(rule)(chain(1), out, sampler_of(1))
+    assert calls == [out]
+
+
+def test_no_user_of_the_library_can_ask_for_it(family: Path) -> None:
+    """Guards the promise of lossless answers: the rule has no name, and says of itself that it is not lossless."""
+    assert not synthetic.LOSSLESS
+    assert set(VERIFY) == set(RULES) == {"match", "rejection"}
+    with pytest.raises(ValueError, match="verify='synthetic'"):
+        load(str(family / "target"), verify="synthetic", runtime=Runtime(dtype="float64"))
+
+
+@pytest.mark.parametrize("spec", ["pard:k=3", "autoregressive:k=3", "pard:k=3:verify=rejection"])
+def test_answers_have_their_length_and_the_rounds_of_their_prompts(family: Path, spec: str) -> None:
+    """Guards against answers that an end token cuts, and against rounds of a prompt that depend on its batch."""
+    method = Method.parse(spec, dtype="float64")
+    name = {"name": method.name, "draft": str(family / "pard")}
+    engine = load(str(family / "target"), drafter=name["name"], draft=name["draft"], runtime=Runtime(dtype="float64"))
+    answer = Acceptance(rates=(0.8, 0.5, 0.3)).answerer(method.engine(engine.target, engine.drafter))
+    prompts = ["abcabcabc", "helloworld", "The0quick"]
+    alone = [answer([prompt], 30, GREEDY) for prompt in prompts]
+    together = answer(prompts, 30, GREEDY)
+    assert [len(tokens) for tokens in together.tokens] == [30, 30, 30]
+    assert together.stats is not None
+    rounds = [one.stats.rounds for one in alone if one.stats is not None]
+    assert together.stats.rounds == sum(rounds)
+    assert len(set(rounds)) > 1, "all prompts have the same verdicts"
+    assert set(together.passes) == {"target", "draft"}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("0.5,0.9", "rate 2"), ("1.5", "0 to 1"), ("nan", "0 to 1"), ("0.9,", "write rates"), ("-0.1", "0 to 1")],
+)
+def test_rates_that_cannot_be(text: str, named: str) -> None:
+    """Guards against conditional rates taken for shares of all drafts, and against typing errors."""
+    with pytest.raises(ValueError, match=named):
+        Acceptance.parse(text)
