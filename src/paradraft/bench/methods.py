@@ -34,11 +34,13 @@ class Answer:
         tokens: the new tokens of each.
         total_s: from the prompts to the last token, prefill included.
         stats: counts and times of our own loop; None for `hf`.
+        by_round: for each answer the number of tokens that each target pass gave it; None for `hf`.
     """
 
     tokens: list[list[int]]
     total_s: float
     stats: Stats | None
+    by_round: list[list[int]] | None = None
 
 
 Answerer = Callable[[list[str], int, Sampling], Answer]
@@ -161,7 +163,12 @@ def _ours(engine: Engine) -> Answerer:
     def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
         results = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, batch_size=len(prompts))
         stats = engine.clock.stats
-        return Answer(tokens=[result.tokens for result in results], total_s=stats.total_s, stats=stats)
+        return Answer(
+            tokens=[result.tokens for result in results],
+            total_s=stats.total_s,
+            stats=stats,
+            by_round=[engine.clock.tokens_by_round(row) for row in range(len(results))],
+        )
 
     return answer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.api import check_draft, drafter_names, takes_draft
-from paradraft.bench.harness import check_batches, measure, summarize
+from paradraft.bench.harness import Measured, check_batches, measure, summarize
 from paradraft.bench.methods import Answerer, Method
 from paradraft.core import Drafter, Sampling
 from paradraft.engine import Engine
@@ -46,7 +46,7 @@ def run_bench(
 
     Returns:
         A report of plain values: `machine`, `arguments`, `methods` (the summary), and `answers`
-        with every raw time and the tokens of the first run.
+        with every raw time, the tokens of the first run and how many each target pass gave.
 
     Raises:
         ValueError: a model cannot be loaded, or two methods are the same.
@@ -87,11 +87,18 @@ def run_bench(
             "runtime": asdict(runtime),
         },
         "methods": summarize(measured, sampling),
-        "answers": {
-            one.method.spec: {
-                "total_s": [[answer.total_s for answer in run] for run in one.runs],
-                "tokens": [tokens for answer in one.runs[0] for tokens in answer.tokens],
-            }
-            for one in measured
-        },
+        "answers": answers(measured),
+    }
+
+
+def answers(measured: list[Measured]) -> dict[str, dict[str, Any]]:
+    """What each method answered, by its spec: all times, and of the first run the tokens of each answer, and how many
+    of them each target pass gave."""
+    return {
+        one.method.spec: {
+            "total_s": [[answer.total_s for answer in run] for run in one.runs],
+            "tokens": [tokens for answer in one.runs[0] for tokens in answer.tokens],
+            "by_round": [rounds for answer in one.runs[0] for rounds in answer.by_round or ()] or None,
+        }
+        for one in measured
     }
