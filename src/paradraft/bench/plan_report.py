@@ -15,7 +15,7 @@ from paradraft.output import write_output
 CAPTION = (
     "> the fastest of its batch size · length: tokens per target pass\n"
     "round: ms of draft + verify + rest · vs AR+: predicted, against plain decoding\n"
-    "in batches of the same size · error: predicted / measured - 1"
+    "in batches of the same size · error: predicted / checked - 1"
 )
 
 
@@ -24,7 +24,7 @@ def table(plan: dict[str, Any], title: str) -> Table:
     result = Table(title=title, caption=CAPTION, box=box.SIMPLE_HEAD, pad_edge=False)
     result.add_column("batch", justify="right")
     result.add_column("draft", no_wrap=True)
-    for name in ("length", "round", "tok/s", "vs AR+", "measured", "error"):
+    for name in ("length", "round", "tok/s", "vs AR+", "checked", "error"):
         result.add_column(name, justify="right", no_wrap=name == "round")
     before = None
     for one in shown(plan):
