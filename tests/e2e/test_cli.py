@@ -12,7 +12,8 @@ from tests.e2e.conftest import Paradraft, assert_mistake
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["generate"], ["init-draft"], ["train"], ["train", "pard"], ["regenerate"], ["bench"], ["audit"]]
+    "command",
+    [[], ["generate"], ["init-draft"], ["train"], ["train", "pard"], ["regenerate"], ["bench"], ["plan"], ["audit"]],
 )
 def test_help(paradraft: Paradraft, command: list[str]) -> None:
     """Guards against options without a word of help in the list."""

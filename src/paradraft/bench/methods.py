@@ -37,12 +37,14 @@ class Answer:
         total_s: from the prompts to the last token, prefill included.
         stats: counts and times of our own loop; None for `hf`.
         passes: what the models did; empty if nobody knows.
+        by_round: for each answer the number of tokens that each target pass gave it; None for `hf`.
     """
 
     tokens: list[list[int]]
     total_s: float
     stats: Stats | None
     passes: Passes = field(default_factory=dict)
+    by_round: list[list[int]] | None = None
 
 
 Answerer = Callable[[list[str], int, Sampling], Answer]
@@ -182,8 +184,13 @@ def _ours(engine: Engine) -> Answerer:
     def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
         results = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, batch_size=len(prompts))
         stats = engine.clock.stats
-        tokens = [result.tokens for result in results]
-        return Answer(tokens=tokens, total_s=stats.total_s, stats=stats, passes=passes_of(models))
+        return Answer(
+            tokens=[result.tokens for result in results],
+            total_s=stats.total_s,
+            stats=stats,
+            passes=passes_of(models),
+            by_round=[engine.clock.tokens_by_round(row) for row in range(len(results))],
+        )
 
     return answer
 

@@ -98,7 +98,8 @@ def run_bench(
 
     Returns:
         A report of plain values: `machine`, `arguments`, `speeds` (of the machine), `methods` (the summary),
-        `profile` if it was asked for, and `answers` with every raw time and the tokens of the first run.
+        `profile` if it was asked for, and `answers` with every raw time, the tokens of the first run and how many
+        each target pass gave.
 
     Raises:
         ValueError: a model cannot be loaded, two methods are the same, or shapes are to accept tokens by themselves.
@@ -167,13 +168,20 @@ def run_bench(
         "speeds": speeds.as_json(),
         "methods": summary,
         **({"profile": profiles} if profiled else {}),
-        "answers": {
-            one.method.spec: {
-                "total_s": [[answer.total_s for answer in run] for run in one.runs],
-                "tokens": [tokens for answer in one.runs[0] for tokens in answer.tokens],
-            }
-            for one in measured
-        },
+        "answers": answers(measured),
+    }
+
+
+def answers(measured: list[Measured]) -> dict[str, dict[str, Any]]:
+    """What each method answered, by its spec: all times, and of the first run the tokens of each answer, and how many
+    of them each target pass gave."""
+    return {
+        one.method.spec: {
+            "total_s": [[answer.total_s for answer in run] for run in one.runs],
+            "tokens": [tokens for answer in one.runs[0] for tokens in answer.tokens],
+            "by_round": [rounds for answer in one.runs[0] for rounds in answer.by_round or ()] or None,
+        }
+        for one in measured
     }
 
 

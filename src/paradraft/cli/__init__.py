@@ -1,4 +1,4 @@
-"""The command line: `paradraft generate`, `regenerate`, `init-draft`, `train`, `bench`, `audit`."""
+"""The command line: `paradraft generate`, `regenerate`, `init-draft`, `train`, `bench`, `plan`, `audit`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from paradraft.cli.audit import audit
 from paradraft.cli.bench import bench
 from paradraft.cli.generate import generate
 from paradraft.cli.init_draft import init_draft
+from paradraft.cli.plan import plan
 from paradraft.cli.regenerate import regenerate
 from paradraft.cli.train import pard
 from paradraft.terminal import hide_progress_bars, speaks
@@ -30,6 +31,7 @@ app.command()(init_draft)
 app.command()(regenerate)
 train_app.command()(pard)
 app.command()(bench)
+app.command()(plan)
 app.command()(audit)
 
 

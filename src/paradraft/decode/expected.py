@@ -8,11 +8,39 @@ from __future__ import annotations
 import copy
 import statistics
 from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from paradraft.core import Draft, Step
+
+
+def expected_tokens(shares: Iterable[float]) -> float:
+    """Tokens of a row's round: the target's own, and each drafted one as often as it is accepted.
+
+    Args:
+        shares: for each position of the draft, the share of rounds that accept so many tokens or more.
+
+    >>> expected_tokens([0.5, 0.25])
+    1.75
+    """
+    return 1.0 + sum(shares)
+
+
+def on_lines(known: Mapping[int, float], x: float) -> float:
+    """What lies at `x` on the straight lines between known points; beyond the first and the last, what they have.
+
+    Raises:
+        ValueError: nothing is known.
+
+    >>> on_lines({1: 10.0, 3: 14.0}, 2), on_lines({1: 10.0, 3: 14.0}, 7)
+    (12.0, 14.0)
+    """
+    below = max((other for other in known if other <= x), default=min(known))
+    above = min((other for other in known if other >= x), default=max(known))
+    share = (x - below) / (above - below) if above > below else 0.0
+    return (1 - share) * known[below] + share * known[above]
 
 
 @dataclass(kw_only=True)
@@ -27,12 +55,7 @@ class _Costs:
     def of(self, k: int) -> float:
         """The median time when `k` tokens are asked for; on a straight line between those that are known, of which no
         draft at all is none: a draft's first token costs more than its second."""
-        known = sorted(other for other in self.seconds if other or not k)
-        below = max((other for other in known if other <= k), default=known[0])
-        above = min((other for other in known if other >= k), default=known[-1])
-        share = (k - below) / (above - below) if above > below else 0.0
-        low, high = (statistics.median(self.seconds[other]) for other in (below, above))
-        return (1 - share) * low + share * high
+        return on_lines({other: statistics.median(s) for other, s in self.seconds.items() if other or not k}, k)
 
 
 class Expected:
@@ -136,7 +159,7 @@ class Expected:
     def _tokens(self, k: int) -> float:
         """Expected tokens of a row's round with `k` drafted tokens."""
         shares = (a / d if d else 0.0 for a, d in zip(self._accepted[:k], self._drafted[:k], strict=True))
-        return 1.0 + sum(shares)
+        return expected_tokens(shares)
 
     def _rate(self, k: int) -> float:
         """Expected tokens of a row per second, with `k` drafted tokens a round."""

@@ -137,11 +137,20 @@ class Stops:
         """
         batch = len(self._rows)
         going = [place for place, row in enumerate(self._rows) if self._left[row] == 0][: batch - at_least]
-        if self.all_finished or len(going) * 4 < batch or not going:
+        if self.all_finished or not are_enough(len(going), batch):
             return None
         staying = [place for place in range(batch) if place not in set(going)]
         self._rows = [self._rows[place] for place in staying]
         return torch.tensor(staying)
+
+
+def are_enough(ended: int, batch: int) -> bool:
+    """Whether so many rows of a batch have ended that it is worth moving the others together.
+
+    >>> are_enough(3, 16), are_enough(4, 16), are_enough(0, 2)
+    (False, True, False)
+    """
+    return ended > 0 and ended * 4 >= batch
 
 
 def find_stop(text: str, strings: tuple[str, ...]) -> int | None:

@@ -1,0 +1,142 @@
+"""`paradraft plan`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from paradraft.cli import options
+from paradraft.cli.ignored import warn_ignored, without_chance
+from paradraft.core import Sampling
+from paradraft.models.loading import Runtime
+from paradraft.output import check_outputs
+
+MOST = 4096
+"""Largest number that a list of lengths, budgets or batch sizes may have."""
+FROM_REPORT = ("num_prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
+"""The options that a report answers."""
+
+
+def plan(
+    context: typer.Context,
+    target: options.Target,
+    drafter: options.Drafter = "pard",
+    draft: options.Draft = None,
+    acceptance: Annotated[
+        Path | None,
+        typer.Option(help="What `paradraft bench --json` wrote; by default the acceptance is measured first."),
+    ] = None,
+    k: Annotated[
+        str | None,
+        typer.Option(
+            "--k",
+            "-k",
+            help="Lengths of chains, such as 1-12 or 2,4,8. By default all that the acceptance file tells of.",
+            show_default=False,
+        ),
+    ] = None,
+    tree_budgets: Annotated[
+        str | None,
+        typer.Option(
+            help="Budgets of trees, such as 8,16. By default those in the acceptance file.", show_default=False
+        ),
+    ] = None,
+    batch_sizes: Annotated[str, typer.Option("--batch-size", help="Batch sizes to plan for.")] = "1,2,4,8,16",
+    verify: options.Verify = "match",
+    prompts: options.Prompts = None,
+    num_prompts: options.NumPrompts = 16,
+    max_new_tokens: options.NewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure what was chosen too, and say how far off it is.")
+    ] = False,
+    runs: Annotated[int, typer.Option(min=1, help="How often --check measures.")] = 2,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "float32",
+    compile: options.Compile = True,
+    capacity: options.Capacity = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write costs and predictions to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
+) -> None:
+    """Choose how many tokens to draft at each batch size. The last line of the output is JSON."""
+    from paradraft.bench.acceptance import asked_of, read_report
+    from paradraft.bench.plan import DRAFT, run_plan
+    from paradraft.bench.plan_report import plot, table
+    from paradraft.bench.plan_task import Task, known_of, ways_of
+    from paradraft.bench.report import write_json
+    from paradraft.bench.run import held_out_prompts
+    from paradraft.bench.schedule import lines
+
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    found = None if acceptance is None else (read_report(acceptance), acceptance.name)
+    if found is not None:
+        asked = asked_of(*found)
+        sampling, max_new_tokens, num_prompts = asked.sampling, asked.max_new_tokens, asked.num_prompts
+        if asked.target != target:
+            print(f"warning: {found[1]} is about target {asked.target}, not {target}", file=sys.stderr)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    texts = held_out_prompts(num_prompts, prompts)
+    check_outputs(json_file, plot_file)
+    if plot_file is not None and plot_file.suffix != ".png":
+        raise ValueError(f"--plot {plot_file}: name a .png file")
+    task = Task(
+        target=target, drafter=drafter, draft=draft, verify=verify, batches=_numbers("--batch-size", batch_sizes),
+        ks=None if k is None else _numbers("--k", k),
+        trees=None if tree_budgets is None else _numbers("--tree-budgets", tree_budgets),
+        prompts=texts, max_new_tokens=max_new_tokens, sampling=sampling,
+    )  # fmt: skip
+    known = None if found is None else known_of(task, *found, dtype)
+    ways = list(known or ways_of(task))
+    width = options.width_of(*(way.k for way in ways), nodes=max(way.drafted for way in ways))
+    runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
+    warn_ignored(
+        context,
+        (found is not None, "with --acceptance, whose answers it is about", FROM_REPORT),
+        without_chance(sampling.is_greedy and found is None),
+        (not check, "without --check", ("runs",)),
+    )
+    console = Console(stderr=True, highlight=False)
+    with console.status("preparing") as status:
+        result = run_plan(
+            task, runtime, known=known, source=None if found is None else found[1], check_runs=runs if check else 0,
+            report=status.update if console.is_terminal else console.print,
+        )  # fmt: skip
+    title = f"{target} with {drafter}, {len(texts)} prompts x {max_new_tokens} tokens, " + (
+        "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
+    )
+    Console().print(table(result, title))
+    print("\n".join(lines(result["chains"], drafter, draft or DRAFT)))
+    if json_file is not None:
+        write_json(json_file, result)
+    if plot_file is not None:
+        plot(result, title, plot_file)
+    print(json.dumps({key: result[key] for key in ("chosen", "chains", "vllm", "tensorrt_llm")}))
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers of at least 1, with commas between them; a-b is all from a to b. In rising order, each once.
+
+    >>> _numbers("--k", "8,1-3,2")
+    (1, 2, 3, 8)
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= MOST):
+            raise ValueError(
+                f"{option} {text}: use whole numbers from 1 to {MOST} with commas between them; 1-8 is all from 1 to 8"
+            )
+        found |= set(range(int(first), int(last) + 1))
+    return tuple(sorted(found))

@@ -1,0 +1,86 @@
+"""`paradraft plan`: from a benchmark's file to a table, a plot and lines for engines; and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paradraft.bench import round_times
+from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "abcabc"}\n{"prompt": "xyzzy"}\n', encoding="utf-8")
+    return file
+
+
+def test_plan_from_a_benchmark(
+    family: Path, paradraft: Paradraft, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the whole way: the file that `bench` writes is read, and what is written can be read."""
+    monkeypatch.setattr(round_times, "VISITS", 1)
+    report, result, picture = tmp_path / "bench.json", tmp_path / "plan.json", tmp_path / "plan.png"
+    models = ["--target", family / "target", "--draft", family / "pard", "--prompts", prompts, "--no-compile", *EXACT]
+    size = ["--num-prompts", 2, "--max-new-tokens", 8]
+    benched = paradraft("bench", *models, *size, "--methods", "pard:k=2:batch=2", "--runs", 1, "--json", report)
+    assert benched.code == 0, benched.err
+    asked = ["--acceptance", report, "--batch-size", 2, "--check", "--runs", 1, "--json", result, "--plot", picture]
+    outcome = paradraft("plan", *models, *asked, "--seed", 3)
+    assert outcome.code == 0, outcome.err
+    assert "warning: --seed has no effect with --acceptance" in outcome.err
+    assert outcome.err.count("warning") == 1
+    assert "vs AR+" in outcome.out and "k=2" in outcome.out
+    last, plan = json.loads(outcome.out.splitlines()[-1]), json.loads(result.read_text(encoding="utf-8"))
+    assert last["chosen"].keys() == {"2"}
+    assert last["chains"] == plan["chains"]
+    assert set(plan["costs_ms"]["2"]) == {"plain", "k=1", "k=2"}
+    assert {one["way"] for one in plan["predictions"] if one["measured"]} >= {"plain", "k=2"}
+    assert plan["acceptance"]["k=1"]["report"] == "bench.json"
+    assert str(tmp_path) not in json.dumps(plan["acceptance"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--drafter", "none"], "nothing to plan"),
+        (["--drafter", "oracle"], "oracle"),
+        (["--draft", "x"], "takes no draft model"),
+        (["--k", "0"], "--k 0"),
+        (["--k", "4-2"], "--k 4-2"),
+        (["--k", "1,,2"], "--k 1,,2"),
+        (["--k", "300"], "k=300"),
+        (["--tree-budgets", "8,x"], "--tree-budgets 8,x"),
+        (["--tree-budgets", "8"], "chains only"),
+        (["--batch-size", "1,none"], "--batch-size 1,none"),
+        (["--batch-size", 2, "--check"], "batches of 2"),
+        (["--acceptance", "no-such-file.json"], "no-such-file.json"),
+        (["--json", "no-such-folder/out.json"], "no-such-folder"),
+        (["--plot", "out.pdf"], "out.pdf"),
+        (["--num-prompts", 9], "num_prompts=9"),
+    ],
+)
+def test_bad_plan_option(
+    family: Path, paradraft: Paradraft, tmp_path: Path, arguments: list[object], named: str
+) -> None:
+    """Guards against measuring for minutes before a mistake is found."""
+    prompts, result = tmp_path / "prompts.jsonl", tmp_path / "result.json"
+    prompts.write_text('{"prompt": "x"}\n', encoding="utf-8")
+    asked = ["--drafter", "ngram", "--num-prompts", 1, "--prompts", prompts, "--json", result, "--no-compile", *EXACT]
+    assert_mistake(paradraft("plan", "--target", family / "target", *asked, *arguments), named)
+    assert not result.exists()
+
+
+def test_a_report_of_something_else(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards against a plan from the acceptance of another drafter: what the file has is listed."""
+    report = tmp_path / "bench.json"
+    sampling = {"temperature": 0.0}
+    arguments = {"target": str(family / "target"), "num_prompts": 1, "max_new_tokens": 4, "sampling": sampling}
+    methods = {"hf": {"method": "hf"}, "pard:k=4": {"method": "pard"}}
+    report.write_text(json.dumps({"methods": methods, "answers": {}, "arguments": arguments}), encoding="utf-8")
+    outcome = paradraft("plan", "--target", family / "target", "--drafter", "ngram", "--acceptance", report)
+    assert_mistake(outcome, "bench.json", "'ngram'", "hf, pard:k=4")
