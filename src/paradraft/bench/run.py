@@ -7,9 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paradraft.api import check_draft, drafter_names, takes_draft
-from paradraft.bench.harness import check_batches, measure, summarize
-from paradraft.bench.methods import Answerer, Method
+from paradraft.api import check_draft, takes_draft
+from paradraft.bench.answer import Answerer
+from paradraft.bench.harness import Measured, check_batches, measure, summarize
+from paradraft.bench.methods import Method
+from paradraft.bench.origins import Piece, pieces
+from paradraft.bench.peers import is_vllm
+from paradraft.bench.vllm_methods import check_vllm, running, what_to_load
+from paradraft.bench.vllm_process import VllmProcess
 from paradraft.core import Drafter, Sampling
 from paradraft.engine import Engine
 from paradraft.machine import describe_machine
@@ -41,12 +46,17 @@ def run_bench(
     runtime: Runtime,
     runs: int,
     report: Callable[[str], None],
+    vllm_python: Path | None = None,
 ) -> dict[str, Any]:
     """Measures methods on one target.
 
+    Args:
+        vllm_python: the Python of vLLM's environment, for methods that run there; None for the usual place.
+
     Returns:
-        A report of plain values: `machine`, `arguments`, `methods` (the summary), and `answers`
-        with every raw time and the tokens of the first run.
+        A report of plain values: `machine`, `arguments`, `methods` (the summary), `answers` with
+        every raw time and the tokens of the first run, and `example`: the first prompt, and for each
+        method that tells how its tokens came the pieces of its answer, see `paradraft.bench.origins`.
 
     Raises:
         ValueError: a model cannot be loaded, or two methods are the same.
@@ -59,8 +69,9 @@ def run_bench(
             raise ValueError(f"methods: {same!r} and {method.spec!r} are the same, name each only once")
     check_batches(methods, prompts)
     for method in methods:
-        if method.name in drafter_names() and takes_draft(method.name):
-            check_draft(method.name, method.draft, target)
+        if takes_draft(method.drafter_name):
+            check_draft(method.drafter_name, method.draft, target)
+    check_vllm(methods, sampling, runtime)
     answerers: dict[Method, Answerer] = {}
     targets: dict[str, Target] = {}
     drafters: dict[tuple[str, str | None, str], Drafter] = {}
@@ -72,11 +83,20 @@ def run_bench(
         key = (method.drafter_name, method.draft, method.dtype)
         if key not in drafters:
             drafters[key] = method.load_drafter(targets[method.dtype], of_dtype)
-        answerers[method] = method.answerer(targets[method.dtype], drafters[key])
         Engine(targets[method.dtype], drafters[key], k=1).check(prompts, max_new_tokens=max_new_tokens)
-    measured = measure(answerers, prompts, max_new_tokens=max_new_tokens, sampling=sampling, runs=runs, report=report)
+        if is_vllm(method.name):
+            given = what_to_load(method, target, targets[method.dtype], drafters[key], compiled=runtime.compiled)
+            answerers[method] = VllmProcess(method.spec, vllm_python, given, targets[method.dtype])
+        else:
+            answerers[method] = method.answerer(targets[method.dtype], drafters[key])
+    with running(answerers.values(), report) as versions:
+        measured = measure(
+            answerers, prompts, max_new_tokens=max_new_tokens, sampling=sampling, runs=runs, report=report
+        )
+    machine = describe_machine(runtime.device)
+    machine["versions"] |= versions
     return {
-        "machine": describe_machine(runtime.device),
+        "machine": machine,
         "arguments": {
             "target": target,
             "methods": [method.spec for method in methods],
@@ -94,4 +114,15 @@ def run_bench(
             }
             for one in measured
         },
+        "example": {"prompt": prompts[0], "answers": _first_answers(measured, targets)},
     }
+
+
+def _first_answers(measured: list[Measured], targets: dict[str, Target]) -> dict[str, list[Piece]]:
+    """The answer to the first prompt, by each method that tells how its tokens came."""
+    found = {}
+    for one in measured:
+        answer, tokenizer = one.runs[0][0], targets[one.method.dtype].tokenizer
+        if answer.accepted is not None:
+            found[one.method.spec] = pieces(answer.tokens[0], answer.accepted[0], tokenizer.decode)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +34,9 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: hf (AR), ar (AR+) or a drafter, with settings behind colons, as in "
-            "pard:k=12. By default hf, ar and every drafter.",
+            help="Comma-separated: ar (AR+), a drafter, or a peer: hf (AR), hf-assisted, hf-prompt-lookup, vllm, "
+            "vllm-draft, vllm-pard, vllm-ngram; with settings behind colons, as in pard:k=12. By default hf, ar and "
+            "every drafter.",
             show_default=False,
         ),
     ] = "hf,ar,autoregressive,pard,ngram",
@@ -59,13 +61,23 @@ def bench(
     compile: options.Compile = True,
     capacity: options.Capacity = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
+    vllm_python: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PARADRAFT_VLLM_PYTHON",
+            help="The Python of vLLM's environment, for the methods vllm…; by default the one that make vllm makes.",
+            show_default=False,
+        ),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every raw number to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
 ) -> None:
     """Compare methods on the same prompts, interleaved. The last line of the output is JSON."""
     from paradraft.bench.methods import Method
+    from paradraft.bench.peers import is_vllm
     from paradraft.bench.report import plot, table, write_json
     from paradraft.bench.run import held_out_prompts, run_bench
+    from paradraft.bench.vllm_methods import without_vllm
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     specs = _with_batches([spec.strip() for spec in methods.split(",")], batch_sizes)
@@ -84,13 +96,22 @@ def bench(
         raise ValueError(f"--plot {plot_file}: name a .png file")
     taken = frozenset[str]().union(*(method.left_out for method in chosen))
     unused = [name for name, setting in DEFAULTS.items() if setting not in taken]
-    warn_ignored(context, without_chance(sampling.is_greedy), (True, "on any of these methods", unused))
+    asks_vllm = any(is_vllm(method.name) for method in chosen)
+    chosen, skipped = without_vllm(chosen, vllm_python)
+    warn_ignored(
+        context,
+        without_chance(sampling.is_greedy),
+        (True, "on any of these methods", unused + ["vllm_python"] * (not asks_vllm)),
+    )
+    for spec, why in skipped.items():
+        print(f"warning: {spec} is skipped. {why}", file=sys.stderr)
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:
         result = run_bench(
             target, chosen, texts, max_new_tokens=max_new_tokens, sampling=sampling, runtime=runtime, runs=runs,
-            report=status.update if console.is_terminal else console.print,
+            report=status.update if console.is_terminal else console.print, vllm_python=vllm_python,
         )  # fmt: skip
+    result["skipped"] = skipped
     title = f"{target}, {num_prompts} prompts x {max_new_tokens} tokens, " + (
         "greedy" if sampling.is_greedy else f"temperature {temperature:g}"
     )
