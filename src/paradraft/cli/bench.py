@@ -71,9 +71,11 @@ def bench(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every raw number to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
+    page_folder: Annotated[Path | None, typer.Option("--report", help="Write an HTML page into this folder.")] = None,
 ) -> None:
     """Compare methods on the same prompts, interleaved. The last line of the output is JSON."""
     from paradraft.bench.methods import Method
+    from paradraft.bench.page import check_folder, write_page
     from paradraft.bench.peers import is_vllm
     from paradraft.bench.report import plot, table, write_json
     from paradraft.bench.run import held_out_prompts, run_bench
@@ -92,6 +94,7 @@ def bench(
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
     texts = held_out_prompts(num_prompts, prompts)
     check_outputs(json_file, plot_file)
+    check_folder(page_folder)
     if plot_file is not None and plot_file.suffix != ".png":
         raise ValueError(f"--plot {plot_file}: name a .png file")
     taken = frozenset[str]().union(*(method.left_out for method in chosen))
@@ -120,6 +123,8 @@ def bench(
         write_json(json_file, result)
     if plot_file is not None:
         plot(result["methods"], title, plot_file)
+    if page_folder is not None:
+        console.print(f"report: {write_page(page_folder, result)}")
     print(json.dumps(result["methods"]))
 
 
