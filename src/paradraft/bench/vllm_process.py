@@ -50,6 +50,7 @@ class VllmProcess:
         self._target = target
         self._k = (given["speculative"] or {}).get("num_speculative_tokens", 0)
         self._patience_s = patience_s
+        self._counts: dict[tuple[object, ...], Counts] = {}
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._replies: queue.Queue[str] = queue.Queue()
 
@@ -95,23 +96,28 @@ class VllmProcess:
         """
         assert sampling.is_greedy, "refused when the method was read"
         rows = [opening(prompt, self._target.tokenizer) for prompt in prompts]
+        # A greedy answer is the same each time: it is counted once.
+        known = (max_new_tokens, *prompts)
+        count = bool(self._k) and known not in self._counts
         request = {"prompts": rows, "max_new_tokens": max_new_tokens, "eos_ids": sorted(self._target.eos_ids)}
-        keys = ("tokens", "total_s", "peak_rss_bytes", *(("drafts", "accepted") if self._k else ()))
-        reply = self._ask(request, keys)
+        keys = ("tokens", "total_s", "peak_rss_bytes", *(("drafts", "accepted") if count else ()))
+        reply = self._ask(request | {"count": count}, keys)
         tokens = reply["tokens"]
         if len(tokens) != len(rows):
             raise ValueError(f"method {self.spec!r}: vLLM gave {len(tokens)} answers to {len(rows)} prompts")
-        emitted, counts = sum(map(len, tokens)), None
-        if self._k:
-            # The pass that reads the prompt gives a token too, before anything is drafted.
-            rounds = reply["drafts"][0] + len(rows)
-            drafted = tuple(reply["drafts"] * self._k)
-            counts = Counts(tokens=emitted, rounds=rounds, drafted=drafted, accepted=tuple(reply["accepted"]))
+        if count:
+            self._counts[known] = Counts(
+                tokens=sum(map(len, tokens)),
+                # The pass that reads the prompt gives a token too, before anything is drafted.
+                rounds=reply["drafts"][0] + len(rows),
+                drafted=tuple(reply["drafts"] * self._k),
+                accepted=tuple(reply["accepted"]),
+            )
         return Answer(
             tokens=tokens,
             total_s=reply["total_s"],
             stats=None,
-            counts=counts,
+            counts=self._counts.get(known),
             peak_rss_bytes=reply["peak_rss_bytes"],
         )
 
@@ -141,6 +147,7 @@ class VllmProcess:
         except BrokenPipeError:
             line = ""
         except queue.Empty:
+            self._process.kill()
             raise ValueError(
                 f"method {self.spec!r}: vLLM has said nothing for {self._patience_s:.0f} s{self._last_words()}"
             ) from None
