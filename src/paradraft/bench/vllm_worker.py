@@ -90,18 +90,16 @@ class Worker:
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         if request["count"]:
-            before = self._counters()
             self._switch_counters(on=True)
+            before = self._counters()
             self._llm.generate(prompts, chosen, use_tqdm=False)
+            after = self._counters()
             self._switch_counters(on=False)
-            reply |= {
-                name: [now - then for now, then in zip(after, before[name], strict=True)]
-                for name, after in self._counters().items()
-            }
+            reply |= {key: [now - then for now, then in zip(after[key], before[key], strict=True)] for key in after}
         return reply
 
     def _switch_counters(self, *, on: bool) -> None:
-        """Counting costs up to five per cent of a step on a small model, so it is off while the clock runs."""
+        """Counting takes time in every step, so it is off while the clock runs."""
         engine = self._llm.llm_engine
         engine.logger_manager = self._loggers if on else None
         with suppress(AttributeError):  # of vLLM 0.32; another version may count on

@@ -41,6 +41,7 @@ class LLM:
         return said
 
     def get_metrics(self):
+        assert self.llm_engine.logger_manager is not None, "Stat logging disabled"
         name, Metric = "vllm:spec_decode_num_", types.SimpleNamespace
         made = Metric(name=name + "drafts", value=self.rounds)
         kept = Metric(name=name + "accepted_tokens_per_pos", values=[self.rounds] * 2 + [0])
