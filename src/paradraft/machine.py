@@ -7,12 +7,13 @@ import platform
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 
-def describe_machine(device: str) -> dict[str, object]:
+def describe_machine(device: str) -> dict[str, Any]:
     """Hardware and versions, for the record beside every number."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -20,8 +20,9 @@ from rich.console import Console
 
 from paradraft.api import load
 from paradraft.bench.methods import Method
+from paradraft.bench.prompt_choice import held_out_prompts
 from paradraft.bench.report import plot, table, write_json
-from paradraft.bench.run import held_out_prompts, run_bench
+from paradraft.bench.run import run_bench
 from paradraft.core import GREEDY
 from paradraft.models.loading import POCKET, Runtime, pocket_folder
 from paradraft.terminal import hide_progress_bars, stream_answer

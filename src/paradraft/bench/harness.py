@@ -18,8 +18,11 @@ from typing import Any
 import psutil
 import torch
 
-from paradraft.bench.methods import AR, HF, Answer, Answerer, Method
+from paradraft.bench.answer import Answer, Answerer, Counts
+from paradraft.bench.methods import AR, Method
+from paradraft.bench.peers import HF, PEERS
 from paradraft.core import Sampling
+from paradraft.decode.stats import Stats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,7 @@ class Measured:
         method: which.
         runs: for each run, the answers to all prompts, batch by batch.
         peak_rss_bytes: most resident memory of the process while the method ran, with the models
-            of all methods loaded.
+            of all methods loaded; of a peer with a process of its own, that process's.
         peak_gpu_bytes: the same of the GPU's memory, if it ran on one.
         warm_up_s: how long its first answers took; of methods that share a model the first compiles it.
     """
@@ -95,8 +98,9 @@ def measure(
                     torch.cuda.reset_peak_memory_stats()
                 for start in range(place, min(place + most, len(prompts)), method.batch):
                     batch = prompts[start : min(start + method.batch, place + most)]
-                    answers[method][run].append(answerers[method](batch, max_new_tokens, sampling))
-                    peaks[method] = max(peaks[method], process.memory_info().rss)
+                    answer = answerers[method](batch, max_new_tokens, sampling)
+                    answers[method][run].append(answer)
+                    peaks[method] = max(peaks[method], answer.peak_rss_bytes or process.memory_info().rss)
                 if on_gpu:
                     gpu_peaks[method] = max(gpu_peaks[method], torch.cuda.max_memory_allocated())
     return [
@@ -120,7 +124,7 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
 
     Speedups are against the fastest `hf` and the fastest `ar` of the same batch size, or of any if
     there is none. `identical_to_ar` compares with the `ar` of the same dtype if there is one, else
-    with the fastest; it is None for what is sampled with other random numbers (`hf`, and the
+    with the fastest; it is None for what is sampled with other random numbers (peers, and the
     rejection rule), and where no `ar` ran.
     """
     speeds = {m.method: statistics.median(m.tokens_per_s) for m in measured}
@@ -136,7 +140,7 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
         hf, ar = fastest(HF, one.method), fastest(AR, one.method)
         same_dtype = (m for m in measured if m.method.name == AR and m.method.dtype == one.method.dtype)
         reference = next(same_dtype, ar)
-        has_own_numbers = one.method.name == HF or one.method.verify == "rejection"
+        has_own_numbers = one.method.name in PEERS or one.method.verify == "rejection"
         comparable = reference is not None and (sampling.is_greedy or not has_own_numbers)
         summary[one.method.spec] = {
             "method": one.method.name,
@@ -147,6 +151,7 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
             "batch": one.method.batch,
             "dtype": one.method.dtype,
             "draft": one.method.draft,
+            "confidence": one.method.confidence,
             "tokens_per_s": {"median": speed, "runs": one.tokens_per_s},
             "speedup_vs_hf": speed / speeds[hf.method] if hf else None,
             "speedup_vs_ar": speed / speeds[ar.method] if ar else None,
@@ -163,23 +168,21 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
 
 
 def _rounds(one: Measured) -> dict[str, object]:
-    """Acceptance and the split of the time, summed over all runs; empty values for `hf`."""
-    stats = [answer.stats for run in one.runs for answer in run if answer.stats is not None]
-    if not stats:
-        return dict.fromkeys(
-            ("acceptance_length", "acceptance_per_position", "prefill_s", "draft_s", "verify_s", "other_s")
-        ) | {"total_s": sum(answer.total_s for run in one.runs for answer in run)}
-    longest = max(len(s.drafted) for s in stats)
-    drafted = [sum(s.drafted[i] for s in stats if i < len(s.drafted)) for i in range(longest)]
-    accepted = [sum(s.accepted[i] for s in stats if i < len(s.accepted)) for i in range(longest)]
+    """Acceptance and the split of the time, summed over all runs; None for what a peer does not tell."""
+    answers = [answer for run in one.runs for answer in run]
+    stats = [answer.stats for answer in answers if answer.stats is not None]
+    counts: list[Stats] | list[Counts] = stats or [answer.counts for answer in answers if answer.counts is not None]
+    longest = max((len(c.drafted) for c in counts), default=0)
+    drafted = [sum(c.drafted[i] for c in counts if i < len(c.drafted)) for i in range(longest)]
+    accepted = [sum(c.accepted[i] for c in counts if i < len(c.accepted)) for i in range(longest)]
     return {
-        "acceptance_length": sum(s.tokens for s in stats) / sum(s.rounds for s in stats),
-        "acceptance_per_position": [a / d for a, d in zip(accepted, drafted, strict=True)],
-        "prefill_s": sum(s.prefill_s for s in stats),
-        "draft_s": sum(s.draft_s for s in stats),
-        "verify_s": sum(s.verify_s for s in stats),
-        "other_s": sum(s.other_s for s in stats),
-        "total_s": sum(s.total_s for s in stats),
+        "acceptance_length": sum(c.tokens for c in counts) / sum(c.rounds for c in counts) if counts else None,
+        "acceptance_per_position": [a / d for a, d in zip(accepted, drafted, strict=True) if d] if counts else None,
+        "prefill_s": sum(s.prefill_s for s in stats) if stats else None,
+        "draft_s": sum(s.draft_s for s in stats) if stats else None,
+        "verify_s": sum(s.verify_s for s in stats) if stats else None,
+        "other_s": sum(s.other_s for s in stats) if stats else None,
+        "total_s": sum(answer.total_s for answer in answers),
     }
 
 

@@ -2,52 +2,28 @@
 
 A method is written `name` or `name:setting=value:…`, such as `autoregressive:k=3` or
 `pard:tree=24:verify=rejection:lengths=expected:batch=4`. `hf` is plain `generate` of `transformers`
-(AR), `ar` is our decoding without a drafter (AR+), and every drafter is a method.
+(AR), `ar` is our decoding without a drafter (AR+), every drafter is a method, and so are the peers,
+see `paradraft.bench.peers`.
 """
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-from transformers import GenerationConfig
-
 from paradraft.api import branches, drafter_names, load_drafter, takes_draft
-from paradraft.bench.roofline import Passes, models_of, passes_of, plain_passes
+from paradraft.bench import hugging_face
+from paradraft.bench.answer import Answer, Answerer
+from paradraft.bench.peers import ASSISTED, CONFIDENCE, HF, LOOKUP, PEERS
+from paradraft.bench.roofline import models_of, passes_of
 from paradraft.core import RULES, Drafter, Sampling, Tree
 from paradraft.decode.lengths import POLICIES
-from paradraft.decode.stats import Stats
+from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.engine import Engine
 from paradraft.models.loading import DTYPES, Runtime
 from paradraft.models.target import Target
-from paradraft.models.texts import opening
 
-HF, AR = "hf", "ar"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The answers to one batch of prompts.
-
-    Args:
-        tokens: the new tokens of each.
-        total_s: from the prompts to the last token, prefill included.
-        stats: counts and times of our own loop; None for `hf`.
-        passes: what the models did; empty if nobody knows.
-        by_round: for each answer the number of tokens that each target pass gave it; None for `hf`.
-    """
-
-    tokens: list[list[int]]
-    total_s: float
-    stats: Stats | None
-    passes: Passes = field(default_factory=dict)
-    by_round: list[list[int]] | None = None
-
-
-Answerer = Callable[[list[str], int, Sampling], Answer]
+AR = "ar"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +32,7 @@ class Method:
 
     Args:
         spec: as the user wrote it; methods that differ in nothing else are equal.
-        name: `hf`, `ar` or a drafter.
+        name: `ar`, a drafter or a peer.
         k: most tokens drafted per round, one behind the other.
         tree: nodes to grow drafts to; None for chains.
         verify: the verification rule.
@@ -64,6 +40,7 @@ class Method:
         dtype: of the weights and activations.
         draft: the draft model, where the drafter has one.
         batch: prompts answered together.
+        confidence: of `hf-assisted`, below which probability of its token the draft ends.
 
     Raises:
         ValueError: an unknown method or setting.
@@ -78,6 +55,7 @@ class Method:
     dtype: str
     draft: str | None
     batch: int
+    confidence: float | None = None
 
     @classmethod
     def parse(
@@ -93,7 +71,7 @@ class Method:
     ) -> Method:
         """Reads a method; the other arguments are the values of settings that it leaves out."""
         name, *settings = settings_of(spec)
-        known = [HF, AR, *(drafter for drafter in drafter_names() if drafter != "none")]
+        known = [AR, *(drafter for drafter in drafter_names() if drafter != "none"), *PEERS]
         if name not in known:
             raise ValueError(f"unknown method {name!r}: use some of {', '.join(known)}")
         allowed = _settings(name)
@@ -113,6 +91,8 @@ class Method:
         for key, value, names in (("verify", verify, RULES), ("lengths", lengths, POLICIES), ("dtype", dtype, DTYPES)):
             if value not in names:
                 raise ValueError(f"method {spec!r}: {key}={value!r}: use one of {', '.join(names)}")
+        if name in (ASSISTED, LOOKUP) and values.get("batch", "1") != "1":
+            raise ValueError(f"method {spec!r}: transformers drafts for one prompt at a time, so batch must be 1")
         return cls(
             spec=spec,
             name=name,
@@ -123,6 +103,7 @@ class Method:
             dtype=dtype,
             draft=values.get("draft", draft) if "draft" in allowed else None,
             batch=int(values.get("batch", 1)),
+            confidence=_confidence(spec, values.get("confidence", str(CONFIDENCE))) if name == ASSISTED else None,
         )
 
     @property
@@ -132,8 +113,8 @@ class Method:
 
     @property
     def drafter_name(self) -> str:
-        """The drafter behind the method; `hf` has none either."""
-        return "none" if self.name in (HF, AR) else self.name
+        """The drafter of ours behind the method, or the one that a peer is like."""
+        return PEERS[self.name].like if self.name in PEERS else "none" if self.name == AR else self.name
 
     def load_drafter(self, target: Target, runtime: Runtime) -> Drafter:
         """Loads the drafter, which methods that differ in k alone can share.
@@ -149,7 +130,14 @@ class Method:
         Raises:
             ValueError: the settings do not fit each other.
         """
-        return _hugging_face(target) if self.name == HF else _ours(self.engine(target, drafter))
+        if self.name == HF:
+            return hugging_face.plain(target)
+        if self.name == LOOKUP:
+            return hugging_face.prompt_lookup(target, k=self.k)
+        if self.name == ASSISTED:
+            assert isinstance(drafter, AutoregressiveDrafter) and self.confidence is not None
+            return hugging_face.assisted(target, drafter.lm.model, k=self.k, confidence=self.confidence)
+        return _ours(self.engine(target, drafter))
 
     def engine(self, target: Target, drafter: Drafter) -> Engine:
         """The engine behind a method of ours.
@@ -172,7 +160,9 @@ def settings_of(spec: str) -> list[str]:
 
 def _settings(name: str) -> list[str]:
     """What a method's spec may set."""
-    if name in (HF, AR):
+    if name in PEERS:
+        return list(PEERS[name].settings)
+    if name == AR:
         return ["dtype", "batch"]
     own = ["tree"] * branches(name) + ["draft"] * takes_draft(name)
     return ["dtype", "batch", "k", "verify", "lengths", *own]
@@ -189,50 +179,16 @@ def _ours(engine: Engine) -> Answerer:
             total_s=stats.total_s,
             stats=stats,
             passes=passes_of(models),
-            by_round=[engine.clock.tokens_by_round(row) for row in range(len(results))],
+            accepted=[list(result.accepted) for result in results],
         )
 
     return answer
 
 
-def _hugging_face(target: Target) -> Answerer:
-    model, tokenizer = target.lm.model, target.tokenizer
-    eos_ids = sorted(target.eos_ids)
-
-    def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
-        chosen: dict[str, object] = {"do_sample": False}
-        if not sampling.is_greedy:
-            chosen = {
-                "do_sample": True,
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-            }
-        torch.manual_seed(sampling.seed)
-        rows = [opening(prompt, tokenizer) for prompt in prompts]
-        width = max(map(len, rows))
-        tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-        began_s = time.perf_counter()
-        answered = model.generate(
-            tokens,
-            attention_mask=mask,
-            generation_config=GenerationConfig(
-                max_new_tokens=max_new_tokens, eos_token_id=eos_ids or None, pad_token_id=0, **chosen
-            ),
-        )[:, width:].tolist()
-        total_s = time.perf_counter() - began_s
-        passes = plain_passes(len(rows), width, len(answered[0]))
-        return Answer(tokens=[up_to_end(row, eos_ids) for row in answered], total_s=total_s, stats=None, passes=passes)
-
-    return answer
-
-
-def up_to_end(tokens: list[int], eos_ids: list[int]) -> list[int]:
-    """An answer without the filling behind its end.
-
-    >>> up_to_end([5, 6, 2, 0, 0], [2])
-    [5, 6, 2]
-    """
-    ends = [place + 1 for place, token in enumerate(tokens) if token in eos_ids]
-    return tokens[: ends[0]] if ends else tokens
+def _confidence(spec: str, value: str) -> float:
+    try:
+        if 0.0 <= float(value) <= 1.0:
+            return float(value)
+    except ValueError:
+        pass
+    raise ValueError(f"method {spec!r}: confidence={value!r}: use a number from 0 (draft all k tokens) to 1")

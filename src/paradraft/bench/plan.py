@@ -9,6 +9,7 @@ from typing import Any
 
 from paradraft.api import load_drafter
 from paradraft.bench.acceptance import Acceptance
+from paradraft.bench.answer import tokens_by_round
 from paradraft.bench.harness import check_batches, measure, summarize
 from paradraft.bench.plan_task import Task, ways_of
 from paradraft.bench.prediction import PLAIN, Prediction, Way, best, predict
@@ -117,8 +118,10 @@ def _measure_acceptance(task: Task, target: Target, drafter: Drafter, report: Re
         by_round: list[tuple[int, ...]] = []
         for start in range(0, len(task.prompts), max(task.batches)):
             batch = task.prompts[start : start + max(task.batches)]
-            engine.generate(batch, max_new_tokens=task.max_new_tokens, sampling=task.sampling, batch_size=len(batch))
-            by_round += [tuple(engine.clock.tokens_by_round(row)) for row in range(len(batch))]
+            results = engine.generate(
+                batch, max_new_tokens=task.max_new_tokens, sampling=task.sampling, batch_size=len(batch)
+            )
+            by_round += [tuple(tokens_by_round(result.accepted, len(result.tokens))) for result in results]
         known[way] = Acceptance(
             spec=f"{task.drafter}:{way.name}",
             k=way.k,

@@ -18,9 +18,13 @@ from paradraft.output import write_output
 
 Summary = dict[str, dict[str, Any]]
 
-LABELS = {"hf": "AR", "ar": "AR+", "autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram"}
+LABELS = {
+    "hf": "AR", "ar": "AR+", "autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram",
+    "hf-assisted": "assisted", "hf-prompt-lookup": "lookup",
+    "vllm": "vLLM", "vllm-draft": "vLLM VSD", "vllm-pard": "vLLM PARD", "vllm-ngram": "vLLM n-gram",
+}  # fmt: skip
 CAPTION = (
-    "AR: generate of transformers · AR+: ours without a drafter · VSD: an ordinary draft model · "
+    "AR, assisted, lookup: generate of transformers · AR+: ours without a drafter · VSD: an ordinary draft model · "
     "length: tokens per target pass · draft, verify, rest: shares of the time · "
     "floor: least time that its passes can take here / time they took, both with prefill · same: the tokens of AR+"
 )
@@ -37,7 +41,7 @@ def table(summary: Summary, title: str) -> Table:
         parts = [_share(figures, key) for key in ("draft_s", "verify_s")]
         parts.append(_share(figures, "prefill_s", "other_s"))
         result.add_row(
-            _label(spec, figures),
+            label(spec, figures),
             f"{figures['tokens_per_s']['median']:.0f}",
             _times(figures["speedup_vs_hf"]),
             _times(figures["speedup_vs_ar"]),
@@ -49,7 +53,8 @@ def table(summary: Summary, title: str) -> Table:
     return result
 
 
-def _label(spec: str, figures: dict[str, Any]) -> str:
+def label(spec: str, figures: dict[str, Any]) -> str:
+    """A method's name for readers: its kind, and the settings that its spec names."""
     name = LABELS.get(figures["method"], figures["method"])
     settings = settings_of(spec)[1:]
     for key in _EVIDENT:
@@ -117,7 +122,7 @@ def plot(summary: Summary, title: str, file: Path) -> None:
     speed, acceptance = figure.subplots(1, 2)
     figure.suptitle(textwrap.fill(title, 100))
     specs = list(summary)
-    labels = [_label(spec, summary[spec]) for spec in specs]
+    labels = [label(spec, summary[spec]) for spec in specs]
     values = [summary[spec]["tokens_per_s"]["median"] for spec in specs]
     bars = speed.barh(labels, values, color=[f"C{i}" for i in range(len(specs))])
     speed.bar_label(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paradraft.bench.methods import Answer, Answerer
+from paradraft.bench.answer import Answer, Answerer
 from paradraft.bench.roofline import models_of, passes_of
 from paradraft.bench.rounds import clock_for, rounds
 from paradraft.core import ABSENT, Draft, Sampling, TargetOut, Verdict

@@ -1,4 +1,4 @@
-"""The command line: `paradraft generate`, `regenerate`, `init-draft`, `train`, `bench`, `plan`, `audit`."""
+"""The command line: `paradraft generate`, `regenerate`, `init-draft`, `train`, `bench`, `report`, `plan`, `audit`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from paradraft.cli.generate import generate
 from paradraft.cli.init_draft import init_draft
 from paradraft.cli.plan import plan
 from paradraft.cli.regenerate import regenerate
+from paradraft.cli.report import report
 from paradraft.cli.train import pard
 from paradraft.terminal import hide_progress_bars, speaks
 
@@ -31,6 +32,7 @@ app.command()(init_draft)
 app.command()(regenerate)
 train_app.command()(pard)
 app.command()(bench)
+app.command()(report)
 app.command()(plan)
 app.command()(audit)
 

@@ -58,8 +58,8 @@ def audit(
     JSON.
     """
     from paradraft.bench.audit import PASS, TIES, audit
+    from paradraft.bench.prompt_choice import held_out_prompts
     from paradraft.bench.report import findings, write_json
-    from paradraft.bench.run import held_out_prompts
     from paradraft.machine import describe_machine
 
     sampling = Sampling(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -37,8 +38,9 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: hf (AR), ar (AR+) or a drafter, with settings behind colons, as in "
-            "pard:k=12. By default hf, ar and every drafter.",
+            help="Comma-separated: ar (AR+), a drafter, or a peer: hf (AR), hf-assisted, hf-prompt-lookup, vllm, "
+            "vllm-draft, vllm-pard, vllm-ngram; with settings behind colons, as in pard:k=12. By default hf, ar and "
+            "every drafter.",
             show_default=False,
         ),
     ] = "hf,ar,autoregressive,pard,ngram",
@@ -72,15 +74,28 @@ def bench(
         ),
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Say where the time of a round goes.")] = False,
+    vllm_python: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PARADRAFT_VLLM_PYTHON",
+            help="The Python of vLLM's environment, for the methods vllm…; by default the one that make vllm makes.",
+            show_default=False,
+        ),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every raw number to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
+    page_folder: Annotated[Path | None, typer.Option("--report", help="Write an HTML page into this folder.")] = None,
 ) -> None:
     """Compare methods on the same prompts, interleaved. The last line of the output is JSON."""
     from paradraft.bench.methods import Method
+    from paradraft.bench.page import check_folder, write_page
+    from paradraft.bench.peers import is_vllm
     from paradraft.bench.profile import profile_table
+    from paradraft.bench.prompt_choice import prompts_for
     from paradraft.bench.report import plot, table, write_json
-    from paradraft.bench.run import prompts_for, run_bench
+    from paradraft.bench.run import run_bench
     from paradraft.bench.synthetic import Acceptance
+    from paradraft.bench.vllm_methods import without_vllm
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     specs = _with_batches([spec.strip() for spec in methods.split(",")], batch_sizes)
@@ -96,22 +111,31 @@ def bench(
     acceptance = None if synthetic_acceptance is None else Acceptance.parse(synthetic_acceptance)
     texts = prompts_for(target, num_prompts, tokens=prompt_tokens, file=prompts)
     check_outputs(json_file, plot_file)
+    check_folder(page_folder)
     if plot_file is not None and plot_file.suffix != ".png":
         raise ValueError(f"--plot {plot_file}: name a .png file")
     taken = frozenset[str]().union(*(method.left_out for method in chosen))
     unused = [name for name, setting in DEFAULTS.items() if setting not in taken]
+    asks_vllm = any(is_vllm(method.name) for method in chosen)
+    chosen, skipped = without_vllm(chosen, vllm_python)
     plain = all(method.name in ("hf", "ar") for method in chosen)
-    no_draft = (plain, "on methods that draft nothing", ("synthetic_acceptance",))
-    no_shape = (not is_shape(target), "on a model with texts", ("prompt_tokens",))
-    chance = without_chance(sampling.is_greedy and acceptance is None)
-    warn_ignored(context, chance, (True, "on any of these methods", unused), no_shape, no_draft)
+    warn_ignored(
+        context,
+        without_chance(sampling.is_greedy and acceptance is None),
+        (True, "on any of these methods", unused + ["vllm_python"] * (not asks_vllm)),
+        (not is_shape(target), "on a model with texts", ("prompt_tokens",)),
+        (plain, "on methods that draft nothing", ("synthetic_acceptance",)),
+    )
+    for spec, why in skipped.items():
+        print(f"warning: {spec} is skipped. {why}", file=sys.stderr)
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:
         result = run_bench(
             target, chosen, texts, max_new_tokens=max_new_tokens, sampling=sampling, runtime=runtime, runs=runs,
             report=status.update if console.is_terminal else console.print, acceptance=acceptance,
-            profiled=profile,
+            profiled=profile, vllm_python=vllm_python,
         )  # fmt: skip
+    result["skipped"] = skipped
     title = "" if acceptance is None else acceptance.title
     title += f"{target}, {num_prompts} prompts x {max_new_tokens} tokens, "
     title += "greedy" if sampling.is_greedy else f"temperature {temperature:g}"
@@ -122,6 +146,8 @@ def bench(
         write_json(json_file, {"title": title} | result)
     if plot_file is not None:
         plot(result["methods"], title, plot_file)
+    if page_folder is not None:
+        console.print(f"report: {write_page(page_folder, result)}")
     print(json.dumps(result["methods"]))
 
 

@@ -73,8 +73,8 @@ def plan(
     from paradraft.bench.plan import DRAFT, run_plan
     from paradraft.bench.plan_report import plot, table
     from paradraft.bench.plan_task import Task, known_of, ways_of
+    from paradraft.bench.prompt_choice import held_out_prompts
     from paradraft.bench.report import write_json
-    from paradraft.bench.run import held_out_prompts
     from paradraft.bench.schedule import lines
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)

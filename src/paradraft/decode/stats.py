@@ -63,7 +63,6 @@ class _Counts:
     tokens: int = 0
     rounds: int = 0
     nodes: int = 0
-    by_round: list[int] = field(default_factory=list)
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
 
@@ -101,9 +100,7 @@ class Clock:
         """Adds one round."""
         for place, row in enumerate(step.rows):
             counts = self._counts[row]
-            if step.tokens[place]:
-                counts.rounds += 1
-                counts.by_round.append(len(step.tokens[place]))
+            counts.rounds += bool(step.tokens[place])
             counts.tokens += len(step.tokens[place])
             counts.nodes += step.nodes[place]
             counts.drafted.update(range(step.drafted[place]))
@@ -117,10 +114,6 @@ class Clock:
     def stats_of(self, row: int) -> Stats:
         """The counts of one row; the times are those of its whole batch."""
         return self._stats([self._counts[row]])
-
-    def tokens_by_round(self, row: int) -> list[int]:
-        """How many tokens each target pass gave a row."""
-        return list(self._counts[row].by_round)
 
     def _stats(self, counts: list[_Counts]) -> Stats:
         drafted = sum((c.drafted for c in counts), Counter[int]())

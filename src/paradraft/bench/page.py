@@ -1,0 +1,112 @@
+"""A benchmark's result as one HTML page that needs nothing else: no script, no font, no picture from outside."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from paradraft.bench import page_sections as sections
+from paradraft.bench.html import Element
+from paradraft.bench.page_example import example
+from paradraft.output import check_outputs, write_output
+
+FILE = "index.html"
+
+
+def write_page(folder: Path, result: dict[str, Any]) -> Path:
+    """Writes the page of a result.
+
+    Args:
+        folder: where it goes; made if it does not exist.
+        result: what `run_bench` returns.
+
+    Returns:
+        The page's file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_output(folder / FILE, page(result).encode())
+    return folder / FILE
+
+
+def check_folder(folder: Path | None) -> None:
+    """Raises ValueError if the page could not be written into a folder in the end."""
+    if folder is None:
+        return
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir():
+        raise ValueError(f"{str(folder)!r} cannot hold a report: {str(above)!r} is a file, name a folder")
+    check_outputs(above / FILE)
+
+
+def read_result(file: Path) -> dict[str, Any]:
+    """Reads what `paradraft bench --json` wrote.
+
+    Raises:
+        ValueError: it cannot be read or is no result of a benchmark.
+    """
+    write_one = "name a file that `paradraft bench --json` wrote"
+    try:
+        found = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ValueError(f"{str(file)!r} holds no JSON: {write_one}") from None
+    needed = ("machine", "arguments", "methods")
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), dict) for key in needed):
+        raise ValueError(f"{str(file)!r} is no result of a benchmark: {write_one}")
+    try:
+        page(found)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{str(file)!r} is no whole result of a benchmark ({problem}): {write_one}") from None
+    return found
+
+
+def page(result: dict[str, Any]) -> str:
+    """The page of a result, as text.
+
+    Args:
+        result: what `run_bench` returns, or an older one: what it lacks is not shown.
+    """
+    title = title_of(result)
+    style = resources.files("paradraft.bench").joinpath("page.css").read_text(encoding="utf-8")
+    head = Element.of(
+        "head",
+        Element.of("meta", charset="utf-8"),
+        Element.of("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        # Whatever a model says, nothing in this page runs or is fetched.
+        Element.of(
+            "meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"
+        ),
+        Element.of("meta", name="color-scheme", content="light dark"),
+        Element.of("title", f"paradraft bench: {title}"),
+        Element("<style>" + style + "</style>"),
+    )
+    found = [
+        sections.heading(result, title),
+        sections.speeds(result),
+        sections.acceptance(result),
+        sections.rounds(result),
+        sections.roofline(result),
+        example(result),
+        sections.figures(result),
+        sections.machine(result),
+    ]
+    main = Element.of("main", *(section for section in found if section is not None))
+    return "<!doctype html>\n" + Element.of("html", head, Element.of("body", main), lang="en") + "\n"
+
+
+def title_of(result: dict[str, Any]) -> str:
+    """What was measured, in one line.
+
+    >>> arguments = {"target": "pocket", "num_prompts": 2, "max_new_tokens": 8, "sampling": {"temperature": 0.0}}
+    >>> title_of({"arguments": arguments})
+    'pocket, 2 prompts × 8 tokens, greedy'
+    """
+    arguments = result["arguments"]
+    temperature = arguments["sampling"]["temperature"]
+    title = f"{arguments['target']}, {arguments['num_prompts']} prompts × {arguments['max_new_tokens']} tokens, "
+    title += f"temperature {temperature:g}" if temperature else "greedy"
+    return title + (", SYNTHETIC ACCEPTANCE" if arguments.get("synthetic_acceptance") else "")

@@ -1,0 +1,43 @@
+"""The peers of a benchmark: what people would use instead, on the same weights.
+
+`hf` is plain `generate` of `transformers`, `hf-assisted` its assisted generation with an ordinary
+draft model, `hf-prompt-lookup` its prompt lookup; `vllm` is vLLM without a drafter, `vllm-draft`,
+`vllm-pard` and `vllm-ngram` are vLLM with one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HF, ASSISTED, LOOKUP = "hf", "hf-assisted", "hf-prompt-lookup"
+CONFIDENCE = 0.4
+"""Below this probability of its token the assistant of `transformers` stops drafting, unless told otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """What is to be known of a peer before it runs.
+
+    Args:
+        like: the drafter of ours that drafts in the same way, from the same draft model.
+        settings: what its spec may set.
+    """
+
+    like: str
+    settings: tuple[str, ...]
+
+
+PEERS = {
+    HF: Peer(like="none", settings=("dtype", "batch")),
+    ASSISTED: Peer(like="autoregressive", settings=("dtype", "batch", "k", "draft", "confidence")),
+    LOOKUP: Peer(like="ngram", settings=("dtype", "batch", "k")),
+    "vllm": Peer(like="none", settings=("dtype", "batch")),
+    "vllm-draft": Peer(like="autoregressive", settings=("dtype", "batch", "k", "draft")),
+    "vllm-pard": Peer(like="pard", settings=("dtype", "batch", "k", "draft")),
+    "vllm-ngram": Peer(like="ngram", settings=("dtype", "batch", "k")),
+}
+
+
+def is_vllm(name: str) -> bool:
+    """Whether a method runs in vLLM's own process."""
+    return name in PEERS and name.startswith("vllm")

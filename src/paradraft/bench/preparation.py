@@ -1,0 +1,128 @@
+"""What a benchmark runs with: the models, each loaded once, and what answers by each method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paradraft.api import check_draft, drafter_names, takes_draft
+from paradraft.bench.answer import Answerer
+from paradraft.bench.harness import check_batches
+from paradraft.bench.methods import AR, Method
+from paradraft.bench.peers import HF, PEERS, is_vllm
+from paradraft.bench.roofline import models_of
+from paradraft.bench.synthetic import Acceptance, without_ends
+from paradraft.bench.vllm_methods import check_vllm, what_to_load
+from paradraft.bench.vllm_process import VllmProcess
+from paradraft.core import Drafter, Sampling
+from paradraft.engine import Engine
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.loading import Runtime, load_target
+from paradraft.models.shapes import is_shape
+from paradraft.models.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What methods run with.
+
+    Args:
+        answerers: what answers by each method.
+        models: the models behind each method, by their part.
+        engines: behind the methods that are ours.
+        targets: the target in each dtype.
+    """
+
+    answerers: dict[Method, Answerer] = field(default_factory=dict)
+    models: dict[Method, dict[str, CausalLM]] = field(default_factory=dict)
+    engines: dict[Method, Engine] = field(default_factory=dict)
+    targets: dict[str, Target] = field(default_factory=dict)
+
+
+def prepare(
+    target: str,
+    methods: list[Method],
+    prompts: list[str],
+    *,
+    max_new_tokens: int,
+    runtime: Runtime,
+    report: Callable[[str], None],
+    acceptance: Acceptance | None,
+    vllm_python: Path | None,
+) -> Preparation:
+    """Loads what methods need, models that they share only once; arguments as of `run_bench`.
+
+    Raises:
+        ValueError: a model cannot be loaded, or the prompts do not fit.
+    """
+    found = Preparation()
+    drafters: dict[tuple[str, str | None, str], Drafter] = {}
+    for method in methods:
+        report(f"loading {method.spec}")
+        of_dtype = replace(runtime, dtype=method.dtype)
+        if method.dtype not in found.targets:
+            found.targets[method.dtype] = load_target(target, of_dtype)
+            if acceptance is not None:
+                without_ends(found.targets[method.dtype])
+        loaded = found.targets[method.dtype]
+        key = (method.drafter_name, method.draft, method.dtype)
+        if key not in drafters:
+            drafters[key] = method.load_drafter(loaded, of_dtype)
+        drafter = drafters[key]
+        if method.name not in PEERS:
+            found.engines[method] = method.engine(loaded, drafter)
+        if acceptance is not None and method.name not in (HF, AR):
+            found.answerers[method] = acceptance.answerer(found.engines[method])
+        elif is_vllm(method.name):
+            given = what_to_load(method, target, loaded, drafter, compiled=runtime.compiled)
+            found.answerers[method] = VllmProcess(method.spec, vllm_python, given, loaded)
+        else:
+            found.answerers[method] = method.answerer(loaded, drafter)
+        found.models[method] = models_of(loaded.lm, drafter)
+        Engine(loaded, drafter, k=1).check(prompts, max_new_tokens=max_new_tokens)
+    return found
+
+
+def check(
+    methods: list[Method],
+    target: str,
+    prompts: list[str],
+    *,
+    sampling: Sampling,
+    runtime: Runtime,
+    acceptance: Acceptance | None,
+) -> None:
+    """Raises ValueError for what can be known to be wrong before anything is loaded."""
+    if not methods:
+        raise ValueError("methods: name at least one")
+    for place, method in enumerate(methods):
+        if method in methods[:place]:
+            same = methods[methods.index(method)].spec
+            raise ValueError(f"methods: {same!r} and {method.spec!r} are the same, name each only once")
+    check_batches(methods, prompts)
+    _check_acceptance(methods, target, acceptance)
+    for method in methods:
+        if takes_draft(method.drafter_name):
+            check_draft(method.drafter_name, method.draft, target)
+    check_vllm(methods, sampling, runtime)
+
+
+def _check_acceptance(methods: list[Method], target: str, acceptance: Acceptance | None) -> None:
+    """Raises ValueError unless it is clear what each method will accept."""
+    for method in methods:
+        if method.name in (HF, AR):
+            continue
+        if acceptance is not None:
+            if method.name not in drafter_names():
+                raise ValueError(
+                    f"method {method.spec!r} has verdicts of its own: leave it out of synthetic acceptance"
+                )
+            acceptance.check(method.spec, k=method.k, tree=method.tree)
+            continue
+        for name in (target, method.draft or ""):
+            if is_shape(name):
+                raise ValueError(
+                    f"method {method.spec!r}: {name!r} has random weights, whose drafts are accepted by chance only: "
+                    "add --synthetic-acceptance, or measure hf and ar alone"
+                )

@@ -1,0 +1,131 @@
+"""Peers and reports on the command line, with a stand-in for vLLM; and once with vLLM itself, where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from paradraft.bench.vllm_process import DEFAULT_PYTHON
+from tests.bench_result import result
+from tests.conftest import tiny_model
+from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
+from tests.jsonl import write_lines
+from tests.unit.bench import fake_vllm
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def asked(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A small benchmark, in a folder where vLLM is not."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PARADRAFT_VLLM_PYTHON", raising=False)
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": "abc"}, {"prompt": "<b>"}])
+    sizes = ["--num-prompts", 2, "--max-new-tokens", 8, "--runs", 1, "--no-compile", "--prompts", "prompts.jsonl"]
+    return ["bench", "--target", family / "target", "--draft", family / "draft", *EXACT, *sizes]
+
+
+def test_a_peer_that_is_not_there_is_skipped_and_the_rest_reported(asked: list[object], paradraft: Paradraft) -> None:
+    """Guards against a whole run that fails for one peer, and a report that does not tell that it is missing."""
+    methods = "ar,hf-assisted:confidence=0:k=3,hf-prompt-lookup,autoregressive:k=3,vllm-draft"
+    outcome = paradraft(*asked, "--methods", methods, "--json", "out.json", "--report", "new/page")
+    assert outcome.code == 0, outcome.err
+    assert "warning: vllm-draft is skipped. vLLM is not installed" in outcome.err
+    assert outcome.err.rstrip().endswith("new/page/index.html")
+    found = json.loads(Path("out.json").read_text(encoding="utf-8"))
+    assert list(json.loads(outcome.out.splitlines()[-1])) == list(found["methods"]) == methods.split(",")[:-1]
+    assert list(found["skipped"]) == ["vllm-draft"]
+    assert found["methods"]["hf-assisted:confidence=0:k=3"]["confidence"] == 0
+    assert found["methods"]["hf-prompt-lookup"]["acceptance_length"] >= 1
+    assert found["example"]["prompt"] == "abc"
+    for spec, pieces in found["example"]["answers"].items():
+        assert len(pieces) == len(found["answers"][spec]["tokens"][0]), spec
+    page = Path("new/page/index.html").read_text(encoding="utf-8")
+    assert "vllm-draft</strong> was not run" in page
+    assert paradraft("report", "out.json", "again").code == 0
+    assert Path("again/index.html").read_text(encoding="utf-8") == page
+
+
+def test_vllm_takes_its_turns(asked: list[object], paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards the way from the command line to the worker and back."""
+    python = fake_vllm.python(tmp_path)
+    outcome = paradraft(*asked, "--methods", "ar,vllm,vllm-draft:k=3", "--vllm-python", python, "--json", "out.json")
+    assert outcome.code == 0, outcome.err
+    found = json.loads(Path("out.json").read_text(encoding="utf-8"))
+    assert found["machine"]["versions"]["vllm"] == "0.0.fake" and found["skipped"] == {}
+    figures = found["methods"]["vllm-draft:k=3"]
+    assert figures["acceptance_length"] == pytest.approx(16 / 6)
+    assert figures["acceptance_per_position"] == [1.0, 1.0, 0.0] and figures["draft_s"] is None
+    assert figures["identical_to_ar"] is False and len(figures["differing_prompts"]) == 2
+    assert found["answers"]["vllm"]["tokens"][0] == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert list(found["example"]["answers"]) == ["ar"]
+
+
+def test_a_path_for_vllm_without_its_methods_has_no_effect(asked: list[object], paradraft: Paradraft) -> None:
+    """Guards against an option that a user believes in."""
+    outcome = paradraft(*asked, "--methods", "autoregressive:k=3", "--vllm-python", "nowhere", "-k", 3)
+    assert outcome.code == 0
+    warnings = [line for line in outcome.err.splitlines() if line.startswith("warning: ")]
+    assert [line.split()[1] for line in warnings] == ["-k", "--vllm-python"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--methods", "vllm,vllm-pard"], "make vllm"),
+        (["--methods", "ar,vllm", "--vllm-python", "nowhere"], "'nowhere'"),
+        (["--methods", "ar,hf-assisted", "--batch-size", 2], "one prompt at a time"),
+        (["--methods", "ar", "--report", "prompts.jsonl"], "is a file"),
+        (["--methods", "ar", "--report", "prompts.jsonl/page"], "is a file"),
+    ],
+)
+def test_bad_options(asked: list[object], paradraft: Paradraft, arguments: list[object], named: str) -> None:
+    """Guards against measuring first and failing then."""
+    assert_mistake(paradraft(*asked, *arguments), named)
+
+
+def test_sampling_and_a_draft_that_does_not_fit(
+    family: Path, asked: list[object], paradraft: Paradraft, tmp_path: Path
+) -> None:
+    """Guards against speeds of answers that are not the target's, and a draft that vLLM gives up on after a minute."""
+    python = fake_vllm.python(tmp_path)
+    outcome = paradraft(*asked, "--methods", "vllm-draft", "--vllm-python", python, "--temperature", 0.5)
+    assert outcome.code == 2 and "greedy only" in outcome.err
+    small = tmp_path / "small"
+    small.mkdir()
+    for file in (family / "target").iterdir():
+        (small / file.name).write_bytes(file.read_bytes())
+    tiny_model(1, rows=64).save_pretrained(small)
+    outcome = paradraft(*asked, "--methods", "vllm-draft", "--vllm-python", python, "--draft", small)
+    assert outcome.code == 2 and "72, not 64" in outcome.err
+
+
+def test_a_report_of_what_is_no_result(paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards the command's own mistakes: one line, nothing written."""
+    file = tmp_path / "result.json"
+    assert_mistake(paradraft("report", file, tmp_path / "page"), "cannot be read")
+    file.write_text("[]", encoding="utf-8")
+    assert_mistake(paradraft("report", file, tmp_path / "page"), "no result of a benchmark")
+    file.write_text(json.dumps(result()), encoding="utf-8")
+    assert_mistake(paradraft("report", file, file), "is a file")
+    assert not (tmp_path / "page").exists()
+
+
+VLLM = Path(os.environ.get("PARADRAFT_VLLM_PYTHON", ROOT / DEFAULT_PYTHON))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: make vllm")
+def test_vllm_says_what_we_say(paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards the comparison with vLLM itself: PARD on the shipped weights, token for token, and as often accepted."""
+    asked = ["--num-prompts", 2, "--max-new-tokens", 48, "--runs", 1, "--no-compile", "--vllm-python", VLLM]
+    outcome = paradraft("bench", "--target", "pocket", "--methods", "ar,pard:k=4,vllm,vllm-pard:k=4", *asked)
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out.splitlines()[-1])
+    assert found["vllm"]["identical_to_ar"] and found["vllm-pard:k=4"]["identical_to_ar"]
+    # vLLM makes one pass more for each answer: it drafts nothing before the prompt's own pass has given a token.
+    ours, theirs = (96 / found[spec]["acceptance_length"] for spec in ("pard:k=4", "vllm-pard:k=4"))
+    assert ours <= theirs <= ours + 4
