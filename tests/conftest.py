@@ -62,7 +62,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def quick_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the speeds of the machine be measured in no time."""
     monkeypatch.setattr("paradraft.bench.speeds.MOST_BYTES", {"cpu": 2**20})

@@ -64,7 +64,7 @@ def shape_bench(paradraft: Paradraft, file: Path, *arguments: object) -> tuple[d
     return json.loads(file.read_text(encoding="utf-8")), found.out
 
 
-def test_synthetic_acceptance_says_so_everywhere(paradraft: Paradraft, tmp_path: Path, quick_speeds: None) -> None:
+def test_synthetic_acceptance_says_so_everywhere(paradraft: Paradraft, tmp_path: Path) -> None:
     """Guards against a figure that is taken for a measurement of real texts: table, file and last line, and against
     answers that end early, methods without a floor, and rates that are not those asked for."""
     asked = ["--methods", "hf,ar,autoregressive:k=2,pard,ngram", "-k", 3, "--synthetic-acceptance", "1,1,0"]
@@ -82,9 +82,7 @@ def test_synthetic_acceptance_says_so_everywhere(paradraft: Paradraft, tmp_path:
     assert methods["pard"]["acceptance_length"] == methods["autoregressive:k=2"]["acceptance_length"] == 3.0
 
 
-def test_the_time_of_a_round_is_told_by_what_runs_in_it(
-    paradraft: Paradraft, tmp_path: Path, quick_speeds: None
-) -> None:
+def test_the_time_of_a_round_is_told_by_what_runs_in_it(paradraft: Paradraft, tmp_path: Path) -> None:
     """Guards against shares of something else than the whole, and a profile of methods that have no rounds of ours."""
     asked = ["--methods", "hf,pard", "-k", 2, "--synthetic-acceptance", "1,0"]
     report, out = shape_bench(paradraft, tmp_path / "out.json", *asked, "--profile")
@@ -96,7 +94,7 @@ def test_the_time_of_a_round_is_told_by_what_runs_in_it(
     assert "where a round's time goes" in out
 
 
-def test_shapes_need_no_rates_without_a_drafter(paradraft: Paradraft, tmp_path: Path, quick_speeds: None) -> None:
+def test_shapes_need_no_rates_without_a_drafter(paradraft: Paradraft, tmp_path: Path) -> None:
     """Guards the plainest question: which share of the floor do AR and AR+ reach on a model of that size?"""
     shapes = ["--target", "shape:tiny-target", "--methods", "hf,ar", "--no-compile", "--runs", 1, "--num-prompts", 1]
     found = paradraft("bench", *shapes, "--max-new-tokens", 9, "--json", tmp_path / "out.json")
@@ -108,9 +106,7 @@ def test_shapes_need_no_rates_without_a_drafter(paradraft: Paradraft, tmp_path: 
     assert report["methods"]["ar"]["decode_share_of_floor"] > 0
 
 
-def test_the_recipe_for_a_gpu_runs_on_tiny_shapes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], quick_speeds: None
-) -> None:
+def test_the_recipe_for_a_gpu_runs_on_tiny_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the one command of a rented GPU, whose hour is too dear to find its mistakes in."""
     sizes = ["--batch-sizes", "1", "2", "--prompts", "2", "--prompt-tokens", "5", "--tokens", "20", "--runs", "1"]
     shapes = ["--target", "shape:tiny-target", "--draft", "shape:tiny-draft", "--device", "cpu", "--dtype", "float32"]

@@ -73,7 +73,7 @@ def test_the_readme_has_commands() -> None:
 
 
 def test_commands_of_the_readme_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quick_speeds: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards the README: what it tells people to type works, in the order in which it stands there."""
     for name in COPIED:

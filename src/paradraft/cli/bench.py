@@ -33,7 +33,7 @@ def bench(
     context: typer.Context,
     target: Annotated[
         str,
-        typer.Option(help="Hugging Face id, folder, pocket, or a shape with random weights, as shape:llama-3.1-8b."),
+        typer.Option(help="Hugging Face id, folder, pocket, or shape:NAME with random weights."),
     ],
     methods: Annotated[
         str,

@@ -161,7 +161,7 @@ def test_speeds_are_the_best_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (speeds.bytes_per_s(4096), speeds.bytes_per_s(10**12), speeds.flops_per_s(torch.float32)) == (9.0, 7.0, 3.0)
 
 
-def test_speeds_are_plausible(quick_speeds: None) -> None:
+def test_speeds_are_plausible() -> None:
     """Guards against units: no computer that runs this reads less than 50 MB or more than 100 TB per second."""
     speeds = Speeds(CPU, {5000, 2**40}, {torch.float32, torch.bfloat16})
     speeds.measure()
