@@ -140,6 +140,9 @@ def bench(
     title += f"{target}, {num_prompts} prompts x {max_new_tokens} tokens, "
     title += "greedy" if sampling.is_greedy else f"temperature {temperature:g}"
     Console().print(table(result["methods"], title))
+    if compile:
+        first = ", ".join(f"{spec} {figures['warm_up_s']:.0f} s" for spec, figures in result["methods"].items())
+        console.print(f"first answers, with what had to be compiled: {first}")
     if profile:
         Console().print(profile_table(result["profile"], f"where a round's time goes: {title}"))
     if json_file is not None:
