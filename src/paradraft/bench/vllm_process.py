@@ -106,10 +106,12 @@ class VllmProcess:
         if len(tokens) != len(rows):
             raise ValueError(f"method {self.spec!r}: vLLM gave {len(tokens)} answers to {len(rows)} prompts")
         if count:
+            total = sum(map(len, tokens))
             self._counts[known] = Counts(
-                tokens=sum(map(len, tokens)),
-                # The pass that reads the prompt gives a token too, before anything is drafted.
-                rounds=reply["drafts"][0] + len(rows),
+                tokens=total,
+                # The pass that reads the prompt gives a token too, before anything is drafted. So does every pass for
+                # which n-grams found nothing, and vLLM counts none of those; each pass gives one token of the target's.
+                rounds=max(reply["drafts"][0] + len(rows), total - sum(reply["accepted"])),
                 drafted=tuple(reply["drafts"] * self._k),
                 accepted=tuple(reply["accepted"]),
             )
