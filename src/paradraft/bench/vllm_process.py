@@ -144,10 +144,9 @@ class VllmProcess:
         """Sends a message and waits for the reply, which must have these keys."""
         assert self._process.stdin is not None
         try:
-            print(json.dumps(message), file=self._process.stdin, flush=True)
+            with suppress(BrokenPipeError):  # it has ended, and may have said why
+                print(json.dumps(message), file=self._process.stdin, flush=True)
             line = self._replies.get(timeout=self._patience_s)
-        except BrokenPipeError:
-            line = ""
         except queue.Empty:
             self._process.kill()
             raise ValueError(
