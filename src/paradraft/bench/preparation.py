@@ -122,7 +122,8 @@ def _check_acceptance(methods: list[Method], target: str, acceptance: SyntheticA
             continue
         for name in (target, method.draft or ""):
             if is_shape(name):
+                advice = "add --synthetic-acceptance, or measure hf and ar alone"
                 raise ValueError(
                     f"method {method.spec!r}: {name!r} has random weights, whose drafts are accepted by chance only: "
-                    "add --synthetic-acceptance, or measure hf and ar alone"
+                    + ("leave this peer out" if method.name in PEERS else advice)
                 )
