@@ -181,8 +181,8 @@ def test_what_a_report_is_about_and_the_plan_is_not_is_said(family: Path) -> Non
     other = replace(seen, draft="elsewhere", is_synthetic=True)
     report = {"arguments": {"target": "t"}, "example": {"prompt": "another"}}
     found = doubts(asked, {Way(k=1): other, Way(k=2): other}, report, "x.json")
-    assert [word for word, doubt in zip(("target t", "draft elsewhere", "other prompts", "synthetic"), found, strict=True)
-            if word not in doubt] == []  # fmt: skip
+    words = ("target t", "draft elsewhere", "other prompts", "synthetic")
+    assert all(word in doubt for word, doubt in zip(words, found, strict=True))
 
 
 def test_there_must_be_room_for_the_drafts(family: Path) -> None:

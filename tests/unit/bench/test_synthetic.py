@@ -30,7 +30,9 @@ def drawn(draft: Draft, sampler: Sampler) -> Verdict:
     """The verdict where the target itself accepts nothing and says 8."""
     logits = torch.zeros(len(draft.tokens), draft.tokens.shape[1] + 1, 10)
     logits[..., 8] = 1.0
-    return SyntheticAcceptance(rates=RATES).instead_of(match.verify)(draft, TargetOut(logits=logits, hidden={}), sampler)
+    return SyntheticAcceptance(rates=RATES).instead_of(match.verify)(
+        draft, TargetOut(logits=logits, hidden={}), sampler
+    )
 
 
 def chain(rows: int, length: int = 3) -> Draft:
