@@ -20,7 +20,7 @@ from paradraft.bench.methods import Method
 from paradraft.bench.prompt_choice import random_prompts
 from paradraft.bench.report import table, write_json
 from paradraft.bench.run import run_bench
-from paradraft.bench.synthetic import Acceptance
+from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.core import GREEDY
 from paradraft.models.loading import DTYPES, Runtime
 from paradraft.output import check_outputs
@@ -74,7 +74,7 @@ def from_table(k: int) -> tuple[float, ...]:
 RATES = {"speed": from_speed, "table": from_table}
 
 
-def measure(args: argparse.Namespace, acceptance: Acceptance, console: Console) -> dict[str, Any]:
+def measure(args: argparse.Namespace, acceptance: SyntheticAcceptance, console: Console) -> dict[str, Any]:
     """All batch sizes in one run, AR+ and PARD in turns."""
     specs = [f"{name}:batch={size}" for size in args.batch_sizes for name in ("ar", f"pard:k={args.k}")]
     capacity = args.prompt_tokens + args.tokens
@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         check_outputs(args.json)
         for name in args.rates:
-            acceptance = Acceptance(rates=RATES[name](args.k))
+            acceptance = SyntheticAcceptance(rates=RATES[name](args.k))
             report = measure(args, acceptance, console)
             title = f"{acceptance.title}{args.target} with {args.draft}, {args.dtype}, rates from the paper's {name}"
             found[name] = {"title": title} | report

@@ -21,7 +21,7 @@ from paradraft.bench.report import write_json
 from paradraft.machine import describe_machine
 from paradraft.models.loading import Runtime
 from paradraft.train.curves import read_history
-from paradraft.train.evaluation import Acceptance
+from paradraft.train.evaluation import AcceptanceMeter
 from paradraft.train.progress import Progress
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.run import run_with_display
@@ -88,7 +88,7 @@ def measure(recipe: PardRecipe, family: Path, prompts: list[list[int]]) -> dict[
     """Acceptance length by K in decoding, and what the training cost."""
     lengths = {}
     for k in DECODED:
-        acceptance = Acceptance(
+        acceptance = AcceptanceMeter(
             str(family / "target"), str(family / "draft"), prompts, k=k, answer_tokens=ANSWER_TOKENS, runtime=Runtime()
         )
         lengths[k] = acceptance.of(recipe.out)

@@ -38,6 +38,7 @@ from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
         (["--methods", "ngram", "--synthetic-acceptance", "0.5,0.9"], "rate 2 is larger"),
         (["--methods", "ngram", "--synthetic-acceptance", "0.9,0.5"], "'ngram' drafts 8 tokens, but there are 2 rates"),
         (["--methods", "ar,pard:draft=shape:tiny-draft:k=2"], "'shape:tiny-draft' has random weights"),
+        (["--methods", "ar,hf-assisted:draft=shape:tiny-draft"], "leave this peer out"),
         (["--methods", "pard:draft=shape:tiny-draft", "--tree-budget", 9, "--synthetic-acceptance", "1"], "trees"),
         (["--methods", "ngram", "--target", "shape:tiny-target", "--prompt-tokens", 9], "--prompts"),
         (["--target", "shape:gpt-9"], "unknown shape 'shape:gpt-9'"),

@@ -30,6 +30,8 @@ class Acceptance:
         shares: for each position the share of rounds that accepted so many tokens or more.
         answers: the number of tokens of each answer.
         by_round: for each answer the tokens that each target pass gave it; None in reports that do not say.
+        draft: the draft model that it was measured with.
+        is_synthetic: whether verdicts were drawn by given rates, see `paradraft.bench.synthetic`.
     """
 
     spec: str
@@ -39,6 +41,8 @@ class Acceptance:
     shares: tuple[float, ...]
     answers: tuple[int, ...]
     by_round: tuple[tuple[int, ...], ...] | None
+    draft: str | None = None
+    is_synthetic: bool = False
 
     def passes(self, k: int) -> tuple[float, ...]:
         """How many target passes each answer takes with drafts of k tokens, at most as many as were drafted.
@@ -178,6 +182,8 @@ def _acceptance(spec: str, figures: dict[str, Any], answers: dict[str, Any], nam
             shares=tuple(map(float, figures["acceptance_per_position"])),
             answers=tokens,
             by_round=rounds,
+            draft=figures.get("draft"),
+            is_synthetic=figures.get("synthetic_acceptance") is not None,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{name}: method {spec!r} is damaged ({type(error).__name__}: {error})") from None

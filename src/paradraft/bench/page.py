@@ -109,4 +109,5 @@ def title_of(result: dict[str, Any]) -> str:
     temperature = arguments["sampling"]["temperature"]
     title = f"{arguments['target']}, {arguments['num_prompts']} prompts × {arguments['max_new_tokens']} tokens, "
     title += f"temperature {temperature:g}" if temperature else "greedy"
-    return title + (", SYNTHETIC ACCEPTANCE" if arguments.get("synthetic_acceptance") else "")
+    rates = arguments.get("synthetic_acceptance")
+    return title if rates is None else f"SYNTHETIC ACCEPTANCE {', '.join(f'{rate:.3g}' for rate in rates)}: {title}"

@@ -10,7 +10,7 @@ from typing import Any
 from paradraft.api import load_drafter
 from paradraft.bench.acceptance import Acceptance
 from paradraft.bench.answer import tokens_by_round
-from paradraft.bench.harness import check_batches, measure, summarize
+from paradraft.bench.harness import measure, summarize
 from paradraft.bench.plan_task import Task, ways_of
 from paradraft.bench.prediction import PLAIN, Prediction, Way, best, predict
 from paradraft.bench.round_times import Costs, measure_rounds
@@ -53,11 +53,8 @@ def run_plan(
         `chains` (K by batch size), and what `vllm` and `tensorrt_llm` are to be told.
 
     Raises:
-        ValueError: a model cannot be loaded, the prompts do not fit into it, or they cannot be dealt out in whole
-            batches for the check.
+        ValueError: a model cannot be loaded, or the prompts do not fit into it.
     """
-    if check_runs:
-        check_batches([task.method(PLAIN, batch, runtime.dtype) for batch in task.batches], task.prompts)
     report(f"loading {task.target}")
     target = load_target(task.target, runtime)
     report(f"loading drafter {task.drafter}")
@@ -92,6 +89,7 @@ def run_plan(
                 "spec": one.spec,
                 "passes": one.passes(way.k),
                 "has_by_round": one.by_round is not None,
+                "is_synthetic": one.is_synthetic,
             }
             for way, one in known.items()
         },
@@ -130,6 +128,7 @@ def _measure_acceptance(task: Task, target: Target, drafter: Drafter, report: Re
             shares=(),
             answers=tuple(map(sum, by_round)),
             by_round=tuple(by_round),
+            draft=task.draft,
         )
     return known
 

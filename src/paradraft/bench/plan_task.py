@@ -10,6 +10,7 @@ from paradraft.bench.acceptance import Acceptance, acceptances
 from paradraft.bench.methods import AR, Method
 from paradraft.bench.prediction import PLAIN, Way
 from paradraft.core import Sampling
+from paradraft.models.shapes import check_has_weights
 
 WITHOUT_FILE = 8
 """Longest chain that is tried where neither the user nor a report says."""
@@ -32,7 +33,8 @@ class Task:
         sampling: how they are chosen.
 
     Raises:
-        ValueError: the drafter drafts nothing, or no trees, or a draft model is missing.
+        ValueError: the drafter drafts nothing, or no trees, a draft model is missing or has no weights, or the prompts
+            cannot be dealt out in whole batches.
     """
 
     target: str
@@ -52,6 +54,15 @@ class Task:
         check_draft(self.drafter, self.draft, self.target)
         if self.trees and not branches(self.drafter):
             raise ValueError(f"drafter {self.drafter!r} drafts chains only: leave the tree budgets out")
+        for name in (self.target, self.draft or ""):
+            check_has_weights(name)
+        for batch in self.batches:
+            if len(self.prompts) % batch:
+                # A part of a batch costs less than a whole one, and would pass for it.
+                raise ValueError(
+                    f"{len(self.prompts)} prompts cannot be dealt out in batches of {batch}: plan for batch sizes that "
+                    "divide their number"
+                )
 
     def method(self, way: Way, batch: int, dtype: str) -> Method:
         """A way as a method of a benchmark."""
@@ -91,6 +102,28 @@ def known_of(task: Task, report: dict[str, Any], name: str, dtype: str) -> dict[
                 f"{name}: {one.spec!r} has {len(one.answers)} answers, but there are {len(task.prompts)} prompts"
             )
     return known
+
+
+def doubts(task: Task, known: dict[Way, Acceptance], report: dict[str, Any], name: str) -> list[str]:
+    """What a report was made with that is not what is planned, in a sentence each: it may be right, or a mistake.
+
+    Args:
+        task: what is planned.
+        known: from `known_of`.
+        report: from `read_report`.
+        name: how to call it.
+    """
+    found = []
+    if (target := report["arguments"]["target"]) != task.target:
+        found.append(f"{name} is about target {target}, not {task.target}")
+    for draft in {one.draft: None for one in known.values() if one.draft != task.draft}:
+        found.append(f"{name} is about draft {draft or 'of the pocket family'}, not {task.draft or 'that'}")
+    example = report.get("example")
+    if isinstance(example, dict) and example.get("prompt") != task.prompts[0]:
+        found.append(f"{name} answers other prompts than those that costs are measured on: give the same --prompts")
+    if any(one.is_synthetic for one in known.values()):
+        found.append(f"{name} has synthetic acceptance: this plan is for a drafter that nobody has measured")
+    return found
 
 
 def ways_of(task: Task) -> list[Way]:

@@ -12,7 +12,7 @@ from paradraft.bench.harness import check_batches
 from paradraft.bench.methods import AR, Method
 from paradraft.bench.peers import HF, PEERS, is_vllm
 from paradraft.bench.roofline import models_of
-from paradraft.bench.synthetic import Acceptance, without_ends
+from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.bench.vllm_methods import check_vllm, what_to_load
 from paradraft.bench.vllm_process import VllmProcess
 from paradraft.core import Drafter, Sampling
@@ -48,7 +48,7 @@ def prepare(
     max_new_tokens: int,
     runtime: Runtime,
     report: Callable[[str], None],
-    acceptance: Acceptance | None,
+    acceptance: SyntheticAcceptance | None,
     vllm_python: Path | None,
 ) -> Preparation:
     """Loads what methods need, models that they share only once; arguments as of `run_bench`.
@@ -91,7 +91,7 @@ def check(
     *,
     sampling: Sampling,
     runtime: Runtime,
-    acceptance: Acceptance | None,
+    acceptance: SyntheticAcceptance | None,
 ) -> None:
     """Raises ValueError for what can be known to be wrong before anything is loaded."""
     if not methods:
@@ -108,7 +108,7 @@ def check(
     check_vllm(methods, sampling, runtime)
 
 
-def _check_acceptance(methods: list[Method], target: str, acceptance: Acceptance | None) -> None:
+def _check_acceptance(methods: list[Method], target: str, acceptance: SyntheticAcceptance | None) -> None:
     """Raises ValueError unless it is clear what each method will accept."""
     for method in methods:
         if method.name in (HF, AR):
@@ -122,7 +122,8 @@ def _check_acceptance(methods: list[Method], target: str, acceptance: Acceptance
             continue
         for name in (target, method.draft or ""):
             if is_shape(name):
+                advice = "add --synthetic-acceptance, or measure hf and ar alone"
                 raise ValueError(
                     f"method {method.spec!r}: {name!r} has random weights, whose drafts are accepted by chance only: "
-                    "add --synthetic-acceptance, or measure hf and ar alone"
+                    + ("leave this peer out" if method.name in PEERS else advice)
                 )

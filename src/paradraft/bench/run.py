@@ -17,7 +17,7 @@ from paradraft.bench.profile import profile
 from paradraft.bench.roofline import Size, added, reached, speeds_for
 from paradraft.bench.rounds import clock_for, rounds
 from paradraft.bench.speeds import Speeds
-from paradraft.bench.synthetic import Acceptance
+from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.bench.vllm_methods import running
 from paradraft.core import Sampling
 from paradraft.decode.sequential import VERIFY
@@ -37,7 +37,7 @@ def run_bench(
     runtime: Runtime,
     runs: int,
     report: Callable[[str], None],
-    acceptance: Acceptance | None = None,
+    acceptance: SyntheticAcceptance | None = None,
     profiled: bool = False,
     vllm_python: Path | None = None,
 ) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _profile(
     prompts: list[str],
     max_new_tokens: int,
     sampling: Sampling,
-    acceptance: Acceptance | None,
+    acceptance: SyntheticAcceptance | None,
 ) -> dict[str, Any] | None:
     """Where the time of a method's rounds goes."""
     engine = prepared.engines[method]
@@ -158,7 +158,7 @@ def _floor(one: Measured, figures: dict[str, Any], models: dict[str, CausalLM], 
     return reached(passes, sizes, speeds, total_s=figures["total_s"], prefill_s=figures["prefill_s"])
 
 
-def _drawn(method: Method, acceptance: Acceptance | None) -> dict[str, Any]:
+def _drawn(method: Method, acceptance: SyntheticAcceptance | None) -> dict[str, Any]:
     """What the figures say of drawn verdicts; the texts of no method can be compared then."""
     if acceptance is None:
         return {"synthetic_acceptance": None}

@@ -9,8 +9,11 @@ have `max_draft_len`, and above the largest key nothing is drafted. Both draft c
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from typing import Any
+
+from paradraft.drafters.ngram import Config
 
 Ranges = list[tuple[int, int, int]]
 """First batch size, last batch size, K."""
@@ -48,7 +51,8 @@ def vllm_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str
     methods: dict[str, dict[str, Any]] = {
         "pard": {"method": "draft_model", "model": draft, "parallel_drafting": True},
         "autoregressive": {"method": "draft_model", "model": draft},
-        "ngram": {"method": "ngram"},
+        # Without these it looks for five tokens and for no fewer, and drafts less than what was planned.
+        "ngram": {"method": "ngram", "prompt_lookup_max": Config().max_ngram, "prompt_lookup_min": 1},
     }
     if not most or drafter not in methods:
         return None
@@ -86,7 +90,7 @@ def lines(chosen: Mapping[int, int], drafter: str, draft: str) -> list[str]:
         return ["no chain pays at these batch sizes: serve without speculation"]
     found = []
     if (vllm := vllm_config(chosen, drafter, draft)) is not None:
-        found += ["vLLM:", f"  --speculative-config '{json.dumps(vllm)}'"]
+        found += ["vLLM:", f"  --speculative-config {shlex.quote(json.dumps(vllm))}"]
     if (tensorrt := tensorrt_config(chosen, drafter, draft)) is not None:
         schedule = ", ".join(f"{last}: {k}" for last, k in tensorrt.pop("draft_len_schedule").items())
         found += ["TensorRT-LLM:", "  speculative_config:"]

@@ -28,7 +28,7 @@ LOSSLESS = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acceptance:
+class SyntheticAcceptance:
     """How many tokens of a chain are accepted, instead of what the target says.
 
     Args:
@@ -54,10 +54,10 @@ class Acceptance:
                 )
 
     @classmethod
-    def parse(cls, text: str) -> Acceptance:
+    def parse(cls, text: str) -> SyntheticAcceptance:
         """Reads rates with commas between them.
 
-        >>> Acceptance.parse("0.79,0.57,0.40").length
+        >>> SyntheticAcceptance.parse("0.79,0.57,0.40").length
         2.76
         """
         try:

@@ -106,10 +106,12 @@ class VllmProcess:
         if len(tokens) != len(rows):
             raise ValueError(f"method {self.spec!r}: vLLM gave {len(tokens)} answers to {len(rows)} prompts")
         if count:
+            total = sum(map(len, tokens))
             self._counts[known] = Counts(
-                tokens=sum(map(len, tokens)),
-                # The pass that reads the prompt gives a token too, before anything is drafted.
-                rounds=reply["drafts"][0] + len(rows),
+                tokens=total,
+                # The pass that reads the prompt gives a token too, before anything is drafted. So does every pass for
+                # which n-grams found nothing, and vLLM counts none of those; each pass gives one token of the target's.
+                rounds=max(reply["drafts"][0] + len(rows), total - sum(reply["accepted"])),
                 drafted=tuple(reply["drafts"] * self._k),
                 accepted=tuple(reply["accepted"]),
             )
@@ -142,10 +144,9 @@ class VllmProcess:
         """Sends a message and waits for the reply, which must have these keys."""
         assert self._process.stdin is not None
         try:
-            print(json.dumps(message), file=self._process.stdin, flush=True)
+            with suppress(BrokenPipeError):  # it has ended, and may have said why
+                print(json.dumps(message), file=self._process.stdin, flush=True)
             line = self._replies.get(timeout=self._patience_s)
-        except BrokenPipeError:
-            line = ""
         except queue.Empty:
             self._process.kill()
             raise ValueError(

@@ -94,7 +94,7 @@ def bench(
     from paradraft.bench.prompt_choice import prompts_for
     from paradraft.bench.report import plot, table, write_json
     from paradraft.bench.run import run_bench
-    from paradraft.bench.synthetic import Acceptance
+    from paradraft.bench.synthetic import SyntheticAcceptance
     from paradraft.bench.vllm_methods import without_vllm
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -108,7 +108,7 @@ def bench(
     most = max((method.tree or 0 for method in chosen), default=0)
     width = options.width_of(*(method.k for method in chosen), nodes=most)
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
-    acceptance = None if synthetic_acceptance is None else Acceptance.parse(synthetic_acceptance)
+    acceptance = None if synthetic_acceptance is None else SyntheticAcceptance.parse(synthetic_acceptance)
     texts = prompts_for(target, num_prompts, tokens=prompt_tokens, file=prompts)
     check_outputs(json_file, plot_file)
     check_folder(page_folder)

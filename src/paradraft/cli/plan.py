@@ -19,6 +19,7 @@ from paradraft.output import check_outputs
 
 MOST = 4096
 """Largest number that a list of lengths, budgets or batch sizes may have."""
+BATCH_SIZES = (1, 2, 4, 8, 16)
 FROM_REPORT = ("num_prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
 """The options that a report answers."""
 
@@ -47,7 +48,15 @@ def plan(
             help="Budgets of trees, such as 8,16. By default those in the acceptance file.", show_default=False
         ),
     ] = None,
-    batch_sizes: Annotated[str, typer.Option("--batch-size", help="Batch sizes to plan for.")] = "1,2,4,8,16",
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--batch-size",
+            help="Batch sizes to plan for, which divide the number of prompts. By default those of 1, 2, 4, 8 and 16 "
+            "that do.",
+            show_default=False,
+        ),
+    ] = None,
     verify: options.Verify = "match",
     prompts: options.Prompts = None,
     num_prompts: options.NumPrompts = 16,
@@ -72,7 +81,7 @@ def plan(
     from paradraft.bench.acceptance import asked_of, read_report
     from paradraft.bench.plan import DRAFT, run_plan
     from paradraft.bench.plan_report import plot, table
-    from paradraft.bench.plan_task import Task, known_of, ways_of
+    from paradraft.bench.plan_task import Task, doubts, known_of, ways_of
     from paradraft.bench.prompt_choice import held_out_prompts
     from paradraft.bench.report import write_json
     from paradraft.bench.schedule import lines
@@ -82,21 +91,23 @@ def plan(
     if found is not None:
         asked = asked_of(*found)
         sampling, max_new_tokens, num_prompts = asked.sampling, asked.max_new_tokens, asked.num_prompts
-        if asked.target != target:
-            print(f"warning: {found[1]} is about target {asked.target}, not {target}", file=sys.stderr)
     if threads is not None:
         torch.set_num_threads(threads)
     texts = held_out_prompts(num_prompts, prompts)
     check_outputs(json_file, plot_file)
     if plot_file is not None and plot_file.suffix != ".png":
         raise ValueError(f"--plot {plot_file}: name a .png file")
+    sizes = BATCH_SIZES if batch_sizes is None else _numbers("--batch-size", batch_sizes)
     task = Task(
-        target=target, drafter=drafter, draft=draft, verify=verify, batches=_numbers("--batch-size", batch_sizes),
+        target=target, drafter=drafter, draft=draft, verify=verify,
+        batches=tuple(size for size in sizes if batch_sizes is not None or len(texts) % size == 0),
         ks=None if k is None else _numbers("--k", k),
         trees=None if tree_budgets is None else _numbers("--tree-budgets", tree_budgets),
         prompts=texts, max_new_tokens=max_new_tokens, sampling=sampling,
     )  # fmt: skip
     known = None if found is None else known_of(task, *found, dtype)
+    for doubt in () if found is None or known is None else doubts(task, known, *found):
+        print(f"warning: {doubt}", file=sys.stderr)
     ways = list(known or ways_of(task))
     width = options.width_of(*(way.k for way in ways), nodes=max(way.drafted for way in ways))
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
@@ -112,7 +123,9 @@ def plan(
             task, runtime, known=known, source=None if found is None else found[1], check_runs=runs if check else 0,
             report=status.update if console.is_terminal else console.print,
         )  # fmt: skip
-    title = f"{target} with {drafter}, {len(texts)} prompts x {max_new_tokens} tokens, " + (
+    is_synthetic = known is not None and any(one.is_synthetic for one in known.values())
+    title = "SYNTHETIC ACCEPTANCE: " if is_synthetic else ""
+    title += f"{target} with {drafter}, {len(texts)} prompts x {max_new_tokens} tokens, " + (
         "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
     )
     Console().print(table(result, title))

@@ -58,16 +58,18 @@ def compiled(function: Callable[..., Tensor], model: nn.Module) -> Callable[...,
 
 
 def _tag(model: nn.Module) -> str | None:
-    """What tells a model's weights from others of the same shapes; None if they are too large to be kept.
+    """What tells a model's tensors from others of the same shapes; None if they are too large to be kept.
 
     Torch takes what it has kept for any model of the same shapes, and finds the packed weights of another in it.
+    Buffers such as the frequencies of the rotary embedding, which no `state_dict` has, are frozen like weights. Nor
+    does torch's key say which vector instructions the CPU had.
     """
-    tensors = list(model.state_dict().values())
+    tensors = [*model.parameters(), *model.buffers()]
     if sum(tensor.nbytes for tensor in tensors) > MOST_KEPT_BYTES:
         return None
-    found = hashlib.sha256()
+    found = hashlib.sha256(torch.backends.cpu.get_cpu_capability().encode())
     for tensor in tensors:
-        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
     return found.hexdigest()
 
 

@@ -18,7 +18,7 @@ ORDINARY_K = 4
 """Tokens that an ordinary draft drafts when it is measured."""
 
 
-class Acceptance:
+class AcceptanceMeter:
     """Decodes the same prompts, greedily, in one batch, with every drafter it is given.
 
     Args:

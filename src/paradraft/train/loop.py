@@ -21,7 +21,7 @@ from torch import Tensor
 from paradraft.train import curves, trackers
 from paradraft.train.batch import Batch
 from paradraft.train.checkpoint import Checkpoints, State, put_in_place, save_model
-from paradraft.train.evaluation import Acceptance
+from paradraft.train.evaluation import AcceptanceMeter
 from paradraft.train.losses import row_weights
 from paradraft.train.optimizers import Optimizers
 from paradraft.train.order import Order
@@ -50,7 +50,7 @@ class Loop:
     def __init__(
         self,
         prepared: Preparation,
-        acceptance: Acceptance | None,
+        acceptance: AcceptanceMeter | None,
         accelerator: Accelerator,
         checkpoints: Checkpoints,
         report: Callable[[Report], None],

@@ -17,7 +17,7 @@ from paradraft.train.adapters import merged, with_adapters
 from paradraft.train.attention import FLEX
 from paradraft.train.batch import Batch, Drop, collate, pack
 from paradraft.train.data import load_samples
-from paradraft.train.evaluation import Acceptance, prompt_of
+from paradraft.train.evaluation import AcceptanceMeter, prompt_of
 from paradraft.train.held_out import hold_out
 from paradraft.train.pard import Objective, add_mask_token
 from paradraft.train.recipe import PardRecipe
@@ -86,7 +86,7 @@ class Preparation:
         model = new.model if new.adapted is None else merged(new.adapted)
         return model.to(torch.bfloat16).eval()
 
-    def acceptance(self, device: torch.device) -> Acceptance | None:
+    def acceptance(self, device: torch.device) -> AcceptanceMeter | None:
         """What measures acceptance lengths; None where there is nothing to measure with.
 
         Raises:
@@ -104,7 +104,7 @@ class Preparation:
         check_rows(configs[0].vocab_size, int(max(map(max, prompts))), f"target {target!r}")
         room = (config.max_position_embeddings for config in configs)
         runtime = Runtime(device=str(device), dtype=dtype, capacity=min(*room, MOST_ROOM))
-        return Acceptance(target, base, prompts, k=recipe.k, answer_tokens=recipe.answer_tokens, runtime=runtime)
+        return AcceptanceMeter(target, base, prompts, k=recipe.k, answer_tokens=recipe.answer_tokens, runtime=runtime)
 
     def check_memory(self, device: torch.device) -> None:
         """Raises ValueError if the device has not the memory that the run takes beside the models that are loaded."""

@@ -92,6 +92,14 @@ def test_of_several_drafts_or_dtypes_the_plans_own_is_read() -> None:
         found(content, draft="z")
 
 
+def test_drawn_verdicts_are_known_as_such() -> None:
+    """Guards against a plan from synthetic acceptance that does not say so."""
+    content = report(a=method(), b=method(k=4, synthetic_acceptance=[0.9, 0.5, 0.4, 0.3], draft="x"))
+    content["methods"]["a"]["draft"] = "x"
+    read = acceptances(content, "bench.json", drafter="pard", draft="x", verify="match", dtype="float32")
+    assert [(one.draft, one.is_synthetic) for one in read] == [("x", False), ("x", True)]
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -152,7 +152,7 @@ def test_made_up_acceptance_is_in_the_title() -> None:
     """Guards against figures of no real drafter that are taken for real ones."""
     given = result()
     given["arguments"] = given["arguments"] | {"synthetic_acceptance": [0.7]}
-    assert "SYNTHETIC" in read(given).text
+    assert "SYNTHETIC ACCEPTANCE 0.7: pocket" in read(given).text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 
 from paradraft import load
 from paradraft.bench import round_times
+from paradraft.bench.acceptance import Acceptance
 from paradraft.bench.methods import Method
 from paradraft.bench.plan import run_plan
-from paradraft.bench.plan_task import Task, known_of
+from paradraft.bench.plan_task import Task, doubts, known_of
 from paradraft.bench.prediction import Way
 from paradraft.bench.round_times import Rotation, measure_rounds
 from paradraft.bench.run import run_bench
@@ -157,7 +159,30 @@ def test_what_a_benchmark_wrote_is_what_the_plan_would_measure(family: Path) -> 
     with pytest.raises(ValueError, match=r"tree budget 9: .*measure pard:tree=9"):
         known_of(task(family, trees=(9,)), report, "bench.json", "float64")
     with pytest.raises(ValueError, match="has 4 answers, but there are 3 prompts"):
-        known_of(task(family, prompts=PROMPTS[:3]), report, "bench.json", "float64")
+        known_of(task(family, prompts=PROMPTS[:3], batches=(1, 3)), report, "bench.json", "float64")
+
+
+def test_a_part_of_a_batch_does_not_pass_for_a_batch(family: Path) -> None:
+    """Guards against the speed of four rows under the name of a batch of sixteen, and of texts that mean nothing."""
+    with pytest.raises(ValueError, match="4 prompts cannot be dealt out in batches of 16"):
+        task(family, batches=(1, 4, 16))
+    with pytest.raises(ValueError, match="random weights"):
+        task(family, target="shape:tiny-target")
+
+
+def test_what_a_report_is_about_and_the_plan_is_not_is_said(family: Path) -> None:
+    """Guards against a plan that looks measured, from drawn verdicts, another draft, target or other prompts."""
+    asked = task(family)
+    seen = Acceptance(
+        spec="pard:k=2", k=2, tree=None, length=2.0, shares=(0.5, 0.5), answers=(2,), by_round=None, draft=asked.draft
+    )
+    report = {"arguments": {"target": asked.target}, "example": {"prompt": PROMPTS[0]}}
+    assert doubts(asked, {Way(k=2): seen}, report, "x.json") == []
+    other = replace(seen, draft="elsewhere", is_synthetic=True)
+    report = {"arguments": {"target": "t"}, "example": {"prompt": "another"}}
+    found = doubts(asked, {Way(k=1): other, Way(k=2): other}, report, "x.json")
+    words = ("target t", "draft elsewhere", "other prompts", "synthetic")
+    assert all(word in doubt for word, doubt in zip(words, found, strict=True))
 
 
 def test_there_must_be_room_for_the_drafts(family: Path) -> None:

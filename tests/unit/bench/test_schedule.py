@@ -20,7 +20,8 @@ def test_vllm_gets_ranges_without_gaps_from_one() -> None:
         "num_speculative_tokens_per_batch_size": [[1, 1, 6], [2, 4, 4], [5, 8, 2], [9, 16, 0]],
     }  # fmt: skip
     assert vllm_config({4: 2}, "ngram", "-") == {
-        "method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 4, 2]],
+        "method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": 2,
+        "num_speculative_tokens_per_batch_size": [[1, 4, 2]],
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from paradraft import load
 from paradraft.bench import synthetic
 from paradraft.bench.methods import Method
-from paradraft.bench.synthetic import Acceptance
+from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.core import ABSENT, GREEDY, RULES, Draft, Prompt, Sampling, TargetOut, Verdict
 from paradraft.decode.sequential import VERIFY
 from paradraft.models.loading import Runtime
@@ -30,7 +30,9 @@ def drawn(draft: Draft, sampler: Sampler) -> Verdict:
     """The verdict where the target itself accepts nothing and says 8."""
     logits = torch.zeros(len(draft.tokens), draft.tokens.shape[1] + 1, 10)
     logits[..., 8] = 1.0
-    return Acceptance(rates=RATES).instead_of(match.verify)(draft, TargetOut(logits=logits, hidden={}), sampler)
+    return SyntheticAcceptance(rates=RATES).instead_of(match.verify)(
+        draft, TargetOut(logits=logits, hidden={}), sampler
+    )
 
 
 def chain(rows: int, length: int = 3) -> Draft:
@@ -86,7 +88,7 @@ def test_the_work_is_done() -> None:
         return match.verify(draft, out, sampler)
 
     out = TargetOut(logits=torch.zeros(1, 4, 10), hidden={})
-    Acceptance(rates=RATES).instead_of(rule)(chain(1), out, sampler_of(1))
+    SyntheticAcceptance(rates=RATES).instead_of(rule)(chain(1), out, sampler_of(1))
     assert calls == [out]
 
 
@@ -104,7 +106,7 @@ def test_answers_have_their_length_and_the_rounds_of_their_prompts(family: Path,
     method = Method.parse(spec, dtype="float64")
     name = {"name": method.name, "draft": str(family / "pard")}
     engine = load(str(family / "target"), drafter=name["name"], draft=name["draft"], runtime=Runtime(dtype="float64"))
-    answer = Acceptance(rates=(0.8, 0.5, 0.3)).answerer(method.engine(engine.target, engine.drafter))
+    answer = SyntheticAcceptance(rates=(0.8, 0.5, 0.3)).answerer(method.engine(engine.target, engine.drafter))
     prompts = ["abcabcabc", "helloworld", "The0quick"]
     alone = [answer([prompt], 30, GREEDY) for prompt in prompts]
     together = answer(prompts, 30, GREEDY)
@@ -123,4 +125,4 @@ def test_answers_have_their_length_and_the_rounds_of_their_prompts(family: Path,
 def test_rates_that_cannot_be(text: str, named: str) -> None:
     """Guards against conditional rates taken for shares of all drafts, and against typing errors."""
     with pytest.raises(ValueError, match=named):
-        Acceptance.parse(text)
+        SyntheticAcceptance.parse(text)

@@ -42,6 +42,17 @@ def test_answers_and_counters_come_through(tmp_path: Path) -> None:
     assert vllm._process.poll() == 0
 
 
+def test_passes_without_a_draft_are_passes(tmp_path: Path) -> None:
+    """Guards the acceptance length of n-grams, which find nothing for most passes: vLLM's counters leave those out."""
+    code = """import json
+input(); print('{"vllm": "1"}', flush=True); input()
+print(json.dumps({"tokens": [[5] * 20], "total_s": 1.0, "peak_rss_bytes": 1, "drafts": [2], "accepted": [2, 1, 1]}))
+input()"""
+    with process(executable(tmp_path / "python", code), SPECULATIVE) as vllm:
+        counts = vllm(["ab"], 20, GREEDY).counts
+    assert counts is not None and (counts.tokens, counts.rounds) == (20, 16)
+
+
 def test_without_a_drafter_nothing_is_counted(tmp_path: Path) -> None:
     """Guards against counters that a vLLM without a drafter does not have."""
     with process(python(tmp_path)) as vllm:

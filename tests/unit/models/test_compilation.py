@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from paradraft.core import ABSENT, GREEDY, Prompt
+from paradraft.models import compilation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.compilation import compiled
 from tests.conftest import tiny_model
@@ -64,6 +65,15 @@ def test_what_was_compiled_is_kept_for_these_weights_only(tmp_path: Path, monkey
         torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5)
         found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
     assert found == [0, 1, 0]
+
+
+def test_the_key_of_what_is_kept_has_all_tensors_in_it() -> None:
+    """Guards against what was computed from another rotary embedding, which only a model's buffers tell apart, and
+    against a key that never comes again."""
+    models = [tiny_model(5), tiny_model(5), tiny_model(5), tiny_model(6)]
+    models[2].get_buffer("model.rotary_emb.inv_freq").mul_(0.5)
+    same, again, turned, other = (compilation._tag(model) for model in models)
+    assert same == again and len({same, turned, other}) == 3
 
 
 def test_without_a_compiler_it_warns_once_and_decodes_on(monkeypatch: pytest.MonkeyPatch) -> None:

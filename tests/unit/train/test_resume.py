@@ -94,7 +94,9 @@ def stopped(recipe: PardRecipe, step: int) -> None:
 
 def measuring(patch: pytest.MonkeyPatch, lengths: Sequence[float]) -> None:
     """Lets the evaluation after step n measure the n-th length."""
-    patch.setattr(evaluation.Acceptance, "of", lambda self, folder: lengths[int(folder.name.partition("-")[2]) - 1])
+    patch.setattr(
+        evaluation.AcceptanceMeter, "of", lambda self, folder: lengths[int(folder.name.partition("-")[2]) - 1]
+    )
 
 
 def run_of(family: Path, out: Path, **settings: object) -> PardRecipe:

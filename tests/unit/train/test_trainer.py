@@ -281,7 +281,7 @@ def test_of_equal_lengths_the_smaller_loss_is_the_best(family: Path, tmp_path: P
     recipe = recipe_for(family, tmp_path, prompt_tokens=4, answer_tokens=8, **settings)
     reports: list[Progress | Evaluation] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation.Acceptance, "of", lambda self, folder: 1.5)
+        patch.setattr(evaluation.AcceptanceMeter, "of", lambda self, folder: 1.5)
         train_pard(recipe, reports.append)
     measured = [report for report in reports if isinstance(report, Evaluation)]
     best = [report for report in measured if report.is_best][-1]
