@@ -57,7 +57,7 @@ def run_plan(
             batches for the check.
     """
     if check_runs:
-        check_batches([task.method(PLAIN, batch, runtime.dtype) for batch in task.batches], task.prompts)
+        check_batches([task.method(PLAIN, batch, runtime.dtype) for batch in task.batches], len(task.prompts))
     report(f"loading {task.target}")
     target = load_target(task.target, runtime)
     report(f"loading drafter {task.drafter}")
