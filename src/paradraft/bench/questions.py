@@ -69,11 +69,13 @@ class Questions:
         number = min(QUESTIONS, max(len(fitting), 1)) if number is None else number
         if number < 1:
             raise ValueError(f"num_prompts={number}: ask at least 1 question")
+        if number > len(questions):
+            raise ValueError(f"num_prompts={number}: task {task.name} has {len(questions)} questions here")
         if number > len(fitting):
-            shorter = f", with {limit} new tokens" if len(fitting) < len(questions) else ""
             raise ValueError(
                 f"task {task.name}: {number} questions are asked for, but of {len(questions)} only {len(fitting)} fit "
-                f"into {capacity} tokens{shorter}: lower --num-prompts or --max-new-tokens, or raise --capacity"
+                f"into {capacity} tokens, with {limit} new tokens: lower --num-prompts or --max-new-tokens, or raise "
+                "--capacity"
             )
         chosen = [fitting[index * len(fitting) // number] for index in range(number)]
         return cls(
