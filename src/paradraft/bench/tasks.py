@@ -2,8 +2,8 @@
 
 The paper (An et al. 2025, section 4.1) names HumanEval, GSM8K and MATH500 and measures at temperature 0
 (Tables 1 and 2). It gives neither prompts, nor limits, nor how many questions. Those here are of the
-authors' code (AMD-AGI/PARD): chat template, the instruction in front of HumanEval, 512 new tokens, 80
-questions. MT-bench and Spec-Bench have Spec-Bench's own limit, 1024 new tokens.
+authors' code (AMD-AGI/PARD): chat template, the instruction in front of HumanEval, 512 new tokens, and of
+their vLLM script's default 80 questions. MT-bench and Spec-Bench have Spec-Bench's own limit, 1024 new tokens.
 """
 
 from __future__ import annotations
