@@ -27,8 +27,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("paradraft", "torch", "transformers")},
         "load_average": psutil.getloadavg()[0],
-        # Of files elsewhere the name alone: a record is for readers on other machines.
-        "command": [Path(part).name if Path(part).is_absolute() else part for part in sys.orig_argv],
+        "command": list(map(without_folder, sys.orig_argv)),
     }
 
 
@@ -39,3 +38,13 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def without_folder(argument: str) -> str:
+    """An argument of a command for readers on other machines: of files elsewhere the name alone.
+
+    >>> without_folder("gsm8k=/home/me/test.jsonl"), without_folder("build/out.json")
+    ('gsm8k=test.jsonl', 'build/out.json')
+    """
+    name, equals, file = argument.rpartition("=")
+    return f"{name}{equals}{Path(file).name}" if Path(file).is_absolute() else argument

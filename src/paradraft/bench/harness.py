@@ -112,11 +112,11 @@ def measure(
     ]  # fmt: skip
 
 
-def check_batches(methods: list[Method], prompts: list[str]) -> None:
-    """Raises ValueError unless all methods can answer the prompts in whole batches."""
+def check_batches(methods: list[Method], num_prompts: int) -> None:
+    """Raises ValueError unless all methods can answer so many prompts in whole batches."""
     most = math.lcm(*(method.batch for method in methods))
-    if len(prompts) % most:
-        raise ValueError(f"{len(prompts)} prompts cannot be dealt out in batches of {most}: use a multiple of it")
+    if num_prompts % most:
+        raise ValueError(f"{num_prompts} prompts cannot be dealt out in batches of {most}: use a multiple of it")
 
 
 def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[str, Any]]:

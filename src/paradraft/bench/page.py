@@ -107,7 +107,8 @@ def title_of(result: dict[str, Any]) -> str:
     """
     arguments = result["arguments"]
     temperature = arguments["sampling"]["temperature"]
-    title = f"{arguments['target']}, {arguments['num_prompts']} prompts × {arguments['max_new_tokens']} tokens, "
+    title = f"{result['task']['name']}: " if "task" in result else ""
+    title += f"{arguments['target']}, {arguments['num_prompts']} prompts × {arguments['max_new_tokens']} tokens, "
     title += f"temperature {temperature:g}" if temperature else "greedy"
     rates = arguments.get("synthetic_acceptance")
     return title if rates is None else f"SYNTHETIC ACCEPTANCE {', '.join(f'{rate:.3g}' for rate in rates)}: {title}"

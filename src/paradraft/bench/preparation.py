@@ -11,11 +11,13 @@ from paradraft.bench.answer import Answerer
 from paradraft.bench.harness import check_batches
 from paradraft.bench.methods import AR, Method
 from paradraft.bench.peers import HF, PEERS, is_vllm
+from paradraft.bench.questions import Answers
 from paradraft.bench.roofline import models_of
 from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.bench.vllm_methods import check_vllm, what_to_load
 from paradraft.bench.vllm_process import VllmProcess
 from paradraft.core import Drafter, Sampling
+from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import Runtime, load_target
@@ -39,13 +41,27 @@ class Preparation:
     engines: dict[Method, Engine] = field(default_factory=dict)
     targets: dict[str, Target] = field(default_factory=dict)
 
+    def check(self, prompts: list[str], *, max_new_tokens: int) -> None:
+        """Raises ValueError unless the prompts and their answers fit into the targets."""
+        for target in self.targets.values():
+            Engine(target, NoDrafter(), k=1).check(prompts, max_new_tokens=max_new_tokens)
+
+    def answers(self, method: Method, sampling: Sampling, report: Callable[[str], None]) -> Answers:
+        """What the target says, without a drafter, in the dtype and the batches of a method."""
+        engine = Engine(self.targets[method.dtype], NoDrafter(), k=1)
+
+        def answer(prompts: list[str], max_new_tokens: int) -> list[str]:
+            report(f"asking for {len(prompts)} answers that later prompts quote")
+            found = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, batch_size=method.batch)
+            return [one.text for one in found]
+
+        return answer
+
 
 def prepare(
     target: str,
     methods: list[Method],
-    prompts: list[str],
     *,
-    max_new_tokens: int,
     runtime: Runtime,
     report: Callable[[str], None],
     acceptance: SyntheticAcceptance | None,
@@ -54,7 +70,7 @@ def prepare(
     """Loads what methods need, models that they share only once; arguments as of `run_bench`.
 
     Raises:
-        ValueError: a model cannot be loaded, or the prompts do not fit.
+        ValueError: a model cannot be loaded.
     """
     found = Preparation()
     drafters: dict[tuple[str, str | None, str], Drafter] = {}
@@ -80,14 +96,13 @@ def prepare(
         else:
             found.answerers[method] = method.answerer(loaded, drafter)
         found.models[method] = models_of(loaded.lm, drafter)
-        Engine(loaded, drafter, k=1).check(prompts, max_new_tokens=max_new_tokens)
     return found
 
 
 def check(
     methods: list[Method],
     target: str,
-    prompts: list[str],
+    num_prompts: int,
     *,
     sampling: Sampling,
     runtime: Runtime,
@@ -100,7 +115,7 @@ def check(
         if method in methods[:place]:
             same = methods[methods.index(method)].spec
             raise ValueError(f"methods: {same!r} and {method.spec!r} are the same, name each only once")
-    check_batches(methods, prompts)
+    check_batches(methods, num_prompts)
     _check_acceptance(methods, target, acceptance)
     for method in methods:
         if takes_draft(method.drafter_name):

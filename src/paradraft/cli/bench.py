@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
 from paradraft.cli import options
+from paradraft.cli.bench_tasks import check_alone, questions_for, report_mean
 from paradraft.cli.ignored import warn_ignored, without_chance
 from paradraft.core import Sampling
 from paradraft.models.loading import Runtime
@@ -44,9 +45,34 @@ def bench(
             show_default=False,
         ),
     ] = "hf,ar,autoregressive,pard,ngram",
-    num_prompts: options.NumPrompts = 16,
-    max_new_tokens: options.NewTokens = 128,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(
+            help="How many prompts of the file to use, or questions of each task, evenly spread; by default 16 "
+            "prompts, or 80 questions.",
+            show_default=False,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most tokens of an answer; by default 128, or the task's.", show_default=False),
+    ] = None,
     prompts: options.Prompts = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask the questions of humaneval, gsm8k, math500, mtbench or specbench; several with commas between "
+            "them, and their mean."
+        ),
+    ] = None,
+    task_data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A local copy of the task's data, JSONL or Parquet; NAME=FILE where there are several tasks; may be "
+            "repeated. By default it comes from Hugging Face."
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system message of a task's questions.")] = None,
     draft: options.Draft = None,
     k: options.K = 8,
     temperature: options.Temperature = 0.0,
@@ -93,7 +119,7 @@ def bench(
     from paradraft.bench.profile import profile_table
     from paradraft.bench.prompt_choice import prompts_for
     from paradraft.bench.report import plot, table, write_json
-    from paradraft.bench.run import run_bench
+    from paradraft.bench.run import Work, run_works
     from paradraft.bench.synthetic import SyntheticAcceptance
     from paradraft.bench.vllm_methods import without_vllm
 
@@ -109,11 +135,25 @@ def bench(
     width = options.width_of(*(method.k for method in chosen), nodes=most)
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
     acceptance = None if synthetic_acceptance is None else SyntheticAcceptance.parse(synthetic_acceptance)
-    texts = prompts_for(target, num_prompts, tokens=prompt_tokens, file=prompts)
     check_outputs(json_file, plot_file)
     check_folder(page_folder)
     if plot_file is not None and plot_file.suffix != ".png":
         raise ValueError(f"--plot {plot_file}: name a .png file")
+    asked = []
+    if task is None:
+        number = 16 if num_prompts is None else num_prompts
+        texts = prompts_for(target, number, tokens=prompt_tokens, file=prompts)
+        works = [Work(count=number, max_new_tokens=max_new_tokens or 128, prompts=lambda _: texts)]
+    else:
+        check_alone(task, target, prompts, drawn=(plot_file, page_folder))
+        asked = questions_for(
+            target, task, task_data or (), number=num_prompts, max_new_tokens=max_new_tokens, system=system,
+            capacity=capacity,
+        )  # fmt: skip
+        works = [
+            Work(count=one.count, max_new_tokens=one.max_new_tokens, prompts=one.prompts, name=one.task.name)
+            for one in asked
+        ]
     taken = frozenset[str]().union(*(method.left_out for method in chosen))
     unused = [name for name, setting in DEFAULTS.items() if setting not in taken]
     asks_vllm = any(is_vllm(method.name) for method in chosen)
@@ -125,33 +165,49 @@ def bench(
         (True, "on any of these methods", unused + ["vllm_python"] * (not asks_vllm)),
         (not is_shape(target), "on a model with texts", ("prompt_tokens",)),
         (plain, "on methods that draft nothing", ("synthetic_acceptance",)),
+        (task is None, "without --task", ("task_data", "system")),
+        (bool(asked) and not asked[0].tokenizer.chat_template, "on a target without a chat template", ("system",)),
     )
     for spec, why in skipped.items():
         print(f"warning: {spec} is skipped. {why}", file=sys.stderr)
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:
-        result = run_bench(
-            target, chosen, texts, max_new_tokens=max_new_tokens, sampling=sampling, runtime=runtime, runs=runs,
+        found = run_works(
+            target, chosen, works, sampling=sampling, runtime=runtime, runs=runs,
             report=status.update if console.is_terminal else console.print, acceptance=acceptance,
             profiled=profile, vllm_python=vllm_python,
         )  # fmt: skip
-    result["skipped"] = skipped
-    title = "" if acceptance is None else acceptance.title
-    title += f"{target}, {num_prompts} prompts x {max_new_tokens} tokens, "
-    title += "greedy" if sampling.is_greedy else f"temperature {temperature:g}"
-    Console().print(table(result["methods"], title))
-    if compile:
-        first = ", ".join(f"{spec} {figures['warm_up_s']:.0f} s" for spec, figures in result["methods"].items())
-        console.print(f"first answers, with what had to be compiled: {first}")
-    if profile:
-        Console().print(profile_table(result["profile"], f"where a round's time goes: {title}"))
+    results = {}
+    for name, one in zip([work.name for work in works], found, strict=True):
+        title = ("" if acceptance is None else acceptance.title) + (f"{name}: " if name else "") + _title(one)
+        results[name] = {"title": title, **one, "skipped": skipped}
+        Console().print(table(one["methods"], title))
+        if compile:
+            first = ", ".join(f"{spec} {figures['warm_up_s']:.0f} s" for spec, figures in one["methods"].items())
+            console.print(f"first answers, with what had to be compiled: {first}")
+        if profile:
+            Console().print(profile_table(one["profile"], f"where a round's time goes: {title}"))
+    for question in asked:
+        results[question.task.name]["task"] = question.as_json()
+    whole, summary = results[name], results[name]["methods"]
+    if len(results) > 1:
+        title = ("" if acceptance is None else acceptance.title) + f"{', '.join(results)}: {target}"
+        whole, summary = report_mean(results, title)
     if json_file is not None:
-        write_json(json_file, {"title": title} | result)
+        write_json(json_file, whole)
     if plot_file is not None:
-        plot(result["methods"], title, plot_file)
+        plot(summary, title, plot_file)
     if page_folder is not None:
-        console.print(f"report: {write_page(page_folder, result)}")
-    print(json.dumps(result["methods"]))
+        console.print(f"report: {write_page(page_folder, whole)}")
+    print(json.dumps(summary))
+
+
+def _title(result: dict[str, Any]) -> str:
+    """What was measured, on a terminal and in a plot."""
+    arguments = result["arguments"]
+    temperature = arguments["sampling"]["temperature"]
+    title = f"{arguments['target']}, {arguments['num_prompts']} prompts x {arguments['max_new_tokens']} tokens, "
+    return title + (f"temperature {temperature:g}" if temperature else "greedy")
 
 
 def _with_batches(specs: list[str], sizes: str) -> list[str]:

@@ -69,7 +69,7 @@ def _tag(model: nn.Module) -> str | None:
         return None
     found = hashlib.sha256(torch.backends.cpu.get_cpu_capability().encode())
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

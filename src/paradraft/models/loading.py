@@ -136,6 +136,11 @@ def load_config(name: str) -> PretrainedConfig:
     return config
 
 
+def room(config: PretrainedConfig, capacity: int | None) -> int:
+    """Most tokens of a row, prompt included: the capacity asked for, or the model's own limit, at most 4096."""
+    return min(config.max_position_embeddings, 4096) if capacity is None else capacity
+
+
 def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
     """Loads the weights of a causal LM, ready for inference.
 
@@ -230,7 +235,7 @@ def _causal_lm(model: PreTrainedModel, vocab_size: int, runtime: Runtime, capaci
     return CausalLM(
         model,
         vocab_size=vocab_size,
-        capacity=min(model.config.max_position_embeddings, 4096) if capacity is None else capacity,
+        capacity=room(model.config, capacity),
         width=runtime.width,
         compiled=runtime.compiled,
         pad_to=runtime.pad_to,

@@ -17,9 +17,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.models.texts import continuation, opening
+from paradraft.sources import records
 from paradraft.train.conversations import conversation_samples
 from paradraft.train.sample import Sample, group_of, pieces
-from paradraft.train.sources import records
 
 COLUMNS = ("text", "prompt", "response", "messages", "user", "assistant", "finish_reason")
 """The names that a record's values may have."""
@@ -54,7 +54,7 @@ def load_samples(
     samples: list[Sample] = []
     unlabelled: list[str] = []
     for source in sources:
-        for place, record in records(source):
+        for place, record in records(source, "training data"):
             try:
                 found = _from_record(_renamed(record, columns or {}), tokenizer)
             except (ValueError, TypeError, KeyError, TemplateError) as error:

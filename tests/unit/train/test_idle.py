@@ -41,7 +41,9 @@ def test_what_was_given_and_is_ignored_is_named(settings: dict[str, object], com
 
 def test_our_own_recipes_say_nothing_in_vain() -> None:
     """Guards the recipes that people copy."""
-    for file in RECIPES.rglob("*.yaml"):
+    trained = [file for file in RECIPES.rglob("*.yaml") if file.parent.name != "tables"]
+    assert len(trained) > 4
+    for file in trained:
         assert complaints(load_recipe(file, []), steps=10_000) == [], file
     for size in (SHORT, FULL):
         assert complaints(recipe(Path("out"), size), steps=size.steps) == []

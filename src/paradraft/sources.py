@@ -1,4 +1,4 @@
-"""Where training records come from: text, JSONL and Parquet files, and Hugging Face datasets."""
+"""Where records come from, to train on or to be asked: text, JSONL and Parquet files, and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ NOT_TEXT = {".json", ".ndjson", ".csv", ".tsv", ".jsonl", ".parquet", ".arrow", 
 """Suffixes of files whose characters are no text to learn; `.jsonl` and `.parquet` are here for other spellings."""
 
 
-def records(source: Path) -> Iterator[tuple[str, Record]]:
+def records(source: Path, what: str) -> Iterator[tuple[str, Record]]:
     """Reads one source, record by record.
 
     Args:
         source: a `.jsonl` or `.parquet` file; any other file is one text; what is no file is a Hugging
             Face dataset: `name`, `name:split` (`train` by default) or `name/configuration:split`.
+        what: what it is for, for complaints: "training data".
 
     Yields:
         What to call the record in a complaint, and the record.
@@ -31,21 +32,21 @@ def records(source: Path) -> Iterator[tuple[str, Record]]:
         ValueError: the source does not exist or cannot be read, or a line is no JSON object.
     """
     if not source.is_file():
-        yield from _dataset(source)
+        yield from _dataset(source, what)
     elif source.suffix == ".jsonl":
-        yield from _lines(source)
+        yield from _lines(source, what)
     elif source.suffix == ".parquet":
-        yield from _numbered(f"{source}, row", _loaded("parquet", data_files=str(source), split="train"))
+        yield from _numbered(f"{source}, row", _loaded("parquet", what, data_files=str(source), split="train"))
     elif source.suffix.lower() in NOT_TEXT:
-        raise ValueError(f"training data {str(source)!r}: {source.suffix} is not read, write .jsonl or .parquet")
+        raise ValueError(f"{what} {str(source)!r}: {source.suffix} is not read, write .jsonl or .parquet")
     else:
         try:
             yield str(source), {"text": source.read_text(encoding="utf-8")}
         except UnicodeDecodeError as error:
-            raise ValueError(f"training data {str(source)!r} is not UTF-8 text ({error.reason})") from None
+            raise ValueError(f"{what} {str(source)!r} is not UTF-8 text ({error.reason})") from None
 
 
-def _lines(file: Path) -> Iterator[tuple[str, Record]]:
+def _lines(file: Path, what: str) -> Iterator[tuple[str, Record]]:
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -53,20 +54,20 @@ def _lines(file: Path) -> Iterator[tuple[str, Record]]:
                     place = f"{file}, line {number}"
                     yield place, read_object(line, place, '{"text": "some text"}')
     except UnicodeDecodeError as error:
-        raise ValueError(f"training data {str(file)!r} is not UTF-8 text ({error.reason})") from None
+        raise ValueError(f"{what} {str(file)!r} is not UTF-8 text ({error.reason})") from None
 
 
-def _dataset(source: Path) -> Iterator[tuple[str, Record]]:
+def _dataset(source: Path, what: str) -> Iterator[tuple[str, Record]]:
     if source.is_dir() or source.suffix in {".jsonl", ".json", ".parquet", ".txt", ".md", ".py"}:
-        raise ValueError(f"training data {str(source)!r} does not exist, or is not a file")
+        raise ValueError(f"{what} {str(source)!r} does not exist, or is not a file")
     name, _, split = source.as_posix().partition(":")
     owner, *rest = name.split("/")
     path, configuration = "/".join([owner, *rest[:1]]), "/".join(rest[1:]) or None
-    _check_hub(path)
-    yield from _numbered(f"{source}, record", _loaded(path, configuration, split=split or "train"))
+    _check_hub(path, what)
+    yield from _numbered(f"{source}, record", _loaded(path, what, configuration, split=split or "train"))
 
 
-def _check_hub(path: str) -> None:
+def _check_hub(path: str, what: str) -> None:
     # Asked once: `load_dataset` would try for half a minute where there is no network.
     from datasets.config import HF_DATASETS_CACHE
 
@@ -75,11 +76,11 @@ def _check_hub(path: str) -> None:
     try:
         HfApi().dataset_info(path, timeout=10)
     except (HFValidationError, RepositoryNotFoundError):
-        raise ValueError(f"training data {path!r}: there is no such file and no such Hugging Face dataset") from None
+        raise ValueError(f"{what} {path!r}: there is no such file and no such Hugging Face dataset") from None
     except (OSError, HTTPError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"training data {path!r}: there is no such file, and Hugging Face cannot be asked for it ({reason})"
+            f"{what} {path!r}: there is no such file, and Hugging Face cannot be asked for it ({reason})"
         ) from None
 
 
@@ -88,7 +89,7 @@ def _numbered(name: str, rows: Any) -> Iterator[tuple[str, Record]]:
         yield f"{name} {number}", {key: value for key, value in row.items() if value is not None}
 
 
-def _loaded(path: str, configuration: str | None = None, **settings: str) -> Any:
+def _loaded(path: str, what: str, configuration: str | None = None, **settings: str) -> Any:
     # Imported late: it takes seconds, and text and JSONL do not need it.
     from datasets import load_dataset
 
@@ -97,4 +98,4 @@ def _loaded(path: str, configuration: str | None = None, **settings: str) -> Any
     except Exception as error:  # datasets, pyarrow and the hub each raise their own kinds
         name = settings.get("data_files", path)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"training data {name!r} cannot be read: {reason}") from None
+        raise ValueError(f"{what} {name!r} cannot be read: {reason}") from None
