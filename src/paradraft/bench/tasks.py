@@ -88,8 +88,8 @@ def files_of(tasks: Sequence[Task], given: Sequence[str]) -> dict[str, Path]:
     Raises:
         ValueError: it is not clear whose file one is, a file is missing, or a task has two.
 
-    >>> files_of([TASKS["gsm8k"], TASKS["math500"]], ["gsm8k=my/test.jsonl"])["gsm8k"].name
-    'test.jsonl'
+    >>> files_of([TASKS["gsm8k"], TASKS["math500"]], [f"gsm8k={__file__}"])["gsm8k"].name
+    'tasks.py'
     """
     found: dict[str, Path] = {}
     for one in given:

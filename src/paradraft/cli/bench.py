@@ -95,8 +95,8 @@ def bench(
     synthetic_acceptance: Annotated[
         str | None,
         typer.Option(
-            help="Rates such as 0.79,0.57,0.40, as acceptance_per_position in a file has them: verdicts are drawn by "
-            "them, to time models that nobody has trained yet."
+            help="Draw verdicts by these rates, one for each position, with commas between them, to time models that "
+            "nobody has trained yet."
         ),
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Say where the time of a round goes.")] = False,
