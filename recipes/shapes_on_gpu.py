@@ -16,11 +16,13 @@ from typing import Any
 
 from rich.console import Console
 
+from paradraft.bench.benchmark import Benchmark
 from paradraft.bench.methods import Method
 from paradraft.bench.prompt_choice import random_prompts
-from paradraft.bench.report import table, write_json
-from paradraft.bench.run import run_bench
+from paradraft.bench.report import marked, table, write_json
+from paradraft.bench.run import run_benchmark
 from paradraft.bench.synthetic import SyntheticAcceptance
+from paradraft.bench.work import Work
 from paradraft.core import GREEDY
 from paradraft.models.loading import DTYPES, Runtime
 from paradraft.output import check_outputs
@@ -78,18 +80,18 @@ def measure(args: argparse.Namespace, acceptance: SyntheticAcceptance, console: 
     """All batch sizes in one run, AR+ and PARD in turns."""
     specs = [f"{name}:batch={size}" for size in args.batch_sizes for name in ("ar", f"pard:k={args.k}")]
     capacity = args.prompt_tokens + args.tokens
-    return run_bench(
-        args.target,
-        [Method.parse(spec, dtype=args.dtype, draft=args.draft) for spec in specs],
-        random_prompts(args.target, args.prompts, args.prompt_tokens),
-        max_new_tokens=args.tokens,
+    benchmark = Benchmark(
+        target=args.target,
+        methods=[Method.parse(spec, dtype=args.dtype, draft=args.draft) for spec in specs],
         sampling=GREEDY,
         runtime=Runtime(device=args.device, dtype=args.dtype, compiled=args.compile, capacity=capacity),
         runs=args.runs,
-        report=console.print,
         acceptance=acceptance,
         profiled=args.profile,
     )
+    prompts = random_prompts(args.target, args.prompts, args.prompt_tokens)
+    (found,) = run_benchmark(benchmark, [Work.of(prompts, args.tokens)], console.print)
+    return found
 
 
 def verdict(name: str, methods: dict[str, dict[str, Any]]) -> str:
@@ -129,7 +131,8 @@ def main(arguments: list[str] | None = None) -> None:
         for name in args.rates:
             acceptance = SyntheticAcceptance(rates=RATES[name](args.k))
             report = measure(args, acceptance, console)
-            title = f"{acceptance.title}{args.target} with {args.draft}, {args.dtype}, rates from the paper's {name}"
+            title = f"{args.target} with {args.draft}, {args.dtype}, rates from the paper's {name}"
+            title = marked(title, report["arguments"])
             found[name] = {"title": title} | report
             console.print(table(report["methods"], title))
             write_json(args.json, {"title": "SYNTHETIC ACCEPTANCE", "rates": found})

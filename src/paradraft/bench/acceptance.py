@@ -8,10 +8,8 @@ times as far as its neighbour.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paradraft.core import Sampling
@@ -93,23 +91,8 @@ class Asked:
     sampling: Sampling
 
 
-def read_report(file: Path) -> dict[str, Any]:
-    """A report that `paradraft bench --json` has written.
-
-    Raises:
-        ValueError: it cannot be read, or it is none.
-    """
-    try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{str(file)!r} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r} is no JSON file ({error})") from None
-    if not isinstance(report, dict) or not all(
-        isinstance(report.get(key), dict) for key in ("methods", "answers", "arguments")
-    ):
-        raise ValueError(f"{str(file)!r} is no report of `paradraft bench --json`")
-    return report
+PARTS = ("methods", "answers", "arguments")
+"""What of a report is read here."""
 
 
 def asked_of(report: dict[str, Any], name: str) -> Asked:
@@ -141,7 +124,7 @@ def acceptances(
     drafter's. Policies that change the length from round to round tell nothing about a fixed one.
 
     Args:
-        report: from `read_report`.
+        report: a result of `paradraft bench`.
         name: how to call it in a message.
         drafter: its name.
         draft: its draft model.

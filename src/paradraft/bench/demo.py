@@ -19,10 +19,12 @@ from typing import Any
 from rich.console import Console
 
 from paradraft.api import load
+from paradraft.bench.benchmark import Benchmark
 from paradraft.bench.methods import Method
 from paradraft.bench.prompt_choice import held_out_prompts
 from paradraft.bench.report import plot, table, write_json
-from paradraft.bench.run import run_bench
+from paradraft.bench.run import run_benchmark
+from paradraft.bench.work import Work
 from paradraft.core import GREEDY
 from paradraft.models.loading import POCKET, Runtime, pocket_folder
 from paradraft.terminal import hide_progress_bars, stream_answer
@@ -89,7 +91,7 @@ def demo(out: Path, size: Size, *, compiled: bool) -> bool:
     how = "compiled" if compiled else "eager"
     title = f"pocket, {size.prompts} held-out prompts x {size.tokens} tokens, greedy, {DTYPE}, {how}"
     setting = {"size": asdict(size), "compiled": compiled, "trained": recipe(trained, size).fingerprint}
-    report = read_report(results)
+    report = earlier_report(results)
     if report.get("demo") == setting:
         console.print(f"measured before; delete {results} to measure again")
     else:
@@ -111,19 +113,18 @@ def compare(
 ) -> dict[str, Any]:
     """Measures all methods: AR, AR+, VSD, PARD with the drafter just trained, PARD with the shipped one."""
     specs = ["hf", "ar", "autoregressive:k=3", f"pard:draft={trained}", "pard"]
-    return run_bench(
-        POCKET,
-        [Method.parse(spec, dtype=DTYPE) for spec in specs],
-        prompts,
-        max_new_tokens=size.tokens,
+    benchmark = Benchmark(
+        target=POCKET,
+        methods=[Method.parse(spec, dtype=DTYPE) for spec in specs],
         sampling=GREEDY,
         runtime=Runtime(dtype=DTYPE, compiled=compiled),
         runs=1,
-        report=report,
     )
+    (found,) = run_benchmark(benchmark, [Work.of(prompts, size.tokens)], report)
+    return found
 
 
-def read_report(file: Path) -> dict[str, Any]:
+def earlier_report(file: Path) -> dict[str, Any]:
     """An earlier report; empty if there is none that is whole."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 from paradraft.bench import page_sections as sections
 from paradraft.bench.html import Element
 from paradraft.bench.page_example import example
+from paradraft.bench.report import title_of
+from paradraft.bench.result_file import ADVICE, read_result_file
 from paradraft.output import check_outputs, write_output
 
 FILE = "index.html"
@@ -20,7 +21,7 @@ def write_page(folder: Path, result: dict[str, Any]) -> Path:
 
     Args:
         folder: where it goes; made if it does not exist.
-        result: what `run_bench` returns.
+        result: what `run_benchmark` returns for one work.
 
     Returns:
         The page's file.
@@ -46,21 +47,12 @@ def read_result(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: it cannot be read or is no result of a benchmark.
     """
-    write_one = "name a file that `paradraft bench --json` wrote"
-    try:
-        found = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{str(file)!r} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise ValueError(f"{str(file)!r} holds no JSON: {write_one}") from None
-    needed = ("machine", "arguments", "methods")
-    if not isinstance(found, dict) or not all(isinstance(found.get(key), dict) for key in needed):
-        raise ValueError(f"{str(file)!r} is no result of a benchmark: {write_one}")
+    found = read_result_file(file, ("machine", "arguments", "methods"))
     try:
         page(found)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{str(file)!r} is no whole result of a benchmark ({problem}): {write_one}") from None
+        raise ValueError(f"{str(file)!r} is no whole result of a benchmark ({problem}): {ADVICE}") from None
     return found
 
 
@@ -68,7 +60,7 @@ def page(result: dict[str, Any]) -> str:
     """The page of a result, as text.
 
     Args:
-        result: what `run_bench` returns, or an older one: what it lacks is not shown.
+        result: what `run_benchmark` returns for one work, or an older one: what it lacks is not shown.
     """
     title = title_of(result)
     style = resources.files("paradraft.bench").joinpath("page.css").read_text(encoding="utf-8")
@@ -96,19 +88,3 @@ def page(result: dict[str, Any]) -> str:
     ]
     main = Element.of("main", *(section for section in found if section is not None))
     return "<!doctype html>\n" + Element.of("html", head, Element.of("body", main), lang="en") + "\n"
-
-
-def title_of(result: dict[str, Any]) -> str:
-    """What was measured, in one line.
-
-    >>> arguments = {"target": "pocket", "num_prompts": 2, "max_new_tokens": 8, "sampling": {"temperature": 0.0}}
-    >>> title_of({"arguments": arguments})
-    'pocket, 2 prompts × 8 tokens, greedy'
-    """
-    arguments = result["arguments"]
-    temperature = arguments["sampling"]["temperature"]
-    title = f"{result['task']['name']}: " if "task" in result else ""
-    title += f"{arguments['target']}, {arguments['num_prompts']} prompts × {arguments['max_new_tokens']} tokens, "
-    title += f"temperature {temperature:g}" if temperature else "greedy"
-    rates = arguments.get("synthetic_acceptance")
-    return title if rates is None else f"SYNTHETIC ACCEPTANCE {', '.join(f'{rate:.3g}' for rate in rates)}: {title}"

@@ -110,7 +110,7 @@ def doubts(task: Task, known: dict[Way, Acceptance], report: dict[str, Any], nam
     Args:
         task: what is planned.
         known: from `known_of`.
-        report: from `read_report`.
+        report: a result of `paradraft bench`.
         name: how to call it.
     """
     found = []

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from paradraft.api import check_draft, drafter_names, takes_draft
 from paradraft.bench.answer import Answerer
+from paradraft.bench.benchmark import Benchmark
 from paradraft.bench.harness import check_batches
 from paradraft.bench.methods import AR, Method
 from paradraft.bench.peers import HF, PEERS, is_vllm
-from paradraft.bench.questions import Answers
 from paradraft.bench.roofline import models_of
 from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.bench.vllm_methods import check_vllm, what_to_load
 from paradraft.bench.vllm_process import VllmProcess
+from paradraft.bench.work import Answers
 from paradraft.core import Drafter, Sampling
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import Runtime, load_target
-from paradraft.models.shapes import is_shape
+from paradraft.models.loading import load_target
+from paradraft.models.shapes import is_shape, shape_of
 from paradraft.models.target import Target
 
 
@@ -58,23 +58,16 @@ class Preparation:
         return answer
 
 
-def prepare(
-    target: str,
-    methods: list[Method],
-    *,
-    runtime: Runtime,
-    report: Callable[[str], None],
-    acceptance: SyntheticAcceptance | None,
-    vllm_python: Path | None,
-) -> Preparation:
-    """Loads what methods need, models that they share only once; arguments as of `run_bench`.
+def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
+    """Loads what methods need, models that they share only once; tells `report` what is going on.
 
     Raises:
         ValueError: a model cannot be loaded.
     """
+    target, runtime, acceptance = benchmark.target, benchmark.runtime, benchmark.acceptance
     found = Preparation()
     drafters: dict[tuple[str, str | None, str], Drafter] = {}
-    for method in methods:
+    for method in benchmark.methods:
         report(f"loading {method.spec}")
         of_dtype = replace(runtime, dtype=method.dtype)
         if method.dtype not in found.targets:
@@ -92,23 +85,16 @@ def prepare(
             found.answerers[method] = acceptance.answerer(found.engines[method])
         elif is_vllm(method.name):
             given = what_to_load(method, target, loaded, drafter, compiled=runtime.compiled)
-            found.answerers[method] = VllmProcess(method.spec, vllm_python, given, loaded)
+            found.answerers[method] = VllmProcess(method.spec, benchmark.vllm_python, given, loaded)
         else:
             found.answerers[method] = method.answerer(loaded, drafter)
         found.models[method] = models_of(loaded.lm, drafter)
     return found
 
 
-def check(
-    methods: list[Method],
-    target: str,
-    num_prompts: int,
-    *,
-    sampling: Sampling,
-    runtime: Runtime,
-    acceptance: SyntheticAcceptance | None,
-) -> None:
+def check(benchmark: Benchmark, num_prompts: int) -> None:
     """Raises ValueError for what can be known to be wrong before anything is loaded."""
+    methods, target = benchmark.methods, benchmark.target
     if not methods:
         raise ValueError("methods: name at least one")
     for place, method in enumerate(methods):
@@ -116,11 +102,13 @@ def check(
             same = methods[methods.index(method)].spec
             raise ValueError(f"methods: {same!r} and {method.spec!r} are the same, name each only once")
     check_batches(methods, num_prompts)
-    _check_acceptance(methods, target, acceptance)
+    _check_acceptance(methods, target, benchmark.acceptance)
     for method in methods:
         if takes_draft(method.drafter_name):
             check_draft(method.drafter_name, method.draft, target)
-    check_vllm(methods, sampling, runtime)
+        if method.draft is not None and is_shape(method.draft):
+            shape_of(method.draft)  # its name may be misspelt
+    check_vllm(methods, benchmark.sampling, benchmark.runtime)
 
 
 def _check_acceptance(methods: list[Method], target: str, acceptance: SyntheticAcceptance | None) -> None:

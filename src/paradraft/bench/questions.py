@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.bench.chat import prompt_of
 from paradraft.bench.tasks import QUESTIONS, Task
+from paradraft.bench.work import Answers, Work
 from paradraft.models.texts import opening
-
-Answers = Callable[[list[str], int], list[str]]
-"""The target's answers to prompts, with at most so many tokens each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +90,11 @@ class Questions:
     def count(self) -> int:
         """How many prompts they are: one for each turn."""
         return sum(map(len, self.turns))
+
+    @property
+    def work(self) -> Work:
+        """What methods are to answer."""
+        return Work(count=self.count, max_new_tokens=self.max_new_tokens, prompts=self.prompts, name=self.task.name)
 
     def prompts(self, answers: Answers) -> list[str]:
         """The prompts of all turns, question by question.

@@ -53,6 +53,32 @@ def table(summary: Summary, title: str) -> Table:
     return result
 
 
+def title_of(result: dict[str, Any]) -> str:
+    """What was measured, in one line; of drawn verdicts it says so first.
+
+    >>> arguments = {"target": "pocket", "num_prompts": 2, "max_new_tokens": 8, "sampling": {"temperature": 0.0}}
+    >>> title_of({"arguments": arguments})
+    'pocket, 2 prompts × 8 tokens, greedy'
+    """
+    arguments = result["arguments"]
+    temperature = arguments["sampling"]["temperature"]
+    title = f"{result['task']['name']}: " if "task" in result else ""
+    title += f"{arguments['target']}, {arguments['num_prompts']} prompts × {arguments['max_new_tokens']} tokens, "
+    title += f"temperature {temperature:g}" if temperature else "greedy"
+    return marked(title, arguments)
+
+
+def marked(title: str, arguments: dict[str, Any]) -> str:
+    """A title that says before all else that verdicts were drawn, if they were.
+
+    Args:
+        title: of a result.
+        arguments: the result's.
+    """
+    rates = arguments.get("synthetic_acceptance")
+    return title if rates is None else f"SYNTHETIC ACCEPTANCE {', '.join(f'{rate:.3g}' for rate in rates)}: {title}"
+
+
 def label(spec: str, figures: dict[str, Any]) -> str:
     """A method's name for readers: its kind, and the settings that its spec names."""
     name = LABELS.get(figures["method"], figures["method"])

@@ -3,97 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from paradraft.bench.answer import tokens_by_round
+from paradraft.bench.benchmark import Benchmark
 from paradraft.bench.harness import Measured, measure, summarize
 from paradraft.bench.methods import AR, Method
 from paradraft.bench.origins import Piece, pieces
 from paradraft.bench.peers import HF
 from paradraft.bench.preparation import Preparation, check, prepare
 from paradraft.bench.profile import profile
-from paradraft.bench.questions import Answers
 from paradraft.bench.roofline import Size, added, reached, speeds_for
 from paradraft.bench.rounds import clock_for, rounds
 from paradraft.bench.speeds import Speeds
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.bench.vllm_methods import running
-from paradraft.core import Sampling
+from paradraft.bench.work import Work
 from paradraft.decode.sequential import VERIFY
+from paradraft.engine import Engine
 from paradraft.machine import describe_machine
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import Runtime
 from paradraft.models.target import Target
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Prompts that all methods answer.
+def run_benchmark(benchmark: Benchmark, works: Sequence[Work], report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Measures, one work after the other; models are loaded once.
 
     Args:
-        count: how many there are.
-        max_new_tokens: most tokens of an answer.
-        prompts: what they are, given what asks the target; some hold its own answers to others.
-        name: of the task, if it is one.
-    """
-
-    count: int
-    max_new_tokens: int
-    prompts: Callable[[Answers], list[str]]
-    name: str = ""
-
-
-def run_bench(
-    target: str,
-    methods: list[Method],
-    prompts: list[str],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    runtime: Runtime,
-    runs: int,
-    report: Callable[[str], None],
-    acceptance: SyntheticAcceptance | None = None,
-    profiled: bool = False,
-    vllm_python: Path | None = None,
-) -> dict[str, Any]:
-    """Measures methods on one target and one list of prompts; arguments, result and mistakes as of `run_works`."""
-    work = Work(count=len(prompts), max_new_tokens=max_new_tokens, prompts=lambda _: prompts)
-    (found,) = run_works(
-        target, methods, [work], sampling=sampling, runtime=runtime, runs=runs, report=report, acceptance=acceptance,
-        profiled=profiled, vllm_python=vllm_python,
-    )  # fmt: skip
-    return found
-
-
-def run_works(
-    target: str,
-    methods: list[Method],
-    works: Sequence[Work],
-    *,
-    sampling: Sampling,
-    runtime: Runtime,
-    runs: int,
-    report: Callable[[str], None],
-    acceptance: SyntheticAcceptance | None = None,
-    profiled: bool = False,
-    vllm_python: Path | None = None,
-) -> list[dict[str, Any]]:
-    """Measures methods on one target, one work after the other; models are loaded once.
-
-    Args:
-        target: whose answers are timed; a shape is, too.
-        methods: ways to decode.
+        benchmark: what is compared.
         works: what is answered, at least one.
-        sampling: the same for all methods.
-        runtime: the same for all methods, but for the dtype.
-        runs: how often everything is repeated.
         report: told what is going on.
-        acceptance: replaces the verdicts of all methods that draft; then no answer ends before its last token.
-        profiled: profile some rounds of each method of ours, after all have been timed.
-        vllm_python: the Python of vLLM's environment, for methods that run there; None for the usual place.
 
     Returns:
         For each work a report of plain values: `machine`, `arguments`, `speeds` (of the machine), `methods` (the
@@ -106,9 +45,9 @@ def run_works(
             tokens by themselves.
     """
     for work in works:
-        check(methods, target, work.count, sampling=sampling, runtime=runtime, acceptance=acceptance)
-    prepared = prepare(target, methods, runtime=runtime, report=report, acceptance=acceptance, vllm_python=vllm_python)
-    prompts = [work.prompts(prepared.answers(methods[0], sampling, report)) for work in works]
+        check(benchmark, work.count)
+    prepared = prepare(benchmark, report)
+    prompts = [work.prompts(prepared.answers(benchmark.methods[0], benchmark.sampling, report)) for work in works]
     for work, texts in zip(works, prompts, strict=True):
         prepared.check(texts, max_new_tokens=work.max_new_tokens)
     report("measuring how fast this machine reads and multiplies")
@@ -117,39 +56,41 @@ def run_works(
     with running(prepared.answerers.values(), report) as versions:
         for work, texts in zip(works, prompts, strict=True):
             found = measure(
-                prepared.answerers, texts, max_new_tokens=work.max_new_tokens, sampling=sampling, runs=runs,
-                report=_of(work, report),
+                prepared.answerers, texts, max_new_tokens=work.max_new_tokens, sampling=benchmark.sampling,
+                runs=benchmark.runs, report=_of(work, report),
             )  # fmt: skip
             measured.append(found)
     speeds.measure()  # once more: a program beside the first time would make floors that are easily reached
-    machine = describe_machine(runtime.device)
+    machine = describe_machine(benchmark.runtime.device)
     machine["versions"] |= versions
-    common = {
-        "target": target,
-        "methods": [method.spec for method in methods],
-        "runs": runs,
-        "sampling": asdict(sampling),
-        "runtime": asdict(runtime),
-        "synthetic_acceptance": None if acceptance is None else acceptance.rates,
+    return [
+        _result(benchmark, prepared, texts, work.max_new_tokens, found, speeds, report) | {"machine": machine}
+        for work, texts, found in zip(works, prompts, measured, strict=True)
+    ]
+
+
+def _result(
+    benchmark: Benchmark,
+    prepared: Preparation,
+    prompts: list[str],
+    limit: int,
+    measured: list[Measured],
+    speeds: Speeds,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """The report of one work, but for the machine."""
+    profiles = {}
+    for method in prepared.engines if benchmark.profiled else ():
+        report(f"profiling {method.spec}")
+        profiles[method.spec] = _profile(benchmark, prepared.engines[method], prompts[: method.batch], limit)
+    return {
+        "arguments": {**benchmark.as_json(), "num_prompts": len(prompts), "max_new_tokens": limit},
+        "speeds": speeds.as_json(),
+        "methods": _summary(benchmark, measured, prepared, speeds),
+        **({"profile": profiles} if benchmark.profiled else {}),
+        "answers": _answers(measured),
+        "example": {"prompt": prompts[0], "answers": _first_answers(measured, prepared.targets)},
     }
-    results = []
-    for work, texts, each in zip(works, prompts, measured, strict=True):
-        limit = work.max_new_tokens
-        profiles = {}
-        for method in prepared.engines if profiled else ():
-            report(f"profiling {method.spec}")
-            profiles[method.spec] = _profile(prepared, method, texts, limit, sampling, acceptance)
-        one = {
-            "machine": machine,
-            "arguments": {**common, "num_prompts": len(texts), "max_new_tokens": limit},
-            "speeds": speeds.as_json(),
-            "methods": _summary(each, prepared, sampling, speeds, acceptance),
-            **({"profile": profiles} if profiled else {}),
-            "answers": _answers(each),
-            "example": {"prompt": texts[0], "answers": _first_answers(each, prepared.targets)},
-        }
-        results.append(one)
-    return results
 
 
 def _of(work: Work, report: Callable[[str], None]) -> Callable[[str], None]:
@@ -157,33 +98,23 @@ def _of(work: Work, report: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _summary(
-    measured: list[Measured],
-    prepared: Preparation,
-    sampling: Sampling,
-    speeds: Speeds,
-    acceptance: SyntheticAcceptance | None,
+    benchmark: Benchmark, measured: list[Measured], prepared: Preparation, speeds: Speeds
 ) -> dict[str, dict[str, Any]]:
     """The figures of each method, with its floor and what was drawn."""
-    summary = summarize(measured, sampling)
+    summary = summarize(measured, benchmark.sampling)
     for one in measured:
         summary[one.method.spec] |= _floor(one, summary[one.method.spec], prepared.models[one.method], speeds)
-        summary[one.method.spec] |= _drawn(one.method, acceptance)
+        summary[one.method.spec] |= _drawn(one.method, benchmark.acceptance)
     return summary
 
 
-def _profile(
-    prepared: Preparation,
-    method: Method,
-    prompts: list[str],
-    max_new_tokens: int,
-    sampling: Sampling,
-    acceptance: SyntheticAcceptance | None,
-) -> dict[str, Any] | None:
+def _profile(benchmark: Benchmark, engine: Engine, prompts: list[str], max_new_tokens: int) -> dict[str, Any] | None:
     """Where the time of a method's rounds goes."""
-    engine = prepared.engines[method]
-    verify = VERIFY[engine.verify] if acceptance is None else acceptance.instead_of(VERIFY[engine.verify])
-    batch = prompts[: method.batch]
-    steps = rounds(engine, batch, max_new_tokens, [sampling] * len(batch), verify, clock_for(engine))
+    verify = VERIFY[engine.verify]
+    if benchmark.acceptance is not None:
+        verify = benchmark.acceptance.instead_of(verify)
+    samplings = [benchmark.sampling] * len(prompts)
+    steps = rounds(engine, prompts, max_new_tokens, samplings, verify, clock_for(engine))
     return profile(steps, engine.target.lm.device)
 
 

@@ -73,11 +73,6 @@ class SyntheticAcceptance:
         return ", ".join(f"{rate:.3g}" for rate in self.rates)
 
     @property
-    def title(self) -> str:
-        """What stands before the title of everything that was measured so."""
-        return f"SYNTHETIC ACCEPTANCE {self.in_words} (verdicts are drawn, texts are not the target's): "
-
-    @property
     def length(self) -> float:
         """The acceptance length that chains of as many tokens as there are rates will have."""
         return 1.0 + sum(self.rates)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -18,6 +18,10 @@ from paradraft.core import Sampling
 from paradraft.models.loading import Runtime
 from paradraft.models.shapes import is_shape
 from paradraft.output import check_outputs
+
+if TYPE_CHECKING:
+    from paradraft.bench.methods import Method
+    from paradraft.bench.questions import Questions
 
 DEFAULTS = {
     "k": "k",
@@ -113,15 +117,16 @@ def bench(
     page_folder: Annotated[Path | None, typer.Option("--report", help="Write an HTML page into this folder.")] = None,
 ) -> None:
     """Compare methods on the same prompts, interleaved. The last line of the output is JSON."""
+    from paradraft.bench.benchmark import Benchmark
     from paradraft.bench.methods import Method
     from paradraft.bench.page import check_folder, write_page
     from paradraft.bench.peers import is_vllm
-    from paradraft.bench.profile import profile_table
     from paradraft.bench.prompt_choice import prompts_for
-    from paradraft.bench.report import plot, table, write_json
-    from paradraft.bench.run import Work, run_works
+    from paradraft.bench.report import plot, write_json
+    from paradraft.bench.run import run_benchmark
     from paradraft.bench.synthetic import SyntheticAcceptance
     from paradraft.bench.vllm_methods import without_vllm
+    from paradraft.bench.work import Work
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     specs = _with_batches([spec.strip() for spec in methods.split(",")], batch_sizes)
@@ -133,36 +138,31 @@ def bench(
         torch.set_num_threads(threads)
     most = max((method.tree or 0 for method in chosen), default=0)
     width = options.width_of(*(method.k for method in chosen), nodes=most)
-    runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
     acceptance = None if synthetic_acceptance is None else SyntheticAcceptance.parse(synthetic_acceptance)
     check_outputs(json_file, plot_file)
     check_folder(page_folder)
     if plot_file is not None and plot_file.suffix != ".png":
         raise ValueError(f"--plot {plot_file}: name a .png file")
-    asked = []
+    asked: list[Questions] = []
     if task is None:
         number = 16 if num_prompts is None else num_prompts
         texts = prompts_for(target, number, tokens=prompt_tokens, file=prompts)
-        works = [Work(count=number, max_new_tokens=max_new_tokens or 128, prompts=lambda _: texts)]
+        works = [Work.of(texts, max_new_tokens or 128)]
     else:
         check_alone(task, target, prompts, drawn=(plot_file, page_folder))
         asked = questions_for(
             target, task, task_data or (), number=num_prompts, max_new_tokens=max_new_tokens, system=system,
             capacity=capacity,
         )  # fmt: skip
-        works = [
-            Work(count=one.count, max_new_tokens=one.max_new_tokens, prompts=one.prompts, name=one.task.name)
-            for one in asked
-        ]
-    taken = frozenset[str]().union(*(method.left_out for method in chosen))
-    unused = [name for name, setting in DEFAULTS.items() if setting not in taken]
+        works = [one.work for one in asked]
     asks_vllm = any(is_vllm(method.name) for method in chosen)
+    unused = _unused(chosen) + ["vllm_python"] * (not asks_vllm)
     chosen, skipped = without_vllm(chosen, vllm_python)
     plain = all(method.name in ("hf", "ar") for method in chosen)
     warn_ignored(
         context,
         without_chance(sampling.is_greedy and acceptance is None),
-        (True, "on any of these methods", unused + ["vllm_python"] * (not asks_vllm)),
+        (True, "on any of these methods", unused),
         (not is_shape(target), "on a model with texts", ("prompt_tokens",)),
         (plain, "on methods that draft nothing", ("synthetic_acceptance",)),
         (task is None, "without --task", ("task_data", "system")),
@@ -170,44 +170,56 @@ def bench(
     )
     for spec, why in skipped.items():
         print(f"warning: {spec} is skipped. {why}", file=sys.stderr)
+    benchmark = Benchmark(
+        target=target, methods=chosen, sampling=sampling, runs=runs, acceptance=acceptance, profiled=profile,
+        runtime=Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width),
+        vllm_python=vllm_python,
+    )  # fmt: skip
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:
-        found = run_works(
-            target, chosen, works, sampling=sampling, runtime=runtime, runs=runs,
-            report=status.update if console.is_terminal else console.print, acceptance=acceptance,
-            profiled=profile, vllm_python=vllm_python,
-        )  # fmt: skip
-    results = {}
-    for name, one in zip([work.name for work in works], found, strict=True):
-        title = ("" if acceptance is None else acceptance.title) + (f"{name}: " if name else "") + _title(one)
-        results[name] = {"title": title, **one, "skipped": skipped}
-        Console().print(table(one["methods"], title))
-        if compile:
-            first = ", ".join(f"{spec} {figures['warm_up_s']:.0f} s" for spec, figures in one["methods"].items())
-            console.print(f"first answers, with what had to be compiled: {first}")
-        if profile:
-            Console().print(profile_table(one["profile"], f"where a round's time goes: {title}"))
+        found = run_benchmark(benchmark, works, status.update if console.is_terminal else console.print)
+    results = {work.name: {**one, "skipped": skipped} for work, one in zip(works, found, strict=True)}
     for question in asked:
         results[question.task.name]["task"] = question.as_json()
-    whole, summary = results[name], results[name]["methods"]
-    if len(results) > 1:
-        title = ("" if acceptance is None else acceptance.title) + f"{', '.join(results)}: {target}"
-        whole, summary = report_mean(results, title)
+    whole, summary = _show(results, console)
     if json_file is not None:
         write_json(json_file, whole)
     if plot_file is not None:
-        plot(summary, title, plot_file)
+        plot(summary, whole["title"], plot_file)
     if page_folder is not None:
         console.print(f"report: {write_page(page_folder, whole)}")
     print(json.dumps(summary))
 
 
-def _title(result: dict[str, Any]) -> str:
-    """What was measured, on a terminal and in a plot."""
-    arguments = result["arguments"]
-    temperature = arguments["sampling"]["temperature"]
-    title = f"{arguments['target']}, {arguments['num_prompts']} prompts x {arguments['max_new_tokens']} tokens, "
-    return title + (f"temperature {temperature:g}" if temperature else "greedy")
+def _unused(chosen: list[Method]) -> list[str]:
+    """The parameters that every method leaves out or sets itself."""
+    taken = frozenset[str]().union(*(method.left_out for method in chosen))
+    return [name for name, setting in DEFAULTS.items() if setting not in taken]
+
+
+def _show(results: dict[str, dict[str, Any]], console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Prints what was measured, on the console what is beside the figures.
+
+    Args:
+        results: of each work, by its name.
+        console: for what is no result.
+
+    Returns:
+        What the file holds, with the title; and the summary, that of each task and their mean if there are several.
+    """
+    from paradraft.bench.profile import profile_table
+    from paradraft.bench.report import table, title_of
+
+    titled = {name: {"title": title_of(one), **one} for name, one in results.items()}
+    for one in titled.values():
+        title, methods = one["title"], one["methods"]
+        Console().print(table(methods, title))
+        if one["arguments"]["runtime"]["compiled"]:
+            first = ", ".join(f"{spec} {figures['warm_up_s']:.0f} s" for spec, figures in methods.items())
+            console.print(f"first answers, with what had to be compiled: {first}")
+        if "profile" in one:
+            Console().print(profile_table(one["profile"], f"where a round's time goes: {title}"))
+    return report_mean(titled) if len(titled) > 1 else (one, methods)
 
 
 def _with_batches(specs: list[str], sizes: str) -> list[str]:

@@ -72,18 +72,20 @@ def questions_for(
     return found
 
 
-def report_mean(results: dict[str, dict[str, Any]], title: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def report_mean(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Prints what several tasks have in common, and gives what their file holds of it.
 
     Args:
         results: of each task.
-        title: of the table.
 
     Returns:
         What the file holds: the title, the result of each task, and the mean; and the summaries alone.
     """
     from paradraft.bench.mean import mean_of, mean_table
+    from paradraft.bench.report import marked
 
+    arguments = next(iter(results.values()))["arguments"]
+    title = marked(f"{', '.join(results)}: {arguments['target']}", arguments)
     summaries = {name: result["methods"] for name, result in results.items()}
     mean = mean_of(summaries)
     Console().print(mean_table(summaries, mean, title))

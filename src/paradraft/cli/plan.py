@@ -78,16 +78,17 @@ def plan(
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
 ) -> None:
     """Choose how many tokens to draft at each batch size. The last line of the output is JSON."""
-    from paradraft.bench.acceptance import asked_of, read_report
+    from paradraft.bench.acceptance import PARTS, asked_of
     from paradraft.bench.plan import DRAFT, run_plan
     from paradraft.bench.plan_report import plot, table
     from paradraft.bench.plan_task import Task, doubts, known_of, ways_of
     from paradraft.bench.prompt_choice import held_out_prompts
     from paradraft.bench.report import write_json
+    from paradraft.bench.result_file import read_result_file
     from paradraft.bench.schedule import lines
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    found = None if acceptance is None else (read_report(acceptance), acceptance.name)
+    found = None if acceptance is None else (read_result_file(acceptance, PARTS), acceptance.name)
     if found is not None:
         asked = asked_of(*found)
         sampling, max_new_tokens, num_prompts = asked.sampling, asked.max_new_tokens, asked.num_prompts

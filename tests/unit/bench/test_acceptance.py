@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from paradraft.bench.acceptance import Acceptance, acceptances, asked_of, read_report
+from paradraft.bench.acceptance import PARTS, Acceptance, acceptances, asked_of
+from paradraft.bench.result_file import read_result_file
 from paradraft.core import Sampling
 
 SEEN = Acceptance(
@@ -120,11 +121,11 @@ def test_files_that_are_no_reports(tmp_path: Path) -> None:
     """Guards against a traceback for the wrong file."""
     file = tmp_path / "x.json"
     with pytest.raises(ValueError, match="cannot be read"):
-        read_report(file)
-    for text, complaint in (("{", "no JSON"), ("[]", "no report"), ('{"methods": {}}', "no report")):
+        read_result_file(file, PARTS)
+    for text, complaint in (("{", "no JSON"), ("[]", "no result"), ('{"methods": {}}', "no result")):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=complaint):
-            read_report(file)
+            read_result_file(file, PARTS)
     with pytest.raises(ValueError, match=r"x\.json does not say what was asked for"):
         asked_of({"arguments": {"target": "pocket"}}, "x.json")
 

@@ -12,12 +12,14 @@ import pytest
 from paradraft import load
 from paradraft.bench import round_times
 from paradraft.bench.acceptance import Acceptance
+from paradraft.bench.benchmark import Benchmark
 from paradraft.bench.methods import Method
 from paradraft.bench.plan import run_plan
 from paradraft.bench.plan_task import Task, doubts, known_of
 from paradraft.bench.prediction import Way
 from paradraft.bench.round_times import Rotation, measure_rounds
-from paradraft.bench.run import run_bench
+from paradraft.bench.run import run_benchmark
+from paradraft.bench.work import Work
 from paradraft.core import Draft, Prompt, Sampling, TargetOut, Tree
 from paradraft.decode import stats
 from paradraft.drafters.none import NoDrafter
@@ -143,10 +145,8 @@ def test_what_a_benchmark_wrote_is_what_the_plan_would_measure(family: Path) -> 
     specs = ["pard:k=4:batch=4", "pard:k=2:batch=4", "pard:k=4:tree=6:batch=4"]
     methods = [Method.parse(spec, dtype="float64", draft=draft) for spec in specs]
     asked = task(family, ks=None, trees=None, max_new_tokens=12)
-    report = run_bench(
-        asked.target, methods, PROMPTS, max_new_tokens=asked.max_new_tokens, sampling=asked.sampling, runtime=EXACT,
-        runs=1, report=lambda text: None,
-    )  # fmt: skip
+    benchmark = Benchmark(target=asked.target, methods=methods, sampling=asked.sampling, runtime=EXACT, runs=1)
+    (report,) = run_benchmark(benchmark, [Work.of(PROMPTS, asked.max_new_tokens)], lambda text: None)
     known = known_of(asked, report, "bench.json", "float64")
     assert {way: one.spec for way, one in known.items()} == {
         Way(k=1): specs[1], Way(k=2): specs[1], Way(k=3): specs[0], Way(k=4): specs[0], Way(k=4, tree=6): specs[2],
