@@ -14,6 +14,7 @@ from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
 
 WAYS: dict[str, list[object]] = {
     "cut": ["--layers", 1],
+    "narrow": ["--layers", 1, "--intermediate-size", 20],
     "every": ["--every", 1],
     "fresh": ["--fresh", "--layers", 1, "--hidden-size", 16, "--heads", 2, "--intermediate-size", 24, "--seed", 5],
     "from": ["--from", "draft"],
@@ -31,7 +32,8 @@ def test_a_draft_can_be_used_and_trained(paradraft: Paradraft, family: Path, tmp
     parameters = tiny_model(1).num_parameters()
     assert f"{parameters:,} parameters" in made.out and f"{VOCAB + 8} rows, the target has {VOCAB + 8}" in made.out
     assert f"mask token  {VOCAB}, a free row" in made.out
-    assert ("layers 0 of the target" in made.out) == (way == "cut")
+    assert ("layers 0 of the target" in made.out) == (way in ("cut", "narrow"))
+    assert ("with 20 neurons each" in made.out) == (way == "narrow")
     asked = ["--target", family / "target", "--prompt", "abcabc", "--max-new-tokens", 12, *EXACT]
     plain = paradraft("generate", *asked)
     assert paradraft("generate", *asked, "--drafter", "autoregressive", "--draft", out).out == plain.out
@@ -68,6 +70,9 @@ def test_a_row_too_many_is_said(paradraft: Paradraft, tmp_path: Path) -> None:
         (["--layers", 1, "--every", 1], "either layers or every"),
         (["--hidden-size", 64], "--hidden-size is for --fresh"),
         (["--seed", 0], "--seed is for --fresh"),
+        (["--intermediate-size", 0], "intermediate_size=0"),
+        (["--intermediate-size", 49], "intermediate_size=49: the target's layers have 48"),
+        (["--from", "draft", "--intermediate-size", 9], "leave --intermediate-size out"),
         (["--fresh", "--every", 2], "leave --every out"),
         (["--fresh", "--from", "draft"], "leave --from out"),
         (["--from", "draft", "--layers", 1], "leave --layers out"),

@@ -21,6 +21,13 @@ from paradraft import cli
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(?:bash|console) run\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 AT_MOST = {"--num-prompts": 2, "--max-new-tokens": 12, "--runs": 1, "steps": 2}
+BY_DEFAULT = {
+    "audit": {"--max-new-tokens": 24},
+    "bench": {"--max-new-tokens": 12, "--runs": 1},
+    "generate": {"--max-new-tokens": 12},
+}
+"""What a command is told where the README leaves its sizes to it."""
+TRAINING = ["warmup_steps=1", "samples_per_step=1", "held_out=4", "evaluate_every=2"]
 COPIED = ("README.md", "recipes", "examples", "docs", "benchmarks")
 
 
@@ -34,14 +41,16 @@ def commands(text: str) -> list[list[str]]:
 def cut(arguments: list[str]) -> list[str]:
     """The same command with smaller sizes."""
     result = list(arguments)
-    if any(argument.startswith("steps=") for argument in arguments):
-        result.append("warmup_steps=1")  # the recipe's would be longer than the run
     for index, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")
         if equals and key in AT_MOST:
             result[index] = f"{key}={min(int(value), AT_MOST[key])}"
         elif argument in AT_MOST:
             result[index + 1] = str(min(int(arguments[index + 1]), AT_MOST[argument]))
+    if arguments[0] == "train":
+        result += TRAINING
+    for option, size in BY_DEFAULT.get(arguments[0], {}).items():
+        result += [option, str(size)] if option not in arguments else []
     return result
 
 
@@ -55,10 +64,12 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
 
 def test_commands_are_found_and_cut() -> None:
     """Control: comments, prompts, continued lines and other programs are read as meant."""
-    run = "```bash run\n# note\n$ paradraft bench \\\n  --num-prompts 16 --runs=3  # note\nmake demo\n```\n"
+    run = "```bash run\n# note\n$ paradraft plan \\\n  --num-prompts 16 --runs=3  # note\nmake demo\n```\n"
     text = f"{run}```bash\nparadraft no\n```\n"
-    assert commands(text) == [["bench", "--num-prompts", "16", "--runs=3"]]
-    assert cut(commands(text)[0]) == ["bench", "--num-prompts", "2", "--runs=1"]
+    assert commands(text) == [["plan", "--num-prompts", "16", "--runs=3"]]
+    assert cut(commands(text)[0]) == ["plan", "--num-prompts", "2", "--runs=1"]
+    assert cut(["bench", "--runs", "3"]) == ["bench", "--runs", "1", "--max-new-tokens", "12"]
+    assert cut(["train", "pard", "steps=9"]) == ["train", "pard", "steps=2", *TRAINING]
 
 
 def test_a_wrong_command_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

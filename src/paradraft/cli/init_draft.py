@@ -31,7 +31,12 @@ def init_draft(
     fresh: Annotated[bool, typer.Option("--fresh", help="A small model with random weights instead.")] = False,
     hidden_size: Annotated[int | None, typer.Option(help="Its width; by default 256.")] = None,
     intermediate_size: Annotated[
-        int | None, typer.Option(help="Its width inside a layer; by default 8/3 of the hidden size.")
+        int | None,
+        typer.Option(
+            help="Its width inside a layer's MLP: of the target's neurons those with the largest weights are kept, by "
+            "default all. With --fresh: by default 8/3 of the hidden size.",
+            show_default=False,
+        ),
     ] = None,
     heads: Annotated[int | None, typer.Option(help="Its attention heads; by default 4.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of its weights; by default 0.")] = None,
@@ -50,29 +55,34 @@ def init_draft(
     """
     from paradraft.train.new_draft import make
 
-    given = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "heads": heads, "seed": seed}
-    origin = _origin(layers, every, source, {key: value for key, value in given.items() if value is not None}, fresh)
+    origin = _origin(
+        fresh, source, layers=layers, every=every, hidden_size=hidden_size, intermediate_size=intermediate_size,
+        heads=heads, seed=seed,
+    )  # fmt: skip
     made = make(target, out, origin, mask_token=mask_token, dtype=dtype)
     for line in _report(target, out, origin, made):
         print(line)
 
 
-def _origin(
-    layers: int | None, every: int | None, source: str | None, sizes: dict[str, int], fresh: bool
-) -> Cut | Fresh | Sibling:
+def _origin(fresh: bool, source: str | None, **settings: int | None) -> Cut | Fresh | Sibling:
     """Where the options say that the draft comes from; one that would be ignored is a mistake."""
     from paradraft.train.origin import Cut, Fresh, Sibling
 
-    if sizes and not fresh:
-        raise ValueError(f"--{next(iter(sizes)).replace('_', '-')} is for --fresh: add it, or leave the option out")
+    given = {name: value for name, value in settings.items() if value is not None}
+    options = {name: f"--{name.replace('_', '-')}" for name in given} | ({} if source is None else {"source": "--from"})
     if fresh:
-        if every is not None or source is not None:
-            raise ValueError(f"--fresh takes nothing over: leave {'--from' if every is None else '--every'} out")
-        return Fresh(**sizes, **({} if layers is None else {"layers": layers}))
+        for name in ("every", "source"):
+            if name in options:
+                raise ValueError(f"--fresh takes nothing over: leave {options[name]} out")
+        return Fresh(**given)
+    for name in ("hidden_size", "heads", "seed"):
+        if name in options:
+            raise ValueError(f"{options[name]} is for --fresh: add it, or leave the option out")
     if source is None:
-        return Cut(layers=layers, every=every)
-    if layers is not None or every is not None:
-        raise ValueError(f"--from keeps all layers: leave {'--every' if layers is None else '--layers'} out")
+        return Cut(**given)
+    for name in ("layers", "every", "intermediate_size"):
+        if name in options:
+            raise ValueError(f"--from keeps all layers as they are: leave {options[name]} out")
     return Sibling(name=source)
 
 
@@ -87,6 +97,8 @@ def _report(target: str, out: Path, origin: Cut | Fresh | Sibling, made: NewDraf
             what = f"random weights, {origin.layers} layers of width {origin.hidden_size}"
         case _:
             what = f"layers {', '.join(map(str, made.layers))} of the target"
+            if origin.intermediate_size is not None:
+                what += f" with {origin.intermediate_size} neurons each"
     share = made.parameters / made.target_parameters
     lines = [
         f"target      {target}, {made.target_parameters:,} parameters",

@@ -19,6 +19,7 @@ from transformers import (
 from paradraft.drafters.pard import declared_mask_id, forget_masks
 from paradraft.models.loading import DTYPES, Runtime, load_config, load_model, load_tokenizer, locate
 from paradraft.train.checkpoint import save_model
+from paradraft.train.narrowing import narrow
 from paradraft.train.origin import Cut, Fresh, Sibling
 from paradraft.train.vocabulary import end_ids, free_id, of_one_family, resize, used_rows
 
@@ -77,7 +78,10 @@ def make(
     match origin:
         case Cut():
             layers = origin.of(config.num_hidden_layers)
+            origin.check_narrower(config)
             model = _cut(target, folder, layers, dtype)
+            if origin.intermediate_size is not None:
+                narrow(model, origin.intermediate_size)
         case Fresh():
             origin.check_smaller(config, target_parameters)
             with torch.random.fork_rng(devices=[]):

@@ -17,18 +17,20 @@ class Cut:
     Args:
         layers: how many, evenly spaced, the first and the last among them; None for a quarter.
         every: take each n-th instead, beginning with the first, and the last.
+        intermediate_size: keep so many neurons of each layer's MLP, those with the largest weights; None keeps all.
 
     Raises:
-        ValueError: both are given, or one is less than 1.
+        ValueError: both layers and every are given, or a number is less than 1.
     """
 
     layers: int | None = None
     every: int | None = None
+    intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.layers is not None and self.every is not None:
             raise ValueError("give either layers or every")
-        for name in ("layers", "every"):
+        for name in ("layers", "every", "intermediate_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value}: use at least 1")
 
@@ -54,6 +56,14 @@ class Cut:
             raise ValueError(f"layers={wanted}: the target has {number}, keep at most that many")
         gaps = max(wanted - 1, 1)
         return tuple((index * (number - 1) + gaps // 2) // gaps for index in range(wanted))
+
+    def check_narrower(self, target: PretrainedConfig) -> None:
+        """Raises ValueError if more neurons are to be kept than a layer of the target has."""
+        there = target.intermediate_size
+        if self.intermediate_size is not None and self.intermediate_size > there:
+            raise ValueError(
+                f"intermediate_size={self.intermediate_size}: the target's layers have {there}, keep at most that many"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
