@@ -18,6 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 import corpus
 from paradraft.models.loading import Runtime, computes_bf16, load_model, load_target
 from paradraft.train.checkpoint import save_model
+from paradraft.train.new_draft import make
+from paradraft.train.origin import Cut
 from paradraft.train.recipe_file import load_recipe
 from paradraft.train.run import run_with_display
 from pretrain import PretrainConfig, pretrain, windows
@@ -43,7 +45,7 @@ SECOND = {
     "intermediate_size": 704,
 }
 """A target of half the size, which is not shipped."""
-DRAFT = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 6, "head_dim": 32, "intermediate_size": 576}
+DRAFT = Cut(layers=4, intermediate_size=368)
 LIBRARY_RUN = PretrainConfig(steps=1800, seed=1)
 PACKAGES_RUN = PretrainConfig(steps=3000, seed=4, muon_lr=1.5e-2, adamw_lr=1.5e-3, save_every=100)
 TEXTS = 4096
@@ -128,12 +130,12 @@ def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> No
     save_jsonl(tokens[:SHIPPED_TEXTS], tokenizer, out / "text.jsonl")
 
 
-def build_drafts(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> None:
-    """Trains the draft, from nothing, on what the target wrote, and adapts it; both with the library's own trainer."""
-    fresh = out / "work" / "fresh"
-    if not (fresh / "config.json").exists():
-        save(new_model(DRAFT), tokenizer, fresh)
-    for name, model in (("draft", fresh), ("pard", out / "draft")):
+def build_drafts(out: Path, device: str) -> None:
+    """Trains half of the target's layers on what the target wrote, and adapts them; both with the library's trainer."""
+    cut = out / "work" / "cut"
+    if not (cut / "config.json").exists():
+        make(str(out / "target"), cut, DRAFT)
+    for name, model in (("draft", cut), ("pard", out / "draft")):
         files = [f"model={model}", f"teacher={out / 'target'}", f"data=[{out / 'work' / 'text.jsonl'}]"]
         recipe = load_recipe(RECIPES / f"{name}.yaml", [*files, f"out={out / name}", f"device={device}"])
         run_with_display(recipe)
@@ -155,7 +157,7 @@ def main() -> None:
         return
     build_target(args.out / "target", args.out / "work", TARGET, tokenizer, args.device)
     build_text(args.out, tokenizer, args.device)
-    build_drafts(args.out, tokenizer, args.device)
+    build_drafts(args.out, args.device)
     if args.install:
         for name in ("target", "draft", "pard"):
             shutil.copytree(args.out / name, POCKET / name, dirs_exist_ok=True, ignore=lambda *_: {"checkpoint"})

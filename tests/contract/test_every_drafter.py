@@ -36,8 +36,7 @@ def engine(family: Path, name: str, *, k: int = 4, tree: int | None = None, runt
 Answers = dict[tuple[str, Sampling], list[int]]
 
 
-@pytest.fixture(scope="session")
-def plain_answers(family: Path) -> Answers:
+def answers(family: Path) -> Answers:
     """What plain decoding says to each prompt with each setting."""
     plain = engine(family, "none")
     return {
@@ -45,6 +44,11 @@ def plain_answers(family: Path) -> Answers:
         for prompt in PROMPTS
         for sampling in SAMPLINGS
     }
+
+
+@pytest.fixture(scope="session")
+def plain_answers(family: Path) -> Answers:
+    return answers(family)
 
 
 @pytest.mark.parametrize("name", drafter_names())

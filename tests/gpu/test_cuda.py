@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paradraft import Sampling, load
 from paradraft.api import drafter_names, takes_draft
+from paradraft.bench.roofline import Size
 from paradraft.bench.speeds import Speeds
 from paradraft.models.loading import Runtime
 from paradraft.train.batch import Drop, collate
@@ -80,3 +81,15 @@ def test_the_recipe_for_a_gpu_runs(tmp_path: Path) -> None:
     assert all(0 < figures["share_of_floor"] < 1 for figures in report["methods"].values())
     assert all(figures["peak_gpu_bytes"] > 2**20 for figures in report["methods"].values())
     assert all(found["shares"]["products"] > 0 for found in report["profile"].values())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_quantized_weights_take_less_and_change_no_token(dtype: str) -> None:
+    """Guards the kernels that a CPU does not have: with them too a drafter changes nothing."""
+    runtime = Runtime(dtype=dtype, device="cuda", pad_to=8)
+    plain = load("pocket", runtime=runtime)
+    drafted = load("pocket", drafter="pard", k=4, runtime=runtime)
+    whole = Size.of(load("pocket", runtime=Runtime(dtype="bfloat16", device="cuda")).target.lm.model)
+    assert Size.of(plain.target.lm.model).weight_bytes < 0.7 * whole.weight_bytes
+    expected = plain.generate("def read(path):", max_new_tokens=40).tokens
+    assert drafted.generate("def read(path):", max_new_tokens=40).tokens == expected

@@ -20,7 +20,7 @@ from paradraft.core import RULES, Drafter, Sampling, Tree
 from paradraft.decode.lengths import POLICIES
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.engine import Engine
-from paradraft.models.loading import DTYPES, Runtime
+from paradraft.models.loading import PRECISIONS, Runtime
 from paradraft.models.target import Target
 
 AR = "ar"
@@ -88,7 +88,11 @@ class Method:
             tree = int(values["tree"])
         verify, lengths = values.get("verify", verify), values.get("lengths", lengths)
         dtype = values.get("dtype", dtype)
-        for key, value, names in (("verify", verify, RULES), ("lengths", lengths, POLICIES), ("dtype", dtype, DTYPES)):
+        for key, value, names in (
+            ("verify", verify, RULES),
+            ("lengths", lengths, POLICIES),
+            ("dtype", dtype, PRECISIONS),
+        ):
             if value not in names:
                 raise ValueError(f"method {spec!r}: {key}={value!r}: use one of {', '.join(names)}")
         if name in (ASSISTED, LOOKUP) and values.get("batch", "1") != "1":

@@ -24,6 +24,7 @@ from paradraft.core import Drafter
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.kv_cache import head_size
 from paradraft.models.passes import Pass
+from paradraft.models.quantization import stored_bytes
 
 Passes = dict[str, Counter[Pass]]
 """What models did, by what they are: "target", or "draft"."""
@@ -76,11 +77,11 @@ class Size:
         config = model.config
         per_head = config.num_hidden_layers * head_size(config)
         return cls(
-            body_bytes=sum(map(_bytes, body)),
+            body_bytes=sum(map(stored_bytes, body)),
             body_weights=sum(weight.numel() for weight in body if weight.ndim == 2),
-            head_bytes=_bytes(head),
+            head_bytes=stored_bytes(head),
             head_weights=head.numel(),
-            row_bytes=_bytes(embedding) // len(embedding),
+            row_bytes=stored_bytes(embedding) // len(embedding),
             kv_bytes=2 * per_head * config.num_key_value_heads * model.dtype.itemsize,
             attended=2 * per_head * config.num_attention_heads,
             dtype=model.dtype,
@@ -101,10 +102,6 @@ class Size:
         products = new * self.body_weights + one.rows * one.logits * self.head_weights + seen * self.attended
         floor_s = max(read / speeds.bytes_per_s(self.weight_bytes), 2 * products / speeds.flops_per_s(self.dtype))
         return Cost(bytes=read, flops=2 * products, floor_s=floor_s)
-
-
-def _bytes(weight: torch.Tensor) -> int:
-    return weight.numel() * weight.element_size()
 
 
 def models_of(target: CausalLM, drafter: Drafter) -> dict[str, CausalLM]:

@@ -17,7 +17,7 @@ from paradraft.core import Drafter, Sampling
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.ngram import NgramDrafter
 from paradraft.drafters.pard import PardDrafter
-from paradraft.models.loading import Runtime, locate
+from paradraft.models.loading import QUANTIZED, Runtime, locate
 from paradraft.models.target import Target
 
 
@@ -54,6 +54,8 @@ def check_vllm(methods: Sequence[Method], sampling: Sampling, runtime: Runtime) 
                 f"method {method.spec!r}: greedy only, use --temperature 0: "
                 "vLLM's speculation on a CPU is not lossless when it samples"
             )
+        if is_vllm(method.name) and method.dtype in QUANTIZED:
+            raise ValueError(f"method {method.spec!r}: vLLM reads no such weights of ours, use another dtype")
         if is_vllm(method.name) and torch.device(runtime.device).type != "cpu":
             raise ValueError(f"method {method.spec!r}: vLLM is compared on the CPU only, use --device cpu")
 

@@ -10,7 +10,7 @@ import typer
 from paradraft.api import drafter_names
 from paradraft.core import Tree
 from paradraft.decode.lengths import POLICIES
-from paradraft.models.loading import DTYPES, Runtime
+from paradraft.models.loading import PRECISIONS, Runtime
 
 MOST_DRAFTED = 256
 """Largest K; caches keep room for two drafts of that length."""
@@ -49,7 +49,7 @@ Lengths = Annotated[
 Prompts = Annotated[Path | None, typer.Option(help='JSONL file with one {"prompt": …} per line.')]
 NumPrompts = Annotated[int, typer.Option(help="How many prompts of the file to use.")]
 Device = Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
+Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(PRECISIONS)}.")]
 Compile = Annotated[
     bool, typer.Option(help="Compile decoding passes: takes a minute or two, pays off after thousands of tokens.")
 ]

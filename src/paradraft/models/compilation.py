@@ -58,13 +58,15 @@ def compiled(function: Callable[..., Tensor], model: nn.Module) -> Callable[...,
 
 
 def _tag(model: nn.Module) -> str | None:
-    """What tells a model's tensors from others of the same shapes; None if they are too large to be kept.
+    """What tells a model's tensors from others of the same shapes; None if they are too large to be kept, or quantized.
 
     Torch takes what it has kept for any model of the same shapes, and finds the packed weights of another in it.
     Buffers such as the frequencies of the rotary embedding, which no `state_dict` has, are frozen like weights. Nor
     does torch's key say which vector instructions the CPU had.
     """
     tensors = [*model.parameters(), *model.buffers()]
+    if any(type(tensor) not in (nn.Parameter, Tensor) for tensor in tensors):
+        return None
     if sum(tensor.nbytes for tensor in tensors) > MOST_KEPT_BYTES:
         return None
     found = hashlib.sha256(torch.backends.cpu.get_cpu_capability().encode())

@@ -26,11 +26,15 @@ from transformers import (
 )
 
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.quantization import quantize
 from paradraft.models.shapes import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
 from paradraft.models.target import Target
 
 POCKET = "pocket"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+QUANTIZED = {"int8": 8, "int4": 4}
+"""Names of weights that are rounded to so many bits; passes compute in `Runtime.computed_in`."""
+PRECISIONS = (*DTYPES, *QUANTIZED)
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Models whose cache, masks and output head are the ones `CausalLM` assumes."""
 CHANGES_LOGITS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "min_length": 0}
@@ -44,7 +48,7 @@ class Runtime:
 
     Args:
         device: a torch device name.
-        dtype: one of `DTYPES`.
+        dtype: of the weights, one of `PRECISIONS`.
         compiled: compile decoding passes: a minute or two, worth it for thousands of tokens.
         capacity: most tokens of a row, prompt included; None takes the model's own limit, at most
             4096.
@@ -63,12 +67,19 @@ class Runtime:
     pad_to: int = 1
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}")
+        if self.dtype not in PRECISIONS:
+            raise ValueError(f"dtype={self.dtype!r}: use one of {', '.join(PRECISIONS)}")
         try:
             torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError, ImportError) as error:
             raise ValueError(f"device={self.device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+
+    @property
+    def computed_in(self) -> torch.dtype:
+        """The dtype of activations and caches; with quantized weights bf16, or float32 where that is faster."""
+        if self.dtype not in QUANTIZED:
+            return DTYPES[self.dtype]
+        return torch.bfloat16 if computes_bf16(torch.device(self.device)) else torch.float32
 
 
 def computes_bf16(device: torch.device) -> bool:
@@ -142,7 +153,7 @@ def room(config: PretrainedConfig, capacity: int | None) -> int:
 
 
 def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
-    """Loads the weights of a causal LM, ready for inference.
+    """Loads the weights of a causal LM, ready for inference, as they are: a quantized dtype is that of `load_target`.
 
     Raises:
         ValueError: there is no such model, it is no supported causal LM, or its weights do not fit its config.
@@ -151,7 +162,7 @@ def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
     logging.getLogger("transformers.modeling_utils").addFilter(_is_no_table)
     with _loading(f"model {name!r}"):
         model, found = AutoModelForCausalLM.from_pretrained(
-            name, dtype=DTYPES[runtime.dtype], ignore_mismatched_sizes=True, output_loading_info=True
+            name, dtype=runtime.computed_in, ignore_mismatched_sizes=True, output_loading_info=True
         )
     others = [f"{key} has the shape {tuple(is_)}, not {tuple(wanted)}" for key, is_, wanted in found["mismatched_keys"]]
     if wrong := sorted([*others, *(f"{key} is missing" for key in found["missing_keys"])]):
@@ -227,8 +238,12 @@ def load_draft_lm(folder: str, target: Target, runtime: Runtime) -> CausalLM:
 
 def _model(folder: str, runtime: Runtime) -> PreTrainedModel:
     if is_shape(folder):
-        return random_model(folder, dtype=DTYPES[runtime.dtype], device=runtime.device)
-    return load_model(folder, runtime)
+        model = random_model(folder, dtype=runtime.computed_in, device=runtime.device)
+    else:
+        model = load_model(folder, runtime)
+    if runtime.dtype in QUANTIZED:
+        quantize(model, QUANTIZED[runtime.dtype])
+    return model
 
 
 def _causal_lm(model: PreTrainedModel, vocab_size: int, runtime: Runtime, capacity: int | None) -> CausalLM:

@@ -27,10 +27,10 @@ def narrow(model: PreTrainedModel, size: int) -> None:
             f"intermediate_size={size}: the target's layers have {config.intermediate_size}, use 1 to that"
         )
     for layer in model.model.layers:
-        mlp, scale = layer.mlp, layer.post_attention_layernorm.weight
-        reads = [(linear.weight * scale).norm(dim=1) for linear in (mlp.gate_proj, mlp.up_proj)]
-        most = (reads[0] * reads[1] * mlp.down_proj.weight.norm(dim=0)).topk(size).indices
-        kept = most.sort().values
+        mlp, scale = layer.mlp, layer.post_attention_layernorm.weight.float()
+        gates, ups = ((linear.weight.float() * scale).norm(dim=1) for linear in (mlp.gate_proj, mlp.up_proj))
+        writes = gates * ups * mlp.down_proj.weight.float().norm(dim=0)
+        kept = writes.topk(size).indices.sort().values
         for linear in (mlp.gate_proj, mlp.up_proj):
             linear.weight, linear.out_features = nn.Parameter(linear.weight[kept]), size
             if linear.bias is not None:

@@ -1,0 +1,95 @@
+"""Rounded weights: what is lost, what is saved, and where torchao cannot serve."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paradraft import Sampling, load
+from paradraft.bench.roofline import Size
+from paradraft.models.loading import Runtime, load_target
+from paradraft.models.quantization import stored_bytes
+from tests.e2e.conftest import Paradraft, assert_mistake
+from tests.e2e.conftest import paradraft as paradraft
+
+PROMPT = "abcabcabc"
+
+
+def logits(family: Path, dtype: str) -> torch.Tensor:
+    lm = load_target(str(family / "target"), Runtime(dtype=dtype)).lm
+    lm.clear(1)
+    return lm.forward(torch.arange(1, 13)[None])
+
+
+def test_logits_are_nearly_those_of_whole_weights(family: Path) -> None:
+    """Guards against weights that are not rounded at all, and against scales that belong to others."""
+    whole, rounded = logits(family, "float32"), logits(family, "int8")
+    error = (rounded - whole).abs().max() / whole.std()
+    assert 1e-4 < error < 0.1
+
+
+def test_only_a_quarter_is_read(family: Path) -> None:
+    """Guards the floor of rounded weights, and a head that keeps all its bits because it was the embedding."""
+    whole, rounded = (
+        load_target(str(family / "target"), Runtime(dtype=dtype)).lm.model for dtype in ("float32", "int8")
+    )
+    head = rounded.get_output_embeddings().weight
+    rows, width = head.shape
+    assert rows * width < stored_bytes(head) <= rows * width + 8 * rows  # a scale for each row, perhaps a zero point
+    assert rounded.get_input_embeddings().weight.dtype == torch.float32
+    assert Size.of(rounded).weight_bytes < 0.5 * Size.of(whole).weight_bytes
+    assert Size.of(rounded).body_weights == Size.of(whole).body_weights
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])
+def test_a_drafter_changes_no_token_of_a_rounded_target(family: Path, sampling: Sampling) -> None:
+    """Guards the promise of the library where target and draft are rounded."""
+    runtime = Runtime(dtype="int8")
+    plain = load(str(family / "target"), runtime=runtime)
+    drafted = load(str(family / "target"), drafter="pard", draft=str(family / "pard"), k=3, runtime=runtime)
+    expected = plain.generate(PROMPT, max_new_tokens=30, sampling=sampling).tokens
+    assert drafted.generate(PROMPT, max_new_tokens=30, sampling=sampling).tokens == expected
+
+
+@pytest.mark.slow
+def test_compiled_passes_compute_the_same(family: Path) -> None:
+    """Guards against a cache on disk that takes rounded weights for others, and against a failed compilation."""
+    found = []
+    for compiled in (False, True):
+        engine = load(str(family / "target"), runtime=Runtime(dtype="int8", compiled=compiled))
+        found.append(engine.generate(PROMPT, max_new_tokens=20).tokens)
+    assert found[0] == found[1]
+
+
+def test_methods_of_a_benchmark_may_have_it(paradraft: Paradraft, family: Path, tmp_path: Path) -> None:
+    """Guards `dtype=int8` beside other dtypes in one run, `generate` of transformers included."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n', encoding="utf-8")
+    asked = ["--prompts", prompts, "--num-prompts", 1, "--max-new-tokens", 6, "--runs", 1, "--no-compile"]
+    methods = "hf:dtype=int8,ar,ar:dtype=int8,ngram:dtype=int8"
+    done = paradraft("bench", "--target", family / "target", "--methods", methods, *asked)
+    assert done.code == 0, done.err
+    assert "warning" not in done.err
+
+
+def test_4_bits_need_a_gpu(paradraft: Paradraft, family: Path) -> None:
+    """Guards against a traceback out of torchao."""
+    outcome = paradraft("generate", "--target", family / "target", "--prompt", "a", "--dtype", "int4")
+    assert_mistake(outcome, "CUDA devices only", "use int8")
+
+
+def test_without_torchao(paradraft: Paradraft, family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the message of what is not installed."""
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    outcome = paradraft("generate", "--target", family / "target", "--prompt", "a", "--dtype", "int8")
+    assert_mistake(outcome, "pip install 'paradraft[quantized]'")
+
+
+def test_vllm_does_not_read_them(paradraft: Paradraft, family: Path, tmp_path: Path) -> None:
+    """Guards a comparison of other weights than ours."""
+    asked = ["--vllm-python", sys.executable, "--num-prompts", 1]
+    outcome = paradraft("bench", "--target", family / "target", "--methods", "ar,vllm:dtype=int8", *asked)
+    assert_mistake(outcome, "vllm:dtype=int8", "use another dtype")
