@@ -103,6 +103,7 @@ def test_shapes_need_no_rates_without_a_drafter(paradraft: Paradraft, tmp_path: 
     report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert "SYNTHETIC" not in report["title"] + found.out
     assert report["methods"]["ar"]["synthetic_acceptance"] is None
+    assert {report["methods"]["ar"][setting] for setting in ("k", "tree", "verify", "lengths")} == {None}
     assert report["methods"]["hf"]["decode_share_of_floor"] is None
     assert report["methods"]["ar"]["decode_share_of_floor"] > 0
 

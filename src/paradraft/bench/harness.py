@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from paradraft.bench.answer import Answer, Answerer, Counts
-from paradraft.bench.methods import AR, Method
+from paradraft.bench.methods import AR, SETTINGS, Method
 from paradraft.bench.peers import HF, PEERS
 from paradraft.core import Sampling
 from paradraft.decode.stats import Stats
@@ -125,7 +125,7 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
     Speedups are against the fastest `hf` and the fastest `ar` of the same batch size, or of any if
     there is none. `identical_to_ar` compares with the `ar` of the same dtype if there is one, else
     with the fastest; it is None for what is sampled with other random numbers (peers, and the
-    rejection rule), and where no `ar` ran.
+    rejection rule), and where no `ar` ran. Settings that a method does not have are None.
     """
     speeds = {m.method: statistics.median(m.tokens_per_s) for m in measured}
 
@@ -144,14 +144,7 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
         comparable = reference is not None and (sampling.is_greedy or not has_own_numbers)
         summary[one.method.spec] = {
             "method": one.method.name,
-            "k": one.method.k,
-            "tree": one.method.tree,
-            "verify": one.method.verify,
-            "lengths": one.method.lengths,
-            "batch": one.method.batch,
-            "dtype": one.method.dtype,
-            "draft": one.method.draft,
-            "confidence": one.method.confidence,
+            **dict.fromkeys(SETTINGS) | one.method.settings,
             "tokens_per_s": {"median": speed, "runs": one.tokens_per_s},
             "speedup_vs_hf": speed / speeds[hf.method] if hf else None,
             "speedup_vs_ar": speed / speeds[ar.method] if ar else None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from paradraft.api import branches, drafter_names, load_drafter, takes_draft
 from paradraft.bench import hugging_face
@@ -24,6 +25,10 @@ from paradraft.models.loading import PRECISIONS, Runtime
 from paradraft.models.target import Target
 
 AR = "ar"
+
+
+SETTINGS = ("k", "tree", "verify", "lengths", "batch", "dtype", "draft", "confidence")
+"""What the spec of one method or another may set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +114,11 @@ class Method:
             batch=int(values.get("batch", 1)),
             confidence=_confidence(spec, values.get("confidence", str(CONFIDENCE))) if name == ASSISTED else None,
         )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The values of those settings that it has: `ar` has no `k`."""
+        return {setting: getattr(self, setting) for setting in _settings(self.name)}
 
     @property
     def left_out(self) -> frozenset[str]:
