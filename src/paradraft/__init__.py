@@ -1,5 +1,8 @@
 """Parallel drafting for language models: lossless, fast, measurable."""
 
+from paradraft import quiet as quiet
+
+# isort: split
 from paradraft.api import load
 from paradraft.core import Sampling, Tree
 from paradraft.engine import Engine, Result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -39,15 +38,10 @@ def quantize(model: nn.Module, bits: int) -> None:
 
 
 def _torchao(bits: int) -> tuple[Callable[[nn.Module, Any], None], Any]:
-    torchao = logging.getLogger("torchao")
-    level = torchao.level
-    torchao.setLevel(logging.ERROR)  # it tells of every kernel that was built for another machine
     try:
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         raise ValueError(f"dtype='int{bits}' needs torchao ({error}): pip install 'paradraft[quantized]'") from None
-    finally:
-        torchao.setLevel(level)
     if bits == 8:
         return quantize_, Int8WeightOnlyConfig()
     packed = Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -73,6 +74,12 @@ def test_methods_of_a_benchmark_may_have_it(paradraft: Paradraft, family: Path, 
     done = paradraft("bench", "--target", family / "target", "--methods", methods, *asked)
     assert done.code == 0, done.err
     assert "warning" not in done.err
+
+
+def test_nothing_is_said_at_import() -> None:
+    """Guards everyone who has torchao installed: `transformers` imports it, and it complains."""
+    done = subprocess.run([sys.executable, "-c", "import paradraft, torchao"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_4_bits_need_a_gpu(paradraft: Paradraft, family: Path) -> None:
