@@ -24,6 +24,8 @@ from paradraft.core import ABSENT, Sampling
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
+LIKELIEST = 1024
+"""How many tokens of a position are sorted for top-p, where they reach p."""
 
 
 def penalized_logits(logits_BNV: Tensor, sampling: Sampling, texts_BNT: Tensor, prompt_lengths_B: Tensor) -> Tensor:
@@ -94,14 +96,37 @@ def filtered_logits(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
         kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if sampling.top_p < 1.0:
-        ordered, index = logits.sort(dim=-1, descending=True, stable=True)
-        probs = ordered.softmax(-1)
-        before = probs.cumsum(-1) - probs
-        cut = torch.zeros_like(before, dtype=torch.bool).scatter(-1, index, before >= sampling.top_p)
-        logits = logits.masked_fill(cut, -torch.inf)
+        logits = logits.masked_fill(_outside_nucleus(logits, sampling.top_p), -torch.inf)
     if sampling.min_p > 0.0:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(sampling.min_p), -torch.inf)
     return logits
+
+
+def _outside_nucleus(logits_BNV: Tensor, p: float) -> Tensor:
+    """Which tokens `[B, N, V]` are not among the fewest likeliest that together reach p; of equal ones the first are.
+
+    Only the `LIKELIEST` tokens of a position are sorted, and all where those do not reach p: sorting nine positions of
+    a vocabulary of 152,000 takes a CPU 160 ms, this 15.
+    """
+    rows_MV = logits_BNV.flatten(0, -2)
+    total_M1 = rows_MV.logsumexp(-1, keepdim=True)
+
+    def nucleus(ordered: Tensor, total_M1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        probs = (ordered - total_M1).exp()
+        reached = probs.cumsum(-1)
+        size_M1 = (reached - probs < p).sum(-1, keepdim=True)
+        return size_M1, ordered.gather(-1, size_M1 - 1), reached[:, -1] < p
+
+    size_M1, least_M1, is_wider_M = nucleus(rows_MV.topk(min(LIKELIEST, rows_MV.shape[-1])).values, total_M1)
+    if len(wider := is_wider_M.nonzero()[:, 0]):
+        ordered = rows_MV[wider].sort(dim=-1, descending=True).values
+        size_M1[wider], least_M1[wider], _ = nucleus(ordered, total_M1[wider])
+    outside_MV = rows_MV < least_M1
+    if bool(((~outside_MV).sum(-1, keepdim=True) > size_M1).any()):  # several are as likely as the last one
+        room_M1 = size_M1 - (rows_MV > least_M1).sum(-1, keepdim=True)
+        is_last_MV = rows_MV == least_M1
+        outside_MV |= is_last_MV & (is_last_MV.cumsum(-1) > room_M1)
+    return outside_MV.view(logits_BNV.shape)
 
 
 def probabilities(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
