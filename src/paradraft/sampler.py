@@ -16,14 +16,8 @@ from torch import Tensor
 
 from paradraft import ragged
 from paradraft.core import Prompt, Sampling, Verdict
-from paradraft.sampling import (
-    filtered_logits,
-    gumbel_noise,
-    penalized_logits,
-    probabilities,
-    seed_of,
-    uniform_numbers,
-)
+from paradraft.noise import seed_of, uniform_numbers, with_noise
+from paradraft.sampling import filtered_logits, penalized_logits, probabilities
 
 # Purposes of random numbers under the rejection rule, where each must be independent of all others.
 _DRAFT, _ACCEPT, _NEXT = 1, 2, 3
@@ -73,6 +67,7 @@ class Sampler:
         device = self.lengths_B.device
         self._seeds_B = torch.tensor([sampling.seed for sampling in samplings], device=device)
         self._is_random_B = torch.tensor([not sampling.is_greedy for sampling in samplings], device=device)
+        self._are_random = not any(sampling.is_greedy for sampling in samplings)
         rows_of: dict[object, list[int]] = {}
         for row, sampling in enumerate(samplings):
             # Processors need not be hashable, nor equal only if they do the same.
@@ -111,7 +106,7 @@ class Sampler:
     def scores(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
         """What the target's token is the largest of, `[B, R, V]`: log p, up to a constant, plus noise; see `draw`."""
         scores = self._each(self._scores, logits_BRV, paths_BRD)
-        return scores + self._noise(self._seeds_B, self.lengths_B[:, None] + depths_BR, scores.shape[-1])
+        return self._noised(scores, self._seeds_B, self.lengths_B[:, None] + depths_BR)
 
     def probabilities(self, logits_BRV: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
         """The distributions `[B, R, V]` that tokens are drawn from, in float64; arguments as in `draw`."""
@@ -128,8 +123,8 @@ class Sampler:
 
     def draw_next(self, probs_BV: Tensor) -> Tensor:
         """`[B]` the token that ends a round under the rejection rule, drawn from `[B, V]` probabilities."""
-        noise = self._noise(seed_of(self._seeds_B, _NEXT), self.lengths_B[:, None], probs_BV.shape[-1])
-        return (probs_BV.log() + noise[:, 0]).argmax(-1)
+        scores = probs_BV[:, None].log()
+        return self._noised(scores, seed_of(self._seeds_B, _NEXT), self.lengths_B[:, None])[:, 0].argmax(-1)
 
     def candidates(self, logits_BRV: Tensor, depth: int, number: int, path_BD: Tensor | None = None) -> Candidates:
         """What a drafter proposes at positions `depth`, `depth + 1`, … behind the committed text.
@@ -157,7 +152,7 @@ class Sampler:
         confidence = log_q.amax(-1).exp() if self._wants_confidence else None
         number = min(number, V)
         if self.rule == "match":
-            noised = log_q + self._noise(self._seeds_B, self.lengths_B[:, None] + depths_BR, V)
+            noised = self._noised(log_q, self._seeds_B, self.lengths_B[:, None] + depths_BR)
             best = noised.topk(number, dim=-1)
             log_probs = best.values - noised.logsumexp(-1, keepdim=True)
             return Candidates(tokens=best.indices, log_probs=log_probs, probs=None, confidence=confidence)
@@ -165,7 +160,7 @@ class Sampler:
             best = log_q.topk(number, dim=-1)
             return Candidates(tokens=best.indices, log_probs=best.values, probs=None, confidence=confidence)
         keys = self.lengths_B[:, None] * _MOST_DEPTH + depths_BR
-        tokens = (log_q + self._noise(seed_of(self._seeds_B, _DRAFT), keys, V)).topk(number, dim=-1).indices
+        tokens = self._noised(log_q, seed_of(self._seeds_B, _DRAFT), keys).topk(number, dim=-1).indices
         return Candidates(
             tokens=tokens,
             log_probs=log_q.gather(-1, tokens),
@@ -191,9 +186,9 @@ class Sampler:
         certain = torch.nn.functional.one_hot(tokens_BRC, log_q_BRV.shape[-1]).double()
         return torch.where(self._is_random_B[:, None, None, None], torch.stack(probs, dim=2), certain)
 
-    def _noise(self, seeds_B: Tensor, positions_BR: Tensor, vocab_size: int) -> Tensor:
-        noise = gumbel_noise(seeds_B, positions_BR, vocab_size)
-        return noise if bool(self._is_random_B.all()) else noise * self._is_random_B[:, None, None]
+    def _noised(self, scores_BRV: Tensor, seeds_B: Tensor, positions_BR: Tensor) -> Tensor:
+        noised = with_noise(scores_BRV, seeds_B, positions_BR)
+        return noised if self._are_random else torch.where(self._is_random_B[:, None, None], noised, scores_BRV)
 
     def _scores(self, sampling: Sampling, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
         logits = self._penalized(sampling, logits, paths, rows)

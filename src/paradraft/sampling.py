@@ -1,9 +1,9 @@
 """From logits to tokens: one rule for target and draft alike.
 
-Every position of a request has its own random numbers, a function of (seed, position, token id)
-alone. A token is drawn as argmax(log p + Gumbel noise), which has exactly the distribution p
-(Gumbel 1954; Maddison, Tarlow & Minka 2014, "A* sampling"). Because the noise belongs to the
-position and not to the step, decoding in any number of passes gives the same text.
+Every position of a request has its own random numbers (`noise.py`). A token is drawn as
+argmax(log p + Gumbel noise), which has exactly the distribution p (Gumbel 1954; Maddison, Tarlow &
+Minka 2014, "A* sampling"). Because the noise belongs to the position and not to the step, decoding
+in any number of passes gives the same text.
 
 These are the pure functions; `sampler.py` applies them to the rows of a batch.
 
@@ -18,12 +18,8 @@ import torch
 from torch import Tensor
 
 from paradraft.core import ABSENT, Sampling
+from paradraft.noise import gumbel_noise
 
-# SplitMix64 (Steele, Lea & Flood 2014): stream increment and the two multipliers of its finalizer,
-# written as signed 64-bit numbers because torch has no unsigned arithmetic.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
 LIKELIEST = 1024
 """How many tokens of a position are sorted for top-p, where they reach p."""
 
@@ -152,53 +148,3 @@ def draw(logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling) -> Tensor
         return logits_BNV.argmax(-1)
     noise = gumbel_noise(sampling.seed, positions_BN, logits_BNV.shape[-1])
     return (filtered_logits(logits_BNV, sampling) + noise).argmax(-1)
-
-
-def gumbel_noise(seed: int | Tensor, positions_BN: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise `[B, N, V]` in float64, a pure function of (seed, position, token id).
-
-    Args:
-        seed: one for all rows, or `[B]` of int64.
-        positions_BN: `[B, N]`.
-        vocab_size: V.
-    """
-    return -(-_uniform(seed, positions_BN, vocab_size).log()).log()
-
-
-def uniform_numbers(seed: int | Tensor, positions_BN: Tensor) -> Tensor:
-    """Numbers `[B, N]` in float64, uniform between 0 and 1, a pure function of (seed, position)."""
-    return _uniform(seed, positions_BN, 1)[..., 0]
-
-
-def seed_of(seed: int | Tensor, purpose: int) -> Tensor:
-    """Another seed, for random numbers that must have nothing to do with those of `seed`.
-
-    Args:
-        seed: one, or `[B]` of int64.
-        purpose: a number above 0; each gives another seed.
-    """
-    return _mix(torch.as_tensor(seed) ^ _mix(torch.as_tensor(purpose) * _GOLDEN))
-
-
-def _uniform(seed: int | Tensor, positions_BN: Tensor, count: int) -> Tensor:
-    """`[B, N, count]`, the same on every device and in every batch: number v of a position is the v-th of
-    a SplitMix64 stream whose start is hashed from seed and position."""
-    seeds = torch.as_tensor(seed, device=positions_BN.device)
-    seeds = seeds[:, None] if seeds.ndim else seeds
-    start = _mix(_mix(seeds + _GOLDEN) + (positions_BN + 1) * _GOLDEN)
-    index = torch.arange(1, count + 1, device=positions_BN.device) * _GOLDEN
-    bits = _mix(start[..., None] + index)
-    # 52 bits and not 53: the half must fit too, or the largest number would round to 1 and its noise be infinite.
-    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
-
-
-def _mix(z: Tensor) -> Tensor:
-    """The finalizer of SplitMix64 on int64 words; overflow wraps around."""
-    z = (z ^ _shift_right(z, 30)) * _MIX_1
-    z = (z ^ _shift_right(z, 27)) * _MIX_2
-    return z ^ _shift_right(z, 31)
-
-
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Logical shift: zeros come in from the left."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -13,16 +13,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from paradraft import sampling as module
 from paradraft.core import ABSENT, Sampling
 from paradraft.sampling import (
     draw,
     filtered_logits,
-    gumbel_noise,
     penalized_logits,
     probabilities,
-    seed_of,
-    uniform_numbers,
 )
 
 
@@ -75,47 +71,6 @@ def test_draws_over_seeds_have_the_distribution_p() -> None:
     tokens = [draw(logits, torch.tensor([[7]]), Sampling(temperature=1.0, seed=seed)).item() for seed in range(2000)]
     counts = torch.bincount(torch.tensor(tokens), minlength=6).double()
     assert chi_square(counts, p) < chi_square_limit(5)
-
-
-def test_noise_is_standard_gumbel() -> None:
-    """Guards the formula: mean 0.5772 and variance pi^2 / 6, each within 5 standard errors (false alarm 1e-6)."""
-    noise = gumbel_noise(1, torch.arange(500)[None], 400).flatten()
-    assert abs(noise.mean() - 0.577216) < 5 * math.sqrt(math.pi**2 / 6 / noise.numel())
-    kurtosis = 5.4
-    assert abs(noise.var() - math.pi**2 / 6) < 5 * math.pi**2 / 6 * math.sqrt((kurtosis - 1) / noise.numel())
-
-
-@pytest.mark.parametrize("lag", ["position", "seed", "token"])
-def test_noise_of_neighbours_is_uncorrelated(lag: str) -> None:
-    """Guards against a weak hash: neighbouring positions, seeds and tokens (|r| < 5 / sqrt(n), false alarm 6e-7)."""
-    noise = torch.stack([gumbel_noise(seed, torch.arange(60), 120) for seed in range(30)])
-    dim = {"seed": 0, "position": 1, "token": 2}[lag]
-    size = noise.shape[dim] - 1
-    pair = torch.stack([noise.narrow(dim, 0, size).flatten(), noise.narrow(dim, 1, size).flatten()])
-    assert abs(float(torch.corrcoef(pair)[0, 1])) < 5 / math.sqrt(pair.shape[1])
-
-
-def test_noise_of_a_position_is_not_a_shift_of_another() -> None:
-    """Guards against SplitMix64 streams that overlap: position n + 1 must not be position n moved by one token."""
-    noise = gumbel_noise(0, torch.arange(50), 60)
-    assert noise.flatten().unique().numel() == noise.numel()
-
-
-def test_noise_belongs_to_the_position_alone() -> None:
-    """Guards against numbers that depend on the batch or on how many positions are asked for at once."""
-    positions = torch.tensor([[5, 6, 9], [9, 5, 0]])
-    noise = gumbel_noise(3, positions, 20)
-    for row in range(2):
-        for column in range(3):
-            assert torch.equal(gumbel_noise(3, positions[row, column], 20), noise[row, column])
-    assert torch.equal(gumbel_noise(3, positions, 12), noise[..., :12])
-
-
-def test_noise_is_finite_at_the_ends_of_the_random_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against uniform numbers rounded to 0 or 1, whose infinite noise chooses tokens that were cut."""
-    for bits in (0, -1):
-        monkeypatch.setattr(module, "_mix", lambda z, bits=bits: torch.full_like(z, bits))
-        assert gumbel_noise(0, torch.tensor([0]), 2).isfinite().all()
 
 
 @pytest.mark.parametrize("k", [1, 2, 7, 30, 50])
@@ -203,15 +158,6 @@ def test_bias_comes_first() -> None:
     expected = penalized_logits(biased, Sampling(repetition_penalty=2.0), TEXTS, PROMPT_LENGTHS)
     assert torch.equal(penalized_logits(logits, sampling, TEXTS, PROMPT_LENGTHS), expected)
     assert torch.equal(logits, kept)
-
-
-def test_seeds_of_purposes_have_nothing_in_common() -> None:
-    """Guards the independence that the rejection rule needs (correlation of 20,000 pairs, false alarm 1e-6)."""
-    positions = torch.arange(20_000)[None]
-    rows = [uniform_numbers(seed, positions)[0] for seed in (5, *(seed_of(5, purpose) for purpose in (1, 2, 3)))]
-    correlations = torch.corrcoef(torch.stack(rows)) - torch.eye(4)
-    assert correlations.abs().max() < 4.9 / 20_000**0.5
-    assert 0.0 < min(row.min() for row in rows) and max(row.max() for row in rows) < 1.0
 
 
 def test_temperature_zero_is_argmax() -> None:
