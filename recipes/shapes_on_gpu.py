@@ -24,7 +24,7 @@ from paradraft.bench.run import run_benchmark
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.bench.work import Work
 from paradraft.core import GREEDY
-from paradraft.models.loading import DTYPES, Runtime
+from paradraft.models.loading import PRECISIONS, Runtime
 from paradraft.output import check_outputs
 
 AR_PER_S, DRAFT_AR_PER_S, PARD_PER_S = 76.4, 314.4, 311.5
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", default="shape:llama-3.1-8b")
     parser.add_argument("--draft", default="shape:llama-3.2-1b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", choices=PRECISIONS, default="bfloat16")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("-k", type=int, default=12)

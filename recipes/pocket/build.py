@@ -50,6 +50,10 @@ LIBRARY_RUN = PretrainConfig(steps=1800, seed=1)
 PACKAGES_RUN = PretrainConfig(steps=3000, seed=4, muon_lr=1.5e-2, adamw_lr=1.5e-3, save_every=100)
 TEXTS = 4096
 SHIPPED_TEXTS = 640
+SHIPPED_FILES = (
+    "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+)  # fmt: skip
+"""Of each model; a training run leaves more."""
 TEMPERATURES = (0.0, 0.7, 0.7, 0.9)
 RECIPES = Path(__file__).parent
 
@@ -160,7 +164,8 @@ def main() -> None:
     build_drafts(args.out, args.device)
     if args.install:
         for name in ("target", "draft", "pard"):
-            shutil.copytree(args.out / name, POCKET / name, dirs_exist_ok=True, ignore=lambda *_: {"checkpoint"})
+            for file in SHIPPED_FILES:
+                shutil.copy(args.out / name / file, POCKET / name / file)
         for name in ("prompts.jsonl", "text.jsonl"):
             shutil.copy(args.out / name, POCKET / name)
 

@@ -42,6 +42,7 @@ from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
         (["--methods", "pard:draft=shape:tiny-draft", "--tree-budget", 9, "--synthetic-acceptance", "1"], "trees"),
         (["--methods", "ngram", "--target", "shape:tiny-target", "--prompt-tokens", 9], "--prompts"),
         (["--target", "shape:gpt-9"], "unknown shape 'shape:gpt-9'"),
+        (["--methods", "ar,pard", "--draft", "shape:tiny-drft"], "unknown shape 'shape:tiny-drft'"),
     ],
 )
 def test_bad_bench_option(
@@ -71,7 +72,7 @@ def test_synthetic_acceptance_says_so_everywhere(paradraft: Paradraft, tmp_path:
     asked = ["--methods", "hf,ar,autoregressive:k=2,pard,ngram", "-k", 3, "--synthetic-acceptance", "1,1,0"]
     report, out = shape_bench(paradraft, tmp_path / "out.json", *asked)
     assert report["title"].startswith("SYNTHETIC ACCEPTANCE 1, 1, 0")
-    assert "SYNTHETIC ACCEPTANCE" in out.splitlines()[0]
+    assert "SYNTHETIC ACCEPTANCE" in out.splitlines()[0] and "verdicts are drawn" in out
     assert report["arguments"]["synthetic_acceptance"] == [1.0, 1.0, 0.0]
     methods = report["methods"]
     assert json.loads(out.splitlines()[-1]) == methods

@@ -102,12 +102,13 @@ def check(benchmark: Benchmark, num_prompts: int) -> None:
             same = methods[methods.index(method)].spec
             raise ValueError(f"methods: {same!r} and {method.spec!r} are the same, name each only once")
     check_batches(methods, num_prompts)
-    _check_acceptance(methods, target, benchmark.acceptance)
     for method in methods:
-        if takes_draft(method.drafter_name):
-            check_draft(method.drafter_name, method.draft, target)
+        replace(benchmark.runtime, dtype=method.dtype)  # it may be one that cannot be had here
         if method.draft is not None and is_shape(method.draft):
             shape_of(method.draft)  # its name may be misspelt
+        if takes_draft(method.drafter_name):
+            check_draft(method.drafter_name, method.draft, target)
+    _check_acceptance(methods, target, benchmark.acceptance)
     check_vllm(methods, benchmark.sampling, benchmark.runtime)
 
 

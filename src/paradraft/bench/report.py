@@ -28,13 +28,16 @@ CAPTION = (
     "length: tokens per target pass · draft, verify, rest: shares of the time · "
     "floor: least time that its passes can take here / time they took, both with prefill · same: the tokens of AR+"
 )
+DRAWN = "SYNTHETIC ACCEPTANCE: verdicts are drawn, texts are not the target's"
 _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=")
 """Settings whose value says what it is."""
 
 
 def table(summary: Summary, title: str) -> Table:
     """One line per method: speed, acceptance length, and the shares of drafting, verifying and the rest of its time."""
-    result = Table(title=title, caption=CAPTION, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    is_drawn = any(figures.get("synthetic_acceptance") for figures in summary.values())
+    caption = f"{DRAWN} · {CAPTION}" if is_drawn else CAPTION
+    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("method", "tokens/s", "vs AR", "vs AR+", "length", "draft", "verify", "rest", "floor", "same"):
         result.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for spec, figures in summary.items():

@@ -55,7 +55,10 @@ def check_vllm(methods: Sequence[Method], sampling: Sampling, runtime: Runtime) 
                 "vLLM's speculation on a CPU is not lossless when it samples"
             )
         if is_vllm(method.name) and method.dtype in QUANTIZED:
-            raise ValueError(f"method {method.spec!r}: vLLM reads no such weights of ours, use another dtype")
+            raise ValueError(
+                f"method {method.spec!r}: vLLM does not round weights as dtype={method.dtype!r} does: use float32 or "
+                "bfloat16"
+            )
         if is_vllm(method.name) and torch.device(runtime.device).type != "cpu":
             raise ValueError(f"method {method.spec!r}: vLLM is compared on the CPU only, use --device cpu")
 

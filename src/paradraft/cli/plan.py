@@ -83,7 +83,7 @@ def plan(
     from paradraft.bench.plan_report import plot, table
     from paradraft.bench.plan_task import Task, doubts, known_of, ways_of
     from paradraft.bench.prompt_choice import held_out_prompts
-    from paradraft.bench.report import write_json
+    from paradraft.bench.report import marked, write_json
     from paradraft.bench.result_file import read_result_file
     from paradraft.bench.schedule import lines
 
@@ -124,11 +124,11 @@ def plan(
             task, runtime, known=known, source=None if found is None else found[1], check_runs=runs if check else 0,
             report=status.update if console.is_terminal else console.print,
         )  # fmt: skip
-    is_synthetic = known is not None and any(one.is_synthetic for one in known.values())
-    title = "SYNTHETIC ACCEPTANCE: " if is_synthetic else ""
-    title += f"{target} with {drafter}, {len(texts)} prompts x {max_new_tokens} tokens, " + (
+    title = f"{target} with {drafter}, {len(texts)} prompts x {max_new_tokens} tokens, " + (
         "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
     )
+    if found is not None:
+        title = marked(title, found[0]["arguments"])
     Console().print(table(result, title))
     print("\n".join(lines(result["chains"], drafter, draft or DRAFT)))
     if json_file is not None:

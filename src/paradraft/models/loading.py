@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.quantization import quantize
+from paradraft.models.quantization import check_quantization, quantize
 from paradraft.models.shapes import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
 from paradraft.models.target import Target
 
@@ -56,7 +56,7 @@ class Runtime:
         pad_to: least tokens of one decoding pass.
 
     Raises:
-        ValueError: an unknown dtype or device.
+        ValueError: an unknown dtype or device, or a dtype that cannot be had there.
     """
 
     device: str = "cpu"
@@ -73,6 +73,8 @@ class Runtime:
             torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError, ImportError) as error:
             raise ValueError(f"device={self.device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+        if self.dtype in QUANTIZED:
+            check_quantization(QUANTIZED[self.dtype], torch.device(self.device), self.computed_in)
 
     @property
     def computed_in(self) -> torch.dtype:

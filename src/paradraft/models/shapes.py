@@ -105,7 +105,7 @@ SHAPES = {
     "smollm2-360m": _shape("llama", 49152, 49152, 8192, True, 960, 2560, 32, 15, 5, 64),
     "smollm2-135m": _shape("llama", 49152, 49152, 8192, True, 576, 1536, 30, 9, 3, 64),
     "pocket-target": _shape("qwen3", 4096, 4096, 512, True, 320, 864, 8, 5, 5, 64),
-    "pocket-draft": _shape("qwen3", 4096, 4096, 512, True, 192, 384, 8, 6, 6, 32),
+    "pocket-draft": _shape("qwen3", 4096, 4096, 512, True, 320, 368, 4, 5, 5, 64),
     "tiny-target": _shape("llama", 96, 104, 512, True, 32, 48, 2, 4, 2, 8),
     "tiny-draft": _shape("llama", 96, 100, 512, True, 16, 24, 1, 2, 2, 8),
 }

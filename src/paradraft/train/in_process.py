@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from jinja2 import TemplateError
+from transformers import PreTrainedModel
 
 from paradraft.core import Sampling
 from paradraft.engine import Engine
+from paradraft.models.quantization import stored_parts
 from paradraft.models.texts import opening
 from paradraft.train.questions import EOS, LENGTH, Answer, Message, Question, next_prompt, turns_of
 from paradraft.train.regenerate import Outcome
@@ -55,7 +57,7 @@ class InProcess:
         sampling = {name: value for name, value in asdict(self.sampling).items() if name != "processors"}
         return {
             "target": self.target,
-            "dtype": str(next(target.lm.model.parameters()).dtype).removeprefix("torch."),
+            "dtype": _weights(target.lm.model),
             "capacity": target.capacity,
             "max_new_tokens": self.max_new_tokens,
             **sampling,
@@ -135,11 +137,19 @@ def _batches(questions: list[Question], batch_size: int) -> Iterator[list[Questi
             yield window[first : first + batch_size]
 
 
+def _weights(model: PreTrainedModel) -> str:
+    """The dtype of a model's weights, and how those of its head are stored if they are quantized."""
+    head = model.get_output_embeddings().weight
+    dtype = str(head.dtype).removeprefix("torch.")
+    return dtype if len(stored_parts(head)) == 1 else f"{dtype}, {type(head).__name__}"
+
+
 def _digest(engine: Engine) -> str:
     """Tells targets of one name apart: by some of all weights, the chat template and the end tokens."""
     target = engine.target
     digest = hashlib.sha256(f"{target.tokenizer.chat_template} {sorted(target.eos_ids)}".encode())
     for parameter in target.lm.model.parameters():
-        some = parameter.detach().flatten()[:: max(parameter.numel() // 64, 1)]
-        digest.update(some.cpu().double().numpy().tobytes())
+        for part in stored_parts(parameter.detach()):
+            some = part.flatten()[:: max(part.numel() // 64, 1)]
+            digest.update(some.cpu().double().numpy().tobytes())
     return digest.hexdigest()[:16]

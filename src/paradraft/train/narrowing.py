@@ -16,16 +16,8 @@ def narrow(model: PreTrainedModel, size: int) -> None:
 
     Args:
         model: with gated MLPs, as Llama and Qwen have; changed in place, its config too.
-        size: neurons to keep in each layer.
-
-    Raises:
-        ValueError: there are not that many.
+        size: neurons to keep in each layer, at most as many as there are.
     """
-    config = model.config
-    if not 1 <= size <= config.intermediate_size:
-        raise ValueError(
-            f"intermediate_size={size}: the target's layers have {config.intermediate_size}, use 1 to that"
-        )
     for layer in model.model.layers:
         mlp, scale = layer.mlp, layer.post_attention_layernorm.weight.float()
         gates, ups = ((linear.weight.float() * scale).norm(dim=1) for linear in (mlp.gate_proj, mlp.up_proj))

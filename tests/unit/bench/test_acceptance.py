@@ -122,7 +122,13 @@ def test_files_that_are_no_reports(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     with pytest.raises(ValueError, match="cannot be read"):
         read_result_file(file, PARTS)
-    for text, complaint in (("{", "no JSON"), ("[]", "no result"), ('{"methods": {}}', "no result")):
+    for text, complaint in (
+        ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ('{"tasks": {}}', "with one --task"),
+        ("[]", "no result"),
+        ('{"methods": {}}', "no result"),
+    ):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=complaint):
             read_result_file(file, PARTS)

@@ -74,7 +74,7 @@ def test_operations_of_a_pass_are_those_that_torch_counts() -> None:
     one = Pass(rows=2, tokens=5, logits=5, context=0)
     attention = 2 * found.attended * 2 * (1 + 2 + 3 + 4 + 5)
     assert found.cost(one, Known()).flops == counted + attention
-    assert found.attended == 2 * 8 * 6 * 32
+    assert found.attended == 2 * 4 * 5 * 64
     behind = Pass(rows=2, tokens=5, logits=5, context=100)
     assert found.cost(behind, Known()).flops - found.cost(one, Known()).flops == 2 * found.attended * 2 * 5 * 100
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from paradraft import Sampling, load
 from paradraft.bench.roofline import Size
 from paradraft.models.loading import Runtime, load_target
-from paradraft.models.quantization import stored_bytes
+from paradraft.models.quantization import check_quantization, stored_bytes
 from tests.e2e.conftest import Paradraft, assert_mistake
 from tests.e2e.conftest import paradraft as paradraft
 
@@ -95,8 +96,47 @@ def test_without_torchao(paradraft: Paradraft, family: Path, monkeypatch: pytest
     assert_mistake(outcome, "pip install 'paradraft[quantized]'")
 
 
+def test_other_models_are_compiled_as_before(family: Path) -> None:
+    """Guards other methods of the same run: torchao would set Inductor's options for the whole process."""
+    before = inductor.get_config_copy(), torch.get_float32_matmul_precision()
+    load_target(str(family / "target"), Runtime(dtype="int8"))
+    assert (inductor.get_config_copy(), torch.get_float32_matmul_precision()) == before
+
+
+def test_4_bits_need_bf16() -> None:
+    """Guards the message on a GPU that computes no bf16."""
+    with pytest.raises(ValueError, match="compute in bf16, which this GPU does not: use int8"):
+        check_quantization(4, torch.device("cuda"), torch.float32)
+
+
+def test_a_benchmark_finds_it_before_it_loads(paradraft: Paradraft, family: Path) -> None:
+    """Guards minutes of loading: what cannot be had is known before."""
+    outcome = paradraft("bench", "--target", family / "target", "--methods", "ar,ar:dtype=int4", "--num-prompts", 1)
+    assert_mistake(outcome, "use int8")
+
+
+def test_answers_of_a_rounded_target_are_its_own(paradraft: Paradraft, family: Path, tmp_path: Path) -> None:
+    """Guards files of training data against two targets in one: rounded weights are another target."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n', encoding="utf-8")
+    asked = [
+        "--target",
+        family / "target",
+        "--prompts",
+        prompts,
+        "--out",
+        tmp_path / "out.jsonl",
+        "--max-new-tokens",
+        4,
+    ]
+    done = paradraft("regenerate", *asked, "--dtype", "int8")
+    assert done.code == 0, done.err
+    assert_mistake(paradraft("regenerate", *asked), "float32, Int8Tensor")
+    assert paradraft("regenerate", *asked, "--dtype", "int8").code == 0
+
+
 def test_vllm_does_not_read_them(paradraft: Paradraft, family: Path, tmp_path: Path) -> None:
     """Guards a comparison of other weights than ours."""
-    asked = ["--vllm-python", sys.executable, "--num-prompts", 1]
-    outcome = paradraft("bench", "--target", family / "target", "--methods", "ar,vllm:dtype=int8", *asked)
-    assert_mistake(outcome, "vllm:dtype=int8", "use another dtype")
+    asked = ["--vllm-python", sys.executable, "--num-prompts", 1, "--dtype", "int8"]
+    outcome = paradraft("bench", "--target", family / "target", "--methods", "ar,vllm", *asked)
+    assert_mistake(outcome, "'vllm'", "dtype='int8'", "use float32 or bfloat16")
