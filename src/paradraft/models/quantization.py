@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 GROUP = 32
 """Weights that share a scale in 4 bits."""
@@ -27,7 +28,7 @@ def check_quantization(bits: int, device: torch.device, dtype: torch.dtype) -> N
         raise ValueError("dtype='int4': torchao's kernels compute in bf16, which this GPU does not: use int8")
 
 
-def quantize(model: nn.Module, bits: int) -> None:
+def quantize(model: PreTrainedModel, bits: int) -> None:
     """Rounds the weights of all linear layers, the head's too, in place; what is multiplied with them is not rounded.
 
     Embeddings and norms stay as they are. A head that was the embedding becomes a matrix of its own.
