@@ -59,18 +59,11 @@ def profile(steps: Iterator[Step], device: torch.device) -> dict[str, Any] | Non
         `rounds` that were profiled, `round_ms` of one under the profiler, and `shares` of its time; None where the
         answer is too short.
     """
-    if len([step for step, _ in zip(steps, range(SKIPPED), strict=False)]) < SKIPPED:
-        return None
     on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    profiler = torch.profiler.profile(activities=activities)
-    with _unheard():
-        profiler.start()
-    began_s = time.perf_counter()
-    rounds = sum(1 for _ in zip(range(ROUNDS), steps, strict=False))
-    total_s = time.perf_counter() - began_s
-    with _unheard():
-        profiler.stop()
+    _, skipped, _ = _watched(steps, SKIPPED, on_gpu)  # a process's first profiler slows down what it sees first
+    if skipped < SKIPPED:
+        return None
+    profiler, rounds, total_s = _watched(steps, ROUNDS, on_gpu)
     if not rounds:
         return None
     found_s = dict.fromkeys((*KINDS, REST), 0.0)
@@ -85,6 +78,19 @@ def profile(steps: Iterator[Step], device: torch.device) -> dict[str, Any] | Non
         "round_ms": total_s / rounds * 1e3,
         "shares": shares | {WAITING: max(1.0 - sum(shares.values()), 0.0)},
     }
+
+
+def _watched(steps: Iterator[Step], most: int, on_gpu: bool) -> tuple[torch.profiler.profile, int, float]:
+    """Takes at most so many steps under a profiler; returns it, how many there were and the seconds that they took."""
+    profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
+    with _unheard():
+        profiler.start()
+    began_s = time.perf_counter()
+    rounds = sum(1 for _ in zip(range(most), steps, strict=False))
+    total_s = time.perf_counter() - began_s
+    with _unheard():
+        profiler.stop()
+    return profiler, rounds, total_s
 
 
 @contextmanager

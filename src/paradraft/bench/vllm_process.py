@@ -51,7 +51,7 @@ class VllmProcess:
         self._k = (given["speculative"] or {}).get("num_speculative_tokens", 0)
         self._patience_s = patience_s
         self._counts: dict[tuple[object, ...], Counts] = {}
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `__exit__`
         self._replies: queue.Queue[str] = queue.Queue()
 
     def __enter__(self) -> Self:
