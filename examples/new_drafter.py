@@ -17,7 +17,7 @@ import torch
 
 from paradraft import ragged
 from paradraft.core import ABSENT, Draft, Prompt, TargetOut, Verdict
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 
 

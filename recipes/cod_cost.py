@@ -22,7 +22,7 @@ import torch
 
 from paradraft.bench.report import write_json
 from paradraft.machine import describe_machine
-from paradraft.models.loading import computes_bf16
+from paradraft.models.runtime import computes_bf16
 from paradraft.models.shapes import PREFIX, SHAPES, random_model
 from paradraft.train.attention import FLEX
 from paradraft.train.batch import Drop, collate

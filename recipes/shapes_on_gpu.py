@@ -24,7 +24,7 @@ from paradraft.bench.run import run_benchmark
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.bench.work import Work
 from paradraft.core import GREEDY
-from paradraft.models.loading import PRECISIONS, Runtime
+from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.output import check_outputs
 
 AR_PER_S, DRAFT_AR_PER_S, PARD_PER_S = 76.4, 314.4, 311.5

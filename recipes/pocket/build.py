@@ -16,7 +16,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import corpus
-from paradraft.models.loading import Runtime, computes_bf16, load_model, load_target
+from paradraft.models.loading import load_model, load_target
+from paradraft.models.runtime import Runtime, computes_bf16
 from paradraft.train.checkpoint import save_model
 from paradraft.train.new_draft import make
 from paradraft.train.origin import Cut

@@ -18,7 +18,8 @@ from build import POCKET, tokenized
 from paradraft.bench.harness import distinct_share
 from paradraft.bench.report import write_json
 from paradraft.machine import describe_machine
-from paradraft.models.loading import Runtime, load_model
+from paradraft.models.loading import load_model
+from paradraft.models.runtime import Runtime
 from pretrain import evaluate
 
 WINDOWS = 256

@@ -11,7 +11,8 @@ from typing import get_type_hints
 from paradraft import drafters
 from paradraft.core import Drafter, Tree
 from paradraft.engine import Engine
-from paradraft.models.loading import POCKET, Runtime, load_target
+from paradraft.models.loading import POCKET, load_target
+from paradraft.models.runtime import Runtime
 from paradraft.models.shapes import check_has_weights
 from paradraft.models.target import Target
 

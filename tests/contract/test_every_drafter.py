@@ -11,7 +11,7 @@ import torch
 from paradraft import Sampling, Tree, load
 from paradraft.api import drafter_names, takes_draft
 from paradraft.engine import Engine
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from tests.conftest import VOCAB
 
 EXACT = Runtime(dtype="float64", compiled=False)

@@ -19,7 +19,7 @@ from paradraft.bench.control import accept_all
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode import sequential
 from paradraft.decode.lengths import POLICIES
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.sampler import Sampler
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"

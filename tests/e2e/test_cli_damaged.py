@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from paradraft.models import loading
+from paradraft.models.runtime import Runtime
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
 
@@ -81,7 +82,7 @@ def test_weights_that_are_not_used(family: Path, tmp_path: Path) -> None:
     settings = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1, "layer_types": None}
     (folder / "config.json").write_text(json.dumps(settings))
     with pytest.warns(UserWarning, match=r"not used: model.layers.1.* and 10 more"):
-        loading.load_model(str(folder), loading.Runtime(dtype="float64"))
+        loading.load_model(str(folder), Runtime(dtype="float64"))
 
 
 @pytest.mark.parametrize("drafter", ["autoregressive", "pard"])

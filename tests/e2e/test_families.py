@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from paradraft import Sampling, load
 from paradraft.engine import Engine
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.recipe_file import load_recipe
 from paradraft.train.trainer import train_pard

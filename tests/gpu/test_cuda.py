@@ -14,7 +14,7 @@ from paradraft import Sampling, load
 from paradraft.api import drafter_names, takes_draft
 from paradraft.bench.roofline import Size
 from paradraft.bench.speeds import Speeds
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.train.batch import Drop, collate
 from paradraft.train.pard import Objective
 from paradraft.train.sample import Sample

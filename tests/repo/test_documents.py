@@ -25,7 +25,7 @@ from examples import new_drafter, quickstart
 
 from paradraft import Engine, Sampling, drafters, load
 from paradraft.api import drafter_names
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.train.recipe import PardRecipe
 from tests.contract import test_every_drafter as contract
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from paradraft import Engine, Sampling, load
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 
 
 @pytest.fixture(scope="module")

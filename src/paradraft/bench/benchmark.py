@@ -9,7 +9,7 @@ from typing import Any
 from paradraft.bench.methods import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.core import Sampling
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,8 @@ from paradraft.bench.report import plot, table, write_json
 from paradraft.bench.run import run_benchmark
 from paradraft.bench.work import Work
 from paradraft.core import GREEDY
-from paradraft.models.loading import POCKET, Runtime, pocket_folder
+from paradraft.models.loading import POCKET, pocket_folder
+from paradraft.models.runtime import Runtime
 from paradraft.terminal import hide_progress_bars, stream_answer
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.run import run_with_display

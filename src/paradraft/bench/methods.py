@@ -21,7 +21,7 @@ from paradraft.core import RULES, Drafter, Sampling, Tree
 from paradraft.decode.lengths import POLICIES
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.engine import Engine
-from paradraft.models.loading import PRECISIONS, Runtime
+from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.models.target import Target
 
 AR = "ar"

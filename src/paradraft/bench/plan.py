@@ -19,7 +19,8 @@ from paradraft.core import Drafter, Tree
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.machine import describe_machine
-from paradraft.models.loading import Runtime, load_target
+from paradraft.models.loading import load_target
+from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 
 Report = Callable[[str], None]

@@ -17,7 +17,8 @@ from paradraft.core import Drafter, Sampling
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.ngram import NgramDrafter
 from paradraft.drafters.pard import PardDrafter
-from paradraft.models.loading import QUANTIZED, Runtime, locate
+from paradraft.models.loading import locate
+from paradraft.models.runtime import QUANTIZED, Runtime
 from paradraft.models.target import Target
 
 

@@ -15,7 +15,7 @@ from paradraft.cli import options
 from paradraft.cli.bench_tasks import check_alone, questions_for, report_mean
 from paradraft.cli.ignored import warn_ignored, without_chance
 from paradraft.core import Sampling
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.models.shapes import is_shape
 from paradraft.output import check_outputs
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paradraft.cli import options
-from paradraft.models.loading import DTYPES
+from paradraft.models.runtime import DTYPES
 
 if TYPE_CHECKING:
     from paradraft.train.new_draft import NewDraft

@@ -10,7 +10,7 @@ import typer
 from paradraft.api import drafter_names
 from paradraft.core import Tree
 from paradraft.decode.lengths import POLICIES
-from paradraft.models.loading import PRECISIONS, Runtime
+from paradraft.models.runtime import PRECISIONS, Runtime
 
 MOST_DRAFTED = 256
 """Largest K; caches keep room for two drafts of that length."""

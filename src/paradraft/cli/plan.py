@@ -14,7 +14,7 @@ from rich.console import Console
 from paradraft.cli import options
 from paradraft.cli.ignored import warn_ignored, without_chance
 from paradraft.core import Sampling
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.output import check_outputs
 
 MOST = 4096

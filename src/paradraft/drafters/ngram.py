@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paradraft import ragged
 from paradraft.core import ABSENT, Draft, Prompt, TargetOut, Verdict
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 
 

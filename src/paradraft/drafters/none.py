@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paradraft.core import Draft, Prompt, TargetOut, Verdict
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 
 

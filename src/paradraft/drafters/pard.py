@@ -20,7 +20,8 @@ from paradraft import ragged
 from paradraft.core import Draft, Prompt, TargetOut, Tree, Verdict
 from paradraft.drafting import assemble, candidates_needed
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import Runtime, load_draft_lm, locate
+from paradraft.models.loading import load_draft_lm, locate
+from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.texts import text_of
 from paradraft.sampler import Sampler

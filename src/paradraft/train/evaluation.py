@@ -11,7 +11,8 @@ from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock
 from paradraft.decode.stops import Stops
 from paradraft.engine import Engine
-from paradraft.models.loading import Runtime, load_draft_lm, load_target
+from paradraft.models.loading import load_draft_lm, load_target
+from paradraft.models.runtime import Runtime
 from paradraft.train.sample import Sample
 
 ORDINARY_K = 4

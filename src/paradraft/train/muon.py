@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from paradraft.models.loading import computes_bf16
+from paradraft.models.runtime import computes_bf16
 
 # Quintic Newton-Schulz coefficients: Jordan et al. 2024, "Muon: An optimizer for hidden layers".
 _A, _B, _C = 3.4445, -4.7750, 2.0315

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from paradraft.drafters.pard import declared_mask_id, forget_masks
-from paradraft.models.loading import DTYPES, Runtime, load_config, load_model, load_tokenizer, locate
+from paradraft.models.loading import load_config, load_model, load_tokenizer, locate
+from paradraft.models.runtime import DTYPES, Runtime
 from paradraft.train.checkpoint import save_model
 from paradraft.train.narrowing import narrow
 from paradraft.train.origin import Cut, Fresh, Sibling

@@ -11,7 +11,8 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.drafters.pard import forget_masks
-from paradraft.models.loading import Runtime, computes_bf16, load_config, load_model, load_tokenizer, locate
+from paradraft.models.loading import load_config, load_model, load_tokenizer, locate
+from paradraft.models.runtime import Runtime, computes_bf16
 from paradraft.train import memory
 from paradraft.train.adapters import merged, with_adapters
 from paradraft.train.attention import FLEX

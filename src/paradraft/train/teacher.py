@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.models.loading import Runtime, load_model, load_tokenizer, locate
+from paradraft.models.loading import load_model, load_tokenizer, locate
+from paradraft.models.runtime import Runtime
 from paradraft.train.attention import attention_mask
 from paradraft.train.batch import Texts
 from paradraft.train.losses import IMPOSSIBLE

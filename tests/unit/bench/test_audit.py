@@ -17,7 +17,7 @@ from paradraft.bench.uniformity import uniformity
 from paradraft.core import GREEDY, Draft, TargetOut, Verdict
 from paradraft.decode import sequential
 from paradraft.decode.lengths import Fixed
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.sampler import Sampler
 from paradraft.verify import match
 

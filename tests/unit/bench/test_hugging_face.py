@@ -9,7 +9,7 @@ from paradraft import Engine, load
 from paradraft.bench.answer import Answer
 from paradraft.bench.methods import Method
 from paradraft.core import GREEDY, Sampling
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 
 PROMPTS = ["abcabcabc", "q"]

@@ -25,7 +25,7 @@ from paradraft.decode import stats
 from paradraft.drafters.none import NoDrafter
 from paradraft.drafters.pard import PardDrafter
 from paradraft.engine import Engine
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 
 EXACT = Runtime(dtype="float64", capacity=100)

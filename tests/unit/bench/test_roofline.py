@@ -15,8 +15,8 @@ from paradraft.bench.methods import Method
 from paradraft.bench.roofline import Size, added, models_of, plain_passes, reached, total
 from paradraft.bench.speeds import Speeds
 from paradraft.core import GREEDY
-from paradraft.models.loading import Runtime
 from paradraft.models.passes import Pass
+from paradraft.models.runtime import Runtime
 from paradraft.models.shapes import random_model
 from tests.conftest import tiny_model
 

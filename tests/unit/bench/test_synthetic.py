@@ -14,7 +14,7 @@ from paradraft.bench.methods import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.core import ABSENT, GREEDY, RULES, Draft, Prompt, Sampling, TargetOut, Verdict
 from paradraft.decode.sequential import VERIFY
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.sampler import Sampler
 from paradraft.verify import match
 

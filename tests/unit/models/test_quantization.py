@@ -12,8 +12,9 @@ from torch._inductor import config as inductor
 
 from paradraft import Sampling, load
 from paradraft.bench.roofline import Size
-from paradraft.models.loading import Runtime, load_target
+from paradraft.models.loading import load_target
 from paradraft.models.quantization import check_quantization, stored_bytes
+from paradraft.models.runtime import Runtime
 from tests.e2e.conftest import Paradraft, assert_mistake
 from tests.e2e.conftest import paradraft as paradraft
 

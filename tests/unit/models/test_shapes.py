@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paradraft.models.loading import Runtime, load_draft_lm, load_target, locate
+from paradraft.models.loading import load_draft_lm, load_target, locate
+from paradraft.models.runtime import Runtime
 from paradraft.models.shapes import SHAPES, random_model, shape_of
 
 PUBLISHED = {

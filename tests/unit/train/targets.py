@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from tests.conftest import VOCAB, tiny_tokenizer
 
 EXACT = Runtime(dtype="float64")

@@ -12,7 +12,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from paradraft import Engine, Sampling, load
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.train.in_process import InProcess
 from paradraft.train.questions import ID, read_questions
 from tests.interruption import interrupted

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.train.batch import Drop, collate
 from paradraft.train.losses import IMPOSSIBLE
 from paradraft.train.sample import Sample

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 from paradraft import load
-from paradraft.models.loading import Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.train import evaluation, preparation
 from paradraft.train.data import load_samples
 from paradraft.train.order import Order
