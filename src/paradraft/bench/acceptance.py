@@ -160,7 +160,7 @@ def _acceptance(spec: str, figures: dict[str, Any], answers: dict[str, Any], nam
         found = Acceptance(
             spec=spec,
             k=int(figures["k"]),
-            tree=figures["tree"],
+            tree=None if figures["tree"] is None else int(figures["tree"]),
             length=float(figures["acceptance_length"]),
             shares=tuple(map(float, figures["acceptance_per_position"])),
             answers=tokens,
@@ -170,6 +170,23 @@ def _acceptance(spec: str, figures: dict[str, Any], answers: dict[str, Any], nam
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{name}: method {spec!r} is damaged ({type(error).__name__}: {error})") from None
-    if not tokens or found.length < 1 or (rounds is not None and tuple(map(sum, rounds)) != tokens):
+    if not tokens or (rounds is not None and tuple(map(sum, rounds)) != tokens):
         raise ValueError(f"{name}: method {spec!r} is damaged: its rounds are not those of its answers")
+    if problem := _impossible(found):
+        raise ValueError(f"{name}: method {spec!r} is damaged: {problem}")
     return found
+
+
+def _impossible(found: Acceptance) -> str | None:
+    """What of these figures cannot be, if anything."""
+    if found.k < 1 or not (found.tree is None or found.tree >= 1):
+        return f"k={found.k}, tree={found.tree}"
+    if not 1 <= found.length <= found.k + 1:
+        return f"{found.length} tokens per target pass with k={found.k}"
+    if len(found.shares) > found.k:  # fewer are possible: short answers end before
+        return f"acceptance of {len(found.shares)} positions with k={found.k}"
+    if not all(0 <= share <= 1 for share in found.shares):
+        return f"acceptance {', '.join(map(str, found.shares))} is not from 0 to 1"
+    if not all(1 <= tokens <= found.k + 1 for rounds in found.by_round or () for tokens in rounds):
+        return f"rounds of other than 1 to {found.k + 1} tokens"
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,9 @@ def test_drawn_verdicts_are_known_as_such() -> None:
     "damage",
     [
         {"k": "eight"}, {"acceptance_length": None}, {"acceptance_per_position": None}, {"acceptance_length": 0.5},
+        {"k": 0}, {"tree": 0}, {"tree": "wide"}, {"acceptance_length": math.nan}, {"acceptance_length": 99.0},
+        {"acceptance_per_position": [0.5] * 99},
+        {"acceptance_per_position": [1.5] * 8}, {"acceptance_per_position": [math.nan] * 8},
     ],
 )  # fmt: skip
 def test_damaged_methods_are_named(damage: dict[str, Any]) -> None:
@@ -114,6 +118,10 @@ def test_damaged_methods_are_named(damage: dict[str, Any]) -> None:
     content = report(a=method())
     content["answers"]["a"]["by_round"] = [[3, 2]]
     with pytest.raises(ValueError, match="its rounds are not those of its answers"):
+        found(content)
+    tokens = sum(content["answers"]["a"]["by_round"][0])
+    content["answers"]["a"] = {"tokens": [[1] * tokens], "by_round": [[tokens + 1, -1]]}
+    with pytest.raises(ValueError, match="damaged: rounds of other than 1 to"):
         found(content)
 
 
