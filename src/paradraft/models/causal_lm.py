@@ -1,7 +1,7 @@
 """A Hugging Face causal LM that reads several tokens per row in one pass and can go back.
 
-If asked for, the forward pass is compiled, once for one row and once for any number of more.
-Attention reads the used part of the cache only, in steps of `BUCKET` slots.
+If asked for, the forward pass is compiled, once for one row and once for any number of more; prompts
+are read by the same compiled pass. Attention reads the used part of the cache only, in steps of `BUCKET` slots.
 
 Shape letters: B rows of a batch, N tokens of a pass, R rows whose logits are wanted, S slots in
 use, V vocabulary.
@@ -76,6 +76,8 @@ class CausalLM:
         self._is_compiled = compiled
         self.passes = Counter[Pass]()
         """The passes since `clear`, for whoever wants to know what they cost."""
+        self._chosen_for = set[bool]()
+        """Whether one row, and whether more, have been through the compiled pass."""
         self._decode: Callable[..., Tensor] = compilation.compiled(_model_pass, model) if compiled else _model_pass
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
@@ -125,9 +127,21 @@ class CausalLM:
         for start in range(0, rest.shape[1], PREFILL_CHUNK):
             chunk = rest[:, start : start + PREFILL_CHUNK]
             self._count(chunk, logits=0)
-            self._run(partial(_hidden_pass, self.model, self._storage), chunk, None)
+            self._read(chunk)
             self.keep((chunk != ABSENT).sum(1))
         return tokens_BT.gather(1, last_B1)
+
+    def _read(self, tokens_BN: Tensor) -> None:
+        """One pass over tokens whose logits nobody wants."""
+        if not self._is_compiled:
+            self._run(partial(_hidden_pass, self.model, self._storage), tokens_BN, None)
+            return
+        B = len(tokens_BN)
+        first_B1 = torch.zeros(B, 1, dtype=torch.long, device=self.device)
+        if (B > 1) not in self._chosen_for:  # torch chooses kernels for the sizes it meets first: those of decoding
+            self._chosen_for.add(B > 1)
+            self._pass(tokens_BN[:, :1], None, first_B1)
+        self._pass(tokens_BN, None, first_B1)
 
     @torch.no_grad()
     def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None, rows_BR: Tensor | None = None) -> Tensor:
@@ -149,15 +163,19 @@ class CausalLM:
             parents_BN = None
         if rows_BR is None:
             rows_BR = torch.arange(N, device=self.device).expand(len(tokens_BN), N)
-        R = rows_BR.shape[1]
+        return self.allowed(self._pass(tokens_BN, parents_BN, rows_BR))
+
+    def _pass(self, tokens_BN: Tensor, parents_BN: Tensor | None, rows_BR: Tensor) -> Tensor:
+        """The logits `[B, R, V]` of some tokens of one pass, compiled if that was asked for."""
+        N, R = tokens_BN.shape[1], rows_BR.shape[1]
         if N < self.pad_to:
             tokens_BN = torch.nn.functional.pad(tokens_BN, (0, self.pad_to - N), value=ABSENT)
             if parents_BN is not None:
                 parents_BN = torch.nn.functional.pad(parents_BN, (0, self.pad_to - N), value=ABSENT)
         if R < self.pad_to:
             rows_BR = torch.nn.functional.pad(rows_BR, (0, self.pad_to - R))
-        run = partial(self._decode, self.model, self._storage, rows_BR.clone())
-        return self.allowed(self._run(run, tokens_BN, parents_BN)[:, :R])
+        run = partial(self._decode, self.model, self._storage, _copy(rows_BR))
+        return self._run(run, tokens_BN, parents_BN)[:, :R]
 
     def _count(self, tokens_BN: Tensor, *, logits: int) -> None:
         B, N = tokens_BN.shape
@@ -172,8 +190,7 @@ class CausalLM:
         else:
             visible_BNN = ancestors(parents_BN)
             depth_BN = visible_BNN.sum(2) - 1
-        # Copies, because torch.compile guards on what a view is a view of, and would compile again for another.
-        inputs = (tensor.clone() for tensor in (tokens_BN, self.lengths_B, depth_BN, visible_BNN))
+        inputs = map(_copy, (tokens_BN, self.lengths_B, depth_BN, visible_BNN))
         return run(self._positions[:used], *inputs)
 
     @property
@@ -217,6 +234,11 @@ class CausalLM:
         assert bool((lengths_B <= self.lengths_B).all())
         self.lengths_B = lengths_B
         self._longest = int(lengths_B.max())
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # torch.compile guards on strides and on what a view is a view of, and would compile again for others.
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _hidden_pass(

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from paradraft.core import ABSENT, GREEDY, Prompt
-from paradraft.models import compilation
+from paradraft.models import causal_lm, compilation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.compilation import compiled
 from tests.conftest import tiny_model
@@ -49,6 +49,22 @@ def test_compiled_passes_equal_eager_ones(dtype: torch.dtype) -> None:
             torch.testing.assert_close(fast[there], plain[there], rtol=1e-5, atol=1e-5)
         for lm in all_lms:
             lm.keep(torch.ones(rows, dtype=torch.long))
+
+
+@pytest.mark.slow
+def test_prompts_are_read_by_the_passes_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against prompts that are read otherwise than eagerly, and against minutes of compiling for each length."""
+    monkeypatch.setattr(causal_lm, "PREFILL_CHUNK", 48)
+    plain, fast = (CausalLM(tiny_model(7), vocab_size=64, compiled=flag) for flag in (False, True))
+    before = counters["stats"]["unique_graphs"]
+    for lengths in ([1], [2], [3], [100], [65], [1, 1], [2, 50, 1], [97, 3], [49]):
+        tokens = torch.full((len(lengths), max(lengths)), ABSENT)
+        for row, length in zip(tokens, lengths, strict=True):
+            row[:length] = torch.arange(length) % 60 + 1
+        prompt = Prompt(tokens=tokens, sampling=(GREEDY,) * len(lengths))
+        logits = [lm.forward(lm.start(prompt)) for lm in (plain, fast)]
+        torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] - before == 2, "one for a row, one for more"
 
 
 @pytest.mark.slow
