@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -201,6 +202,12 @@ class Prompt:
         return (self.tokens != ABSENT).sum(1)
 
 
+@lru_cache(maxsize=256)
+def parents_of_chains(batch_size: int, nodes: int, device: torch.device) -> Tensor:
+    """`[B, N]` parents -1, 0, 1, … for every row; not to be changed, because everybody gets the same tensor."""
+    return torch.arange(-1, nodes - 1, device=device).repeat(batch_size, 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Draft:
     """A token tree: proposed continuations of the committed tokens.
@@ -232,7 +239,7 @@ class Draft:
     @classmethod
     def chain(cls, tokens: Tensor, probs: Tensor | None = None, confidence: Tensor | None = None) -> Draft:
         """A draft without branches from `[B, N]` token ids."""
-        parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
+        parents = parents_of_chains(*tokens.shape, tokens.device)
         return cls(tokens=tokens, parents=parents, probs=probs, confidence=confidence)
 
     def where(self, is_kept_BN: Tensor) -> Draft:

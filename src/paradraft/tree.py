@@ -1,16 +1,24 @@
 """Token trees: from parents to depths, ancestors, chains and paths.
 
+A round asks several times what follows from the same parents, and all chains of a length have the same tensor of
+parents, so answers are kept for the tensors that were asked about last. Neither may be changed.
+
 Shape letters: B rows of a batch, N nodes of a tree, M = N + 1 with the root behind them.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from paradraft.core import ABSENT
+from paradraft.core import ABSENT, parents_of_chains
+
+_kept = lru_cache(maxsize=16)  # tensors are equal as keys only if they are the same object
 
 
+@_kept
 def ancestors(parents_BN: Tensor) -> Tensor:
     """Which nodes lie on the way from the root to each node, itself included.
 
@@ -27,7 +35,7 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     """
     B, N = parents_BN.shape
     if is_chain(parents_BN):
-        return torch.ones(N, N, dtype=torch.bool, device=parents_BN.device).tril().expand(B, N, N)
+        return torch.ones(B, N, N, dtype=torch.bool, device=parents_BN.device).tril()
     # One more row for the root: its own parent, and nobody's ancestor.
     up_BM = torch.nn.functional.pad(torch.where(parents_BN == ABSENT, N, parents_BN), (0, 1), value=N)
     sees_BMM = torch.eye(N + 1, dtype=torch.bool, device=parents_BN.device).repeat(B, 1, 1)
@@ -35,9 +43,10 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     for _ in range((N - 1).bit_length()):  # 1, 2, 4, … generations
         sees_BMM = sees_BMM | sees_BMM.gather(1, up_BM[:, :, None].expand(-1, -1, N + 1))
         up_BM = up_BM.gather(1, up_BM)
-    return sees_BMM[:, :N, :N]
+    return sees_BMM[:, :N, :N].contiguous()
 
 
+@_kept
 def depths(parents_BN: Tensor) -> Tensor:
     """The depth of each node; a child of the root has depth 0.
 
@@ -47,14 +56,27 @@ def depths(parents_BN: Tensor) -> Tensor:
     return ancestors(parents_BN).sum(2) - 1
 
 
+@_kept
 def is_chain(parents_BN: Tensor) -> bool:
     """Whether every node's parent is the node before it.
 
     >>> is_chain(torch.tensor([[-1, 0, 1]])), is_chain(torch.tensor([[-1, 0, 0]]))
     (True, False)
     """
-    straight = torch.arange(-1, parents_BN.shape[1] - 1, device=parents_BN.device)
-    return bool((parents_BN == straight).all())
+    return torch.equal(parents_BN, parents_of_chains(*parents_BN.shape, parents_BN.device))
+
+
+@_kept
+def with_root(parents_BN: Tensor) -> Tensor:
+    """The parents `[B, N + 1]` of a tree whose first node is the root.
+
+    >>> with_root(torch.tensor([[-1, 0, 0]])).tolist()
+    [[-1, 0, 1, 1]]
+    """
+    B, N = parents_BN.shape
+    if is_chain(parents_BN):
+        return parents_of_chains(B, N + 1, parents_BN.device)
+    return torch.nn.functional.pad(parents_BN + 1, (1, 0), value=ABSENT)
 
 
 def row_behind(path_BN: Tensor) -> Tensor:

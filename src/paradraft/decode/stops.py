@@ -85,23 +85,19 @@ class Stops:
 
     def cut(self, draft: Draft, verdict: Verdict) -> Step:
         """The tokens of one round that are really emitted."""
-        tokens, accepted, finished = [], [], []
-        for row, committed, kept in zip(self._rows, verdict.tokens.tolist(), verdict.accepted.tolist(), strict=True):
+        tokens, accepted, drafted, nodes, finished = [], [], [], [], []
+        parts = (verdict.tokens, verdict.accepted, draft.tokens, depths(draft.parents))
+        for row, committed, kept, guessed, depth in zip(self._rows, *(part.tolist() for part in parts), strict=True):
             emitted = self._emit(row, [token for token in committed if token != ABSENT][: self._left[row]])
             tokens.append(emitted)
             accepted.append(min(kept, len(emitted)))
+            # Nobody drafts for a row that had ended before.
+            deep = [deep + 1 for token, deep in zip(guessed, depth, strict=True) if token != ABSENT] if emitted else []
+            drafted.append(max(deep, default=0))
+            nodes.append(len(deep))
             finished.append(self._left[row] == 0)
-        is_there = draft.tokens != ABSENT
-        nodes = is_there.sum(1)
-        deepest = torch.where(is_there, depths(draft.parents) + 1, 0).amax(1) if draft.tokens.shape[1] else nodes
-        goes_on = torch.tensor([bool(emitted) for emitted in tokens], device=nodes.device)
         return Step(
-            rows=list(self._rows),
-            tokens=tokens,
-            accepted=accepted,
-            drafted=(deepest * goes_on).tolist(),
-            nodes=(nodes * goes_on).tolist(),
-            finished=finished,
+            rows=list(self._rows), tokens=tokens, accepted=accepted, drafted=drafted, nodes=nodes, finished=finished
         )
 
     def _emit(self, row: int, new: list[int]) -> list[int]:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paradraft.core import ABSENT, Prompt
+from paradraft.core import ABSENT, Prompt, parents_of_chains
 from paradraft.models import compilation, kv_cache
 from paradraft.models.passes import Pass
-from paradraft.tree import ancestors, is_chain
+from paradraft.tree import ancestors, depths, is_chain
 
 BUCKET = 64
 PREFILL_CHUNK = 256
@@ -76,8 +76,6 @@ class CausalLM:
         self._is_compiled = compiled
         self.passes = Counter[Pass]()
         """The passes since `clear`, for whoever wants to know what they cost."""
-        self._chosen_for = set[bool]()
-        """Whether one row, and whether more, have been through the compiled pass."""
         self._decode: Callable[..., Tensor] = compilation.compiled(_model_pass, model) if compiled else _model_pass
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
@@ -133,15 +131,12 @@ class CausalLM:
 
     def _read(self, tokens_BN: Tensor) -> None:
         """One pass over tokens whose logits nobody wants."""
+        B, N = tokens_BN.shape
+        chains_BN = parents_of_chains(B, N, self.device)
         if not self._is_compiled:
-            self._run(partial(_hidden_pass, self.model, self._storage), tokens_BN, None)
+            self._run(partial(_hidden_pass, self.model, self._storage), tokens_BN, chains_BN)
             return
-        B = len(tokens_BN)
-        first_B1 = torch.zeros(B, 1, dtype=torch.long, device=self.device)
-        if (B > 1) not in self._chosen_for:  # torch chooses kernels for the sizes it meets first: those of decoding
-            self._chosen_for.add(B > 1)
-            self._pass(tokens_BN[:, :1], None, first_B1)
-        self._pass(tokens_BN, None, first_B1)
+        self._pass(tokens_BN, chains_BN, torch.zeros(B, 1, dtype=torch.long, device=self.device))
 
     @torch.no_grad()
     def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None, rows_BR: Tensor | None = None) -> Tensor:
@@ -156,24 +151,25 @@ class CausalLM:
         Returns:
             `[B, R, V]` logits of what comes next; ids that may not be chosen are -inf.
         """
-        N = tokens_BN.shape[1]
+        B, N = tokens_BN.shape
         assert N <= self.width, f"a pass of {N} tokens, but room for {self.width}"
         self._count(tokens_BN, logits=N if rows_BR is None else rows_BR.shape[1])
-        if parents_BN is not None and is_chain(parents_BN):
-            parents_BN = None
-        if rows_BR is None:
-            rows_BR = torch.arange(N, device=self.device).expand(len(tokens_BN), N)
+        chains_BN = parents_of_chains(B, N, self.device)
+        parents_BN = chains_BN if parents_BN is None else parents_BN
+        rows_BR = depths(chains_BN) if rows_BR is None else rows_BR
         return self.allowed(self._pass(tokens_BN, parents_BN, rows_BR))
 
-    def _pass(self, tokens_BN: Tensor, parents_BN: Tensor | None, rows_BR: Tensor) -> Tensor:
+    def _pass(self, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor) -> Tensor:
         """The logits `[B, R, V]` of some tokens of one pass, compiled if that was asked for."""
-        N, R = tokens_BN.shape[1], rows_BR.shape[1]
-        if N < self.pad_to:
-            tokens_BN = torch.nn.functional.pad(tokens_BN, (0, self.pad_to - N), value=ABSENT)
-            if parents_BN is not None:
-                parents_BN = torch.nn.functional.pad(parents_BN, (0, self.pad_to - N), value=ABSENT)
-        if R < self.pad_to:
-            rows_BR = torch.nn.functional.pad(rows_BR, (0, self.pad_to - R))
+        (B, N), R, most = tokens_BN.shape, rows_BR.shape[1], self.pad_to
+        if most > N:
+            tokens_BN = torch.nn.functional.pad(tokens_BN, (0, most - N), value=ABSENT)
+            if is_chain(parents_BN):
+                parents_BN = parents_of_chains(B, most, self.device)
+            else:
+                parents_BN = torch.nn.functional.pad(parents_BN, (0, most - N), value=ABSENT)
+        if most > R:
+            rows_BR = torch.nn.functional.pad(rows_BR, (0, most - R))
         run = partial(self._decode, self.model, self._storage, _copy(rows_BR))
         return self._run(run, tokens_BN, parents_BN)[:, :R]
 
@@ -181,17 +177,10 @@ class CausalLM:
         B, N = tokens_BN.shape
         self.passes[Pass(rows=B, tokens=N, logits=logits, context=self._longest)] += 1
 
-    def _run(self, run: Callable[..., Tensor], tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
-        B, N = tokens_BN.shape
-        used = min(-(-(self._longest + N) // BUCKET) * BUCKET, self._slots)
-        if parents_BN is None:
-            visible_BNN = torch.ones(N, N, dtype=torch.bool, device=self.device).tril().expand(B, N, N)
-            depth_BN = torch.arange(N, device=self.device).expand(B, N)
-        else:
-            visible_BNN = ancestors(parents_BN)
-            depth_BN = visible_BNN.sum(2) - 1
-        inputs = map(_copy, (tokens_BN, self.lengths_B, depth_BN, visible_BNN))
-        return run(self._positions[:used], *inputs)
+    def _run(self, run: Callable[..., Tensor], tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
+        used = min(-(-(self._longest + tokens_BN.shape[1]) // BUCKET) * BUCKET, self._slots)
+        slots_S, lengths_B = self._positions[:used], _copy(self.lengths_B)
+        return run(slots_S, _copy(tokens_BN), lengths_B, depths(parents_BN), ancestors(parents_BN))
 
     @property
     def fewest_rows(self) -> int:

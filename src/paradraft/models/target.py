@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.core import ABSENT, Draft, Prompt, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM
+from paradraft.tree import with_root
 
 
 class Target:
@@ -58,8 +59,7 @@ class Target:
     def forward(self, draft: Draft) -> TargetOut:
         """Reads the last committed tokens and the whole draft in one pass."""
         tokens = torch.cat([self._root_B1, draft.tokens], dim=1)
-        parents = torch.nn.functional.pad(draft.parents + 1, (1, 0), value=ABSENT)
-        return TargetOut(logits=self.lm.forward(tokens, parents), hidden={})
+        return TargetOut(logits=self.lm.forward(tokens, with_root(draft.parents)), hidden={})
 
     def commit(self, verdict: Verdict) -> None:
         """Keeps the accepted path; the verdict's next token becomes the new root."""

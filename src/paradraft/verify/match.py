@@ -15,7 +15,7 @@ import torch
 
 from paradraft.core import ABSENT, Draft, TargetOut, Verdict
 from paradraft.sampler import Sampler
-from paradraft.tree import ancestors, row_behind, texts_before
+from paradraft.tree import ancestors, depths, row_behind, texts_before, with_root
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
@@ -38,16 +38,14 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     ([2], [[5, 6, 9, -1]])
     """
     B, N = draft.tokens.shape
-    sees_BNN = ancestors(draft.parents)
-    depth_BN = sees_BNN.sum(2)
     texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
-    drawn = sampler.draw(out.logits, torch.nn.functional.pad(depth_BN, (1, 0)), texts)
+    drawn = sampler.draw(out.logits, depths(with_root(draft.parents)), texts)
 
     matches_BN = draft.tokens == drawn.gather(1, draft.parents + 1)
-    accepted_BN = (matches_BN[:, None] | ~sees_BNN).all(2)
+    accepted_BN = (matches_BN[:, None] | ~ancestors(draft.parents)).all(2)
 
     nodes = torch.arange(N, device=draft.tokens.device).expand(B, N)
     # One node per depth: siblings that hold the same token are one continuation.
     path = torch.full((B, N + 1), ABSENT, device=draft.tokens.device)
-    path = path.scatter(1, torch.where(accepted_BN, depth_BN - 1, N), nodes)[:, :N].contiguous()
+    path = path.scatter(1, torch.where(accepted_BN, depths(draft.parents), N), nodes)[:, :N].contiguous()
     return Verdict.of(draft, path, drawn.gather(1, row_behind(path))[:, 0])
