@@ -136,14 +136,14 @@ def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> No
 
 
 def build_drafts(out: Path, device: str) -> None:
-    """Trains half of the target's layers on what the target wrote, and adapts them; both with the library's trainer."""
-    cut = out / "work" / "cut"
-    if not (cut / "config.json").exists():
-        make(str(out / "target"), cut, DRAFT)
-    for name, model in (("draft", cut), ("pard", out / "draft")):
-        files = [f"model={model}", f"teacher={out / 'target'}", f"data=[{out / 'work' / 'text.jsonl'}]"]
-        recipe = load_recipe(RECIPES / f"{name}.yaml", [*files, f"out={out / name}", f"device={device}"])
-        run_with_display(recipe)
+    """Trains half of the target's layers on what the target wrote, and adapts them, with the library's trainer."""
+    work = out / "work"
+    if not (work / "cut" / "config.json").exists():
+        make(str(out / "target"), work / "cut", DRAFT)
+    legs = (("draft", work / "cut", out / "draft"), ("pard", out / "draft", work / "pard"))
+    for name, model, result in (*legs, ("deeper", work / "pard", out / "pard")):
+        files = [f"model={model}", f"teacher={out / 'target'}", f"data=[{work / 'text.jsonl'}]", f"out={result}"]
+        run_with_display(load_recipe(RECIPES / f"{name}.yaml", [*files, f"device={device}"]))
 
 
 def main() -> None:

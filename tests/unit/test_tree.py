@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.tree import ancestors, depths, is_chain
+from paradraft.tree import ancestors, depths, is_chain, with_root
 from tests.unit.trees import parents_from, path_to
 
 CHOICES = st.lists(st.integers(0, 1000), max_size=9)
@@ -38,3 +38,20 @@ def test_is_chain(choices: list[int]) -> None:
     parents = parents_from(choices)
     assert is_chain(torch.tensor([straight]).long())
     assert is_chain(torch.tensor([straight, parents]).long()) == (parents == straight)
+
+
+@given(CHOICES)
+@settings(deadline=None)
+def test_the_root_is_one_more_node_above_all(choices: list[int]) -> None:
+    """Guards against tokens that are read one position too early, or that do not see the last committed token."""
+    parents = torch.tensor([parents_from(choices)]).long()
+    assert torch.equal(depths(with_root(parents))[:, 1:], depths(parents) + 1)
+    assert bool(ancestors(with_root(parents))[:, :, 0].all())
+
+
+def test_answers_are_kept_for_a_tensor_not_for_its_address() -> None:
+    """Guards against the tree of a draft that is gone, whose memory a new one has taken."""
+    for round_ in range(100):
+        parents = torch.tensor([[-1, 0, 0 if round_ % 2 else 1]])
+        assert is_chain(parents) == (round_ % 2 == 0)
+        assert depths(parents).tolist() == [[0, 1, 1 if round_ % 2 else 2]]

@@ -51,7 +51,7 @@ NumPrompts = Annotated[int, typer.Option(help="How many prompts of the file to u
 Device = Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(PRECISIONS)}.")]
 Compile = Annotated[
-    bool, typer.Option(help="Compile decoding passes: takes a minute or two, pays off after thousands of tokens.")
+    bool, typer.Option(help="Compile passes: takes a minute or two, pays off after thousands of tokens.")
 ]
 Capacity = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; by default the model's limit.")]
 

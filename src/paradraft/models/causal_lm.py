@@ -34,7 +34,7 @@ class CausalLM:
         vocab_size: ids from here on are never chosen (rows that only pad the embedding).
         capacity: most tokens a row may have; at most the model's `max_position_embeddings`.
         width: most tokens of one decoding pass; the cache has that much room to spare.
-        compiled: compile the decoding pass; falls back to eager, with a warning, where it fails.
+        compiled: compile the passes; falls back to eager, with a warning, where it fails.
         pad_to: run decoding passes with at least this many tokens, so that passes of different
             rounds go through the same kernels.
 

@@ -21,7 +21,7 @@ class Runtime:
     Args:
         device: a torch device name.
         dtype: of the weights, one of `PRECISIONS`.
-        compiled: compile decoding passes: a minute or two, worth it for thousands of tokens.
+        compiled: compile the passes: a minute or two, worth it for thousands of tokens.
         capacity: most tokens of a row, prompt included; None takes the model's own limit, at most
             4096.
         width: most tokens of one decoding pass.
