@@ -35,7 +35,7 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     """
     B, N = parents_BN.shape
     if is_chain(parents_BN):
-        return torch.ones(B, N, N, dtype=torch.bool, device=parents_BN.device).tril()
+        return torch.ones(N, N, dtype=torch.bool, device=parents_BN.device).tril().expand(B, N, N)
     # One more row for the root: its own parent, and nobody's ancestor.
     up_BM = torch.nn.functional.pad(torch.where(parents_BN == ABSENT, N, parents_BN), (0, 1), value=N)
     sees_BMM = torch.eye(N + 1, dtype=torch.bool, device=parents_BN.device).repeat(B, 1, 1)
@@ -43,7 +43,7 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     for _ in range((N - 1).bit_length()):  # 1, 2, 4, … generations
         sees_BMM = sees_BMM | sees_BMM.gather(1, up_BM[:, :, None].expand(-1, -1, N + 1))
         up_BM = up_BM.gather(1, up_BM)
-    return sees_BMM[:, :N, :N].contiguous()
+    return sees_BMM[:, :N, :N]
 
 
 @_kept

@@ -180,7 +180,7 @@ class CausalLM:
     def _run(self, run: Callable[..., Tensor], tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
         used = min(-(-(self._longest + tokens_BN.shape[1]) // BUCKET) * BUCKET, self._slots)
         slots_S, lengths_B = self._positions[:used], _copy(self.lengths_B)
-        return run(slots_S, _copy(tokens_BN), lengths_B, depths(parents_BN), ancestors(parents_BN))
+        return run(slots_S, _copy(tokens_BN), lengths_B, depths(parents_BN), _copy(ancestors(parents_BN)))
 
     @property
     def fewest_rows(self) -> int:
