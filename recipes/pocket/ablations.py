@@ -1,7 +1,8 @@
 """The paper's ablations on the pocket family: `python recipes/pocket/ablations.py --json FILE.json`.
 
 Every run adapts the family's draft for the same number of steps with one setting changed, and decodes
-held-out prompts greedily with several K. Runs that are done are skipped, and a stopped one goes on.
+held-out prompts greedily with several K. So short a training leaves the deep masks worthless, so the
+table of K goes on from the family's PARD drafter instead. Runs that are done are skipped, and a stopped one goes on.
 `--steps` makes all of them longer or shorter; `--family` takes another family than the shipped one,
 such as what `build.py` leaves in `build/pocket`.
 """
@@ -27,6 +28,7 @@ from paradraft.train.recipe import PardRecipe
 from paradraft.train.run import run_with_display
 
 TAUGHT = {"teacher": "target"}
+ADAPTED = {"model": "pard"}
 TABLES: dict[str, dict[str, dict[str, Any]]] = {
     "loss": {
         "cross_entropy": {},
@@ -43,7 +45,7 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
         "r=0.5, r_min=0.2": {"r": 0.5},
         "r=0.5, r_min=0": {"r": 0.5, "r_min": 0.0},
     },
-    "K in training (Fig. 6b)": {"K=4": {"k": 4}, "K=8": {}, "K=12": {"k": 12}},
+    "K in training (Fig. 6b)": {f"K={k}": {**ADAPTED, "k": k} for k in (4, 8, 12)},
     "masks": {"shared": {}, "distinct": {"distinct_masks": True}},
     "answers": {"regenerated": {}, "original": {"data": ["original.jsonl"]}},
 }
@@ -76,14 +78,16 @@ def recipe_of(changes: dict[str, Any], family: Path, folder: Path, steps: int) -
     }  # fmt: skip
     if "data" in changes:
         changes = {**changes, "data": [folder / name for name in changes["data"]]}
-    if "teacher" in changes:
-        changes = {**changes, "teacher": str(family / changes["teacher"])}
+    changes = {**changes, **{name: str(family / changes[name]) for name in ("model", "teacher") if name in changes}}
     recipe = PardRecipe.model_validate(settings | changes)
     return recipe.model_copy(update={"out": folder / recipe.fingerprint})
 
 
 def measure(recipe: PardRecipe, family: Path, prompts: list[list[int]]) -> dict[str, Any]:
-    """Acceptance length by K in decoding, and what the training cost."""
+    """Acceptance length by K in decoding, and what the training cost; kept beside the drafter."""
+    kept = recipe.out / "measured.json"
+    if kept.exists():
+        return dict(json.loads(kept.read_text(encoding="utf-8")))
     lengths = {}
     for k in DECODED:
         acceptance = AcceptanceMeter(
@@ -91,7 +95,9 @@ def measure(recipe: PardRecipe, family: Path, prompts: list[list[int]]) -> dict[
         )
         lengths[k] = acceptance.of(recipe.out)
     rows = [report.rows_per_s for report in read_history(recipe.out) if isinstance(report, Progress)]
-    return {"acceptance_length": lengths, "rows_per_s": sorted(rows)[len(rows) // 2]}
+    measured = {"acceptance_length": lengths, "rows_per_s": sorted(rows)[len(rows) // 2]}
+    write_json(kept, measured)
+    return measured
 
 
 def main() -> None:

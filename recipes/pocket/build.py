@@ -45,7 +45,7 @@ SECOND = {
     "head_dim": 64,
     "intermediate_size": 704,
 }
-"""A target of half the size, which is not shipped."""
+"""A target of half the size, which learns from the library alone and is not shipped."""
 DRAFT = Cut(layers=4, intermediate_size=368)
 LIBRARY_RUN = PretrainConfig(steps=1800, seed=1)
 PACKAGES_RUN = PretrainConfig(steps=3000, seed=4, muon_lr=1.5e-2, adamw_lr=1.5e-3, save_every=100)
@@ -102,22 +102,23 @@ def build_tokenizer(out: Path) -> PreTrainedTokenizerFast:
 
 
 def build_target(
-    result: Path, work: Path, shape: dict[str, int], tokenizer: PreTrainedTokenizerFast, device: str
+    result: Path, start: Path | dict[str, int], run: PretrainConfig, tokenizer: PreTrainedTokenizerFast, device: str
 ) -> None:
-    """Trains a target on the standard library, then on the library and on packages."""
-    library, held_out = corpus.read_library()
+    """Trains a new target of a shape on the standard library, or goes on with a folder's on packages too."""
+    if (result / "config.json").exists():
+        return
+    documents, held_out = corpus.read_library()
     held = tokenized(tokenizer, [d.text for d in held_out])
-    half_way = work / "library"
-    for folder, texts, run in ((half_way, [], LIBRARY_RUN), (result, corpus.read_packages(), PACKAGES_RUN)):
-        if (folder / "config.json").exists():
-            continue
-        documents = library + texts
-        random.Random(SEED).shuffle(documents)
-        stream = tokenized(tokenizer, [d.text for d in documents])
-        print(f"target: {len(stream):,} tokens to learn, {len(held):,} held out", flush=True)
-        model = load_model(str(half_way), Runtime()) if texts else new_model(shape)
-        state = work / f"{folder.name}-run"
-        save(pretrain(model.to(device), windows(stream, run), held, run, state), tokenizer, folder)
+    if isinstance(start, Path):
+        documents = documents + corpus.read_packages()
+        model = load_model(str(start), Runtime())
+    else:
+        model = new_model(start)
+    random.Random(SEED).shuffle(documents)
+    stream = tokenized(tokenizer, [d.text for d in documents])
+    print(f"target: {len(stream):,} tokens to learn, {len(held):,} held out", flush=True)
+    state = result.with_name(f"{result.name}-run")
+    save(pretrain(model.to(device), windows(stream, run), held, run, state), tokenizer, result)
 
 
 def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> None:
@@ -155,12 +156,14 @@ def main() -> None:
     what.add_argument("--install", action="store_true", help="replace the family in src/paradraft/pocket")
     what.add_argument("--second", action="store_true", help="train only the second, smaller target, into OUT/second")
     args = parser.parse_args()
-    (args.out / "work" / "second").mkdir(parents=True, exist_ok=True)
+    work = args.out / "work"
+    work.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(args.out)
     if args.second:
-        build_target(args.out / "second", args.out / "work" / "second", SECOND, tokenizer, args.device)
+        build_target(args.out / "second", SECOND, LIBRARY_RUN, tokenizer, args.device)
         return
-    build_target(args.out / "target", args.out / "work", TARGET, tokenizer, args.device)
+    build_target(work / "library", TARGET, LIBRARY_RUN, tokenizer, args.device)
+    build_target(args.out / "target", work / "library", PACKAGES_RUN, tokenizer, args.device)
     build_text(args.out, tokenizer, args.device)
     build_drafts(args.out, args.device)
     if args.install:

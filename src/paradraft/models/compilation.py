@@ -79,6 +79,7 @@ def _tag(model: nn.Module) -> str | None:
 def _settings(device: torch.device, dtype: torch.dtype, tag: str | None) -> Iterator[None]:
     """How a pass is compiled. They cost 50 µs, so that they are set only where something may be compiled."""
     on_cpu = device.type == "cpu"
+    # torch gives its config modules `patch` only when they are imported, where a type checker does not see it.
     own_products = on_cpu and dtype in (torch.float32, torch.bfloat16, torch.float16)
     with ExitStack() as settings:
         settings.enter_context(torch.compiler.config.patch(cache_key_tag=tag or ""))  # type: ignore[attr-defined]
