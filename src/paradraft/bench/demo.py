@@ -29,6 +29,7 @@ from paradraft.core import GREEDY
 from paradraft.models.loading import POCKET, pocket_folder
 from paradraft.models.runtime import Runtime
 from paradraft.terminal import hide_progress_bars, stream_answer
+from paradraft.train.contents import of_model
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.run import run_with_display
 
@@ -76,12 +77,14 @@ def demo(out: Path, size: Size, *, compiled: bool) -> bool:
         Whether all texts were the same.
     """
     console = Console(highlight=False)
-    trained = out / "pard"
+    wanted = recipe(out / "pard", size)
+    # A drafter of other weights, texts or steps, from before an update, stays where it is.
+    wanted = wanted.model_copy(update={"out": out / f"pard-{wanted.fingerprint[:6]}"})
     prompts = held_out_prompts(size.prompts, None)
 
     console.rule("1. Adapt the ordinary draft into a parallel drafter (PARD with COD)")
     out.mkdir(parents=True, exist_ok=True)
-    run_with_display(recipe(trained, size))
+    run_with_display(wanted)
 
     console.rule("2. One answer with the shipped drafter: [green]drafted and accepted[/], the rest is the target's own")
     engine = load(POCKET, drafter="pard", runtime=Runtime(dtype=DTYPE))
@@ -91,13 +94,14 @@ def demo(out: Path, size: Size, *, compiled: bool) -> bool:
     results = out / "results.json"
     how = "compiled" if compiled else "eager"
     title = f"pocket, {size.prompts} held-out prompts x {size.tokens} tokens, greedy, {DTYPE}, {how}"
-    setting = {"size": asdict(size), "compiled": compiled, "trained": recipe(trained, size).fingerprint}
+    family = {name: of_model(pocket_folder(name)) for name in ("target", "draft", "pard")}
+    setting = {"size": asdict(size), "compiled": compiled, "trained": wanted.fingerprint, "family": family}
     report = earlier_report(results)
     if report.get("demo") == setting:
         console.print(f"measured before; delete {results} to measure again")
     else:
         with console.status("preparing") as status:
-            report = compare(trained, prompts, size, compiled, status.update)
+            report = compare(wanted.out, prompts, size, compiled, status.update)
         write_json(results, report | {"demo": setting})
     plot(report["methods"], title, out / "results.png")
     console.print(table(report["methods"], title))
