@@ -158,10 +158,12 @@ def main() -> None:
     args = parser.parse_args()
     work = args.out / "work"
     work.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer(args.out)
     if args.second:
-        build_target(args.out / "second", SECOND, LIBRARY_RUN, tokenizer, args.device)
+        # The shipped one: of another Python's library comes another, and no shipped drafter would fit.
+        shipped = AutoTokenizer.from_pretrained(POCKET / "target")
+        build_target(args.out / "second", SECOND, LIBRARY_RUN, shipped, args.device)
         return
+    tokenizer = build_tokenizer(args.out)
     build_target(work / "library", TARGET, LIBRARY_RUN, tokenizer, args.device)
     build_target(args.out / "target", work / "library", PACKAGES_RUN, tokenizer, args.device)
     build_text(args.out, tokenizer, args.device)

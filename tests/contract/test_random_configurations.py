@@ -32,7 +32,7 @@ def engines(family: Path) -> dict[str, Engine]:
         name: load(
             str(family / "target"),
             drafter=name,
-            draft=str(family / ("pard" if name == "pard" else "draft")) if takes_draft(name) else None,
+            draft=str(family / "pard") if takes_draft(name) else None,
             runtime=RUNTIME,
         )
         for name in drafter_names()
@@ -79,8 +79,8 @@ def check(number: int, engines: dict[str, Engine]) -> None:
     chooser = random.Random(number)
     name = chooser.choice([name for name in engines if name != "none"])
     loaded, k = engines[name], chooser.randint(1, 9)
-    can_branch = loaded.drafter.can_branch
-    tree = random_tree(chooser, k, side_branches=name == "pard") if can_branch else None
+    aside = loaded.drafter.can_branch_aside
+    tree = random_tree(chooser, k, side_branches=aside) if loaded.drafter.can_branch else None
     lengths = chooser.choice(list(POLICIES))
     drafted = Engine(loaded.target, loaded.drafter, k=k, tree=tree, lengths=lengths)
     rows = chooser.choice([1, 1, 2, 3, 6])

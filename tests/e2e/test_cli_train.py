@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paradraft.train import run
 from paradraft.train.progress import Progress
+from paradraft.train.recipe import Lora, PardRecipe
 from tests.conftest import VOCAB
 from tests.e2e.conftest import EXACT, INTERRUPTED, Paradraft, assert_mistake
 
@@ -21,6 +22,15 @@ PARTS = 3
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_all_settings_are_listed(paradraft: Paradraft) -> None:
+    """Guards against a setting that a reader of the help cannot find, or that nobody explained."""
+    outcome = paradraft("train", "pard", "--settings")
+    assert outcome.code == 0
+    listed = [line.split(" (")[0] for line in outcome.out.splitlines()]
+    assert listed == [*PardRecipe.model_fields, *(f"lora.{name}" for name in Lora.model_fields)]
+    assert "k (8): tokens that one draft pass" in outcome.out and "None" not in outcome.out
 
 
 @pytest.fixture

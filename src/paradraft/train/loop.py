@@ -8,6 +8,7 @@ steps as one.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -34,6 +35,8 @@ from paradraft.train.standing import Standing, Worth
 
 EVALUATIONS = 10
 """How often a run is evaluated where the recipe does not say."""
+PICTURE_S = 60.0
+"""Seconds between two pictures of the curves, at least: one takes half a second."""
 
 
 class Loop:
@@ -78,6 +81,7 @@ class Loop:
         self._report = report
         self._standing: Standing
         self._meter: Meter
+        self._drawn_s = time.monotonic()
 
     def to_the_end(self) -> None:
         """Takes all steps that are left, and writes the drafter."""
@@ -190,6 +194,9 @@ class Loop:
             self.checkpoints.keep_drafters(self._standing.best)
         self.accelerator.wait_for_everyone()
         self._tell(Evaluation(step=done, loss=loss, accuracy=accuracy, acceptance_length=length, is_best=is_best))
+        if self.accelerator.is_main_process and time.monotonic() - self._drawn_s > PICTURE_S:
+            curves.draw(self.recipe.out)
+            self._drawn_s = time.monotonic()
         return self._standing.is_over(self.recipe.patience)
 
     @torch.no_grad()

@@ -66,11 +66,14 @@ class PardRecipe(BaseModel):
 
     teacher: str | None = Field(default=None, description="learn this model's probabilities, not the text's tokens")
     loss: Loss | None = Field(
-        default=None, description="cross_entropy; with a teacher forward_kl (default) or another divergence"
+        default=None,
+        description="cross_entropy; with a teacher forward_kl (default), reverse_kl, jensen_shannon or total_variation",
     )
-    average: Reduction = Field(default="per_depth", description="per_depth (Eq. 8) or token_mean")
+    average: Reduction = Field(
+        default="token_mean", description="token_mean, over all rows, or per_depth, then over the depths (Eq. 8)"
+    )
     depth_weights: list[float] | None = Field(
-        default=None, description="what each of the k depths weighs; by default 1"
+        default=None, description="a list: what each of the k depths weighs; by default 1"
     )
 
     steps: int | None = Field(default=None, ge=1, description="optimizer steps; give these or epochs")
@@ -82,7 +85,7 @@ class PardRecipe(BaseModel):
     max_length: int = Field(default=1024, ge=2, description="tokens of a sample; longer ones are split")
     pack: bool = Field(default=False, description="put short samples behind each other, up to max_length")
     optimizer: Literal["adamw", "muon"] = Field(
-        default="adamw", description="muon: for the matrices; AdamW for the rest"
+        default="adamw", description="adamw, or muon for the matrices and AdamW for the rest"
     )
     lr: float = Field(default=2e-5, gt=0, description="AdamW's highest learning rate")
     muon_lr: float = Field(default=1e-2, gt=0, description="Muon's highest learning rate")
@@ -94,16 +97,18 @@ class PardRecipe(BaseModel):
         default=None, description="compute in bf16 (weights stay in float32); by default where the device can"
     )
     attention: Literal["auto", "sdpa", "flex_attention", "eager"] = Field(
-        default="auto", description="flex_attention on GPUs; sdpa with a dense mask elsewhere"
+        default="auto", description="auto: flex_attention on GPUs, sdpa with a dense mask elsewhere; or eager"
     )
     gradient_checkpointing: bool = Field(default=False, description="less memory for a third more time")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="cpu, cuda, or auto: a GPU if there is one"
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description="of the order of samples and the dropped rows")
 
     log_every: int = Field(default=10, ge=1, description="steps between reports")
     save_every: int = Field(default=100, ge=1, description="steps between checkpoints")
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
-        default=[], description="where reports go too"
+        default=[], description="where reports go too: tensorboard, wandb, mlflow, trackio"
     )
     held_out: int | None = Field(
         default=None, ge=0, description="samples kept out to measure on; by default 1 in 20, at most 64"

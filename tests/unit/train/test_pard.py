@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
+from recipes import cod_cost
 
 from paradraft.core import Prompt, Sampling
 from paradraft.models.causal_lm import CausalLM
@@ -180,3 +183,11 @@ def test_the_mask_is_what_makes_the_difference() -> None:
     packed = batch_of(0.6, packed=True)
     together = Batch(**{**vars(packed), "documents": torch.zeros_like(packed.documents)})
     assert (predictions(model, packed)[0] - predictions(model, together)[0]).abs().max() > 0.1
+
+
+def test_the_recipe_that_measures_cod_runs_on_a_tiny_shape() -> None:
+    """Guards a command for a GPU that no test would meet otherwise: K = 8 rows a token, and what COD leaves."""
+    args = argparse.Namespace(shape="tiny-draft", tokens=40, steps=1, device="cpu")
+    without, cod = (cod_cost.measure(setting, args) for setting in cod_cost.SETTINGS)
+    assert without["rows"] == sum(40 - depth for depth in range(8))
+    assert len(cod["step_s"]) == 1 and 2 < without["rows"] / cod["rows"] < 2.5

@@ -213,6 +213,15 @@ def test_the_best_drafter_is_kept(family: Path, tmp_path: Path) -> None:
     assert not (recipe.out / "checkpoint").exists()
 
 
+def test_a_run_that_goes_on_shows_its_curves(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a training of hours: its picture can be looked at before it ends."""
+    monkeypatch.setattr("paradraft.train.loop.PICTURE_S", 0.0)
+    recipe = recipe_for(family, tmp_path, held_out=2, evaluate_every=2, steps=6)
+    with pytest.raises(StoppedError):
+        train_pard(recipe, stop_after(3))
+    assert (recipe.out / "curves.png").read_bytes()[1:4] == b"PNG"
+
+
 def test_held_out_samples_are_not_learnt(family: Path, tmp_path: Path) -> None:
     """Guards the evidence against samples that are in both halves."""
     recipe = recipe_for(family, tmp_path, held_out=2)
