@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +27,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("paradraft", "torch", "transformers")},
+        "git_revision": _git_revision(),
         "load_average": psutil.getloadavg()[0],
         "command": list(map(without_folder, sys.orig_argv)),
     }
@@ -38,6 +40,22 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _git_revision() -> str | None:
+    """The revision of paradraft's sources, if they are a git checkout, with a + for changes."""
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
 
 
 def without_folder(argument: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from recipes import shapes_on_gpu
 
+from paradraft.train.contents import of_model
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
 
 
@@ -130,3 +131,16 @@ def test_the_recipe_derives_the_rates_that_it_documents() -> None:
     chances = [b / a for a, b in zip((1.0, *shapes_on_gpu.from_table(4)), shapes_on_gpu.from_table(4), strict=False)]
     assert sum(chances) / 4 == pytest.approx(0.88)
     assert shapes_on_gpu.from_speed(4) == shapes_on_gpu.from_speed(12)[:4]
+
+
+def test_a_report_tells_which_weights_were_measured(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards figures that outlive their model: a folder may hold other weights tomorrow, a name say nothing."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n', encoding="utf-8")
+    methods = ["--methods", f"ar,pard:draft={family / 'pard'}", "--no-compile", "--runs", 1, "--max-new-tokens", 4]
+    asked = ["--prompts", tmp_path / "prompts.jsonl", "--num-prompts", 1, "--json", tmp_path / "out.json", *EXACT]
+    assert paradraft("bench", "--target", family / "target", *methods, *asked).code == 0
+    report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    plain, drafted = (figures["weights"] for figures in report["methods"].values())
+    assert plain == {"target": of_model(family / "target")[:16]}
+    assert drafted == plain | {"draft": of_model(family / "pard")[:16]}
+    assert report["machine"]["git_revision"] != ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from paradraft.bench.answer import tokens_by_round
@@ -24,6 +25,7 @@ from paradraft.engine import Engine
 from paradraft.machine import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
+from paradraft.train.contents import of_model
 
 
 def run_benchmark(benchmark: Benchmark, works: Sequence[Work], report: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -105,6 +107,7 @@ def _summary(
     for one in measured:
         summary[one.method.spec] |= _floor(one, summary[one.method.spec], prepared.models[one.method], speeds)
         summary[one.method.spec] |= _drawn(one.method, benchmark.acceptance)
+        summary[one.method.spec]["weights"] = _weights(prepared.models[one.method])
     return summary
 
 
@@ -151,6 +154,12 @@ def _floor(one: Measured, figures: dict[str, Any], models: dict[str, CausalLM], 
     sizes = {name: Size.of(lm.model) for name, lm in models.items()}
     passes = added([answer.passes for run in one.runs for answer in run])
     return reached(passes, sizes, speeds, total_s=figures["total_s"], prefill_s=figures["prefill_s"])
+
+
+def _weights(models: dict[str, CausalLM]) -> dict[str, str]:
+    """What tells the weights of a method's models, if they are in a folder here, from others of the same name."""
+    folders = {part: Path(lm.model.name_or_path) for part, lm in models.items() if lm.model.name_or_path}
+    return {part: of_model(folder)[:16] for part, folder in folders.items() if folder.is_dir()}
 
 
 def _drawn(method: Method, acceptance: SyntheticAcceptance | None) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ def write_record(recipe: PardRecipe, device: str, **results: object) -> None:
         "recipe": recipe.model_dump(mode="json"),
         "data_sha256": recipe.data_hashes,
         "models": _models(recipe),
-        "git_revision": _git_revision(),
         "machine": describe_machine(device),
         **results,
     }
@@ -49,19 +47,3 @@ def _models(recipe: PardRecipe) -> dict[str, dict[str, str | None]]:
         else {"name": name, "revision": revision_of(name)}
         for role, name in names.items()
     }
-
-
-def _git_revision() -> str | None:
-    """The revision of paradraft's sources, if they are a git checkout, with a + for changes."""
-    here = Path(__file__).parent
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.strip()

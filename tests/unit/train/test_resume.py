@@ -64,7 +64,7 @@ def result(out: Path) -> dict[str, object]:
     lines = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     found["history.jsonl"] = [{k: v for k, v in line.items() if k not in ("rows_per_s", "left_s")} for line in lines]
     record = json.loads((out / "train_command.json").read_text())
-    found["train_command.json"] = {k: v for k, v in record.items() if k not in ("machine", "git_revision")}
+    found["train_command.json"] = {k: v for k, v in record.items() if k != "machine"}
     del found["train_command.json"]["recipe"]["out"]
     return found
 
