@@ -13,23 +13,19 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
     """Reads a prompt file.
 
     Raises:
-        ValueError: as `read_records`, or a line has no prompt.
+        ValueError: the file does not exist, is empty or is not UTF-8, or a line (named by number) is no JSON
+            object, has half a character in it or has no prompt.
     """
     records = []
-    for place, record in read_records(file):
+    for place, record in _records(file):
         if not isinstance(record.get("prompt"), str) or not record["prompt"]:
             raise ValueError(f'{place}: expected {{"prompt": "some text"}}')
         records.append(record)
     return records
 
 
-def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON objects of a file, each with the name of its place, such as "prompts.jsonl, line 3".
-
-    Raises:
-        ValueError: the file does not exist, is empty or is not UTF-8, or a line (named by number) is no JSON
-            object or has half a character in it.
-    """
+def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON objects of a file, each with the name of its place, such as "prompts.jsonl, line 3"."""
     if not file.is_file():
         raise ValueError(f"prompt file {str(file)!r} does not exist")
     try:

@@ -13,6 +13,8 @@ from paradraft.json_object import read_object
 from paradraft.models.loading import HTTPError
 
 Record = dict[str, Any]
+TABLES = {".jsonl", ".parquet"}
+"""Suffixes of files with a record in each row."""
 NOT_TEXT = {".json", ".ndjson", ".csv", ".tsv", ".jsonl", ".parquet", ".arrow", ".gz", ".zst", ".zip", ".xz"}
 """Suffixes of files whose characters are no text to learn; `.jsonl` and `.parquet` are here for other spellings."""
 
@@ -21,44 +23,64 @@ def records(source: Path, what: str) -> Iterator[tuple[str, Record]]:
     """Reads one source, record by record.
 
     Args:
-        source: a `.jsonl` or `.parquet` file; any other file is one text; what is no file is a Hugging
-            Face dataset: `name`, `name:split` (`train` by default) or `name/configuration:split`.
+        source: as of `rows`; any other file is one text.
         what: what it is for, for complaints: "training data".
 
     Yields:
         What to call the record in a complaint, and the record.
 
     Raises:
-        ValueError: the source does not exist or cannot be read, or a line is no JSON object.
+        ValueError: as `rows`.
+    """
+    if not source.is_file() or source.suffix in TABLES or source.suffix.lower() in NOT_TEXT:
+        yield from rows(source, what, '{"text": "some text"}')
+        return
+    try:
+        yield str(source), {"text": source.read_text(encoding="utf-8")}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} {str(source)!r} is not UTF-8 text ({error.reason})") from None
+
+
+def rows(source: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
+    """Reads one source that has a record in each row.
+
+    Args:
+        source: a `.jsonl` or `.parquet` file; what is no file is a Hugging Face dataset: `name`, `name:split`
+            (`train` by default) or `name/configuration:split`.
+        what: what it is for, for complaints.
+        example: a line of JSONL, for complaints.
+
+    Yields:
+        What to call the record in a complaint, and the record.
+
+    Raises:
+        ValueError: the source does not exist, is another file or cannot be read, or a line is no JSON object.
     """
     if not source.is_file():
         yield from _dataset(source, what)
     elif source.suffix == ".jsonl":
-        yield from _lines(source, what)
+        yield from _lines(source, what, example)
     elif source.suffix == ".parquet":
         yield from _numbered(f"{source}, row", _loaded("parquet", what, data_files=str(source), split="train"))
-    elif source.suffix.lower() in NOT_TEXT:
-        raise ValueError(f"{what} {str(source)!r}: {source.suffix} is not read, write .jsonl or .parquet")
     else:
-        try:
-            yield str(source), {"text": source.read_text(encoding="utf-8")}
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{what} {str(source)!r} is not UTF-8 text ({error.reason})") from None
+        kind = source.suffix or "plain text"
+        raise ValueError(f"{what} {str(source)!r}: {kind} is not read, write .jsonl or .parquet")
 
 
-def _lines(file: Path, what: str) -> Iterator[tuple[str, Record]]:
+def _lines(file: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     place = f"{file}, line {number}"
-                    yield place, read_object(line, place, '{"text": "some text"}')
+                    yield place, read_object(line, place, example)
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} {str(file)!r} is not UTF-8 text ({error.reason})") from None
 
 
 def _dataset(source: Path, what: str) -> Iterator[tuple[str, Record]]:
-    if source.is_dir() or source.suffix in {".jsonl", ".json", ".parquet", ".txt", ".md", ".py"}:
+    is_path = source.exists() or source.is_absolute()
+    if is_path or source.suffix in {".jsonl", ".json", ".parquet", ".txt", ".md", ".py"}:
         raise ValueError(f"{what} {str(source)!r} does not exist, or is not a file")
     name, _, split = source.as_posix().partition(":")
     owner, *rest = name.split("/")

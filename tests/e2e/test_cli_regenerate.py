@@ -7,10 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from paradraft import sources
 from paradraft.train import endpoint
 from paradraft.train.data import load_samples
 from paradraft.train.questions import ID
@@ -83,6 +87,29 @@ def test_answers_of_an_endpoint(
     assert set(server.keys) == {"Bearer secret"}
 
 
+def test_questions_of_a_table(family: Path, paradraft: Paradraft, tmp_path: Path, out: Path) -> None:
+    """Guards the way from `--columns` to the answers, and that a second run finds them."""
+    file = tmp_path / "prompts.parquet"
+    lines = [{"question": line["prompt"], "n": datetime(2026, 11, 21)} for line in LINES]
+    parquet.write_table(pyarrow.Table.from_pylist(lines), file)
+    asked = [*here(family, file, out), "--columns", '{"prompt": "question"}']
+    assert paradraft(*asked).out == f"3 of 3 answers are in {out}, 3 of them new\n"
+    assert paradraft(*asked).out == f"3 of 3 answers are in {out}, 0 of them new\n"
+    assert sorted(answer["prompt"] for answer in read_lines(out)) == sorted(line["prompt"] for line in LINES)
+    assert_mistake(paradraft(*here(family, file, out)), "row 1: expected either")
+
+
+def test_an_unknown_dataset(paradraft: Paradraft, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the retries of the hub's client, and against a message about models."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(sources.HfApi, "dataset_info", unreachable)
+    asked = ["--endpoint", "http://127.0.0.1:9/v1", "--model", "m", "--out", out, "--prompts", "no-such/data:test"]
+    assert_mistake(paradraft("regenerate", *asked), "prompt file 'no-such/data'", "no network")
+
+
 def test_a_prompt_without_an_answer_is_reported_and_asked_again(
     paradraft: Paradraft, prompts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +164,7 @@ def test_other_settings_and_prompts_are_refused(family: Path, paradraft: Paradra
         (["--max-new-tokens", 123], "line 2: the prompt has 6 tokens"),
         (["--out", "no-such-folder/out.jsonl"], "no-such-folder"),
         (["--out", "."], "'.'"),
-        (["--prompts", "no-such-file"], "no-such-file"),
+        (["--prompts", "no-such-file.jsonl"], "no-such-file.jsonl' does not exist"),
         (["--prompts", os.devnull], "does not exist"),
         (["--drafter", "oracle"], "oracle"),
         (["--batch-size", 0], "--batch-size"),
@@ -166,6 +193,12 @@ def test_a_mistake_here(
         pytest.param(["--request-fields", "[" * 100_000], "--request-fields: not JSON", id="nested"),
         (["--request-fields", "3"], "JSON object"),
         (["--request-fields", '{"stop": "x"}'], "'stop'"),
+        (["--columns", "{"], "--columns: not JSON"),
+        (["--columns", "user"], "--columns: not JSON"),
+        (["--columns", '["user"]'], '--columns: expected a JSON object such as {"user": "instruction"}'),
+        (["--columns", '{"question": "q"}'], "columns: 'question' is none of text, prompt, response, messages, user"),
+        (["--columns", '{"user": 3}'], "columns: 'user' is 3: give the name"),
+        (["--columns", '{"user": "q"}'], "line 1: there is no 'q', which `columns` names; there are prompt, task"),
     ],
 )
 def test_a_mistake_there(paradraft: Paradraft, prompts: Path, out: Path, arguments: list[object], named: str) -> None:

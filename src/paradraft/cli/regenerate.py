@@ -29,9 +29,19 @@ def regenerate(
     context: typer.Context,
     prompts: Annotated[
         Path,
-        typer.Option(help='JSONL file with one {"prompt": …} or {"messages": […]} per line; further keys are kept.'),
+        typer.Option(
+            help='JSONL or Parquet file or Hugging Face dataset (name, name:split) of {"prompt": …}, '
+            '{"messages": […]}, {"conversations": […]} or {"user": …}; further keys are kept.'
+        ),
     ],
     out: Annotated[Path, typer.Option(help="JSONL file of answers, as paradraft train reads them; it is added to.")],
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            help='JSON object: what the prompts call prompt, messages or user, as in {"user": "instruction"}; other '
+            "values are not kept."
+        ),
+    ] = None,
     target: Annotated[
         str | None, typer.Option(help="Answer here: Hugging Face id, folder, or pocket (the shipped family).")
     ] = None,
@@ -75,6 +85,7 @@ def regenerate(
     """
     from paradraft.train.display import shown
     from paradraft.train.questions import read_questions
+    from paradraft.train.record import check_columns
     from paradraft.train.regenerate import Answerer, regenerate
 
     if (target is None) == (endpoint is None):
@@ -86,7 +97,9 @@ def regenerate(
     if sampling.is_greedy and samples > 1:
         raise ValueError(f"--samples {samples} would give the same answer {samples} times: raise --temperature above 0")
     check_outputs(out)
-    questions = read_questions(prompts, samples)
+    names = read_object(columns or "{}", "--columns", '{"user": "instruction"}')
+    check_columns(names)
+    questions = read_questions(prompts, samples, names)
     answerer: Answerer
     if target is not None:
         from paradraft.train.in_process import InProcess

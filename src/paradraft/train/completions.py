@@ -15,7 +15,8 @@ from typing import Any
 import httpx2
 
 from paradraft.core import Sampling
-from paradraft.train.questions import EOS, LENGTH, Answer, Message
+from paradraft.train.questions import EOS, LENGTH, Answer
+from paradraft.train.record import Message
 
 REASONS = {"stop": EOS, "length": LENGTH}
 """Without stop strings, a server's "stop" is the model's own end."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.models.texts import continuation
+from paradraft.train.record import Message
 from paradraft.train.sample import Sample
 
-Message = dict[str, Any]
 Turn = tuple[list[int], list[int]]
 """The tokens that the target reads, and those that it writes behind them."""
 

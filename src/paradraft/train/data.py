@@ -19,11 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.models.texts import continuation, opening
 from paradraft.sources import records
 from paradraft.train.conversations import conversation_samples
+from paradraft.train.record import conversation_of, renamed
 from paradraft.train.sample import Sample, group_of, pieces
 
-COLUMNS = ("text", "prompt", "response", "messages", "user", "assistant", "finish_reason")
-"""The names that a record's values may have."""
-SHARE_GPT = {"human": "user", "gpt": "assistant"}
 NAMED = 5
 """How many samples a complaint names."""
 
@@ -56,7 +54,7 @@ def load_samples(
     for source in sources:
         for place, record in records(source, "training data"):
             try:
-                found = _from_record(_renamed(record, columns or {}), tokenizer)
+                found = _from_record(renamed(record, columns or {}), tokenizer)
             except (ValueError, TypeError, KeyError, TemplateError) as error:
                 raise ValueError(f"{place}: {error}") from None
             group = group_of(found[0]) if found else 0
@@ -74,14 +72,6 @@ def load_samples(
     return samples
 
 
-def _renamed(record: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """The values that `columns` names, and no others; the whole record where it names none."""
-    for theirs in columns.values():
-        if theirs not in record:
-            raise ValueError(f"there is no {theirs!r}, which `columns` names; there are {', '.join(record)}")
-    return {ours: record[theirs] for ours, theirs in columns.items()} if columns else record
-
-
 def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     is_cut = record.get("finish_reason") == "length"
     match record:
@@ -89,17 +79,8 @@ def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> list[Sample
             return [_from_text(text, tokenizer)]
         case {"prompt": str(prompt), "response": str(response)}:
             return [_from_response(prompt, response, tokenizer, is_cut=is_cut)]
-        case {"messages": [_, *_] as messages} if all(isinstance(message, dict) for message in messages):
-            return conversation_samples(messages, tokenizer, is_cut=is_cut)
-        case {"conversations": [_, *_] as turns} if all(isinstance(turn, dict) for turn in turns):
-            messages = [
-                {"role": SHARE_GPT.get(turn.get("from"), turn.get("from")), "content": turn.get("value")}
-                for turn in turns
-            ]
-            return conversation_samples(messages, tokenizer, is_cut=is_cut)
-        case {"user": str(user), "assistant": str(assistant)}:
-            messages = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-            return conversation_samples(messages, tokenizer, is_cut=is_cut)
+    if (messages := conversation_of(record)) is not None:
+        return conversation_samples(messages, tokenizer, is_cut=is_cut)
     raise ValueError('expected {"text": …}, {"prompt": …, "response": …} or {"messages": […]}')
 
 

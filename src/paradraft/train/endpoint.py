@@ -21,7 +21,8 @@ from paradraft.train.completions import (
     request_of,
     retry_after_s,
 )
-from paradraft.train.questions import Answer, Message, Question, next_prompt
+from paradraft.train.questions import Answer, Question, next_prompt
+from paradraft.train.record import Message
 from paradraft.train.regenerate import Outcome
 
 BACKOFF_S, MOST_BACKOFF_S = 1.0, 60.0

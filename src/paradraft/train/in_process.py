@@ -13,7 +13,8 @@ from paradraft.core import Sampling
 from paradraft.engine import Engine
 from paradraft.models.quantization import stored_parts
 from paradraft.models.texts import opening
-from paradraft.train.questions import EOS, LENGTH, Answer, Message, Question, next_prompt, turns_of
+from paradraft.train.questions import EOS, LENGTH, Answer, Question, next_prompt, turns_of
+from paradraft.train.record import Message
 from paradraft.train.regenerate import Outcome
 
 WINDOW = 32

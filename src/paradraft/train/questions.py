@@ -1,10 +1,11 @@
-"""What is to be answered: the lines of a prompt file, each as often as samples of it are wanted.
+"""What is to be answered: the records of a source, each as often as samples of it are wanted.
 
-A line is `{"prompt": …}` or `{"messages": […]}`; its further keys are kept. In a conversation the
-assistant's turns are answered anew, one after the other: each sees the new answers before it. If
-the conversation ends with the user's turn, that is answered too.
+A record is `{"prompt": …}` or `{"messages": […]}`; its further keys are kept. Conversations in other shapes,
+and a question alone, become messages. In a conversation the assistant's turns are answered anew, one after
+the other: each sees the new answers before it. If the conversation ends with the user's turn, that is
+answered too.
 
-An answer is known by its `answer_id`, which says what the line was and not where it stood: the file may
+An answer is known by its `answer_id`, which says what the record was and not where it stood: the source may
 grow or be sorted between two runs.
 """
 
@@ -13,28 +14,31 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paradraft.prompts import read_records
+from paradraft.json_object import object_of
+from paradraft.sources import rows
+from paradraft.train.record import Message, conversation_of, renamed
 
-Message = dict[str, Any]
 ID = "answer_id"
 EOS, LENGTH = "eos", "length"
 """The finish reasons: the target ended the answer, or the limit cut it."""
 ROLES = ("system", "user", "assistant")
+OTHER_SHAPES = ("conversations", "user", "assistant")
+"""Keys that give way to the messages that are made of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A line of the prompt file, to be answered once.
+    """A record, to be answered once.
 
     Args:
-        place: file and line, for messages.
-        record: the line.
-        id: tells apart the lines by what is in them, repetitions of a line, and the samples of each.
+        place: where it stands, such as file and line, for messages.
+        record: with a prompt or with messages.
+        id: tells apart the records by what is in them, repetitions of a record, and the samples of each.
     """
 
     place: str
@@ -66,29 +70,48 @@ class Answer:
     tokens: int
 
 
-def read_questions(file: Path, samples: int) -> list[Question]:
-    """Reads a prompt file.
+def read_questions(source: Path, samples: int, columns: Mapping[str, str] | None = None) -> list[Question]:
+    """Reads what is to be answered.
 
     Args:
-        file: JSONL.
-        samples: how many answers each line gets.
+        source: JSONL, Parquet or a Hugging Face dataset, as `rows` reads them.
+        samples: how many answers each record gets.
+        columns: what the source calls the names in `paradraft.train.record`, if otherwise.
 
     Raises:
-        ValueError: as `read_records`; or a line (named by number) has no prompt, or a conversation that
-            cannot be answered; or samples is below 1.
+        ValueError: as `rows`; or a record (named by number) has no prompt, a conversation that cannot be
+            answered, or a value that cannot be written; or there is no record; or samples is below 1.
     """
     if samples < 1:
         raise ValueError(f"samples={samples}: ask for at least 1 answer per prompt")
     questions = []
     seen: Counter[str] = Counter()
-    for place, record in read_records(file):
-        if problem := _problem(record):
-            raise ValueError(f"{place}: {problem}")
+    for place, row in rows(source, "prompt file", '{"prompt": "some text"}'):
+        try:
+            record = _record(row, columns or {})
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
         digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
         for sample in range(samples):
             questions.append(Question(place=place, record=record, id=f"{digest}.{seen[digest]}.{sample}"))
         seen[digest] += 1
+    if not questions:
+        raise ValueError(f"prompt file {str(source)!r} is empty")
     return questions
+
+
+def _record(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """What stands in a row, with a prompt or with messages that can be answered."""
+    record = object_of(renamed(row, columns))
+    if not record.keys() & {"prompt", "messages"}:
+        # What the assistant said does not matter, so a question alone is a conversation too.
+        messages = conversation_of({"assistant": "", **record})
+        if messages is not None:
+            kept = {key: value for key, value in record.items() if key not in OTHER_SHAPES}
+            record = {"messages": messages, **kept}
+    if problem := _problem(record):
+        raise ValueError(problem)
+    return record
 
 
 def next_prompt(question: Question, answers: Sequence[Answer]) -> str | list[Message] | None:
@@ -102,7 +125,7 @@ def next_prompt(question: Question, answers: Sequence[Answer]) -> str | list[Mes
 
 
 def record_of(question: Question, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The line of training data: the question's record with the answers in it, at least one.
+    """The record of training data: the question's with the answers in it, at least one.
 
     A conversation ends with the last answer, so behind a turn that was cut there is none.
     """
@@ -134,7 +157,7 @@ def _with_answers(messages: list[Message], answers: Sequence[Answer]) -> list[Me
 
 
 def _problem(record: dict[str, Any]) -> str | None:
-    """Why a line cannot be answered."""
+    """Why a record cannot be answered."""
     if "text" in record:
         return 'it has a key "text", which training would read instead of the answer: rename it'
     if ("prompt" in record) == ("messages" in record):

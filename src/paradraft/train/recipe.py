@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from paradraft.models.loading import POCKET, pocket_folder
 from paradraft.train import contents
-from paradraft.train.data import COLUMNS
 from paradraft.train.losses import Divergence, Reduction
+from paradraft.train.record import check_columns
 
 Loss = Literal["cross_entropy", Divergence]
 NOT_DECISIVE = frozenset({
@@ -145,8 +145,7 @@ class PardRecipe(BaseModel):
         if self.held_out == 0:
             self.check_measurable(0)
         self.check_device(self.device)
-        if unknown := self.columns.keys() - COLUMNS:
-            raise ValueError(f"columns: {sorted(unknown)[0]!r} is none of {', '.join(COLUMNS)}")
+        check_columns(self.columns)
         return self
 
     def check_measurable(self, held_out: int) -> None:

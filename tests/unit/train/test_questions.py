@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
+import datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from paradraft import sources
 from paradraft.train.questions import EOS, ID, LENGTH, Answer, Question, next_prompt, read_questions, record_of
 from tests.jsonl import write_lines
 from tests.unit.train.asking import talk
@@ -30,6 +38,14 @@ def test_an_answer_is_known_by_its_line(tmp_path: Path) -> None:
     again = [question.id for question in read(tmp_path, {**a, "note": 1}, b, a, a, samples=2)]
     assert len(set(again)) == 8
     assert set(ids) < set(again)
+
+
+def test_ids_are_those_of_former_versions(tmp_path: Path) -> None:
+    """Guards files of answers that exist: with other ids a run that goes on would refuse them."""
+    prompt = {"prompt": "ü", "n": [1.5, None, 1e3]}
+    chat = {"messages": [{"role": "user", "content": "a"}], "z": 1, "b": {"y": True, "x": -0.0}}
+    ids = [question.id for question in read(tmp_path, prompt, chat, prompt)]
+    assert ids == ["24ecf6069c84af7f.0.0", "ac6e76fd57e0a813.0.0", "24ecf6069c84af7f.1.0"]
 
 
 def test_seeds_differ_by_run_question_sample_and_turn(tmp_path: Path) -> None:
@@ -114,3 +130,113 @@ def test_at_least_one_sample(tmp_path: Path) -> None:
     """Guards against a run that answers nothing and calls it success."""
     with pytest.raises(ValueError, match="samples=0"):
         read(tmp_path, {"prompt": "a"}, samples=0)
+
+
+def test_other_shapes_of_conversations(tmp_path: Path) -> None:
+    """Guards data sets as they are published: ShareGPT's names, a question with an old answer or without one. What
+    became messages does not stand beside them, further keys do."""
+    shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "old"}], "n": 1}
+    questions = read(tmp_path, shared, {"user": "a", "assistant": "old", "n": 1}, {"user": "a", "n": 1})
+    for question in questions:
+        assert next_prompt(question, []) == talk("a")
+        expected = {"messages": talk("a", "new"), "n": 1, "finish_reason": "eos", ID: question.id}
+        assert record_of(question, said("new")) == expected
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": []},
+        {"conversations": [{"from": ["human"], "value": "a"}]},
+        {"conversations": [{"from": "human", "value": None}]},
+        {"user": 3},
+        {"assistant": "a"},
+    ],
+)
+def test_a_broken_conversation_is_named(tmp_path: Path, record: object) -> None:
+    """Guards against tracebacks and empty questions from the shapes that become messages."""
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: (expected either|message 1 has no)"):
+        read(tmp_path, {"user": "a"}, record)
+
+
+def test_columns(tmp_path: Path) -> None:
+    """Guards data with names of its own: only what is named is read, and a misspelt name is told with its line."""
+    file = tmp_path / "prompts.jsonl"
+    write_lines(file, [{"instruction": "a", "output": "old", "text": "b", "n": 1}])
+    for columns in ({"user": "instruction"}, {"user": "instruction", "assistant": "output"}):
+        (question,) = read_questions(file, 1, columns)
+        assert record_of(question, said("new")) == {
+            "messages": talk("a", "new"), "finish_reason": "eos", ID: question.id
+        }  # fmt: skip
+    (question,) = read_questions(file, 1, {"prompt": "instruction"})
+    assert next_prompt(question, []) == "a"
+    with pytest.raises(ValueError, match=r"line 1: there is no 'instr', which `columns` names; there are instruction"):
+        read_questions(file, 1, {"prompt": "instr"})
+
+
+def write_table(file: Path, records: list[dict[str, Any]]) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist(records), file)
+
+
+def test_parquet_holds_the_same_questions(tmp_path: Path) -> None:
+    """Guards answers that exist, where the same records are stored otherwise: keys that a row has not are null."""
+    records = [{"prompt": "a", "n": 1}, {"prompt": "b"}]
+    write_table(tmp_path / "prompts.parquet", records)
+    found = read_questions(tmp_path / "prompts.parquet", 1)
+    assert [question.id for question in found] == [question.id for question in read(tmp_path, *records)]
+    assert found[1].place.endswith("prompts.parquet, row 2")
+
+
+def test_what_json_does_not_know_is_written_the_same_every_time(tmp_path: Path) -> None:
+    """Guards against a crash at the first answer of a table with dates or bytes, a NaN that training refuses to read,
+    and ids that are others in the next run."""
+    values = {"at": datetime(2026, 11, 21, 9), "on": date(2026, 11, 21), "costs": Decimal("1.50"), "raw": [b"ab"]}
+    write_table(tmp_path / "prompts.parquet", [{"prompt": "a", "score": float("nan"), "inner": values}])
+    (question,), (again,) = (read_questions(tmp_path / "prompts.parquet", 1) for _ in range(2))
+    assert question.id == again.id
+    written = json.loads(json.dumps(record_of(question, said("new")), allow_nan=False))
+    inner = {"at": "2026-11-21 09:00:00", "on": "2026-11-21", "costs": "1.50", "raw": ["YWI="]}
+    assert (written["score"], written["inner"]) == (None, inner)
+
+
+def test_a_dataset_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards configuration and split, and against an image whose text has an address in it, so that its id would be
+    another in the next run; what `columns` does not name is no trouble."""
+    loaded: list[object] = []
+
+    def load_dataset(*names: object, **settings: object) -> list[dict[str, object]]:
+        loaded.append((*names, settings))
+        return [{"question": "a", "image": object()}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources.HfApi, "dataset_info", lambda *_, **__: None)
+    source = Path("some/data/main:test")
+    (question,) = read_questions(source, 1, {"user": "question"})
+    assert loaded == [("some/data", "main", {"split": "test"})]
+    assert (question.place, next_prompt(question, [])) == (f"{source}, record 1", talk("a"))
+    with pytest.raises(
+        ValueError, match="record 1: 'image' cannot be written as JSON: a value is of type object; name the"
+    ):
+        read_questions(source, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("prompts.txt", b"what?", r"prompt file '.*prompts\.txt': \.txt is not read, write \.jsonl or \.parquet"),
+        ("prompts", b"what?", r"prompt file '.*prompts': plain text is not read, write \.jsonl or \.parquet"),
+        ("prompts.csv", b"what?", r"prompt file '.*prompts\.csv': \.csv is not read"),
+        ("prompts.parquet", b"what?", r"prompt file '.*prompts\.parquet' cannot be read: "),
+        ("prompts.jsonl", b"\n", r"prompt file '.*prompts\.jsonl' is empty"),
+        ("prompts.jsonl", b'{"prompt": "\xff"}', r"prompt file '.*prompts\.jsonl' is not UTF-8 text"),
+        ("none.jsonl", None, r"prompt file '.*none\.jsonl' does not exist"),
+        ("none", None, r"prompt file '.*none' does not exist"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes | None, named: str) -> None:
+    """Guards against a text that is taken for one question, an answer to nothing, and a wrong path that is looked up
+    among the datasets."""
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=named):
+        read_questions(tmp_path / name, 1)
