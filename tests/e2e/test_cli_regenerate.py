@@ -87,6 +87,19 @@ def test_answers_of_an_endpoint(
     assert set(server.keys) == {"Bearer secret"}
 
 
+def test_the_template_is_told(family: Path, paradraft: Paradraft, prompts: Path, out: Path) -> None:
+    """Guards the option on its way to a server and to a model here, and against a switch that has no effect and does
+    not say so."""
+    told = ["--chat-template-kwargs", '{"enable_thinking": false}']
+    with Server() as server:
+        assert "no effect without conversations" in paradraft(*there(server, prompts, out), *told).err
+        write_lines(prompts, [{"user": "hello"}])
+        asked = there(server, prompts, out.with_name("told.jsonl"))
+        assert "no effect" not in paradraft(*asked, *told).err
+    assert server.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert_mistake(paradraft(*here(family, prompts, out), *told), "no variable 'enable_thinking'")
+
+
 def test_questions_of_a_table(family: Path, paradraft: Paradraft, tmp_path: Path, out: Path) -> None:
     """Guards the way from `--columns` to the answers, and that a second run finds them."""
     file = tmp_path / "prompts.parquet"
@@ -193,6 +206,8 @@ def test_a_mistake_here(
         pytest.param(["--request-fields", "[" * 100_000], "--request-fields: not JSON", id="nested"),
         (["--request-fields", "3"], "JSON object"),
         (["--request-fields", '{"stop": "x"}'], "'stop'"),
+        (["--chat-template-kwargs", "enable_thinking"], "--chat-template-kwargs: not JSON"),
+        (["--chat-template-kwargs", "false"], 'expected a JSON object such as {"enable_thinking": false}'),
         (["--columns", "{"], "--columns: not JSON"),
         (["--columns", "user"], "--columns: not JSON"),
         (["--columns", '["user"]'], '--columns: expected a JSON object such as {"user": "instruction"}'),

@@ -48,6 +48,10 @@ def regenerate(
     endpoint: Annotated[
         str | None, typer.Option(help="Or ask an OpenAI-compatible server: its address, up to /v1.")
     ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(help='JSON object of variables of the chat template, such as {"enable_thinking": false}.'),
+    ] = None,
     max_new_tokens: options.NewTokens = 256,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
@@ -100,6 +104,7 @@ def regenerate(
     names = read_object(columns or "{}", "--columns", '{"user": "instruction"}')
     check_columns(names)
     questions = read_questions(prompts, samples, names)
+    variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
     answerer: Answerer
     if target is not None:
         from paradraft.train.in_process import InProcess
@@ -108,8 +113,9 @@ def regenerate(
         runtime = options.runtime_of(device, dtype, compile, capacity, k=k, tree=tree)
         engine = load(target, drafter=drafter, draft=draft, k=k, tree=tree, lengths=lengths, runtime=runtime)
         answerer = InProcess(
-            engine=engine, target=target, sampling=sampling, max_new_tokens=max_new_tokens, batch_size=batch_size
-        )
+            engine=engine, target=target, sampling=sampling, max_new_tokens=max_new_tokens, batch_size=batch_size,
+            chat_template_kwargs=variables,
+        )  # fmt: skip
     else:
         from paradraft.train.endpoint import Endpoint
 
@@ -120,8 +126,11 @@ def regenerate(
             url=endpoint, model=model, sampling=sampling, max_new_tokens=max_new_tokens, concurrency=concurrency,
             retries=retries, timeout_s=timeout, api_key=_key(api_key_env),
             fields=read_object(request_fields or "{}", "--request-fields", '{"repetition_penalty": 1.05}'),
+            chat_template_kwargs=variables,
         )  # fmt: skip
-    warn_ignored(context, without_chance(sampling.is_greedy), without_drafter(drafter))
+    asks_plainly = all("prompt" in question.record for question in questions)
+    without_conversations = (asks_plainly, "without conversations", ("chat_template_kwargs",))
+    warn_ignored(context, without_chance(sampling.is_greedy), without_drafter(drafter), without_conversations)
     console = Console(stderr=True, highlight=False, markup=False)
     try:
         with shown(console) as report:

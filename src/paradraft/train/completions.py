@@ -48,11 +48,12 @@ def request_of(
     seed: int,
     max_new_tokens: int,
     fields: Mapping[str, Any],
+    chat_template_kwargs: Mapping[str, Any],
 ) -> tuple[str, dict[str, Any]]:
     """Path and body of the request for one turn.
 
     Temperature and top-p are always sent. Top-k and min-p, which not every server knows, are sent if
-    they change something.
+    they change something; the variables of the chat template, if there are any and it is used.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -67,6 +68,8 @@ def request_of(
         body["min_p"] = sampling.min_p
     if isinstance(prompt, str):
         return "/completions", {**body, "prompt": prompt, **fields}
+    if chat_template_kwargs:
+        body["chat_template_kwargs"] = dict(chat_template_kwargs)
     return "/chat/completions", {**body, "messages": prompt, **fields}
 
 

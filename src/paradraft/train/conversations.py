@@ -11,9 +11,8 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable, Iterator
 
-from transformers import PreTrainedTokenizerBase
-
 from paradraft.models.texts import continuation
+from paradraft.train.chat_template import ChatTemplate
 from paradraft.train.record import Message
 from paradraft.train.sample import Sample
 
@@ -21,25 +20,25 @@ Turn = tuple[list[int], list[int]]
 """The tokens that the target reads, and those that it writes behind them."""
 
 
-def conversation_samples(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> list[Sample]:
+def conversation_samples(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> list[Sample]:
     """The samples of a conversation; none where the assistant says nothing.
 
     Args:
         messages: at least one, each with a role and a content: a text, or a list of parts of type text.
-        tokenizer: the model's. If its chat template marks the assistant's tokens, its marks are the labels.
+        template: the model's. If it marks the assistant's tokens, its marks are the labels.
         is_cut: whether the last turn was cut, if it is the assistant's.
 
     Raises:
         ValueError: there is no chat template; or a message (named by number) has no role, is not all text, or is
             not written by the template as the target would write it.
     """
-    if not tokenizer.chat_template:
+    if not template.tokenizer.chat_template:
         raise ValueError("the model has no chat template, so conversations cannot be read")
     messages = [_read(message, number) for number, message in enumerate(messages, start=1)]
     is_cut = is_cut and messages[-1]["role"] == "assistant"
-    if "{% generation" in tokenizer.get_chat_template().replace("{%-", "{%"):
-        return [_marked(messages, tokenizer, is_cut=is_cut)]
-    return _joined(_turns(messages, tokenizer, is_cut=is_cut))
+    if "{% generation" in template.tokenizer.get_chat_template().replace("{%-", "{%"):
+        return [_marked(messages, template, is_cut=is_cut)]
+    return _joined(_turns(messages, template, is_cut=is_cut))
 
 
 def _read(message: Message, number: int) -> Message:
@@ -61,18 +60,18 @@ def _is_text(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Iterator[Turn]:
+def _turns(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> Iterator[Turn]:
     for number, message in enumerate(messages, start=1):
         if message["role"] != "assistant":
             continue
         if number == 1:  # nobody asked
-            yield _rendered(messages[:1], tokenizer, ask=False), []
+            yield template.tokens(messages[:1], ask=False), []
             continue
-        prompt = _rendered(messages[: number - 1], tokenizer, ask=True)
+        prompt = template.tokens(messages[: number - 1], ask=True)
         if is_cut and number == len(messages):
-            yield prompt, _as_it_came(message, tokenizer)
+            yield prompt, _as_it_came(message, template)
         else:
-            yield prompt, _answer(messages[:number], prompt, tokenizer)
+            yield prompt, _answer(messages[:number], prompt, template)
 
 
 def _joined(turns: Iterable[Turn]) -> list[Sample]:
@@ -91,39 +90,30 @@ def _joined(turns: Iterable[Turn]) -> list[Sample]:
     return samples
 
 
-def _answer(messages: list[Message], prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _answer(messages: list[Message], prompt: list[int], template: ChatTemplate) -> list[int]:
     """What the template puts behind the prompt of the last message."""
-    template, instead = f"message {len(messages)}: the chat template", "give prompt and response instead of messages"
-    whole = _rendered(messages, tokenizer, ask=False)
+    who, instead = f"message {len(messages)}: the chat template", "give prompt and response instead of messages"
+    whole = template.tokens(messages, ask=False)
     if whole[: len(prompt)] != prompt:
-        raise ValueError(f"{template} does not write it behind the prompt of its turn: {instead}")
-    asked = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-    text = tokenizer.apply_chat_template(messages, tokenize=False).removeprefix(asked)
+        raise ValueError(f"{who} does not write it behind the prompt of its turn: {instead}")
+    text = template.text(messages, ask=False).removeprefix(template.text(messages[:-1], ask=True))
     if _without_spaces(messages[-1]["content"]) not in _without_spaces(text):
-        raise ValueError(f"{template} leaves out a part of it, such as what the model thought: {instead}")
+        raise ValueError(f"{who} leaves out a part of it, such as what the model thought: {instead}")
     return whole[len(prompt) :]
 
 
-def _as_it_came(message: Message, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _as_it_came(message: Message, template: ChatTemplate) -> list[int]:
     # The template would put an end of turn behind what was cut.
-    return continuation(message["content"], tokenizer)
+    return continuation(message["content"], template.tokenizer)
 
 
-def _rendered(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, ask: bool) -> list[int]:
-    """The template's tokens, with a generation prompt at the end if the next turn is asked for."""
-    return list(tokenizer.apply_chat_template(messages, return_dict=True, add_generation_prompt=ask)["input_ids"])
-
-
-def _marked(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
+def _marked(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> Sample:
     """Labels what the template marks, and the turn that was cut."""
     tokens: list[int] = []
     is_label: list[bool] = []
     if rendered := messages[:-1] if is_cut else messages:
-        encoded = tokenizer.apply_chat_template(
-            rendered, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=is_cut
-        )
-        tokens, is_label = list(encoded["input_ids"]), list(map(bool, encoded["assistant_masks"]))
-    answer = _as_it_came(messages[-1], tokenizer) if is_cut else []
+        tokens, is_label = template.marked(rendered, ask=is_cut)
+    answer = _as_it_came(messages[-1], template) if is_cut else []
     return Sample(tokens=tokens + answer, is_label=is_label + [True] * len(answer))
 
 

@@ -10,6 +10,8 @@ is learnt behind its response or its last turn.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.models.texts import continuation, opening
 from paradraft.sources import records
+from paradraft.train.chat_template import ChatTemplate, check_variables
 from paradraft.train.conversations import conversation_samples
 from paradraft.train.record import conversation_of, renamed
 from paradraft.train.sample import Sample, group_of, pieces
@@ -31,7 +34,8 @@ def load_samples(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
-    columns: dict[str, str] | None = None,
+    columns: Mapping[str, str] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     skip_unlabelled: bool = False,
 ) -> list[Sample]:
     """Reads all sources; long samples are split into pieces of at most `max_length` tokens.
@@ -40,23 +44,29 @@ def load_samples(
         sources: files, or Hugging Face datasets.
         tokenizer: the model's, with its chat template.
         max_length: most tokens of a sample.
-        columns: what the sources call `COLUMNS`, if otherwise.
+        columns: what the sources call the names in `paradraft.train.record`, if otherwise.
+        chat_template_kwargs: variables of the chat template.
         skip_unlabelled: leave samples out in which nothing is a label.
 
     Raises:
-        ValueError: a source does not exist or cannot be read, a record is broken (named by number), or
-            samples have nothing to learn.
+        ValueError: a source does not exist or cannot be read, a record is broken (named by number), samples
+            have nothing to learn, or the chat template does not know a variable.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the model's tokenizer has no end-of-text token, so the end of a text cannot be learned")
+    template = ChatTemplate(tokenizer=tokenizer, variables=chat_template_kwargs or {})
+    check_variables(template.variables, tokenizer)
     samples: list[Sample] = []
     unlabelled: list[str] = []
+    has_talks = False
     for source in sources:
-        for place, record in records(source, "training data"):
+        for place, row in records(source, "training data"):
             try:
-                found = _from_record(renamed(record, columns or {}), tokenizer)
+                record = renamed(row, columns or {})
+                found = _from_record(record, template)
             except (ValueError, TypeError, KeyError, TemplateError) as error:
                 raise ValueError(f"{place}: {error}") from None
+            has_talks = has_talks or not _is_text(record)
             group = group_of(found[0]) if found else 0
             parts = [piece for sample in found for piece in pieces(sample, max_length, group=group)]
             samples += parts
@@ -69,18 +79,25 @@ def load_samples(
         )
     if not samples:
         raise ValueError(f"nothing to learn in {', '.join(map(str, sources))}: no sample has a token to predict")
+    if template.variables and not has_talks:
+        warnings.warn("chat_template_kwargs is ignored without conversations in the data", stacklevel=2)
     return samples
 
 
-def _from_record(record: Any, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    is_cut = record.get("finish_reason") == "length"
+def _is_text(record: Mapping[str, Any]) -> bool:
+    """Whether a record, which can be read, is no conversation."""
+    return "text" in record or {"prompt", "response"} <= record.keys()
+
+
+def _from_record(record: Any, template: ChatTemplate) -> list[Sample]:
+    tokenizer, is_cut = template.tokenizer, record.get("finish_reason") == "length"
     match record:
         case {"text": str(text)}:
             return [_from_text(text, tokenizer)]
         case {"prompt": str(prompt), "response": str(response)}:
             return [_from_response(prompt, response, tokenizer, is_cut=is_cut)]
     if (messages := conversation_of(record)) is not None:
-        return conversation_samples(messages, tokenizer, is_cut=is_cut)
+        return conversation_samples(messages, template, is_cut=is_cut)
     raise ValueError('expected {"text": …}, {"prompt": …, "response": …} or {"messages": […]}')
 
 

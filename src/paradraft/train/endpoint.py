@@ -60,6 +60,7 @@ class Endpoint:
         timeout_s: most seconds of a request.
         api_key: sent as a bearer token.
         fields: further fields of every request, such as a server's own sampling settings.
+        chat_template_kwargs: variables of the server's chat template, sent with conversations.
 
     Raises:
         ValueError: a value is out of range.
@@ -74,6 +75,7 @@ class Endpoint:
     timeout_s: float = 600.0
     api_key: str | None = field(default=None, repr=False)
     fields: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         try:
@@ -90,6 +92,8 @@ class Endpoint:
             raise ValueError(f"of sampling, only {', '.join(SENT)} are sent: name other settings as request fields")
         if taken := sorted(RESERVED & self.fields.keys()):
             raise ValueError(f"the request field {taken[0]!r} cannot be set: an option does, or the answers need it")
+        if self.chat_template_kwargs and "chat_template_kwargs" in self.fields:
+            raise ValueError("chat_template_kwargs is given twice, as an option and as a request field: give it once")
         if not 0.0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s={self.timeout_s}: use a number of seconds above 0")
 
@@ -97,7 +101,14 @@ class Endpoint:
     def settings(self) -> dict[str, object]:
         """What decides the text of the answers; the address does not, a server may move."""
         sampling = {name: getattr(self.sampling, name) for name in SENT}
-        return {"model": self.model, "max_new_tokens": self.max_new_tokens, **sampling, "fields": dict(self.fields)}
+        return {
+            "model": self.model,
+            "max_new_tokens": self.max_new_tokens,
+            # Answers of former versions have no such setting, which counts as None.
+            "chat_template_kwargs": dict(self.chat_template_kwargs) or None,
+            **sampling,
+            "fields": dict(self.fields),
+        }
 
     def check(self, questions: list[Question]) -> None:
         """Raises ValueError if the endpoint cannot be reached, or does not know the model."""
@@ -175,7 +186,7 @@ class Endpoint:
         """One turn; `RefusedError` and `SilentError` say that there is none."""
         path, body = request_of(
             prompt, model=self.model, sampling=self.sampling, seed=seed, max_new_tokens=self.max_new_tokens,
-            fields=self.fields,
+            fields=self.fields, chat_template_kwargs=self.chat_template_kwargs,
         )  # fmt: skip
         for backoff_s in [*_backoffs_s(self.retries), None]:
             wait_s = 0.0

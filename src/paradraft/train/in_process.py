@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedModel
@@ -13,6 +14,7 @@ from paradraft.core import Sampling
 from paradraft.engine import Engine
 from paradraft.models.quantization import stored_parts
 from paradraft.models.texts import opening
+from paradraft.train.chat_template import ChatTemplate, check_variables
 from paradraft.train.questions import EOS, LENGTH, Answer, Question, next_prompt, turns_of
 from paradraft.train.record import Message
 from paradraft.train.regenerate import Outcome
@@ -34,9 +36,10 @@ class InProcess:
         sampling: for all turns; each gets a seed of its own.
         max_new_tokens: of a turn.
         batch_size: most questions answered together.
+        chat_template_kwargs: variables of the chat template.
 
     Raises:
-        ValueError: a number is below 1.
+        ValueError: a number is below 1, or the chat template does not know a variable.
     """
 
     engine: Engine
@@ -44,12 +47,14 @@ class InProcess:
     sampling: Sampling
     max_new_tokens: int
     batch_size: int = 8
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.engine.verify == "match" and not self.sampling.processors
         for name in ("batch_size", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: use at least 1")
+        check_variables(self.chat_template_kwargs, self.engine.target.tokenizer)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -61,6 +66,8 @@ class InProcess:
             "dtype": _weights(target.lm.model),
             "capacity": target.capacity,
             "max_new_tokens": self.max_new_tokens,
+            # Answers of former versions have no such setting, which counts as None.
+            "chat_template_kwargs": dict(self.chat_template_kwargs) or None,
             **sampling,
             "digest of the target": _digest(self.engine),
         }
@@ -120,8 +127,7 @@ class InProcess:
                 f"{self.target!r} has no chat template, so conversations cannot be asked: use a model that has one, "
                 'or {"prompt": "some text"} lines'
             )
-        encoded = tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=True, add_generation_prompt=True)
-        return list(encoded["input_ids"])
+        return ChatTemplate(tokenizer=tokenizer, variables=self.chat_template_kwargs).tokens(prompt, ask=True)
 
 
 def _batches(questions: list[Question], batch_size: int) -> Iterator[list[Question]]:

@@ -144,6 +144,7 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
         tokenizer,
         max_length=recipe.max_length,
         columns=recipe.columns,
+        chat_template_kwargs=recipe.chat_template_kwargs,
         skip_unlabelled=recipe.skip_unlabelled,
     )
     drafter = _new_drafter(recipe, tokenizer, str(device))

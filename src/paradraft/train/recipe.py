@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from paradraft.models.loading import POCKET, pocket_folder
 from paradraft.train import contents
@@ -50,6 +50,9 @@ class PardRecipe(BaseModel):
     )
     columns: dict[str, str] = Field(
         default={}, description="what the data calls text, prompt, response, messages, user or assistant, if otherwise"
+    )
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default={}, description="variables of the chat template, such as Qwen3's enable_thinking, as it will be served"
     )
     skip_unlabelled: bool = Field(default=False, description="go on without samples in which nothing is a label")
     out: Path = Field(description="where the drafter goes")

@@ -34,6 +34,18 @@ def test_prompts_and_conversations_are_asked_as_the_protocol_wants(tmp_path: Pat
     assert set(server.keys) == {"Bearer k"}
 
 
+def test_variables_of_the_template_are_sent_with_conversations(tmp_path: Path) -> None:
+    """Guards the field by its name at vLLM; prompts have no template, and a server may refuse the field there."""
+    with Server() as server:
+        thinking = client(server, chat_template_kwargs={"enable_thinking": False})
+        ask(thinking, tmp_path, {"prompt": "p"}, {"messages": [{"role": "user", "content": "q"}]})
+    found = dict(zip(server.paths, server.bodies, strict=True))
+    assert found["/v1/chat/completions"]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert "chat_template_kwargs" not in found["/v1/completions"]
+    with pytest.raises(ValueError, match=r"chat_template_kwargs=\{'enable_thinking': False\}, and now it is None"):
+        ask(client(server), tmp_path, {"prompt": "p"})
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [

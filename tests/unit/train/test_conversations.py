@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.models.texts import continuation
+from paradraft.train.chat_template import ChatTemplate
 from paradraft.train.conversations import conversation_samples
 from paradraft.train.sample import Sample
 from tests.conftest import tiny_tokenizer
@@ -38,6 +41,11 @@ QWEN3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
 """Thoughts stand behind the last question only, and there an empty one where there is none."""
+QWEN3_SWITCH = (
+    f"{QWEN3}{{% if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}}"
+    "{{- '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+"""With the template's switch, which says in the prompt that nothing was thought."""
 
 R1 = (
     "{{bos_token}}{% for message in messages %}{% if message['role'] == 'user' %}{{'<U>' + message['content']}}"
@@ -57,6 +65,12 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
     tokenizer.bos_token = "<bos>"
     tokenizer.chat_template = template
     return tokenizer
+
+
+def samples_of(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool, **variables: object
+) -> list[Sample]:
+    return conversation_samples(messages, ChatTemplate(tokenizer=tokenizer, variables=variables), is_cut=is_cut)
 
 
 def talk(*contents: str, roles: tuple[str, ...] = ("user", "assistant")) -> list[dict[str, str]]:
@@ -82,11 +96,51 @@ def test_each_turn_is_learnt_as_it_was_written(thoughts: tuple[str, str]) -> Non
     tokenizer = tokenizer_of(QWEN3)
     written = [f"<think>\n{thought}\n</think>\n\n" for thought in thoughts]
     said = [thought and whole for thought, whole in zip(thoughts, written, strict=True)]
-    found = conversation_samples(talk("a", said[0] + "b", "c", said[1] + "d", "e"), tokenizer, is_cut=False)
+    found = samples_of(talk("a", said[0] + "b", "c", said[1] + "d", "e"), tokenizer, is_cut=False)
     assert found == [
         learnt(tokenizer, asks("a"), f"{written[0]}b<|im_end|>\n"),
         learnt(tokenizer, asks("a", "b", "c"), f"{written[1]}d<|im_end|>\n"),
     ]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_the_template_is_told_stands_in_the_prompt(is_cut: bool) -> None:
+    """Guards drafters of a target that is served without thinking: the empty thought is part of the question then, and
+    no token of it is the target's."""
+    tokenizer = tokenizer_of(QWEN3_SWITCH)
+    nothing, end = "<think>\n\n</think>\n\n", "" if is_cut else "<|im_end|>\n"
+    (silent,) = samples_of(talk("a", "b"), tokenizer, is_cut=is_cut, enable_thinking=False)
+    assert silent == learnt(tokenizer, asks("a") + nothing, f"b{end}")
+    for variables in ({"enable_thinking": True}, {}):
+        (thinking,) = samples_of(talk("a", "b"), tokenizer, is_cut=is_cut, **variables)
+        assert thinking == learnt(tokenizer, asks("a"), f"{'' if is_cut else nothing}b{end}")
+
+
+def test_a_thought_where_the_template_says_there_is_none() -> None:
+    """Guards against answers that were given with thinking, in a run that is told there is none."""
+    with pytest.raises(ValueError, match="message 2: the chat template does not write it behind the prompt"):
+        samples_of(
+            talk("a", "<think>\nx\n</think>\n\nb"), tokenizer_of(QWEN3_SWITCH), is_cut=False, enable_thinking=False
+        )
+
+
+def test_a_template_that_is_told_to_keep_thoughts() -> None:
+    """Guards against refusing turns that the template leaves whole, because it is asked for their text otherwise."""
+    tokenizer = tokenizer_of(R1.replace("in content %}", "in content and not keep %}"))
+    said = "<think>\nx\n</think>\n\nb"
+    assert samples_of(talk("a", said), tokenizer, is_cut=False, keep=True) == [
+        learnt(tokenizer, "<bos><U>a<A>", f"{said}<|eos|>")
+    ]
+
+
+def test_marks_follow_what_the_template_is_told() -> None:
+    """Guards templates with marks, which are rendered by another call."""
+    template = (
+        "{% if loud %}!{% endif %}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = tokenizer_of(template)
+    (sample,) = samples_of(talk("ab"), tokenizer, is_cut=False, loud=True)
+    assert sample == learnt(tokenizer, "!", "ab")
 
 
 def test_turns_that_the_template_keeps_stay_together() -> None:
@@ -97,7 +151,7 @@ def test_turns_that_the_template_keeps_stay_together() -> None:
     messages = talk(*steps, roles=("user", "assistant", "tool", "assistant")) + talk("e", "f")
     tool = "<|im_start|>user\n<tool_response>\nc\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     history = f"{asks('a')}b<|im_end|>\n{tool}d<|im_end|>\n{asks('e')}"
-    assert conversation_samples(messages, tokenizer, is_cut=False) == [
+    assert samples_of(messages, tokenizer, is_cut=False) == [
         learnt(tokenizer, asks("a"), f"{steps[1]}<|im_end|>\n", tool, f"{steps[3]}<|im_end|>\n"),
         learnt(tokenizer, history, "<think>\n\n</think>\n\nf<|im_end|>\n"),
     ]
@@ -106,7 +160,7 @@ def test_turns_that_the_template_keeps_stay_together() -> None:
 def test_a_cut_turn_begins_its_own_sample_too() -> None:
     """Guards against an end behind a thought that the limit cut, and against forgetting the turn before it."""
     tokenizer = tokenizer_of(QWEN3)
-    found = conversation_samples(talk("a", "<think>\nx\n</think>\n\nb", "c", "<think>\ny"), tokenizer, is_cut=True)
+    found = samples_of(talk("a", "<think>\nx\n</think>\n\nb", "c", "<think>\ny"), tokenizer, is_cut=True)
     assert found == [
         learnt(tokenizer, asks("a"), "<think>\nx\n</think>\n\nb<|im_end|>\n"),
         learnt(tokenizer, asks("a", "b", "c"), "<think>\ny"),
@@ -116,7 +170,7 @@ def test_a_cut_turn_begins_its_own_sample_too() -> None:
 def test_a_stable_template_gives_one_sample() -> None:
     """Guards plain templates: one sample for all turns, with one BOS."""
     tokenizer = tokenizer_of(R1)
-    found = conversation_samples(talk("a", "b", "c", "d"), tokenizer, is_cut=False)
+    found = samples_of(talk("a", "b", "c", "d"), tokenizer, is_cut=False)
     assert found == [learnt(tokenizer, "<bos><U>a<A>", "b<|eos|>", "<U>c<A>", "d<|eos|>")]
 
 
@@ -138,15 +192,15 @@ def test_a_turn_that_the_template_changes_is_refused(template: str, said: str, n
     thought, and labels on the wrong tokens."""
     contents = ("a", "b", "c", said) if template == R1 else ("a", said, "c", "d")
     with pytest.raises(ValueError, match=named):
-        conversation_samples(talk(*contents), tokenizer_of(template), is_cut=False)
+        samples_of(talk(*contents), tokenizer_of(template), is_cut=False)
 
 
 def test_what_nobody_asked_is_not_learnt() -> None:
     """Guards against learning what the template puts before a conversation that begins with the assistant."""
     tokenizer = tokenizer_of(R1)
-    found = conversation_samples(talk("a", "b", "c", roles=("assistant", "user")), tokenizer, is_cut=False)
+    found = samples_of(talk("a", "b", "c", roles=("assistant", "user")), tokenizer, is_cut=False)
     assert found == [learnt(tokenizer, "<bos><A>a<|eos|><U>b<A>", "c<|eos|>")]
-    (alone,) = conversation_samples(talk("a", roles=("assistant",)), tokenizer, is_cut=False)
+    (alone,) = samples_of(talk("a", roles=("assistant",)), tokenizer, is_cut=False)
     assert not any(alone.is_label)
 
 
@@ -154,15 +208,15 @@ def test_a_thought_that_is_quoted_is_missed_too() -> None:
     """Guards against an answer without its thought, where the question has the same words."""
     said = "<think>\nx\n</think>\n\nb"
     with pytest.raises(ValueError, match="leaves out a part of it"):
-        conversation_samples(talk(said, said), tokenizer_of(R1), is_cut=False)
+        samples_of(talk(said, said), tokenizer_of(R1), is_cut=False)
 
 
 def test_one_of_several_templates() -> None:
     """Guards tokenizers that have a template for tools beside the default."""
     tokenizer = tokenizer_of(R1)
-    expected = conversation_samples(talk("a", "b"), tokenizer, is_cut=False)
+    expected = samples_of(talk("a", "b"), tokenizer, is_cut=False)
     tokenizer.chat_template = {"default": R1, "tool_use": QWEN3}
-    assert conversation_samples(talk("a", "b"), tokenizer, is_cut=False) == expected
+    assert samples_of(talk("a", "b"), tokenizer, is_cut=False) == expected
 
 
 def test_parts_of_text_are_a_text() -> None:
@@ -170,7 +224,7 @@ def test_parts_of_text_are_a_text() -> None:
     tokenizer = tokenizer_of(R1)
     parts = [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]
     messages = [{"role": "user", "content": parts[:1]}, {"role": "assistant", "content": parts}]
-    (sample,) = conversation_samples(messages, tokenizer, is_cut=False)
+    (sample,) = samples_of(messages, tokenizer, is_cut=False)
     assert sample == learnt(tokenizer, "<bos><U>c<A>", "c\nd<|eos|>")
 
 
@@ -195,4 +249,4 @@ def test_a_message_that_is_no_text_is_named(
 ) -> None:
     """Guards against "None" and lists in the training text, and against a traceback from inside a template."""
     with pytest.raises(ValueError, match=named):
-        conversation_samples([*talk("a"), message, *talk("c")], tokenizer_of(template), is_cut=is_cut)
+        samples_of([*talk("a"), message, *talk("c")], tokenizer_of(template), is_cut=is_cut)

@@ -188,6 +188,37 @@ def test_line_separators_inside_a_text_do_not_end_the_line(tmp_path: Path) -> No
     assert len(load(tmp_path, {"text": "a\u2028b"})[0].tokens) == 4
 
 
+def test_what_the_template_is_told(tmp_path: Path) -> None:
+    """Guards the switches of chat templates: set in every conversation, and a warning where there is none."""
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    template = "{% if loud == 'Z' %}Z{% endif %}" + TEMPLATE
+    (sample,) = load(tmp_path, record, template=template, chat_template_kwargs={"loud": "Z"})
+    assert list(sample.tokens) == [52, PLUS, A, PLUS, B, EOS]
+    assert load(tmp_path, record, template=template) == load(tmp_path, record)
+    text, answer = {"text": "ab"}, {"prompt": "a", "response": "b"}
+    with pytest.warns(UserWarning, match="chat_template_kwargs is ignored without conversations"):
+        load(tmp_path, text, answer, template=template, chat_template_kwargs={"loud": "Z"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "template", "named"),
+    [
+        ({"lowd": True}, TEMPLATE, "chat_template_kwargs: the model's chat template has no variable 'lowd'"),
+        ({"raise": True}, TEMPLATE, "has no variable 'raise'"),
+        ({"lowd": True}, None, "has no variable 'lowd'"),
+        ({"messages": []}, TEMPLATE, "chat_template_kwargs: 'messages' is not for you to set: leave it out"),
+        ({"add_generation_prompt": True}, TEMPLATE, "'add_generation_prompt' is not for you to set"),
+        ({"tools": []}, TEMPLATE, "'tools' is not for you to set"),
+    ],
+)
+def test_what_the_template_cannot_be_told(
+    tmp_path: Path, variables: dict[str, object], template: str | None, named: str
+) -> None:
+    """Guards against a misspelt switch, which the template would ignore, and against arguments of the library."""
+    with pytest.raises(ValueError, match=f"^{named}" if named.startswith("chat") else named):
+        load(tmp_path, {"text": "ab"}, template=template, chat_template_kwargs=variables)
+
+
 def test_nothing_to_learn(tmp_path: Path) -> None:
     """Guards against a run over no data; a file that does not exist is named."""
     with pytest.raises(ValueError, match="nothing to learn"):

@@ -167,6 +167,10 @@ def test_an_endpoint_that_cannot_be_used_is_found_before_any_work(tmp_path: Path
         ({"timeout_s": 0.0}, "timeout_s=0"),
         ({"timeout_s": float("nan")}, "timeout_s=nan"),
         ({"fields": {"n": 2}}, "'n'"),
+        (
+            {"fields": {"chat_template_kwargs": {}}, "chat_template_kwargs": {"a": 1}},
+            "chat_template_kwargs is given tw",
+        ),
         ({"sampling": Sampling(repetition_penalty=1.1)}, "only temperature"),
     ],
 )

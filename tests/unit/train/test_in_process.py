@@ -108,6 +108,28 @@ def test_one_bos_and_no_end(family: Path, tmp_path: Path, record: object, asked:
     assert expected.text == (answer["response"] if "response" in answer else answer["messages"][-1]["content"])
 
 
+def test_the_template_is_told(family: Path, tmp_path: Path) -> None:
+    """Guards the switches of chat templates on their way to the question, and one file of two kinds of answers; files
+    of former versions, which had no such setting, go on."""
+    engine = engine_of(family)
+    engine.target.tokenizer.chat_template = TEMPLATE + "{% if loud %}Y{% endif %}"
+    loud = answerer(engine, chat_template_kwargs={"loud": True})
+    _, (answer,) = ask(loud, tmp_path / "loud", chat("a"))
+    (question,) = read_questions(tmp_path / "loud" / "prompts.jsonl", 1)
+    sampling = replace(SAMPLING, seed=question.seed(SAMPLING.seed, 0))
+    assert answer["messages"][-1]["content"] == engine.generate("+a+ZY", max_new_tokens=8, sampling=sampling).text
+    with pytest.raises(ValueError, match=r"chat_template_kwargs=\{'loud': True\}, and now it is None"):
+        ask(answerer(engine), tmp_path / "loud", chat("a"))
+    ask(answerer(engine), tmp_path / "plain", chat("a"))
+    file = tmp_path / "plain" / "out.jsonl.settings.json"
+    settings = json.loads(file.read_text())
+    assert settings.pop("chat_template_kwargs") is None
+    file.write_text(json.dumps(settings))
+    assert ask(answerer(engine), tmp_path / "plain", chat("a"))[0].before == 1
+    with pytest.raises(ValueError, match="the model's chat template has no variable 'lowd'"):
+        answerer(engine, chat_template_kwargs={"lowd": True})
+
+
 def test_a_conversation_without_room_ends_there(family: Path, tmp_path: Path) -> None:
     """Guards against an error in the middle of a long run, and against a turn that has no room to be finished."""
     engine = engine_of(family, capacity=30)

@@ -74,6 +74,10 @@ def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
         ("held_out=0 & target=pocket", "target=pocket: nothing is held out"),
         ("out=2026-99-99", "'out=2026-99-99': '2026-99-99' is not a YAML value"),
         ("columns={txt: a}", "columns: 'txt' is none of"),
+        ("chat_template_kwargs=enable_thinking", "'chat_template_kwargs': input should be a valid dictionary"),
+        ("chat_template_kwargs=[enable_thinking]", "'chat_template_kwargs': input should be a valid dictionary"),
+        ("chat_template_kwargs={1: 2}", "'chat_template_kwargs.1.*should be a valid string"),
+        ("chat_template_kwargs={today: 2026-11-21}", "'chat_template_kwargs.today': input was not a valid JSON value"),
         ("lora.ranks=3", "'lora.ranks'; known are rank"), ("lora.rank=0", "'lora.rank'"),
         ("report_to=[paper]", "'report_to.0'"),
         ("device=abacus", "'device'"),
@@ -105,7 +109,8 @@ def test_fingerprint_tells_runs_apart(tmp_path: Path) -> None:
     assert load(tmp_path, "log_every=3", "save_every=4", "out=elsewhere").fingerprint == same
     assert load(tmp_path, "samples_per_pass=1", "pack=true", "gradient_checkpointing=true").fingerprint == same
     assert load(tmp_path, "bf16=false").fingerprint == same, "checkpoints know"
-    for override in ("lr=1e-3", "steps=101", "seed=1", "k=9", "model=m", "data=[a.txt]", "r=0.71"):
+    others = ("lr=1e-3", "steps=101", "seed=1", "k=9", "model=m", "data=[a.txt]", "r=0.71")
+    for override in (*others, "chat_template_kwargs.enable_thinking=false"):
         assert load(tmp_path, override).fingerprint != same, override
 
 

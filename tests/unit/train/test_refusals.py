@@ -58,6 +58,13 @@ def test_a_mask_token_that_occurs_in_the_data_is_refused(family: Path, tmp_path:
         train_pard(recipe_for(family, tmp_path, mask_token_id=0), lambda progress: None)
 
 
+def test_a_variable_that_the_template_does_not_have_is_refused(family: Path, tmp_path: Path) -> None:
+    """Guards against a recipe whose switch is misspelt, or gets lost on its way to the data."""
+    recipe = recipe_for(family, tmp_path, chat_template_kwargs={"enable_thinkng": False})
+    with pytest.raises(ValueError, match="the model's chat template has no variable 'enable_thinkng'"):
+        train_pard(recipe, lambda progress: None)
+
+
 def test_samples_that_cannot_be_shared_are_a_mistake(family: Path, tmp_path: Path) -> None:
     """Guards against processes that wait for each other for ever, because one has a pass more."""
     recipe = recipe_for(family, tmp_path, samples_per_step=3)
