@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -89,6 +90,20 @@ def load_config(name: str) -> PretrainedConfig:
             f"{name!r} is a {config.model_type} model; supported architectures are {', '.join(ARCHITECTURES)}"
         )
     return config
+
+
+def load_generation_config(name: str) -> GenerationConfig:
+    """Loads how a model's texts are generated, and which tokens end them; its config says so where it has no such file.
+
+    Raises:
+        ValueError: as `load_config`.
+    """
+    config = load_config(name)
+    with _loading(f"model {name!r}"):
+        try:
+            return GenerationConfig.from_pretrained(name)
+        except OSError:
+            return GenerationConfig.from_model_config(config)
 
 
 def room(config: PretrainedConfig, capacity: int | None) -> int:

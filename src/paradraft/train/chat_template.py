@@ -24,10 +24,17 @@ class ChatTemplate:
     Args:
         tokenizer: the model's; it has a chat template if anything is written.
         variables: what is set in the template; see `check_variables`.
+        end_ids: tokens with which the model ends a turn.
     """
 
     tokenizer: PreTrainedTokenizerBase
     variables: Mapping[str, Any] = field(default_factory=dict)
+    end_ids: frozenset[int] = frozenset()
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template marks the assistant's tokens."""
+        return re.search(r"\{%[-+]?\s*generation", self.tokenizer.get_chat_template()) is not None
 
     def text(self, messages: list[Message], *, ask: bool) -> str:
         """The text of a conversation, with a generation prompt at the end if the next turn is asked for."""

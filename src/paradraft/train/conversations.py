@@ -9,7 +9,7 @@ before it if the target reads that very sample there, and begins a sample of its
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from paradraft.models.texts import continuation
 from paradraft.train.chat_template import ChatTemplate
@@ -25,7 +25,7 @@ def conversation_samples(messages: list[Message], template: ChatTemplate, *, is_
 
     Args:
         messages: at least one, each with a role and a content: a text, or a list of parts of type text.
-        template: the model's. If it marks the assistant's tokens, its marks are the labels.
+        template: the model's. If it marks the assistant's tokens, its marks are the labels, and an end behind them.
         is_cut: whether the last turn was cut, if it is the assistant's.
 
     Raises:
@@ -36,7 +36,7 @@ def conversation_samples(messages: list[Message], template: ChatTemplate, *, is_
         raise ValueError("the model has no chat template, so conversations cannot be read")
     messages = [_read(message, number) for number, message in enumerate(messages, start=1)]
     is_cut = is_cut and messages[-1]["role"] == "assistant"
-    if "{% generation" in template.tokenizer.get_chat_template().replace("{%-", "{%"):
+    if template.has_marks:
         return [_marked(messages, template, is_cut=is_cut)]
     return _joined(_turns(messages, template, is_cut=is_cut))
 
@@ -108,13 +108,27 @@ def _as_it_came(message: Message, template: ChatTemplate) -> list[int]:
 
 
 def _marked(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> Sample:
-    """Labels what the template marks, and the turn that was cut."""
+    """Labels what the template marks, the ends of its turns, and the turn that was cut."""
     tokens: list[int] = []
     is_label: list[bool] = []
     if rendered := messages[:-1] if is_cut else messages:
-        tokens, is_label = template.marked(rendered, ask=is_cut)
+        tokens, marks = template.marked(rendered, ask=is_cut)
+        is_label = _with_ends(tokens, marks, template.end_ids)
     answer = _as_it_came(messages[-1], template) if is_cut else []
     return Sample(tokens=tokens + answer, is_label=is_label + [True] * len(answer))
+
+
+def _with_ends(tokens: list[int], marks: list[bool], end_ids: Collection[int]) -> list[bool]:
+    """The marks, and the ends right behind them, which some templates leave out though the target writes them.
+
+    >>> _with_ends([5, 0, 6, 0, 7], [False, False, True, False, False], end_ids={0})
+    [False, False, True, True, False]
+    """
+    ends = [token in end_ids for token in tokens]
+    return [
+        is_marked or (place > 0 and ends[place] and marks[place - 1] and not ends[place - 1])
+        for place, is_marked in enumerate(marks)
+    ]
 
 
 def _without_spaces(text: str) -> str:

@@ -11,7 +11,7 @@ is learnt behind its response or its last turn.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ def load_samples(
     max_length: int,
     columns: Mapping[str, str] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    end_ids: Collection[int] = (),
     skip_unlabelled: bool = False,
 ) -> list[Sample]:
     """Reads all sources; long samples are split into pieces of at most `max_length` tokens.
@@ -46,6 +47,7 @@ def load_samples(
         max_length: most tokens of a sample.
         columns: what the sources call the names in `paradraft.train.record`, if otherwise.
         chat_template_kwargs: variables of the chat template.
+        end_ids: tokens that end a turn, besides the tokenizer's end-of-text.
         skip_unlabelled: leave samples out in which nothing is a label.
 
     Raises:
@@ -54,7 +56,8 @@ def load_samples(
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the model's tokenizer has no end-of-text token, so the end of a text cannot be learned")
-    template = ChatTemplate(tokenizer=tokenizer, variables=chat_template_kwargs or {})
+    ends = frozenset([tokenizer.eos_token_id, *end_ids])
+    template = ChatTemplate(tokenizer=tokenizer, variables=chat_template_kwargs or {}, end_ids=ends)
     check_variables(template.variables, tokenizer)
     samples: list[Sample] = []
     unlabelled: list[str] = []

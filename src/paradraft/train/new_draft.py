@@ -8,16 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.drafters.pard import declared_mask_id, forget_masks
-from paradraft.models.loading import load_config, load_model, load_tokenizer, locate
+from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.models.runtime import DTYPES, Runtime
 from paradraft.train.checkpoint import save_model
 from paradraft.train.narrowing import narrow
@@ -91,7 +85,8 @@ def make(
         case Sibling():
             model = _fitted(origin.name, target, config.vocab_size, tokenizer, dtype)
     if not layers:
-        model.generation_config = _generation_config(folder, model)
+        # The target's: it says where the texts end that are drafted.
+        model.generation_config = load_generation_config(folder)
     mask_id, what = _mask_token(model, tokenizer, add=mask_token)
     save_model(out, model.to(DTYPES[dtype]), tokenizer)
     return NewDraft(
@@ -147,14 +142,6 @@ def _fitted(name: str, target: str, rows: int, tokenizer: PreTrainedTokenizerBas
     model = load_model(folder, Runtime(dtype=dtype))
     resize(model, rows, used_rows(theirs))
     return model
-
-
-def _generation_config(folder: str, model: PreTrainedModel) -> GenerationConfig:
-    """The target's: it says where the texts end that are drafted."""
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except OSError:
-        return model.generation_config
 
 
 def _mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, add: bool) -> tuple[int | None, str]:

@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.drafters.pard import forget_masks
-from paradraft.models.loading import load_config, load_model, load_tokenizer, locate
+from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.models.runtime import Runtime, computes_bf16
 from paradraft.train import memory
 from paradraft.train.adapters import merged, with_adapters
@@ -24,7 +24,7 @@ from paradraft.train.pard import Objective, add_mask_token
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.sample import Sample
 from paradraft.train.teacher import Teacher, load_teacher
-from paradraft.train.vocabulary import check_rows
+from paradraft.train.vocabulary import check_rows, named_ends
 
 MOST_ROOM = 4096
 """Most tokens of a prompt and its answer when acceptance lengths are measured."""
@@ -138,13 +138,15 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
             f"samples_per_step={recipe.samples_per_step} cannot be shared evenly by {processes} processes: "
             f"use {-(-recipe.samples_per_step // processes) * processes}"
         )
-    tokenizer = load_tokenizer(locate(recipe.model, "draft"))
+    base = locate(recipe.model, "draft")
+    tokenizer = load_tokenizer(base)
     samples = load_samples(
         recipe.data,
         tokenizer,
         max_length=recipe.max_length,
         columns=recipe.columns,
         chat_template_kwargs=recipe.chat_template_kwargs,
+        end_ids=named_ends(load_config(base), load_generation_config(base)),
         skip_unlabelled=recipe.skip_unlabelled,
     )
     drafter = _new_drafter(recipe, tokenizer, str(device))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _RESERVED = re.compile(r"reserved|unused|place.?holder", re.IGNORECASE)
 
@@ -66,7 +66,12 @@ def check_rows(rows: int, largest: int, name: str) -> None:
 
 def end_ids(model: PreTrainedModel) -> frozenset[int]:
     """All tokens that end a text, by the model's config or its generation config."""
-    found = (model.config.eos_token_id, model.generation_config.eos_token_id)
+    return named_ends(model.config, model.generation_config)
+
+
+def named_ends(*configs: PretrainedConfig | GenerationConfig) -> frozenset[int]:
+    """All tokens that a model's configs call the end of a text."""
+    found = [config.eos_token_id for config in configs]
     return frozenset(index for ids in found for index in ([ids] if isinstance(ids, int) else ids or []))
 
 

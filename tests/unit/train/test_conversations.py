@@ -41,6 +41,12 @@ QWEN3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
 """Thoughts stand behind the last question only, and there an empty one where there is none."""
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Qwen's words, with marks that leave out the end of a turn."""
 QWEN3_SWITCH = (
     f"{QWEN3}{{% if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}}"
     "{{- '<think>\n\n</think>\n\n' }}{% endif %}"
@@ -68,9 +74,16 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
 
 
 def samples_of(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, is_cut: bool, **variables: object
+    messages: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_cut: bool,
+    ends: tuple[str, ...] = ("<|eos|>",),
+    **variables: object,
 ) -> list[Sample]:
-    return conversation_samples(messages, ChatTemplate(tokenizer=tokenizer, variables=variables), is_cut=is_cut)
+    end_ids = frozenset(tokenizer.convert_tokens_to_ids(end) for end in ends)
+    template = ChatTemplate(tokenizer=tokenizer, variables=variables, end_ids=end_ids)
+    return conversation_samples(messages, template, is_cut=is_cut)
 
 
 def talk(*contents: str, roles: tuple[str, ...] = ("user", "assistant")) -> list[dict[str, str]]:
@@ -193,6 +206,51 @@ def test_a_turn_that_the_template_changes_is_refused(template: str, said: str, n
     contents = ("a", "b", "c", said) if template == R1 else ("a", said, "c", "d")
     with pytest.raises(ValueError, match=named):
         samples_of(talk(*contents), tokenizer_of(template), is_cut=False)
+
+
+@pytest.mark.parametrize("ends", [("<|im_end|>",), ("<|eos|>", "<|im_end|>")])
+def test_the_end_behind_a_mark_is_learnt(ends: tuple[str, ...]) -> None:
+    """Guards against a drafter that never learns to end a turn, because the template's mark ends before the token with
+    which the target does; the user's ends are not its own, nor is the newline behind it."""
+    tokenizer = tokenizer_of(MARKED)
+    found = samples_of(talk("a", "b", "c", "d"), tokenizer, is_cut=False, ends=ends)
+    second = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    assert found == [learnt(tokenizer, asks("a"), "b<|im_end|>", second, "d<|im_end|>", "\n")]
+    (control,) = samples_of(talk("a", "b"), tokenizer, is_cut=False)
+    assert control == learnt(tokenizer, asks("a"), "b", "<|im_end|>\n"), "to this model it is no end"
+
+
+def test_no_end_is_learnt_behind_a_marked_turn_that_was_cut() -> None:
+    """Guards against a drafter that ends turns in the middle of a sentence; the turn before ended by itself."""
+    tokenizer = tokenizer_of(MARKED)
+    (sample,) = samples_of(talk("a", "b", "c", "d"), tokenizer, is_cut=True, ends=("<|im_end|>",))
+    second = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    assert sample == learnt(tokenizer, asks("a"), "b<|im_end|>", second, "d")
+
+
+def test_one_end_of_a_turn_is_learnt() -> None:
+    """Guards templates whose mark has the end in it: what stands behind that is never written."""
+    template = MARKED.replace("{% endgeneration %}", "<|im_end|>{% endgeneration %}")
+    tokenizer = tokenizer_of(template)
+    (sample,) = samples_of(talk("a", "b"), tokenizer, is_cut=False, ends=("<|im_end|>",))
+    assert sample == learnt(tokenizer, asks("a"), "b<|im_end|>", "<|im_end|>\n")
+
+
+@pytest.mark.parametrize("mark", ["{%generation%}", "{%-generation-%}", "{%+ generation %}", "{%\n  generation\n%}"])
+def test_a_mark_in_any_spelling(mark: str) -> None:
+    """Guards marks without spaces, which Jinja reads: the newline behind a turn would be a label."""
+    tokenizer = tokenizer_of(MARKED.replace("{% generation %}", mark))
+    found = samples_of(talk("a", "b"), tokenizer, is_cut=False)
+    assert found == samples_of(talk("a", "b"), tokenizer_of(MARKED), is_cut=False)
+    assert list(found[0].is_label).count(True) == 1
+
+
+def test_a_variable_is_no_mark() -> None:
+    """Control: words that only begin like a mark."""
+    tokenizer = tokenizer_of("{% set generation = 1 %}{% set generations = 1 %}{%- if generations %}{% endif %}" + R1)
+    assert samples_of(talk("a", "b"), tokenizer, is_cut=False) == samples_of(
+        talk("a", "b"), tokenizer_of(R1), is_cut=False
+    )
 
 
 def test_what_nobody_asked_is_not_learnt() -> None:

@@ -18,6 +18,7 @@ TEMPLATE = (
     "{% elif m.role == 'user' %}{{ '+' + m.content + '+' }}{% else %}{{ raise_exception('no such role') }}{% endif %}"
     "{% endfor %}"
 )
+END_UNMARKED = TEMPLATE.replace("<|eos|>{% endgeneration %}", "{% endgeneration %}<|eos|>")
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 A, B, C, D, ASKED, PLUS, EOS = 1, 2, 3, 4, 27, 63, 0
 
@@ -68,15 +69,18 @@ def test_end_of_text_is_a_label_even_when_it_is_the_pad_token(tmp_path: Path) ->
     assert (sample.tokens[-1], sample.is_label[-1]) == (EOS, True)
 
 
-def test_the_assistants_turns_are_labels(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [TEMPLATE, END_UNMARKED])
+def test_the_assistants_turns_are_labels(tmp_path: Path, template: str) -> None:
     """Guards against learning the user's turns, or losing the end of the assistant's."""
     turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "a")]
-    (sample,) = load(tmp_path, {"messages": [{"role": role, "content": text} for role, text in turns]})
+    (sample,) = load(
+        tmp_path, {"messages": [{"role": role, "content": text} for role, text in turns]}, template=template
+    )
     assert list(sample.tokens) == [PLUS, A, PLUS, B, C, EOS, PLUS, D, PLUS, A, EOS]
     assert list(sample.is_label) == [False] * 3 + [True] * 3 + [False] * 3 + [True] * 2
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED])
+@pytest.mark.parametrize("template", [TEMPLATE, END_UNMARKED, UNMARKED])
 def test_nothing_is_learnt_behind_a_turn_that_was_cut(tmp_path: Path, template: str) -> None:
     """Guards against a drafter that learns to end turns in the middle of a sentence, because the template puts an end
     behind every turn; the turns before it keep theirs."""

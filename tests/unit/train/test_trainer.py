@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from paradraft.train.progress import Evaluation, Progress
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.trainer import is_trained, train_pard
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+from tests.jsonl import write_lines
 
 
 def recipe_for(family: Path, folder: Path, **settings: object) -> PardRecipe:
@@ -313,3 +315,25 @@ def test_adapters_begin_as_the_seed_says(family: Path, tmp_path: Path) -> None:
         for name, seed in (("a", 3), ("b", 3))
     ]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_all_ends_of_the_model_are_learnt(family: Path, tmp_path: Path, file: str) -> None:
+    """Guards ends that only the configs name, as Llama's do: behind a marked turn each of them is a label, and a model
+    without a generation config has those of its config."""
+    model = shutil.copytree(family / "draft", tmp_path / "model")
+    if file == "config.json":
+        (model / "generation_config.json").unlink()
+    settings = json.loads((model / file).read_text()) | {"eos_token_id": [0, 52]}
+    (model / file).write_text(json.dumps(settings))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ m.end }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    data = tmp_path / "data.jsonl"
+    write_lines(data, [{"messages": [{"role": "assistant", "content": "ab", "end": end}]} for end in ("Z", "Y")])
+    prepared = preparation.prepare(
+        recipe_for(family, tmp_path, model=str(model), data=[data]), torch.device("cpu"), processes=1
+    )
+    assert [list(sample.tokens) for sample in prepared.samples] == [[1, 2, 52], [1, 2]]
