@@ -85,6 +85,6 @@ def test_a_mistake_is_told_once(family: Path, tmp_path: Path) -> None:
     said = [line for line in done.stderr.splitlines() if line.startswith("paradraft: ")]
     assert [line.split(",")[0] for line in said] == [
         "paradraft: warning: muon_lr=0.01 is ignored without optimizer=muon",
-        "paradraft: this recipe needs 0.0 GiB beside its models (optimizer 0.0",
+        "paradraft: this recipe needs 0.0 GiB (models 0.0",
     ]
     assert done.stderr.count("exitcode  : 2 ") == 2 and "Error:" not in done.stderr.replace("ChildFailedError:", "")

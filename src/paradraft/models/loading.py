@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
+import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -129,6 +130,17 @@ def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
     if found["unexpected_keys"]:
         warnings.warn(f"{name}: weights that are not used: {_some(sorted(found['unexpected_keys']))}", stacklevel=2)
     return model.to(runtime.device).eval()
+
+
+def load_skeleton(name: str) -> PreTrainedModel:
+    """A causal LM without its weights, to count them: it has their shapes and takes no memory.
+
+    Raises:
+        ValueError: there is no such model, or it is no supported causal LM.
+    """
+    config = load_config(name)
+    with _loading(f"model {name!r}"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -1,8 +1,8 @@
-"""How much memory a training run takes beside the models that are loaded, estimated before it begins.
+"""How much memory a training run takes on its device, estimated before any weights are loaded.
 
-Counted are gradients and AdamW's two moments in float32 (Muon keeps one), what a pass keeps for the
-backward pass, the attention mask, and the logits that are in memory at a time. A run may take a
-fifth more or less; one whose weights are spread over devices takes less.
+Counted are the weights of all models, gradients and AdamW's two moments in float32 (Muon keeps one),
+what a pass keeps for the backward pass, the attention mask, and the logits that are in memory at a
+time. A run may take a fifth more or less; one whose weights are spread over devices takes less.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import torch
 from transformers import PreTrainedModel
 
 from paradraft.models.kv_cache import head_size
+from paradraft.models.loading import load_skeleton, locate
+from paradraft.models.runtime import computes_bf16
 from paradraft.train.attention import FLEX
 from paradraft.train.pard import LOGITS
 from paradraft.train.recipe import PardRecipe
+from paradraft.train.teacher import teacher_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +28,14 @@ class Estimate:
     """Bytes that a run takes on one device.
 
     Args:
+        models: their weights.
         optimizer: gradients and moments.
         rows: what a pass over the rows keeps.
         mask: the attention mask, while it is made.
         logits: logits and what the loss makes of them.
     """
 
+    models: float
     optimizer: float
     rows: float
     mask: float
@@ -39,37 +44,38 @@ class Estimate:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.optimizer + self.rows + self.mask + self.logits
+        return self.models + self.optimizer + self.rows + self.mask + self.logits
 
     def check(self, device: torch.device) -> None:
         """Raises ValueError if the device has not so much memory."""
         free = _free_bytes(device)
         if self.total > free:
             parts = ", ".join(f"{name} {value / 2**30:.1f}" for name, value in vars(self).items())
-            # Smaller passes do not help where gradients and moments alone are too large.
-            fix = (
-                "train adapters (lora), or a smaller model"
-                if self.optimizer > free
-                else "lower samples_per_pass or max_length, or set gradient_checkpointing=true"
-            )
             raise ValueError(
-                f"this recipe needs {self.total / 2**30:.1f} GiB beside its models ({parts}), and "
-                f"{free / 2**30:.1f} GiB are free: {fix}"
+                f"this recipe needs {self.total / 2**30:.1f} GiB ({parts}), and {free / 2**30:.1f} GiB are free: "
+                f"{self._fix(free)}"
             )
+
+    def _fix(self, free: float) -> str:
+        if self.models > free:
+            return "use smaller models"
+        if self.models + self.optimizer > free:  # then smaller passes do not help
+            return "train adapters (lora), or a smaller model"
+        return "lower samples_per_pass or max_length, or set gradient_checkpointing=true"
 
 
 def estimate(
-    recipe: PardRecipe, model: PreTrainedModel, *, rows: int, passes: int, bf16: bool, has_teacher: bool
+    recipe: PardRecipe, model: PreTrainedModel, *, weights: float, rows: int, passes: int, bf16: bool
 ) -> Estimate:
     """Estimates a run.
 
     Args:
         recipe: the run.
-        model: the drafter in training.
+        model: the drafter in training; its weights are not needed.
+        weights: bytes of all models, from `weight_bytes`.
         rows: training rows of the largest sample.
         passes: samples, or packed groups of samples, of one pass.
         bf16: whether the pass computes in bf16.
-        has_teacher: whether a teacher's logits stand beside the drafter's.
     """
     config = model.config
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -85,12 +91,43 @@ def estimate(
         kept = config.num_hidden_layers * layer
     # A block mask is made from the dense one: booleans, ten times over while it is made.
     mask_size = 10 if model.config._attn_implementation == FLEX else 1 + size
+    logits = 3 if recipe.teacher is None else 5  # a teacher's stand beside the drafter's
     return Estimate(
+        models=weights,
         optimizer=12.0 * trained,
         rows=float(passes) * rows * kept,
         mask=passes * float(rows) ** 2 * mask_size,
-        logits=4.0 * (5 if has_teacher else 3) * min(passes * rows * config.vocab_size, LOGITS),
+        logits=4.0 * logits * min(passes * rows * config.vocab_size, LOGITS),
     )
+
+
+def weight_bytes(
+    recipe: PardRecipe, drafter: PreTrainedModel, device: torch.device, *, bf16: bool, measures: bool
+) -> float:
+    """Bytes of the weights that a run loads: of the drafter in float32, and of its teacher; where it measures, of
+    the target, and of the drafter once more, as it is measured.
+
+    Args:
+        recipe: the run.
+        drafter: in training; its weights are not needed.
+        device: where the run takes place.
+        bf16: whether the teacher computes in bf16.
+        measures: whether samples are held out to measure on.
+
+    Raises:
+        ValueError: teacher or target does not exist, or is no supported causal LM.
+    """
+    weights = 4.0 * _parameters(drafter)
+    if recipe.teacher is not None:
+        weights += (2 if bf16 else 4) * _parameters(load_skeleton(teacher_folder(recipe.teacher)))
+    if measures and recipe.measured_with is not None:
+        target = load_skeleton(locate(recipe.measured_with, "target"))
+        weights += (2 if computes_bf16(device) else 4) * (_parameters(target) + _parameters(drafter))
+    return weights
+
+
+def _parameters(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def rows_of(tokens: int, recipe: PardRecipe) -> int:

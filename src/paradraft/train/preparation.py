@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.drafters.pard import forget_masks
-from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
+from paradraft.models.loading import load_config, load_generation_config, load_tokenizer, locate
 from paradraft.models.runtime import Runtime, computes_bf16
+from paradraft.terminal import speaks
 from paradraft.train import memory
-from paradraft.train.adapters import merged, with_adapters
-from paradraft.train.attention import FLEX
+from paradraft.train.adapters import merged
 from paradraft.train.batch import Batch, Drop, collate, pack
 from paradraft.train.data import load_samples
+from paradraft.train.drafter import NewDrafter, drafter_skeleton, new_drafter
 from paradraft.train.evaluation import AcceptanceMeter, prompt_of
 from paradraft.train.held_out import hold_out
-from paradraft.train.pard import Objective, add_mask_token
+from paradraft.train.idle import complaints
+from paradraft.train.pard import Objective
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.sample import Sample
 from paradraft.train.teacher import Teacher, load_teacher
@@ -57,10 +58,7 @@ class Preparation:
     @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
-        recipe = self.recipe
-        if recipe.steps is not None:
-            return recipe.steps
-        return max(math.ceil(len(self.samples) * (recipe.epochs or 0.0) / recipe.samples_per_step), 1)
+        return _steps(self.recipe, len(self.samples))
 
     def batches(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[Batch]:
         """The passes over some samples; the rows that are dropped depend on a sample's own seed alone."""
@@ -82,7 +80,7 @@ class Preparation:
 
     def finished_model(self, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
         """The drafter as it is shipped, in bf16, from the weights of `objective`."""
-        new = _new_drafter(self.recipe, self.tokenizer, "cpu")
+        new = new_drafter(self.recipe, self.tokenizer, "cpu")
         Objective(new.model).load_state_dict(weights)
         model = new.model if new.adapted is None else merged(new.adapted)
         return model.to(torch.bfloat16).eval()
@@ -94,7 +92,7 @@ class Preparation:
             ValueError: the target cannot be loaded, or the prompts do not fit into it.
         """
         recipe = self.recipe
-        target = recipe.teacher if recipe.target is None else recipe.target
+        target = recipe.measured_with
         recipe.check_measurable(len(self.held_out))
         if target is None or not self.held_out:
             return None
@@ -107,23 +105,9 @@ class Preparation:
         runtime = Runtime(device=str(device), dtype=dtype, capacity=min(*room, MOST_ROOM))
         return AcceptanceMeter(target, base, prompts, k=recipe.k, answer_tokens=recipe.answer_tokens, runtime=runtime)
 
-    def check_memory(self, device: torch.device) -> None:
-        """Raises ValueError if the device has not the memory that the run takes beside the models that are loaded."""
-        recipe, teacher = self.recipe, self.objective.teacher
-        longest = max(len(sample.tokens) for sample in [*self.samples, *self.held_out])
-        groups = self.per_pass
-        if recipe.pack:
-            groups = min(groups, math.ceil(groups * longest / recipe.max_length) + 1)
-            longest = recipe.max_length if groups < self.per_pass else longest
-        rows = memory.rows_of(longest, recipe)
-        model = self.objective.model
-        memory.estimate(recipe, model, rows=rows, passes=groups, bf16=self.bf16, has_teacher=teacher is not None).check(
-            device
-        )
-
 
 def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Preparation:
-    """Loads and checks; nothing is written.
+    """Loads and checks; nothing is written. Data come first, and no weights are loaded that do not fit into memory.
 
     Args:
         recipe: the run.
@@ -131,7 +115,7 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
         processes: how many processes share the samples of a step.
 
     Raises:
-        ValueError: model, data or teacher cannot be used, or the settings do not fit them.
+        ValueError: model, data or teacher cannot be used, the settings do not fit them, or there is not enough memory.
     """
     if recipe.samples_per_step % processes:
         raise ValueError(
@@ -149,72 +133,93 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
         end_ids=named_ends(load_config(base), load_generation_config(base)),
         skip_unlabelled=recipe.skip_unlabelled,
     )
-    drafter = _new_drafter(recipe, tokenizer, str(device))
-    model, mask_id = drafter.model, drafter.mask_id
-    masks = set() if mask_id is None else set(range(mask_id, mask_id + recipe.masks))
-    if any(not masks.isdisjoint(sample.tokens) for sample in samples):
-        raise ValueError(f"the mask token {mask_id} occurs in the data: choose another mask_token_id")
-    longest = max(len(sample.tokens) for sample in samples)
-    largest = int(max(max(sample.tokens) for sample in samples))
-    check_rows(model.config.vocab_size, largest, f"model {recipe.model!r}")
-    if longest > model.config.max_position_embeddings:
-        room = model.config.max_position_embeddings
-        raise ValueError(f"the model has room for {room} tokens, a sample has {longest}: set max_length={room}")
-    bf16 = computes_bf16(device) if recipe.bf16 is None else recipe.bf16
-    teacher: Teacher | None = None
-    if recipe.teacher is not None:
-        runtime = Runtime(device=str(device), dtype="bfloat16" if bf16 else "float32")
-        teacher = load_teacher(
-            recipe.teacher,
-            tokenizer,
-            mask_id=mask_id,
-            masks=recipe.masks,
-            longest=longest,
-            largest=largest,
-            runtime=runtime,
-        )
-        teacher.model.set_attn_implementation(model.config._attn_implementation)
     learnt, held_out = hold_out(samples, recipe.held_out)
+    for complaint in complaints(recipe, steps=_steps(recipe, len(learnt))) if speaks() else ():
+        warnings.warn(complaint, stacklevel=4)
+    bf16 = computes_bf16(device) if recipe.bf16 is None else recipe.bf16
+    per_pass = min(recipe.samples_per_pass or recipe.samples_per_step, recipe.samples_per_step // processes)
+    _check_memory(recipe, tokenizer, samples, device, bf16=bf16, per_pass=per_pass, measures=bool(held_out))
+    drafter = new_drafter(recipe, tokenizer, str(device))
+    _check_samples(samples, drafter, recipe)
+    teacher = _teacher_of(
+        recipe, tokenizer, samples, drafter, Runtime(device=str(device), dtype="bfloat16" if bf16 else "float32")
+    )
     return Preparation(
         recipe=recipe,
         tokenizer=tokenizer,
         samples=learnt,
         held_out=held_out,
-        mask_id=mask_id,
-        objective=Objective(model, teacher=teacher, kind=recipe.divergence or "forward_kl", bf16=bf16),
+        mask_id=drafter.mask_id,
+        objective=Objective(drafter.model, teacher=teacher, kind=recipe.divergence or "forward_kl", bf16=bf16),
         bf16=bf16,
-        per_pass=min(recipe.samples_per_pass or recipe.samples_per_step, recipe.samples_per_step // processes),
+        per_pass=per_pass,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _NewDrafter:
-    """The drafter as it is before the first step, in float32.
+def _check_memory(
+    recipe: PardRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: list[Sample],
+    device: torch.device,
+    *,
+    bf16: bool,
+    per_pass: int,
+    measures: bool,
+) -> None:
+    """Raises ValueError if the device has not the memory that the run takes."""
+    drafter = drafter_skeleton(recipe, tokenizer, str(device))
+    weights = memory.weight_bytes(recipe, drafter, device, bf16=bf16, measures=measures)
+    longest, _ = _extremes(samples)
+    groups = per_pass
+    if recipe.pack:
+        groups = min(groups, math.ceil(groups * longest / recipe.max_length) + 1)
+        longest = recipe.max_length if groups < per_pass else longest
+    rows = memory.rows_of(longest, recipe)
+    memory.estimate(recipe, drafter, weights=weights, rows=rows, passes=groups, bf16=bf16).check(device)
 
-    Args:
-        model: what is trained.
-        adapted: the same with its adapters, if it has any.
-        mask_id: its mask token; None for an ordinary draft.
-    """
 
-    model: PreTrainedModel
-    adapted: PeftModel | None
-    mask_id: int | None
+def _check_samples(samples: list[Sample], drafter: NewDrafter, recipe: PardRecipe) -> None:
+    """Raises ValueError if samples hold the mask token, or one without a row, or do not fit into the model."""
+    config, mask_id = drafter.model.config, drafter.mask_id
+    masks = set() if mask_id is None else set(range(mask_id, mask_id + recipe.masks))
+    if any(not masks.isdisjoint(sample.tokens) for sample in samples):
+        raise ValueError(f"the mask token {mask_id} occurs in the data: choose another mask_token_id")
+    longest, largest = _extremes(samples)
+    check_rows(config.vocab_size, largest, f"model {recipe.model!r}")
+    if longest > config.max_position_embeddings:
+        room = config.max_position_embeddings
+        raise ValueError(f"the model has room for {room} tokens, a sample has {longest}: set max_length={room}")
 
 
-def _new_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> _NewDrafter:
-    model = load_model(locate(recipe.model, "draft"), Runtime(device=device, dtype="float32"))
-    if recipe.k > 1:
-        mask_id = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks)
-    else:
-        mask_id = None
-        forget_masks(model.config)  # a PARD model that learns without masks is none any more
-    masks = [] if mask_id is None else list(range(mask_id, mask_id + recipe.masks))
-    adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, masks, seed=recipe.seed)
-    on_gpu = device.startswith("cuda")
-    model.set_attn_implementation((FLEX if on_gpu else "sdpa") if recipe.attention == "auto" else recipe.attention)
-    if recipe.gradient_checkpointing:
-        # `transformers` renamed it in 5.23.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
-    return _NewDrafter(model=model, adapted=adapted, mask_id=mask_id)
+def _teacher_of(
+    recipe: PardRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: list[Sample],
+    drafter: NewDrafter,
+    runtime: Runtime,
+) -> Teacher | None:
+    if recipe.teacher is None:
+        return None
+    longest, largest = _extremes(samples)
+    teacher = load_teacher(
+        recipe.teacher,
+        tokenizer,
+        mask_id=drafter.mask_id,
+        masks=recipe.masks,
+        longest=longest,
+        largest=largest,
+        runtime=runtime,
+    )
+    teacher.model.set_attn_implementation(drafter.model.config._attn_implementation)
+    return teacher
+
+
+def _extremes(samples: list[Sample]) -> tuple[int, int]:
+    """Tokens of the longest sample, and the largest token id of all."""
+    return max(len(sample.tokens) for sample in samples), int(max(max(sample.tokens) for sample in samples))
+
+
+def _steps(recipe: PardRecipe, samples: int) -> int:
+    if recipe.steps is not None:
+        return recipe.steps
+    return max(math.ceil(samples * (recipe.epochs or 0.0) / recipe.samples_per_step), 1)

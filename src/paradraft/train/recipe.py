@@ -176,6 +176,11 @@ class PardRecipe(BaseModel):
         return None if self.loss == "cross_entropy" else self.loss
 
     @property
+    def measured_with(self) -> str | None:
+        """The target that decodes held-out prompts, if any does."""
+        return self.teacher if self.target is None else self.target
+
+    @property
     def identity(self) -> dict[str, Any]:
         """All that decides which drafter is learnt; a run may go on with the same alone.
 

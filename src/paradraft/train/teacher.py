@@ -9,6 +9,9 @@ drafter's embedding.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -75,6 +78,25 @@ class Teacher:
         return logits
 
 
+def teacher_folder(name: str) -> str:
+    """The folder or Hugging Face id of a teacher.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    with _as_teacher():
+        return locate(name, "target")
+
+
+@contextmanager
+def _as_teacher() -> Iterator[None]:
+    """Lets a mistake say that it is about the teacher."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"teacher: {error}") from None
+
+
 def load_teacher(
     name: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -100,11 +122,9 @@ def load_teacher(
         ValueError: there is no such model, its tokens are others, it has no row for one of the samples', or its
             context is too short.
     """
-    try:
-        folder = locate(name, "target")
+    folder = teacher_folder(name)
+    with _as_teacher():
         theirs = load_tokenizer(folder).get_vocab()
-    except ValueError as error:
-        raise ValueError(f"teacher: {error}") from None
     ours = tokenizer.get_vocab()
     if not of_one_family(ours, theirs):
         raise ValueError(f"teacher {name!r} has another vocabulary than the model: use one of the same family")

@@ -5,7 +5,6 @@ Devices and processes are accelerate's: start it with `accelerate launch` or `to
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -14,7 +13,6 @@ from accelerate import Accelerator
 
 from paradraft.train import provenance, trackers
 from paradraft.train.checkpoint import Checkpoints, State
-from paradraft.train.idle import complaints
 from paradraft.train.lock import alone_in
 from paradraft.train.loop import Loop
 from paradraft.train.preparation import Preparation, prepare
@@ -75,7 +73,6 @@ def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
                 return False
             prepared = _prepared(recipe, accelerator, checkpoints.state())
             acceptance = prepared.acceptance(accelerator.device) if accelerator.is_main_process else None
-            prepared.check_memory(accelerator.device)
         Loop(prepared, acceptance, accelerator, checkpoints, report).to_the_end()
         return True
 
@@ -85,8 +82,6 @@ def _prepared(recipe: PardRecipe, accelerator: Accelerator, state: State | None)
     if state is not None and state.bf16 != prepared.bf16:
         before = str(state.bf16).lower()
         raise ValueError(f"the run in {recipe.out} began with bf16={before}, and here it is not: set bf16={before}")
-    for complaint in complaints(recipe, steps=prepared.steps) if accelerator.is_main_process else ():
-        warnings.warn(complaint, stacklevel=3)
     return prepared
 
 

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from paradraft.train import memory
+from paradraft.models.loading import load_tokenizer
+from paradraft.train import memory, preparation
 from paradraft.train.batch import Drop, collate
+from paradraft.train.drafter import drafter_skeleton
 from paradraft.train.pard import Objective
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.sample import Sample
+from tests.unit.train.test_trainer import recipe_for
 
 N, VOCAB, SAMPLES = 200, 500, 2
 
@@ -46,7 +51,7 @@ def test_what_a_pass_keeps_is_what_was_estimated(sizes: dict[str, int]) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss, _ = Objective(model)(batch, torch.ones(recipe.k))
-    estimated = memory.estimate(recipe, model, rows=R, passes=SAMPLES, bf16=False, has_teacher=False)
+    estimated = memory.estimate(recipe, model, weights=0, rows=R, passes=SAMPLES, bf16=False)
     assert loss.isfinite()
     assert sum(kept.values()) <= estimated.rows <= 2 * sum(kept.values())
 
@@ -54,7 +59,7 @@ def test_what_a_pass_keeps_is_what_was_estimated(sizes: dict[str, int]) -> None:
 def test_settings_that_save_memory_lower_the_estimate() -> None:
     """Guards the advice in the complaint: what it tells to change must help."""
     base = {"model": "m", "data": ["d"], "out": "o", "steps": 1}
-    sizes = {"rows": 1000, "bf16": False, "has_teacher": False}
+    sizes = {"weights": 0, "rows": 1000, "bf16": False}
 
     def total(passes: int, **settings: object) -> float:
         return memory.estimate(PardRecipe(**base, **settings), model_of(), passes=passes, **sizes).total
@@ -65,3 +70,35 @@ def test_settings_that_save_memory_lower_the_estimate() -> None:
     for parameter in frozen.parameters():
         parameter.requires_grad_(False)
     assert memory.estimate(PardRecipe(**base), frozen, passes=4, **sizes).total < total(4)
+
+
+def bytes_of(model: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 2}, "optimizer": "adamw"}, {"k": 1}])
+def test_weights_are_counted_as_they_will_be_loaded(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
+) -> None:
+    """Guards the refusal that comes before loading: models of other dtypes, one that is forgotten, or adapters whose
+    base is taken for trained."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory, "computes_bf16", lambda device: True)
+    monkeypatch.setattr(preparation, "computes_bf16", lambda device: True)
+    target, draft = str(family / "target"), str(family / "draft")
+    recipe = recipe_for(family, tmp_path, teacher=target, bf16=True, held_out=2, **settings)
+    skeleton = drafter_skeleton(recipe, load_tokenizer(draft), "cpu")
+    assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
+    prepared = preparation.prepare(recipe, cpu, processes=1)
+    model, teacher = prepared.objective.model, prepared.objective.teacher
+    meter = prepared.acceptance(cpu)
+    assert teacher is not None and meter is not None
+    measured = sum(parameter.numel() * 2 for parameter in model.parameters())
+    loaded = sum(map(bytes_of, (model, teacher.model, meter._target.lm.model))) + measured
+    sizes = {"rows": 1, "passes": 1, "bf16": True}
+    weights = memory.weight_bytes(recipe, skeleton, cpu, bf16=True, measures=True)
+    found = memory.estimate(recipe, skeleton, weights=weights, **sizes)
+    assert found.models == loaded
+    assert found == memory.estimate(recipe, model, weights=loaded, **sizes)
+    unmeasured = memory.weight_bytes(recipe, skeleton, cpu, bf16=True, measures=False)
+    assert unmeasured == bytes_of(model) + bytes_of(teacher.model)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from paradraft.train import memory, preparation, trackers
 from paradraft.train.progress import Progress
@@ -73,15 +74,24 @@ def test_samples_that_cannot_be_shared_are_a_mistake(family: Path, tmp_path: Pat
 
 
 def test_a_run_that_does_not_fit_is_refused(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a process that is killed after an hour: memory is estimated before the first step."""
+    """Guards against a process that is killed after an hour, or while it loads: memory is estimated before any weights
+    are there."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 1e6)
     recipe = recipe_for(family, tmp_path, max_length=97)
     with pytest.raises(
-        ValueError, match=r"needs 0\.\d GiB beside its models \(optimizer .*\), and 0\.0 GiB are free: lower"
+        ValueError, match=r"needs 0\.\d GiB \(models 0\.0, optimizer .*\), and 0\.0 GiB are free: lower"
     ):
         train_pard(recipe, lambda report: None)
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 1e5)
     with pytest.raises(ValueError, match=r"0\.0 GiB are free: train adapters"):
+        train_pard(recipe, lambda report: None)
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 5e4)
+    with pytest.raises(ValueError, match=r"0\.0 GiB are free: use smaller models"):
         train_pard(recipe, lambda report: None)
     assert not recipe.out.exists()
 
