@@ -15,6 +15,7 @@ from paradraft.api import drafter_names, takes_draft
 from paradraft.bench.roofline import Size
 from paradraft.bench.speeds import Speeds
 from paradraft.models.runtime import Runtime
+from paradraft.out_of_memory import is_out_of_memory
 from paradraft.train.batch import Drop, collate
 from paradraft.train.pard import Objective
 from paradraft.train.sample import Sample
@@ -93,3 +94,10 @@ def test_quantized_weights_take_less_and_change_no_token(dtype: str) -> None:
     assert Size.of(plain.target.lm.model).weight_bytes < 0.7 * whole.weight_bytes
     expected = plain.generate("def read(path):", max_new_tokens=40).tokens
     assert drafted.generate("def read(path):", max_new_tokens=40).tokens == expected
+
+
+def test_memory_of_a_gpu_that_has_run_out_is_known_by_its_error() -> None:
+    """Guards the one line that a command says then, which has torch's words for a sign."""
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(2**50, device="cuda")
+    assert is_out_of_memory(caught.value) and "CUDA" in str(caught.value)

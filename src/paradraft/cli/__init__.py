@@ -19,6 +19,7 @@ from paradraft.cli.plan import plan
 from paradraft.cli.regenerate import regenerate
 from paradraft.cli.report import report
 from paradraft.cli.train import pard
+from paradraft.out_of_memory import is_out_of_memory
 from paradraft.terminal import hide_progress_bars, speaks
 
 INTERRUPTED = 130
@@ -38,9 +39,10 @@ app.command()(audit)
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit code 2, a warning is one line.
+    """Entry point: a user's mistake is one line and exit code 2, and so is memory that has run out; a warning is one
+    line.
 
-    Of several processes that train together one says so, but for what others may have: modules and files.
+    Of several processes that train together one says so, but for what others may have: modules, files and memory.
     """
     hide_progress_bars()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -55,6 +57,10 @@ def main() -> None:
         code = _complain(error.format_message())
     except ValueError as error:
         code = _complain(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        code = _complain(_short_of_memory(error), always=True)
     except ModuleNotFoundError as error:
         code = _complain(f"{error.name} is not installed: pip install 'paradraft[train,bench]'", always=True)
     except OSError as error:
@@ -62,6 +68,15 @@ def main() -> None:
     if code == INTERRUPTED and _speaks():
         print("paradraft: interrupted", file=sys.stderr)
     _leave(code)
+
+
+def _short_of_memory(error: Exception) -> str:
+    fix = (
+        "lower samples_per_pass or set gradient_checkpointing=true, the run goes on with either; or lower max_length"
+        if sys.argv[1:2] == ["train"]
+        else "use a smaller batch, shorter texts or smaller models"
+    )
+    return f"out of {'GPU ' if 'CUDA' in str(error) else ''}memory: {fix}"
 
 
 def _leave(code: int) -> NoReturn:

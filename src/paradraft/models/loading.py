@@ -30,6 +30,7 @@ from paradraft.models.quantization import quantize
 from paradraft.models.runtime import QUANTIZED, Runtime
 from paradraft.models.shapes import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
 from paradraft.models.target import Target
+from paradraft.out_of_memory import is_out_of_memory
 
 POCKET = "pocket"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -235,6 +236,8 @@ def _loading(what: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load {what}: {_first_sentence(error)}") from None
     except Exception as error:  # at a damaged file `transformers` fails wherever it first meets something unexpected
+        if is_out_of_memory(error):
+            raise
         problem = f"{type(error).__name__}: {_first_sentence(error)}"
         raise ValueError(f"cannot load {what}: one of its files seems damaged ({problem})") from None
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from paradraft.out_of_memory import is_out_of_memory
+
 GROUP = 32
 """Weights that share a scale in 4 bits."""
 
@@ -44,6 +46,8 @@ def quantize(model: PreTrainedModel, bits: int) -> None:
     try:
         quantize_(model, config)
     except (RuntimeError, NotImplementedError, ImportError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
         device, reason = next(model.parameters()).device, str(error).strip().splitlines()[0]
         raise ValueError(
             f"dtype='int{bits}': torchao cannot do this to {model.config.name_or_path!r} on {device} ({reason}): use "
