@@ -57,9 +57,10 @@ def measure(setting: str, args: argparse.Namespace) -> dict[str, Any]:
         loss.backward()
         optimizers.step(step)
         if on_gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began_s)
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else resident
     return {"rows": batch.tokens.numel(), "step_s": seconds[1:], "peak_bytes": peak}
 
 

@@ -43,7 +43,7 @@ def seconds(logits: torch.Tensor, setting: Sampling, way: str) -> float:
     sampling.LIKELIEST, noise.SPARSE = WAYS[way]
     positions = torch.arange(POSITIONS, device=logits.device)[None]
     if logits.device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(logits.device)
     began_s = time.perf_counter()
     noise.with_noise(sampling.filtered_logits(logits, setting), 1, positions).argmax(-1).tolist()
     return time.perf_counter() - began_s

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-import torch
-
 from paradraft import ragged
 from paradraft.core import GREEDY, RULES, Drafter, Prompt, Sampling, Step, Tree
 from paradraft.decode.lengths import POLICIES, Fixed, LengthPolicy
@@ -205,7 +203,7 @@ class Engine:
         return Stops(limits=limits, eos_ids=self.target.eos_ids, strings=strings, text_of=self._text)
 
     def _steps(self, requests: list[Request], stops: Stops) -> Iterator[Step]:
-        self.clock = Clock(torch.cuda.synchronize if self.target.lm.device.type == "cuda" else lambda: None)
+        self.clock = Clock.on(self.target.lm.device)
         prompt = self.prompt([r.tokens for r in requests], tuple(r.sampling for r in requests))
         return decode(
             self.target,

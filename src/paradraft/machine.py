@@ -15,7 +15,7 @@ import torch
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Hardware and versions, for the record beside every number."""
+    """Hardware and versions, for the record beside every number; of several GPUs the one that was used."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
@@ -23,7 +23,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "cores": psutil.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
-        "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
+        "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("paradraft", "torch", "transformers")},

@@ -19,6 +19,8 @@ from paradraft.out_of_memory import is_out_of_memory
 from paradraft.train.batch import Drop, collate
 from paradraft.train.pard import Objective
 from paradraft.train.sample import Sample
+from tests.e2e.conftest import Paradraft
+from tests.e2e.conftest import paradraft as paradraft
 
 pytestmark = pytest.mark.gpu
 
@@ -101,3 +103,16 @@ def test_memory_of_a_gpu_that_has_run_out_is_known_by_its_error() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(2**50, device="cuda")
     assert is_out_of_memory(caught.value) and "CUDA" in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_second_gpu_is_measured_as_the_first(family: Path, tmp_path: Path, paradraft: Paradraft) -> None:
+    """Guards `--device cuda:1`: its memory, its name, and times that wait for its kernels."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text('{"prompt": "abc"}\n', encoding="utf-8")
+    asked = ["--prompts", prompts, "--num-prompts", 1, "--max-new-tokens", 8, "--no-compile", "--json", out]
+    done = paradraft("bench", "--target", family / "target", "--methods", "ar,ngram", "--device", "cuda:1", *asked)
+    assert done.code == 0, done.err
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert report["machine"]["gpu"] == torch.cuda.get_device_name(1)
+    assert all(figures["peak_gpu_bytes"] > 2**16 for figures in report["methods"].values())

@@ -62,6 +62,7 @@ def measure(
     max_new_tokens: int,
     sampling: Sampling,
     runs: int,
+    device: torch.device,
     report: Callable[[str], None],
 ) -> list[Measured]:
     """Times all methods on all prompts.
@@ -72,6 +73,7 @@ def measure(
         max_new_tokens: most tokens of an answer.
         sampling: the same for all methods.
         runs: how often everything is repeated, at least 1.
+        device: where the models of this process are.
         report: told what is going on.
     """
     if runs < 1:
@@ -87,7 +89,7 @@ def measure(
         warm_up_s[method] = time.perf_counter() - began_s
     answers: dict[Method, list[list[Answer]]] = {method: [[] for _ in range(runs)] for method in methods}
     peaks, gpu_peaks = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
-    on_gpu = torch.cuda.is_available() and torch.cuda.memory_allocated() > 0
+    on_gpu = device.type == "cuda" and torch.cuda.memory_allocated(device) > 0
     process = psutil.Process()
     for run in range(runs):
         for place in range(0, len(prompts), most):
@@ -95,14 +97,14 @@ def measure(
             turn = (run + place // most) % len(methods)
             for method in methods[turn:] + methods[:turn]:
                 if on_gpu:
-                    torch.cuda.reset_peak_memory_stats()
+                    torch.cuda.reset_peak_memory_stats(device)
                 for start in range(place, min(place + most, len(prompts)), method.batch):
                     batch = prompts[start : min(start + method.batch, place + most)]
                     answer = answerers[method](batch, max_new_tokens, sampling)
                     answers[method][run].append(answer)
                     peaks[method] = max(peaks[method], answer.peak_rss_bytes or process.memory_info().rss)
                 if on_gpu:
-                    gpu_peaks[method] = max(gpu_peaks[method], torch.cuda.max_memory_allocated())
+                    gpu_peaks[method] = max(gpu_peaks[method], torch.cuda.max_memory_allocated(device))
     return [
         Measured(
             method=m, runs=answers[m], peak_rss_bytes=peaks[m], peak_gpu_bytes=gpu_peaks[m] if on_gpu else None,

@@ -180,8 +180,9 @@ def _check(
         method: method.answerer(target, nothing if way == PLAIN else drafter) for (_, way), method in asked.items()
     }
     measured = measure(
-        answerers, task.prompts, max_new_tokens=task.max_new_tokens, sampling=task.sampling, runs=runs, report=report
-    )
+        answerers, task.prompts, max_new_tokens=task.max_new_tokens, sampling=task.sampling, runs=runs,
+        device=target.lm.device, report=report,
+    )  # fmt: skip
     speeds = {one.method: statistics.median(one.tokens_per_s) for one in measured}
     figures = summarize(measured, task.sampling)
     return {

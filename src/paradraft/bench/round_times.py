@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from paradraft.bench.rounds import clock_for
 from paradraft.core import Sampling
 from paradraft.decode.lengths import Fixed
 from paradraft.decode.sequential import VERIFY, decode
+from paradraft.decode.stats import Clock
 from paradraft.decode.stops import Stops
 from paradraft.engine import Engine
 from paradraft.request import requests_of
@@ -176,7 +176,7 @@ def _decode(
     requests = requests_of(engine.target, prompts, 1, sampling)
     limit = min(limit, engine.target.capacity - max(len(request.tokens) for request in requests))
     stops = WholeBatch(limits=[limit] * len(requests), eos_ids=frozenset())
-    clock = clock_for(engine)
+    clock = Clock.on(engine.target.lm.device)
     prompt = engine.prompt([request.tokens for request in requests], (sampling,) * len(requests))
     verify, rotation = VERIFY[engine.verify], samples.rotation
     before, room, done, useful = clock.stats, stops.room, 0, 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from paradraft.core import Sampling, Step
 from paradraft.decode.sequential import Verify, decode
 from paradraft.decode.stats import Clock
@@ -35,8 +33,3 @@ def rounds(
     prompt = engine.prompt([request.tokens for request in requests], tuple(samplings))
     clock.skip()
     return decode(engine.target, engine.drafter, prompt, verify, stops=stops, lengths=engine.lengths, clock=clock)
-
-
-def clock_for(engine: Engine) -> Clock:
-    """A clock that waits for the engine's device before each reading."""
-    return Clock(torch.cuda.synchronize if engine.target.lm.device.type == "cuda" else lambda: None)

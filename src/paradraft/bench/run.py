@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paradraft.bench.answer import tokens_by_round
 from paradraft.bench.benchmark import Benchmark
 from paradraft.bench.harness import Measured, measure, summarize
@@ -15,12 +17,13 @@ from paradraft.bench.peers import HF
 from paradraft.bench.preparation import Preparation, check, prepare
 from paradraft.bench.profile import profile
 from paradraft.bench.roofline import Size, added, reached, speeds_for
-from paradraft.bench.rounds import clock_for, rounds
+from paradraft.bench.rounds import rounds
 from paradraft.bench.speeds import Speeds
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.bench.vllm_methods import running
 from paradraft.bench.work import Work
 from paradraft.decode.sequential import VERIFY
+from paradraft.decode.stats import Clock
 from paradraft.engine import Engine
 from paradraft.machine import describe_machine
 from paradraft.models.causal_lm import CausalLM
@@ -59,7 +62,7 @@ def run_benchmark(benchmark: Benchmark, works: Sequence[Work], report: Callable[
         for work, texts in zip(works, prompts, strict=True):
             found = measure(
                 prepared.answerers, texts, max_new_tokens=work.max_new_tokens, sampling=benchmark.sampling,
-                runs=benchmark.runs, report=_of(work, report),
+                runs=benchmark.runs, device=torch.device(benchmark.runtime.device), report=_of(work, report),
             )  # fmt: skip
             measured.append(found)
     speeds.measure()  # once more: a program beside the first time would make floors that are easily reached
@@ -117,7 +120,7 @@ def _profile(benchmark: Benchmark, engine: Engine, prompts: list[str], max_new_t
     if benchmark.acceptance is not None:
         verify = benchmark.acceptance.instead_of(verify)
     samplings = [benchmark.sampling] * len(prompts)
-    steps = rounds(engine, prompts, max_new_tokens, samplings, verify, clock_for(engine))
+    steps = rounds(engine, prompts, max_new_tokens, samplings, verify, Clock.on(engine.target.lm.device))
     return profile(steps, engine.target.lm.device)
 
 

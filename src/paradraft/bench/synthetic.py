@@ -17,9 +17,10 @@ import torch
 
 from paradraft.bench.answer import Answer, Answerer
 from paradraft.bench.roofline import models_of, passes_of
-from paradraft.bench.rounds import clock_for, rounds
+from paradraft.bench.rounds import rounds
 from paradraft.core import ABSENT, Draft, Sampling, TargetOut, Verdict
 from paradraft.decode.sequential import VERIFY, Verify
+from paradraft.decode.stats import Clock
 from paradraft.engine import Engine
 from paradraft.models.target import Target
 from paradraft.sampler import Sampler
@@ -115,7 +116,7 @@ class SyntheticAcceptance:
         models = models_of(engine.target.lm, engine.drafter)
 
         def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
-            clock = clock_for(engine)
+            clock = Clock.on(engine.target.lm.device)
             tokens: list[list[int]] = [[] for _ in prompts]
             samplings = [replace(sampling, seed=_seed(prompt, sampling.seed)) for prompt in prompts]
             for step in rounds(engine, prompts, max_new_tokens, samplings, verify, clock):

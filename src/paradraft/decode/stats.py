@@ -10,6 +10,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+
+import torch
 
 from paradraft.core import Step
 
@@ -74,7 +77,7 @@ class Clock:
     "other". What a reader of the stream does between two rounds is skipped.
 
     Args:
-        synchronize: called before each reading; `torch.cuda.synchronize` on a GPU.
+        synchronize: called before each reading; `on` waits for a GPU.
     """
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
@@ -82,6 +85,11 @@ class Clock:
         self._times_s = {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "other": 0.0}
         self._counts: dict[int, _Counts] = defaultdict(_Counts)
         self._last_s = time.perf_counter()
+
+    @classmethod
+    def on(cls, device: torch.device) -> Clock:
+        """A clock that waits for a device before each reading."""
+        return cls(partial(torch.cuda.synchronize, device)) if device.type == "cuda" else cls()
 
     def lap(self, name: str) -> float:
         """Books the time since the last lap, and returns it."""

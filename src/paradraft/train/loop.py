@@ -90,7 +90,7 @@ class Loop:
         self._standing = state.standing
         self._meter = Meter(steps=self.steps, first=state.step, k=recipe.k, sums=state.sums)
         if main:
-            write_record(recipe, self.device.type)
+            write_record(recipe, str(self.device))
             curves.forget_after(recipe.out, state.step)
         self.accelerator.wait_for_everyone()
         trackers.start(self.accelerator, recipe)
@@ -110,7 +110,7 @@ class Loop:
         if self.accelerator.is_main_process:
             out = self.recipe.out
             curves.draw(out)
-            write_record(self.recipe, self.device.type, steps_done=done, best=None if best is None else asdict(best))
+            write_record(self.recipe, str(self.device), steps_done=done, best=None if best is None else asdict(best))
             put_in_place(self.checkpoints.drafter(done if best is None else best.step), out)
             self.checkpoints.delete()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from paradraft.core import Step
 from paradraft.decode import stats as module
@@ -63,3 +64,13 @@ def test_every_second_is_booked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (stats.prefill_s, stats.draft_s, stats.verify_s, stats.other_s) == (1.0, 18.0, 4.0, 8.0)
     assert stats.total_s == 31.0
     assert len(waits) == 5, "a GPU must have finished before the clock is read"
+
+
+def test_a_clock_waits_for_the_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `--device cuda:1` against times that end when GPU 0, which has nothing to do, is ready."""
+    waits: list[torch.device | None] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waits.append(device))
+    Clock.on(torch.device("cuda:1")).lap("draft")
+    assert waits == [torch.device("cuda:1")]
+    Clock.on(torch.device("cpu")).lap("draft")
+    assert len(waits) == 1
