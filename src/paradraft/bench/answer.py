@@ -48,7 +48,7 @@ class Answer:
         passes: what the models did; empty if nobody knows.
         accepted: for each answer and each of its rounds, how many of the round's tokens were drafted;
             one of the target's own follows them. None if the method does not tell.
-        peak_rss_bytes: most resident memory of a method that has a process of its own.
+        peak_rss_bytes: most resident memory of a method that has a process of its own, since its start.
     """
 
     tokens: list[list[int]]

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from paradraft.bench.answer import Answer, Answerer, Counts
 from paradraft.bench.methods import AR, SETTINGS, Method
+from paradraft.bench.peak_memory import PeakMemory
 from paradraft.bench.peers import HF, PEERS
 from paradraft.core import Sampling
 from paradraft.decode.stats import Stats
@@ -32,8 +32,8 @@ class Measured:
     Args:
         method: which.
         runs: for each run, the answers to all prompts, batch by batch.
-        peak_rss_bytes: most resident memory of the process while the method ran, with the models
-            of all methods loaded; of a peer with a process of its own, that process's.
+        peak_rss_bytes: most resident memory of the process while the method answered, with the models
+            of all methods loaded; of a peer with a process of its own, that process's since its start.
         peak_gpu_bytes: the same of the GPU's memory, if it ran on one.
         warm_up_s: how long its first answers took; of methods that share a model the first compiles it.
     """
@@ -89,25 +89,21 @@ def measure(
         warm_up_s[method] = time.perf_counter() - began_s
     answers: dict[Method, list[list[Answer]]] = {method: [[] for _ in range(runs)] for method in methods}
     peaks, gpu_peaks = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
-    on_gpu = device.type == "cuda" and torch.cuda.memory_allocated(device) > 0
-    process = psutil.Process()
     for run in range(runs):
         for place in range(0, len(prompts), most):
             report(f"run {run + 1}/{runs}, prompt {place + 1}/{len(prompts)}")
             turn = (run + place // most) % len(methods)
             for method in methods[turn:] + methods[:turn]:
-                if on_gpu:
-                    torch.cuda.reset_peak_memory_stats(device)
                 for start in range(place, min(place + most, len(prompts)), method.batch):
                     batch = prompts[start : min(start + method.batch, place + most)]
+                    peak = PeakMemory(device)
                     answer = answerers[method](batch, max_new_tokens, sampling)
                     answers[method][run].append(answer)
-                    peaks[method] = max(peaks[method], answer.peak_rss_bytes or process.memory_info().rss)
-                if on_gpu:
-                    gpu_peaks[method] = max(gpu_peaks[method], torch.cuda.max_memory_allocated(device))
+                    peaks[method] = max(peaks[method], answer.peak_rss_bytes or peak.rss_bytes)
+                    gpu_peaks[method] = max(gpu_peaks[method], peak.gpu_bytes)
     return [
         Measured(
-            method=m, runs=answers[m], peak_rss_bytes=peaks[m], peak_gpu_bytes=gpu_peaks[m] if on_gpu else None,
+            method=m, runs=answers[m], peak_rss_bytes=peaks[m], peak_gpu_bytes=gpu_peaks[m] or None,
             warm_up_s=warm_up_s[m],
         )
         for m in methods

@@ -193,8 +193,8 @@ def figures(result: dict[str, Any]) -> Element:
     ]
     return section(
         "All figures",
-        "Same tokens: as AR+, compared where both must be equal. Memory: the most of the process, with the models of "
-        "all methods; vLLM has processes of its own.",
+        "Same tokens: as AR+, compared where both must be equal. Memory: the most of the process while the method "
+        "answered, with the models of all methods; vLLM has processes of its own.",
         table("All figures", ["", *columns], rows),
         *(warning if differing else ()),
     )

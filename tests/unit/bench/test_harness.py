@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from paradraft.bench import peak_memory
 from paradraft.bench.answer import Answer
 from paradraft.bench.harness import Measured, measure
 from paradraft.bench.methods import Method
 from paradraft.core import GREEDY, Sampling
+
+SIZE = 2**27
 
 
 def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
@@ -26,10 +32,39 @@ def measured(*answerers: Callable[..., Answer], device: str = "cpu") -> list[Mea
 def test_the_memory_is_that_of_the_gpu_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `--device cuda:1` against the peaks of GPU 0, where nothing runs."""
     used = torch.device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: int(device == used))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: reset.append(device))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 7 if device == used else 0)
     reset: list[torch.device | None] = []
     assert [one.peak_gpu_bytes for one in measured(answer, answer, device="cuda:1")] == [7, 7]
     assert set(reset) == {used}
     assert [one.peak_gpu_bytes for one in measured(answer)] == [None]
+
+
+@pytest.mark.skipif(not peak_memory._begin_anew(), reason="the kernel keeps no peaks, or does not forget them")
+def test_each_method_has_the_peak_of_its_own_answers() -> None:
+    """Guards against one number for all methods of a process, and against what is resident when an answer is over."""
+
+    def greedy_for_memory(*asked: object) -> Answer:
+        torch.ones(SIZE, dtype=torch.uint8)
+        return answer(*asked)
+
+    before, much, after = (one.peak_rss_bytes for one in measured(answer, greedy_for_memory, answer))
+    assert much - max(before, after) > 0.8 * SIZE
+
+
+def test_a_method_with_its_own_process_has_that_ones() -> None:
+    """Guards vLLM's number against that of the process which only asks it."""
+    (one,) = measured(lambda *asked: replace(answer(*asked), peak_rss_bytes=5))
+    assert one.peak_rss_bytes == 5
+
+
+@pytest.mark.parametrize("refused", ["_FORGETS", "_KNOWS"])
+def test_without_the_kernel_it_is_what_is_resident(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refused: str
+) -> None:
+    """Guards systems that keep no peak, or none that begins anew: the peak of the whole run would be no method's."""
+    (tmp_path / "status").write_text("Name: paradraft\n")
+    monkeypatch.setattr(peak_memory, refused, {"_FORGETS": tmp_path, "_KNOWS": tmp_path / "status"}[refused])
+    torch.ones(SIZE, dtype=torch.uint8)
+    (one,) = measured(answer)
+    assert one.peak_rss_bytes == pytest.approx(psutil.Process().memory_info().rss, abs=SIZE / 2)
