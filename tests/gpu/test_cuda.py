@@ -83,7 +83,8 @@ def test_the_recipe_for_a_gpu_runs(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rates"]["speed"]
     assert all(0 < figures["share_of_floor"] < 1 for figures in report["methods"].values())
     assert all(figures["peak_gpu_bytes"] > 2**20 for figures in report["methods"].values())
-    assert all(found["shares"]["products"] > 0 for found in report["profile"].values())
+    assert all(found["shares"][kind] > 0 for found in report["profile"].values() for kind in ("products", "sync"))
+    assert all(sum(found["shares"].values()) == pytest.approx(1) for found in report["profile"].values())
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

@@ -1,8 +1,9 @@
 """Where the time of a round goes, by what runs in it. For shares alone: a profiler slows down what it watches.
 
-On a GPU the kernels are counted, and what is left of the time is the GPU's waiting for Python and
-launches. On a CPU the operations are counted, each without those it calls; a compiled pass is one of
-them there, so its products cannot be told from the rest of it.
+On a GPU the kernels are counted, and what is left of the time is the GPU's waiting: for the host that
+has not yet seen that it is ready, and for Python and launches. On a CPU the operations are counted,
+each without those it calls; a compiled pass is one of them there, so its products cannot be told from
+the rest of it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rich.table import Table
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch forgets to export it
 from torch.profiler import ProfilerActivity
 
+from paradraft.bench.waits import waited_s
 from paradraft.core import Step
 
 KINDS = {
@@ -31,6 +33,7 @@ KINDS = {
 }
 """What an operation or kernel belongs to, by its name: the first that fits."""
 REST = "other ops"
+SYNC = "sync"
 WAITING = "Python, launch"
 _WRAPPERS = re.compile(r"Torch-Compiled Region|bytecode|TorchDynamo|AOTDispatcher|^Profiler|ProfilerStep")
 """What torch.compile does in Python around a compiled pass."""
@@ -68,10 +71,12 @@ def profile(steps: Iterator[Step], device: torch.device) -> dict[str, Any] | Non
         return None
     found_s = dict.fromkeys((*KINDS, REST), 0.0)
     for event in profiler.key_averages():
-        is_kernel = event.device_type == DeviceType.CUDA
+        is_on_gpu = event.device_type == DeviceType.CUDA
+        is_label = is_on_gpu and event.is_user_annotation  # it spans the kernels that it names
         kind = kind_of(event.key)
-        if kind != WAITING and is_kernel == on_gpu:
+        if kind != WAITING and is_on_gpu == on_gpu and not is_label:
             found_s[kind] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+    found_s[SYNC] = waited_s(profiler.events()) if on_gpu else 0.0
     shares = {kind: seconds / total_s for kind, seconds in found_s.items()}
     return {
         "rounds": rounds,
@@ -109,7 +114,7 @@ def _unheard() -> Iterator[None]:
 
 def profile_table(found: dict[str, dict[str, Any] | None], title: str) -> Table:
     """One line per method: the shares of a round's time."""
-    kinds = [*KINDS, REST, WAITING]
+    kinds = [*KINDS, REST, SYNC, WAITING]
     caption = "shares of a round under the profiler, which slows it down; compiled: passes through torch.compile"
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("method", "ms", *kinds):
