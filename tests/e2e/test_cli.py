@@ -16,7 +16,7 @@ from tests.e2e.conftest import Paradraft, assert_mistake
     [[], ["generate"], ["init-draft"], ["train"], ["train", "pard"], ["regenerate"], ["bench"], ["plan"], ["audit"]],
 )
 def test_help(paradraft: Paradraft, command: list[str]) -> None:
-    """Guards against options without a word of help in the list."""
+    """Guards against options without a word of help in the list, and against names that are cut off."""
     outcome = paradraft(*command, "--help")
     assert outcome.code == 0
     assert "Usage: paradraft" in outcome.out
@@ -28,6 +28,7 @@ def test_help(paradraft: Paradraft, command: list[str]) -> None:
     for parameter in found.params:
         text = getattr(parameter, "help", None)
         assert text, f"{parameter.name} has no help"
+        assert all(name in outcome.out for name in parameter.opts), f"{parameter.name} is not named"
         assert re.sub(r"\W+", "", text) in shown, f"{parameter.name} is not explained"
 
 

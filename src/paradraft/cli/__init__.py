@@ -25,8 +25,14 @@ from paradraft.terminal import hide_progress_bars, speaks
 INTERRUPTED = 130
 """What typer makes of Ctrl-C."""
 
-app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
-train_app = typer.Typer(help="Train a drafter from a recipe.")
+# Without rich's boxes, which cut the names of long options off where a terminal is narrow.
+app = typer.Typer(
+    add_completion=False,
+    help="Speculative decoding with parallel drafters: train, decode, prove, measure, plan.",
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+train_app = typer.Typer(help="Train a drafter from a recipe.", rich_markup_mode=None)
 app.add_typer(train_app, name="train")
 app.command()(generate)
 app.command()(init_draft)

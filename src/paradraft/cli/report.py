@@ -12,7 +12,7 @@ def report(
     result: Annotated[Path, typer.Argument(metavar="FILE.json", help="What paradraft bench --json wrote.")],
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the page goes.")],
 ) -> None:
-    """Make an HTML page of a benchmark's result, as paradraft bench --report does."""
+    """Make an HTML page of a result of paradraft bench."""
     from paradraft.bench.page import check_folder, read_result, write_page
 
     check_folder(out)
