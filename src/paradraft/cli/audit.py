@@ -52,7 +52,9 @@ def audit(
     capacity: options.Capacity = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every finding to this file.")] = None,
 ) -> None:
-    """Check that a drafter changes nothing: same tokens, or same distribution.
+    """Check that a drafter changes nothing.
+
+    Compares tokens and logits, or with --verify rejection tests the distribution.
 
     Says PASS, PASS UP TO NUMERICAL TIES, FAIL or INCONCLUSIVE; the exit code of the last two is 1. The last line is
     JSON.
