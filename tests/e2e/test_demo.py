@@ -8,6 +8,7 @@ import pytest
 from paradraft.bench.demo import Size, demo
 
 
+@pytest.mark.slow
 def test_figures_of_weights_that_are_no_longer_shipped_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
