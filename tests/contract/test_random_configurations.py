@@ -23,17 +23,18 @@ from paradraft.models.runtime import Runtime
 from paradraft.sampler import Sampler
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-RUNTIME = Runtime(dtype="float64", compiled=False, width=40)
+RUNTIMES = [Runtime(dtype="float64", width=40), Runtime(dtype="bfloat16", compiled=True, width=40)]
+"""Where equality is exact; of compiled passes, those with the coarsest numbers."""
 
 
-@pytest.fixture(scope="module")
-def engines(family: Path) -> dict[str, Engine]:
+@pytest.fixture(scope="module", params=RUNTIMES, ids=["eager", "compiled"])
+def engines(family: Path, request: pytest.FixtureRequest) -> dict[str, Engine]:
     return {
         name: load(
             str(family / "target"),
             drafter=name,
             draft=str(family / "pard") if takes_draft(name) else None,
-            runtime=RUNTIME,
+            runtime=request.param,
         )
         for name in drafter_names()
     }

@@ -3,8 +3,7 @@
 It adapts the ordinary draft into a PARD drafter for a short while, streams one answer, compares
 plain `generate` (AR), our decoding without a drafter (AR+), the ordinary draft (VSD), the drafter
 just trained and the fully trained one that is shipped, and checks that all texts are the same. A
-second run skips what is done. Nothing is compiled unless `--compile` is given: on a slow CPU
-compiling takes longer than all the rest.
+second run skips what is done.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def recipe(out: Path, size: Size) -> PardRecipe:
     )
 
 
-def demo(out: Path, size: Size, *, compiled: bool) -> bool:
+def demo(out: Path, size: Size) -> bool:
     """Runs the demo; results go to `out`.
 
     Returns:
@@ -92,16 +91,15 @@ def demo(out: Path, size: Size, *, compiled: bool) -> bool:
 
     console.rule("3. Compare")
     results = out / "results.json"
-    how = "compiled" if compiled else "eager"
-    title = f"pocket, {size.prompts} held-out prompts x {size.tokens} tokens, greedy, {DTYPE}, {how}"
+    title = f"pocket, {size.prompts} held-out prompts x {size.tokens} tokens, greedy, {DTYPE}"
     family = {name: of_model(pocket_folder(name)) for name in ("target", "draft", "pard")}
-    setting = {"size": asdict(size), "compiled": compiled, "trained": wanted.fingerprint, "family": family}
+    setting = {"size": asdict(size), "trained": wanted.fingerprint, "family": family}
     report = earlier_report(results)
     if report.get("demo") == setting:
         console.print(f"measured before; delete {results} to measure again")
     else:
         with console.status("preparing") as status:
-            report = compare(wanted.out, prompts, size, compiled, status.update)
+            report = compare(wanted.out, prompts, size, status.update)
         write_json(results, report | {"demo": setting})
     plot(report["methods"], title, out / "results.png")
     console.print(table(report["methods"], title))
@@ -113,16 +111,14 @@ def demo(out: Path, size: Size, *, compiled: bool) -> bool:
     return identical
 
 
-def compare(
-    trained: Path, prompts: list[str], size: Size, compiled: bool, report: Callable[[str], None]
-) -> dict[str, Any]:
+def compare(trained: Path, prompts: list[str], size: Size, report: Callable[[str], None]) -> dict[str, Any]:
     """Measures all methods: AR, AR+, VSD, PARD with the drafter just trained, PARD with the shipped one."""
     specs = ["hf", "ar", "autoregressive:k=3", f"pard:draft={trained}", "pard"]
     benchmark = Benchmark(
         target=POCKET,
         methods=[Method.parse(spec, dtype=DTYPE) for spec in specs],
         sampling=GREEDY,
-        runtime=Runtime(dtype=DTYPE, compiled=compiled),
+        runtime=Runtime(dtype=DTYPE),
         runs=1,
     )
     (found,) = run_benchmark(benchmark, [Work.of(prompts, size.tokens)], report)
@@ -142,13 +138,12 @@ def main() -> None:
     """Entry point of `python -m paradraft.bench.demo`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a few steps and prompts only")
-    parser.add_argument("--compile", action="store_true", help="compare compiled passes; takes minutes longer")
     parser.add_argument("--out", type=Path, default=None, help="build/demo, or build/demo-short with --short")
     args = parser.parse_args()
     out = args.out or Path("build") / ("demo-short" if args.short else "demo")
     hide_progress_bars()
     try:
-        identical = demo(out, SHORT if args.short else FULL, compiled=args.compile)
+        identical = demo(out, SHORT if args.short else FULL)
     except (ValueError, OSError) as error:
         raise SystemExit(f"demo: {error}") from None
     except KeyboardInterrupt:

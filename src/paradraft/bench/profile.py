@@ -24,9 +24,10 @@ from torch.profiler import ProfilerActivity
 
 from paradraft.bench.waits import waited_s
 from paradraft.core import Step
+from paradraft.models.native.forward import PROFILED_AS
 
 KINDS = {
-    "compiled": r"CompiledFxGraph|^triton_|cpp_fused",
+    "compiled": rf"CompiledFxGraph|^triton_|cpp_fused|^{PROFILED_AS}$",
     "attention": r"attention|flash|fmha|sdpa",
     "products": r"^aten::(mm|bmm|addmm|baddbmm|linear|matmul|_int_mm)$|mkl|gemm|gemv|cutlass|nvjet|splitk|onednn",
     "sampling": r"argmax|argmin|topk|sort|softmax|logsumexp|cumsum|multinomial|ArgMax|TopK",
@@ -115,7 +116,9 @@ def _unheard() -> Iterator[None]:
 def profile_table(found: dict[str, dict[str, Any] | None], title: str) -> Table:
     """One line per method: the shares of a round's time."""
     kinds = [*KINDS, REST, SYNC, WAITING]
-    caption = "shares of a round under the profiler, which slows it down; compiled: passes through torch.compile"
+    caption = (
+        "shares of a round under the profiler, which slows it down; compiled: passes in C++ or through torch.compile"
+    )
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("method", "ms", *kinds):
         table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.bench.speeds import Speeds
@@ -70,16 +72,21 @@ class Size:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Size:
-        """The size of a causal LM; an embedding that is the head too counts as the head."""
+    def of(cls, model: PreTrainedModel, bytes_of: Callable[[Tensor], int] = stored_bytes) -> Size:
+        """The size of a causal LM; an embedding that is the head too counts as the head.
+
+        Args:
+            model: the model.
+            bytes_of: what a pass reads of a weight.
+        """
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         body = [weight for weight in model.parameters() if weight is not embedding and weight is not head]
         config = model.config
         per_head = config.num_hidden_layers * head_size(config)
         return cls(
-            body_bytes=sum(map(stored_bytes, body)),
+            body_bytes=sum(map(bytes_of, body)),
             body_weights=sum(weight.numel() for weight in body if weight.ndim == 2),
-            head_bytes=stored_bytes(head),
+            head_bytes=bytes_of(head),
             head_weights=head.numel(),
             row_bytes=stored_bytes(embedding) // len(embedding),
             kv_bytes=2 * per_head * config.num_key_value_heads * model.dtype.itemsize,
@@ -129,7 +136,7 @@ def plain_passes(rows: int, prompt_tokens: int, new_tokens: int) -> Passes:
 
 def speeds_for(models: list[CausalLM]) -> Speeds:
     """What is to be measured of the device of some models, measured for the first time."""
-    sizes = [Size.of(lm.model) for lm in models]
+    sizes = [Size.of(lm.model, lm.stored_bytes) for lm in models]
     speeds = Speeds(models[0].device, {size.weight_bytes for size in sizes}, {size.dtype for size in sizes})
     speeds.measure()
     return speeds

@@ -48,7 +48,7 @@ def audit(
     ] = False,
     device: options.Device = "cpu",
     dtype: options.Dtype = "float32",
-    compile: options.Compile = False,
+    compile: options.Compile = None,
     capacity: options.Capacity = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every finding to this file.")] = None,
 ) -> None:

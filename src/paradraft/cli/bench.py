@@ -214,7 +214,7 @@ def _show(results: dict[str, dict[str, Any]], console: Console) -> tuple[dict[st
     for one in titled.values():
         title, methods = one["title"], one["methods"]
         Console().print(table(methods, title))
-        if one["arguments"]["runtime"]["compiled"]:
+        if one["arguments"]["runtime"]["compiled"] is not False:
             first = ", ".join(f"{spec} {figures['warm_up_s']:.0f} s" for spec, figures in methods.items())
             console.print(f"first answers, with what had to be compiled: {first}")
         if "profile" in one:

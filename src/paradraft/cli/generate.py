@@ -47,7 +47,7 @@ def generate(
     ] = 8,
     device: options.Device = "cpu",
     dtype: options.Dtype = "float32",
-    compile: options.Compile = False,
+    compile: options.Compile = None,
     capacity: options.Capacity = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer, with statistics.")] = False,
 ) -> None:
@@ -62,7 +62,10 @@ def generate(
     tree = options.tree_of(tree_budget, tree_paths)
     records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
     runtime = options.runtime_of(device, dtype, compile, capacity, k=k, tree=tree)
-    engine = load(target, drafter=drafter, draft=draft, k=k, verify=verify, tree=tree, lengths=lengths, runtime=runtime)
+    with Console(stderr=True).status("loading; the first time passes are built for this CPU"):
+        engine = load(
+            target, drafter=drafter, draft=draft, k=k, verify=verify, tree=tree, lengths=lengths, runtime=runtime
+        )
     texts = [str(record["prompt"]) for record in records]
     ours = {"text", "tokens", "finish_reason", "stats"}
     taken = ours.intersection(key for record in records for key in record) if as_json else set()

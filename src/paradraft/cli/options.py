@@ -51,7 +51,12 @@ NumPrompts = Annotated[int, typer.Option(help="How many prompts of the file to u
 Device = Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(PRECISIONS)}.")]
 Compile = Annotated[
-    bool, typer.Option(help="Compile passes: takes a minute or two, pays off after thousands of tokens.")
+    bool | None,
+    typer.Option(
+        help="Compile passes, also where it takes a minute or two and pays off after thousands of tokens. By default "
+        "where it takes seconds: on CPUs, in float32 and bfloat16.",
+        show_default=False,
+    ),
 ]
 Capacity = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; by default the model's limit.")]
 
@@ -70,7 +75,7 @@ def tree_of(budget: int | None, paths: str | None) -> Tree | None:
 
 
 def runtime_of(
-    device: str, dtype: str, compile: bool, capacity: int | None, *, k: int, tree: Tree | None, pad_to: int = 1
+    device: str, dtype: str, compile: bool | None, capacity: int | None, *, k: int, tree: Tree | None, pad_to: int = 1
 ) -> Runtime:
     """Where and how models run that draft in this way."""
     width = width_of(k, nodes=0 if tree is None else tree.nodes)

@@ -67,7 +67,7 @@ def regenerate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are answered together.")] = 8,
     device: options.Device = "cpu",
     dtype: options.Dtype = "float32",
-    compile: options.Compile = False,
+    compile: options.Compile = None,
     capacity: options.Capacity = None,
     model: Annotated[str | None, typer.Option(help="With --endpoint: the model's name there.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 32,

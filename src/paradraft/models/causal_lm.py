@@ -1,7 +1,9 @@
 """A Hugging Face causal LM that reads several tokens per row in one pass and can go back.
 
-If asked for, the forward pass is compiled, once for one row and once for any number of more; prompts
-are read by the same compiled pass. Attention reads the used part of the cache only, in steps of `BUCKET` slots.
+On CPUs the forward pass is one in C++, built once for all models (`native/`). Where that does not serve,
+`torch.compile` does it if asked for, once for one row and once for any number of more, and otherwise the model's
+own code. Prompts are read by the same compiled pass. Attention reads the used part of the cache
+only, outside of C++ in steps of `BUCKET` slots.
 
 Shape letters: B rows of a batch, N tokens of a pass, R rows whose logits are wanted, S slots in
 use, V vocabulary.
@@ -9,6 +11,7 @@ use, V vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +22,10 @@ from transformers import PreTrainedModel
 
 from paradraft.core import ABSENT, Prompt, parents_of_chains
 from paradraft.models import compilation, kv_cache
+from paradraft.models.native.build import CannotBuildError
+from paradraft.models.native.forward import NativePass, can_serve
 from paradraft.models.passes import Pass
+from paradraft.models.quantization import stored_bytes
 from paradraft.tree import ancestors, depths, is_chain
 
 BUCKET = 64
@@ -34,7 +40,8 @@ class CausalLM:
         vocab_size: ids from here on are never chosen (rows that only pad the embedding).
         capacity: most tokens a row may have; at most the model's `max_position_embeddings`.
         width: most tokens of one decoding pass; the cache has that much room to spare.
-        compiled: compile the passes; falls back to eager, with a warning, where it fails.
+        compiled: compile the passes; falls back to eager, with a warning, where it fails. None compiles what takes
+            no more than seconds: passes in C++. False runs the model's own code.
         pad_to: run decoding passes with at least this many tokens, so that passes of different
             rounds go through the same kernels.
 
@@ -49,7 +56,7 @@ class CausalLM:
         vocab_size: int,
         capacity: int | None = None,
         width: int = 64,
-        compiled: bool = False,
+        compiled: bool | None = None,
         pad_to: int = 1,
     ) -> None:
         config = model.config
@@ -64,19 +71,23 @@ class CausalLM:
         self.vocab_size = vocab_size
         self._forbidden: list[int] = []
         self.capacity = capacity or most
-        # A pass of one token would be compiled a second time: torch.compile takes sizes 0 and 1 for constants.
-        self.pad_to = max(pad_to, 2) if compiled else pad_to
-        self.width = max(width, self.pad_to)
+        self.width = max(width, pad_to, 2)
         self.device = model.device
         self.lengths_B = torch.zeros(1, dtype=torch.long, device=self.device)
         self._longest = 0
         self._slots = -(-(self.capacity + self.width) // BUCKET) * BUCKET
+        self._native = None if compiled is False else _native_pass(model, self._slots)
+        self.is_traced = compiled is True and self._native is None
+        """Whether passes go through `torch.compile`, which makes one for a single row and one for more."""
+        # A pass of one token would be compiled a second time: torch.compile takes sizes 0 and 1 for constants.
+        self.pad_to = max(pad_to, 2) if self.is_traced else pad_to
         self._largest = self._storage = self._allocate(1)
         self._positions = torch.arange(self._slots, device=self.device)
-        self._is_compiled = compiled
         self.passes = Counter[Pass]()
         """The passes since `clear`, for whoever wants to know what they cost."""
-        self._decode: Callable[..., Tensor] = compilation.compiled(_model_pass, model) if compiled else _model_pass
+        self._decode: Callable[..., Tensor] = _model_pass
+        if self.is_traced:
+            self._decode = compilation.compiled(_model_pass, model)
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
         return kv_cache.allocate(
@@ -133,10 +144,11 @@ class CausalLM:
         """One pass over tokens whose logits nobody wants."""
         B, N = tokens_BN.shape
         chains_BN = parents_of_chains(B, N, self.device)
-        if not self._is_compiled:
+        if self._native is None and not self.is_traced:
             self._run(partial(_hidden_pass, self.model, self._storage), tokens_BN, chains_BN)
             return
-        self._pass(tokens_BN, chains_BN, torch.zeros(B, 1, dtype=torch.long, device=self.device))
+        unwanted = 1 if self.is_traced else 0
+        self._pass(tokens_BN, chains_BN, torch.zeros(B, unwanted, dtype=torch.long, device=self.device))
 
     @torch.no_grad()
     def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None, rows_BR: Tensor | None = None) -> Tensor:
@@ -168,6 +180,8 @@ class CausalLM:
                 parents_BN = parents_of_chains(B, most, self.device)
             else:
                 parents_BN = torch.nn.functional.pad(parents_BN, (0, most - N), value=ABSENT)
+        if self._native is not None:
+            return self._native(self._storage, self.lengths_B, tokens_BN, parents_BN, rows_BR)
         if most > R:
             rows_BR = torch.nn.functional.pad(rows_BR, (0, most - R))
         run = partial(self._decode, self.model, self._storage, _copy(rows_BR))
@@ -182,10 +196,14 @@ class CausalLM:
         slots_S, lengths_B = self._positions[:used], _copy(self.lengths_B)
         return run(slots_S, _copy(tokens_BN), lengths_B, depths(parents_BN), _copy(ancestors(parents_BN)))
 
+    def stored_bytes(self, weight: Tensor) -> int:
+        """What a pass reads of one of the model's weights."""
+        return stored_bytes(weight) if self._native is None else self._native.stored_bytes(weight)
+
     @property
     def fewest_rows(self) -> int:
-        """How few rows a batch may shrink to: one row has a compiled pass of its own, which may not be there."""
-        return 2 if self._is_compiled and len(self.lengths_B) > 1 else 1
+        """How few rows a batch may shrink to: `torch.compile` makes a pass for one row, which may not be there."""
+        return 2 if self.is_traced and len(self.lengths_B) > 1 else 1
 
     def allowed(self, logits: Tensor) -> Tensor:
         """Logits `[…, V]` of the tokens that may be chosen, in place; forbidden ones are -inf."""
@@ -223,6 +241,17 @@ class CausalLM:
         assert bool((lengths_B <= self.lengths_B).all())
         self.lengths_B = lengths_B
         self._longest = int(lengths_B.max())
+
+
+def _native_pass(model: PreTrainedModel, slots: int) -> NativePass | None:
+    """The pass in C++; None where it does not serve."""
+    if not can_serve(model):
+        return None
+    try:
+        return NativePass(model, slots)
+    except (CannotBuildError, ValueError) as error:
+        warnings.warn(f"no passes in C++, which are several times as fast: {error}", stacklevel=2)
+        return None
 
 
 def _copy(tensor: Tensor) -> Tensor:

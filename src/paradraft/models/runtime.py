@@ -21,7 +21,8 @@ class Runtime:
     Args:
         device: a torch device name.
         dtype: of the weights, one of `PRECISIONS`.
-        compiled: compile the passes: a minute or two, worth it for thousands of tokens.
+        compiled: compile the passes, also where that takes a minute or two: worth it for thousands of tokens. None
+            compiles where it takes seconds, on CPUs in float32 and bfloat16; False never.
         capacity: most tokens of a row, prompt included; None takes the model's own limit, at most
             4096.
         width: most tokens of one decoding pass.
@@ -33,7 +34,7 @@ class Runtime:
 
     device: str = "cpu"
     dtype: str = "float32"
-    compiled: bool = False
+    compiled: bool | None = None
     capacity: int | None = None
     width: int = 64
     pad_to: int = 1

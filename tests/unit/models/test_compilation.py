@@ -27,6 +27,12 @@ PASSES: list[tuple[list[list[int]], list[int] | None]] = [
 """Tokens of passes, and the parents of those that are trees."""
 
 
+@pytest.fixture(autouse=True)
+def _no_passes_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves everything to `torch.compile`, as it is on GPUs."""
+    monkeypatch.setattr(causal_lm, "can_serve", lambda _: False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_compiled_passes_equal_eager_ones(dtype: torch.dtype) -> None:

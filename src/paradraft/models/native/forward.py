@@ -1,0 +1,203 @@
+"""A model's forward pass in C++, for CPUs: one call a pass, weights in the order in which they are read.
+
+Arithmetic is float32. Weights that are bfloat16 numbers are stored as such, also where the model is a
+float32 one: nothing is lost, and half as much is read. Nearly all published weights are.
+
+Shape letters as in `causal_lm.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from paradraft.models import kv_cache
+from paradraft.models.native.build import library
+from paradraft.models.native.matrix import Matrix, PackedMatrix, packed_dtype
+
+STATIC_ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose angles depend on the position alone."""
+PROFILED_AS = "paradraft::pass"
+PROBE = 8
+"""Tokens with which a pass is compared with the model's own."""
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Largest root mean square of the difference in that comparison, in standard deviations of the logits."""
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("queries_keys_values", "output", "gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("norm", "norm_behind_attention", "query_norm", "key_norm")),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("width", "inner", "heads", "kv_heads", "head_size", "layers")),
+        ("is_cache_bfloat16", ctypes.c_int64), ("epsilon", ctypes.c_float), ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "final_norm", "embedding", "embedding_bfloat16")),
+        ("head", Matrix), ("layer", ctypes.POINTER(_Layer)),
+    )  # fmt: skip
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "tokens", "wanted", "slots")),
+        *((name, ctypes.c_void_p) for name in ("ids", "parents", "lengths", "places", "keys", "values", "logits")),
+    )
+
+
+def can_serve(model: PreTrainedModel) -> bool:
+    """Whether a model is of the kind that the C++ computes."""
+    config: PretrainedConfig = model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return (
+        model.device.type == "cpu"
+        and model.dtype in TOLERANCES
+        and config.hidden_act == "silu"
+        and rope in STATIC_ROPES
+        and kv_cache.head_size(config) % 2 == 0
+        and all(type(tensor) in (nn.Parameter, Tensor) for tensor in (*model.parameters(), *model.buffers()))
+    )
+
+
+class NativePass:
+    """Computes what the forward pass of a model does. The weights are copied and must not change afterwards.
+
+    Args:
+        model: one that `can_serve` names.
+        slots: of the cache.
+
+    Raises:
+        CannotBuildError: there is no library for this machine.
+        ValueError: it does not compute what the model does.
+    """
+
+    def __init__(self, model: PreTrainedModel, slots: int) -> None:
+        self._library = library()
+        self._kept: list[Tensor] = []
+        self._matrices: list[PackedMatrix] = []
+        config: PretrainedConfig = model.config
+        body: Any = model.model
+        layers = [self._layer(layer) for layer in body.layers]
+        embedding = self._keep(body.embed_tokens.weight)
+        is_bfloat16 = embedding.dtype == torch.bfloat16
+        cosines, sines = body.rotary_emb(torch.zeros(1), torch.arange(slots)[None])
+        half = kv_cache.head_size(config) // 2
+        self._vocab_rows = config.vocab_size
+        self._model = _Model(
+            width=config.hidden_size,
+            inner=config.intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_size=2 * half,
+            layers=len(layers),
+            is_cache_bfloat16=model.dtype == torch.bfloat16,
+            epsilon=config.rms_norm_eps,
+            scale=body.layers[0].self_attn.scaling,
+            cosines=self._keep(cosines[0, :, :half]).data_ptr(),
+            sines=self._keep(sines[0, :, :half]).data_ptr(),
+            final_norm=self._floats(body.norm.weight),
+            embedding=None if is_bfloat16 else embedding.data_ptr(),
+            embedding_bfloat16=embedding.data_ptr() if is_bfloat16 else None,
+            head=self._matrix([model.lm_head]),
+            layer=(_Layer * len(layers))(*layers),
+        )
+        self._scratch = self._library.new_scratch()
+        weakref.finalize(self, self._library.delete_scratch, self._scratch)
+        self._storage: kv_cache.Storage = []
+        self._pointers: list[ctypes.Array[ctypes.c_void_p]] = []
+        self._check(model)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().contiguous()
+        self._kept.append(tensor)
+        return tensor
+
+    def _floats(self, tensor: Tensor | None) -> int | None:
+        return None if tensor is None else self._keep(tensor.float()).data_ptr()
+
+    def _matrix(self, linears: Sequence[nn.Linear]) -> Matrix:
+        """Linear layers with the same inputs as one matrix, packed."""
+        weight = (
+            torch.cat([linear.weight.detach() for linear in linears]) if linears[1:] else linears[0].weight.detach()
+        )
+        biases = [linear.bias for linear in linears]
+        bias = None
+        if any(bias is not None for bias in biases):
+            bias = torch.cat(
+                [torch.zeros(len(each.weight)) if each.bias is None else each.bias.detach().float() for each in linears]
+            )
+        self._matrices.append(PackedMatrix(weight, bias))
+        return self._matrices[-1].matrix
+
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        return _Layer(
+            queries_keys_values=self._matrix([attention.q_proj, attention.k_proj, attention.v_proj]),
+            output=self._matrix([attention.o_proj]),
+            gate=self._matrix([mlp.gate_proj]),
+            up=self._matrix([mlp.up_proj]),
+            down=self._matrix([mlp.down_proj]),
+            norm=self._floats(layer.input_layernorm.weight),
+            norm_behind_attention=self._floats(layer.post_attention_layernorm.weight),
+            query_norm=self._floats(query_norm and query_norm.weight),
+            key_norm=self._floats(key_norm and key_norm.weight),
+        )
+
+    def stored_bytes(self, weight: Tensor) -> int:
+        """What a pass reads of a weight of the model."""
+        return weight.numel() * (packed_dtype(weight) if weight.ndim == 2 else torch.float32).itemsize
+
+    def __call__(
+        self, storage: kv_cache.Storage, lengths_B: Tensor, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor
+    ) -> Tensor:
+        """The logits `[B, R, V]`, float32, of some tokens of one pass; keys and values go into the storage.
+
+        Args:
+            storage: of the size given at the start.
+            lengths_B: `[B]` tokens kept of each row.
+            tokens_BN: `[B, N]` token ids, below 0 where there is none.
+            parents_BN: `[B, N]` the token that each one follows, -1 for the last kept one.
+            rows_BR: `[B, R]` indices of the tokens whose logits are wanted.
+        """
+        (B, N), R = tokens_BN.shape, rows_BR.shape[1]
+        logits = torch.empty(B, R, self._vocab_rows)
+        if storage is not self._storage:
+            self._storage, addresses = storage, ctypes.c_void_p * len(storage)
+            self._pointers = [addresses(*(layer[part].data_ptr() for layer in storage)) for part in (0, 1)]
+        keys, values = map(ctypes.addressof, self._pointers)
+        integers = [tensor.contiguous() for tensor in (tokens_BN, parents_BN, lengths_B, rows_BR)]
+        ids, parents, lengths, places = (tensor.data_ptr() for tensor in integers)
+        batch = _Batch(
+            rows=B, tokens=N, wanted=R, slots=storage[0][0].shape[1], ids=ids, parents=parents, lengths=lengths,
+            places=places, keys=keys, values=values, logits=logits.data_ptr(),
+        )  # fmt: skip
+        # A profiler sees nothing of what is not torch's; where nobody looks, a label would cost microseconds.
+        is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # torch does not export it
+        with torch.profiler.record_function(PROFILED_AS) if is_watched else nullcontext():
+            self._library.forward(
+                ctypes.byref(self._model), ctypes.byref(batch), self._scratch, torch.get_num_threads()
+            )
+        return logits
+
+    @torch.no_grad()
+    def _check(self, model: PreTrainedModel) -> None:
+        """Raises ValueError if the model itself says something else about a few tokens."""
+        count = min(PROBE, model.config.max_position_embeddings)
+        tokens_BN = torch.arange(1, count + 1)[None] % self._vocab_rows
+        places_BN = torch.arange(count)[None]
+        storage = kv_cache.allocate(model.config, batch_size=1, capacity=count, dtype=model.dtype, device=model.device)
+        ours = self(storage, torch.zeros(1, dtype=torch.long), tokens_BN, places_BN - 1, places_BN)
+        theirs = model(tokens_BN, use_cache=False).logits.float()
+        error = float((ours - theirs).square().mean().sqrt() / theirs.std())
+        if not error < TOLERANCES[model.dtype]:
+            raise ValueError(f"our pass and the model's own differ by {error:.2g} standard deviations")

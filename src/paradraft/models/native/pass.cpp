@@ -1,0 +1,239 @@
+// One forward pass of a Llama- or Qwen-type model on a CPU: float32 arithmetic, weights and cache in float32 or bfloat16.
+//
+// One parallel region for the whole pass, one barrier between its steps. A token's result does not depend on how many
+// tokens are read with it, nor on the number of threads: it is the same to the last bit in every pass.
+//
+// Shape letters as in causal_lm.py: B rows of a batch, N tokens of each, R rows whose logits are wanted.
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "attention.h"
+#include "products.h"
+
+struct Layer {
+    Matrix queries_keys_values, output, gate, up, down;
+    const float *norm, *norm_behind_attention;
+    const float *query_norm, *key_norm; // null if there are none
+};
+
+struct Model {
+    int64_t width, inner, heads, kv_heads, head_size, layers;
+    int64_t is_cache_bfloat16;
+    float epsilon, scale;
+    const float *cosines, *sines; // [positions, head_size / 2]
+    const float* final_norm;
+    const float* embedding;             // null if it is
+    const BFloat16* embedding_bfloat16; // in bfloat16
+    Matrix head;
+    const Layer* layer;
+};
+
+struct Batch {
+    int64_t rows, tokens, wanted, slots; // B, N, R and the slots of a row's cache
+    const int64_t *ids, *parents;        // [B, N]; below 0: absent, and the last token kept
+    const int64_t *lengths, *places;     // [B] tokens kept; [B, R] whose logits are wanted
+    void* const* keys;                   // of each layer [B, slots, kv_heads, head_size]
+    void* const* values;
+    float* logits; // [B, R, outputs of the head]
+};
+
+/// What a pass writes in between; kept from pass to pass.
+struct Scratch {
+    std::vector<float> hidden, normed, projected, attended, inner, last, scores;
+    std::vector<int32_t> seen;
+    std::vector<int64_t> depths;
+};
+
+static float* grown(std::vector<float>& buffer, int64_t size) {
+    if ((int64_t)buffer.size() < size) buffer.resize(size);
+    return buffer.data();
+}
+
+static int64_t slot_of(const Batch& batch, int64_t row, int64_t token) {
+    // A row that has ended is read on with the others; past the room, where nobody looks, it writes the last slot.
+    return std::min(batch.lengths[row] + token, batch.slots - 1);
+}
+
+/// Writes the keys and values of a thread's share of the tokens into the cache, and turns its queries.
+template <class Stored>
+static void place(
+    const Model& model, const Layer& layer, const Batch& batch, int64_t number, const int64_t* depths, float* projected,
+    Share share
+) {
+    int64_t size = model.head_size, half = size / 2, heads = model.heads, kv_heads = model.kv_heads;
+    for (int64_t at = share.first; at < share.last; at++) {
+        int64_t row = at / batch.tokens, token = at % batch.tokens;
+        int64_t position = std::min(batch.lengths[row] + depths[at], batch.slots - 1);
+        const float *cosines = model.cosines + position * half, *sines = model.sines + position * half;
+        float* head = projected + at * (heads + 2 * kv_heads) * size;
+        for (int64_t h = 0; h < heads + kv_heads; h++, head += size) {
+            const float* norm = h < heads ? layer.query_norm : layer.key_norm;
+            if (norm) normalize(head, norm, size, model.epsilon, head);
+            rotate(head, cosines, sines, size);
+        }
+        int64_t offset = (row * batch.slots + slot_of(batch, row, token)) * kv_heads * size;
+        Stored *key = (Stored*)batch.keys[number] + offset, *value = (Stored*)batch.values[number] + offset;
+        for (int64_t i = 0; i < kv_heads * size; i++) {
+            key[i] = stored<Stored>(head[i - kv_heads * size]);
+            value[i] = stored<Stored>(head[i]);
+        }
+    }
+}
+
+/// Attention of a thread's share of all heads of all tokens.
+template <class Stored>
+static void attend_all(
+    const Model& model, const Batch& batch, int64_t number, const int32_t* seen, const int64_t* counts,
+    const float* projected, float* attended, float* scores, Share share
+) {
+    int64_t size = model.head_size, heads = model.heads, kv_heads = model.kv_heads;
+    for (int64_t at = share.first; at < share.last; at++) {
+        int64_t row = at / (heads * batch.tokens), h = at / batch.tokens % heads, token = at % batch.tokens;
+        int64_t which = row * batch.tokens + token, kv_head = h / (heads / kv_heads);
+        int64_t offset = (row * batch.slots * kv_heads + kv_head) * size;
+        attend(
+            projected + (which * (heads + 2 * kv_heads) + h) * size, (const Stored*)batch.keys[number] + offset,
+            (const Stored*)batch.values[number] + offset, kv_heads * size, seen + which * batch.slots, counts[which], size,
+            model.scale, scores, attended + (which * heads + h) * size
+        );
+    }
+}
+
+/// For each token its depth, and the slots it sees: those kept, and its ancestors in this pass up to itself.
+static void look(const Batch& batch, int64_t* depths, int64_t* counts, int32_t* seen) {
+    for (int64_t row = 0; row < batch.rows; row++)
+        for (int64_t token = 0; token < batch.tokens; token++) {
+            int64_t at = row * batch.tokens + token, kept = std::min(batch.lengths[row], batch.slots - 1);
+            const int64_t* parents = batch.parents + row * batch.tokens;
+            int64_t depth = 0;
+            for (int64_t up = parents[token]; up >= 0; up = parents[up]) depth++;
+            int32_t* slots = seen + at * batch.slots;
+            for (int64_t slot = 0; slot < kept; slot++) slots[slot] = slot;
+            depths[at] = depth;
+            counts[at] = std::min(kept + depth + 1, batch.slots);
+            int64_t place = kept + depth;
+            for (int64_t up = token; up >= 0; up = parents[up], place--)
+                if (place < batch.slots) slots[place] = slot_of(batch, row, up);
+        }
+}
+
+/// The calling thread's share of a product, and a barrier.
+static void set_product(const Matrix& matrix, const float* inputs, int64_t rows, float* to) {
+    Share panels(matrix.count(), omp_get_thread_num(), omp_get_num_threads());
+    for (; panels.first < panels.last; panels.first++) {
+        Outputs outputs(matrix, panels.first);
+        multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
+            std::copy_n(sums, outputs.count, to + row * matrix.outputs + outputs.first);
+        });
+    }
+#pragma omp barrier
+}
+
+static void embed(const Model& model, int64_t id, float* to) {
+    for (int64_t i = 0, from = std::max<int64_t>(id, 0) * model.width; i < model.width; i++)
+        to[i] = model.embedding ? model.embedding[from + i] : number(model.embedding_bfloat16[from + i]);
+}
+
+template <class Stored> static void run(const Model& model, const Batch& batch, Scratch& scratch, int threads) {
+    int64_t count = batch.rows * batch.tokens, wanted = batch.rows * batch.wanted, width = model.width;
+    int64_t heads_width = model.heads * model.head_size, stride = heads_width + 2 * model.kv_heads * model.head_size;
+    int64_t room = batch.slots + 2 * LANES;
+    float *hidden = grown(scratch.hidden, count * width), *normed = grown(scratch.normed, count * width);
+    float *projected = grown(scratch.projected, count * stride), *attended = grown(scratch.attended, count * heads_width);
+    float *inner = grown(scratch.inner, count * model.inner), *last = grown(scratch.last, wanted * width);
+    float* all_scores = grown(scratch.scores, threads * room);
+    if ((int64_t)scratch.seen.size() < count * batch.slots) scratch.seen.resize(count * batch.slots);
+    if ((int64_t)scratch.depths.size() < 2 * count) scratch.depths.resize(2 * count);
+    int32_t* seen = scratch.seen.data();
+    int64_t *depths = scratch.depths.data(), *counts = depths + count;
+    look(batch, depths, counts, seen);
+
+#pragma omp parallel num_threads(threads)
+    {
+        int thread = omp_get_thread_num(), team = omp_get_num_threads();
+        float* scores = all_scores + thread * room;
+        Share tokens(count, thread, team);
+        auto normalize_all = [&](const float* weights) {
+            for (int64_t at = tokens.first; at < tokens.last; at++)
+                normalize(hidden + at * width, weights, width, model.epsilon, normed + at * width);
+#pragma omp barrier
+        };
+        auto add_product = [&](const Matrix& matrix, const float* inputs) {
+            for (Share panels(matrix.count(), thread, team); panels.first < panels.last; panels.first++) {
+                Outputs outputs(matrix, panels.first);
+                multiply(matrix, panels.first, inputs, count, [&](int64_t row, const float* sums) {
+                    for (int64_t i = 0; i < outputs.count; i++) hidden[row * width + outputs.first + i] += sums[i];
+                });
+            }
+#pragma omp barrier
+        };
+        for (int64_t at = tokens.first; at < tokens.last; at++) embed(model, batch.ids[at], hidden + at * width);
+        for (int64_t number = 0; number < model.layers; number++) {
+            const Layer& layer = model.layer[number];
+            normalize_all(layer.norm);
+            set_product(layer.queries_keys_values, normed, count, projected);
+            place<Stored>(model, layer, batch, number, depths, projected, tokens);
+#pragma omp barrier
+            Share heads(count * model.heads, thread, team);
+            attend_all<Stored>(model, batch, number, seen, counts, projected, attended, scores, heads);
+#pragma omp barrier
+            add_product(layer.output, attended);
+            normalize_all(layer.norm_behind_attention);
+            for (Share panels(layer.gate.count(), thread, team); panels.first < panels.last; panels.first++) {
+                Outputs outputs(layer.gate, panels.first);
+                multiply(layer.gate, panels.first, normed, count, [&](int64_t row, const float* sums) {
+                    std::copy_n(sums, outputs.count, inner + row * model.inner + outputs.first);
+                });
+                multiply(layer.up, panels.first, normed, count, [&](int64_t row, const float* sums) {
+                    float* gates = inner + row * model.inner + outputs.first;
+                    alignas(64) float open[PANEL] = {};
+                    std::copy_n(gates, outputs.count, open);
+                    for (int64_t i = 0; i < PANEL; i += LANES) {
+                        Vector gate = load(open + i);
+                        store(open + i, gate / (1.0f + exponential(-gate)) * load(sums + i));
+                    }
+                    std::copy_n(open, outputs.count, gates);
+                });
+            }
+#pragma omp barrier
+            add_product(layer.down, inner);
+        }
+        for (Share places(wanted, thread, team); places.first < places.last; places.first++) {
+            int64_t row = places.first / batch.wanted, at = row * batch.tokens + batch.places[places.first];
+            normalize(hidden + at * width, model.final_norm, width, model.epsilon, last + places.first * width);
+        }
+#pragma omp barrier
+        set_product(model.head, last, wanted, batch.logits);
+    }
+}
+
+extern "C" {
+
+/// How many weights a packed matrix has, zeros included.
+int64_t packed_size(int64_t outputs, int64_t inputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
+
+void pack_matrix(const void* weights, int64_t outputs, int64_t inputs, int64_t is_bfloat16, void* panels) {
+    if (is_bfloat16)
+        pack((const BFloat16*)weights, outputs, inputs, (BFloat16*)panels);
+    else
+        pack((const float*)weights, outputs, inputs, (float*)panels);
+}
+
+void multiply_all(const Matrix* matrix, const float* inputs, int64_t rows, float* outputs, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+    set_product(*matrix, inputs, rows, outputs);
+}
+
+Scratch* new_scratch() { return new Scratch; }
+
+void delete_scratch(Scratch* scratch) { delete scratch; }
+
+void forward(const Model* model, const Batch* batch, Scratch* scratch, int64_t threads) {
+    if (model->is_cache_bfloat16)
+        run<BFloat16>(*model, *batch, *scratch, threads);
+    else
+        run<float>(*model, *batch, *scratch, threads);
+}
+}

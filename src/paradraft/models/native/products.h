@@ -1,0 +1,127 @@
+// Products of a few rows with a matrix of weights, which is read once, in one stream.
+#pragma once
+
+#include "vectors.h"
+
+constexpr int WIDE = 4;                 // vectors of a panel
+constexpr int TALLEST = 6;              // rows that are multiplied with a panel at once
+constexpr int64_t PANEL = WIDE * LANES; // outputs of a panel
+
+/// How many vectors of a panel are multiplied with so many rows at once, so that all sums stay in registers.
+constexpr int at_once(int rows) { return (rows + 1) * WIDE + 1 <= REGISTERS ? WIDE : 2; }
+
+/// Weights `[outputs, inputs]` in panels of `PANEL` outputs, each `[inputs, PANEL]`; the last is filled with zeros.
+struct Matrix {
+    const void* panels;
+    int64_t outputs, inputs;
+    int64_t is_bfloat16;
+    const float* bias; // null if there is none
+
+    int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
+};
+
+/// The panels `first` to `last` that a thread has.
+struct Share {
+    int64_t first, last;
+    Share(int64_t count, int thread, int threads)
+        : first(count * thread / threads), last(count * (thread + 1) / threads) {}
+};
+
+/// Some weights of one input.
+template <int COUNT> static inline void load_weights(const float* from, Vector (&weights)[COUNT]) {
+#pragma GCC unroll 8
+    for (int v = 0; v < COUNT; v++) weights[v] = load(from + v * LANES);
+}
+
+/// Two vectors of bfloat16 are packed as the lower and the upper halves of one of 32 bits each: nothing is shuffled.
+template <int COUNT> static inline void load_weights(const BFloat16* from, Vector (&weights)[COUNT]) {
+#pragma GCC unroll 8
+    for (int v = 0; v < COUNT; v += 2) {
+        Bits both;
+        memcpy(&both, from + v * LANES, sizeof(both));
+        weights[v] = same_bits<Vector>(both << 16);
+        weights[v + 1] = same_bits<Vector>(both & 0xffff0000u);
+    }
+}
+
+/// `ROWS` rows times one panel. Each sum runs over the inputs in their order, whatever `ROWS` is, so that
+/// a row's result is the same to the last bit in every pass.
+template <int ROWS, class Weight>
+static inline void multiply_rows(
+    const float* __restrict inputs, int64_t stride, const Weight* __restrict panel, int64_t count,
+    float (*__restrict sums)[PANEL]
+) {
+    constexpr int COUNT = at_once(ROWS);
+    for (int part = 0; part < WIDE; part += COUNT) {
+        Vector totals[ROWS][COUNT] = {};
+        for (int64_t k = 0; k < count; k++) {
+            Vector weights[COUNT];
+            load_weights(panel + k * PANEL + part * LANES, weights);
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+                for (int v = 0; v < COUNT; v++) totals[row][v] += inputs[row * stride + k] * weights[v];
+        }
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) store(sums[row] + (part + v) * LANES, totals[row][v]);
+    }
+}
+
+template <class Weight, int ROWS = TALLEST>
+static inline void multiply_few(
+    int64_t rows, const float* inputs, int64_t stride, const Weight* panel, int64_t count, float (*sums)[PANEL]
+) {
+    if constexpr (ROWS > 0) {
+        if (rows == ROWS) return multiply_rows<ROWS>(inputs, stride, panel, count, sums);
+        return multiply_few<Weight, ROWS - 1>(rows, inputs, stride, panel, count, sums);
+    }
+}
+
+/// `rows` rows of `inputs` times one panel of a matrix, bias included; `done(row, sums)` takes each row's `PANEL` sums.
+template <class Done>
+static inline void multiply(const Matrix& matrix, int64_t panel, const float* inputs, int64_t rows, Done done) {
+    alignas(64) float sums[TALLEST][PANEL];
+    int64_t blocks = (rows + TALLEST - 1) / TALLEST, offset = panel * PANEL * matrix.inputs;
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
+        const float* from = inputs + first * matrix.inputs;
+        if (matrix.is_bfloat16)
+            multiply_few(count, from, matrix.inputs, (const BFloat16*)matrix.panels + offset, matrix.inputs, sums);
+        else
+            multiply_few(count, from, matrix.inputs, (const float*)matrix.panels + offset, matrix.inputs, sums);
+        for (int64_t row = 0; row < count; row++) {
+            if (matrix.bias)
+                for (int64_t i = 0; i < PANEL && panel * PANEL + i < matrix.outputs; i++)
+                    sums[row][i] += matrix.bias[panel * PANEL + i];
+            done(first + row, sums[row]);
+        }
+    }
+}
+
+/// Where output 0 of a panel is, and how many there are.
+struct Outputs {
+    int64_t first, count;
+    Outputs(const Matrix& matrix, int64_t panel)
+        : first(panel * PANEL), count(matrix.outputs - first < PANEL ? matrix.outputs - first : PANEL) {}
+};
+
+/// Where output `i` of a panel is among the weights of one input.
+static inline int64_t place_of(int64_t i, float) { return i; }
+static inline int64_t place_of(int64_t i, BFloat16) {
+    int64_t pair = i / (2 * LANES), vector = i / LANES % 2, lane = i % LANES;
+    return pair * 2 * LANES + 2 * lane + vector;
+}
+
+template <class Weight> static void pack(const Weight* weights, int64_t outputs, int64_t inputs, Weight* panels) {
+    int64_t count = (outputs + PANEL - 1) / PANEL;
+#pragma omp parallel for
+    for (int64_t panel = 0; panel < count; panel++)
+        for (int64_t i = 0; i < PANEL; i++) {
+            int64_t output = panel * PANEL + i;
+            Weight* to = panels + panel * PANEL * inputs + place_of(i, Weight{});
+            for (int64_t k = 0; k < inputs; k++)
+                to[k * PANEL] = output < outputs ? weights[output * inputs + k] : Weight{};
+        }
+}

@@ -1,0 +1,102 @@
+// Vectors of floats in the width of this CPU, through the vector extensions that GCC and Clang share.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, REGISTERS = 32;
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
+
+typedef float Vector __attribute__((vector_size(LANES * 4)));
+typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+/// A bfloat16: the upper half of a float's bits.
+struct BFloat16 {
+    uint16_t bits;
+};
+
+template <class To, class From> static inline To same_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
+static inline Vector all(float value) { return value - Vector{}; }
+
+static inline Vector load(const float* from) {
+    Vector vector;
+    memcpy(&vector, from, sizeof(vector));
+    return vector;
+}
+
+static inline Vector load(const BFloat16* from) {
+    Halves halves;
+    memcpy(&halves, from, sizeof(halves));
+    return same_bits<Vector>(__builtin_convertvector(halves, Bits) << 16);
+}
+
+static inline void store(float* to, Vector vector) { memcpy(to, &vector, sizeof(vector)); }
+
+static inline float number(float from) { return from; }
+static inline float number(BFloat16 from) { return same_bits<float>(uint32_t(from.bits) << 16); }
+
+template <class T> T stored(float value);
+template <> inline float stored<float>(float value) { return value; }
+/// Rounded to the nearest, ties to even, as torch does.
+template <> inline BFloat16 stored<BFloat16>(float value) {
+    if (std::isnan(value)) return {0x7fc0};
+    uint32_t bits = same_bits<uint32_t>(value);
+    return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+/// The sum of the lanes, by halves: always in the same order.
+static inline float sum(Vector vector) {
+#if defined(__AVX__)
+#if defined(__AVX512F__)
+    __m256 eight = _mm256_add_ps(
+        _mm512_castps512_ps256(vector), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(vector), 1))
+    );
+#else
+    __m256 eight = vector;
+#endif
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    return (vector[0] + vector[2]) + (vector[1] + vector[3]);
+#endif
+}
+
+/// e to the power of each lane, to about 2 units in the last place; below -87 it stays at e^-87.
+static inline Vector exponential(Vector x) {
+    x = x < -87.0f ? all(-87.0f) : x;
+    x = x > 88.0f ? all(88.0f) : x;
+    const Vector shift = all(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number
+    Vector shifted = x * 1.44269504088896341f + shift;
+    Vector whole = shifted - shift;
+    Vector rest = x - whole * 0.693359375f;
+    rest = rest + whole * 2.12194440e-4f;
+    Vector series = rest * 1.9875691500e-4f + 1.3981999507e-3f; // Cephes, expf
+    series = series * rest + 8.3334519073e-3f;
+    series = series * rest + 4.1665795894e-2f;
+    series = series * rest + 1.6666665459e-1f;
+    series = series * rest + 5.0000001201e-1f;
+    series = series * rest * rest + rest + 1.0f;
+    Integers power = __builtin_convertvector(whole, Integers);
+    return series * same_bits<Vector>((power + 127) << 23);
+}

@@ -1,0 +1,254 @@
+"""The pass in C++: it computes what the model does, and the same to the last bit however it is asked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from paradraft.core import ABSENT
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.native import build
+from paradraft.models.native.forward import NativePass, can_serve
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
+    "llama with biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+}
+SIZES = [(64, 96, 4, 2, 16, 80), (45, 57, 3, 1, 22, 101), (160, 200, 2, 2, 144, 70)]
+"""Width, inner width, heads, heads of keys and values, head size, rows of the embedding; no vector and no
+panel divides those of the second."""
+
+
+def random_model(
+    kind: str = "qwen3", size: tuple[int, ...] = SIZES[0], dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    torch.manual_seed(5)
+    model_class, config_class, more = KINDS[kind]
+    width, inner, heads, kv_heads, head_size, rows = size
+    config = config_class(
+        vocab_size=rows, hidden_size=width, intermediate_size=inner, num_hidden_layers=3, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head_size, max_position_embeddings=192, initializer_range=0.2,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None, **more,
+    )  # fmt: skip
+    model = model_class(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter += 0.3 * torch.randn(parameter.shape)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def lm_of(model: PreTrainedModel, **settings: int) -> CausalLM:
+    lm = CausalLM(model, vocab_size=model.config.vocab_size, compiled=True, **settings)
+    assert lm._native is not None
+    lm.clear(1)
+    return lm
+
+
+def tokens(count: int, rows: int = 1) -> torch.Tensor:
+    return torch.randint(1, 60, (rows, count), generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("are_rounded", [False, True])
+def test_logits_are_the_models_own(kind: str, size: tuple[int, ...], are_rounded: bool) -> None:
+    """Guards the arithmetic, for every architecture, sizes that no vector divides, and weights that are stored as
+    bfloat16 because they are such numbers."""
+    model = random_model(kind, size)
+    if are_rounded:
+        model = model.to(torch.bfloat16).float()
+    lm = lm_of(model)
+    assert all(layer.gate.is_bfloat16 == are_rounded for layer in lm._native._model.layer[:3])
+    text = tokens(40)
+    expected = model.double()(text).logits
+    assert torch.allclose(lm.forward(text).double(), expected, rtol=1e-3, atol=1e-4 * float(expected.std()))
+
+
+def test_bfloat16_models_are_served() -> None:
+    """Guards a cache in bfloat16: nothing but its rounding may differ."""
+    model = random_model(dtype=torch.bfloat16)
+    text = tokens(40)
+    ours = lm_of(model).forward(text)
+    expected = model.double()(text).logits
+    assert (ours - expected).square().mean().sqrt() < 0.02 * expected.std()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_cut_into_passes_gives_the_same_bits(dtype: torch.dtype) -> None:
+    """Guards the promise that is stronger than the one of `torch.compile`: there are no near-ties."""
+    lm, text = lm_of(random_model(dtype=dtype)), tokens(30)
+    whole = lm.forward(text)
+    for widths in [(1,) * 30, (2,) * 15, (7, 1, 9, 13), (29, 1)]:
+        lm.clear(1)
+        parts = []
+        for part in text.split(widths, dim=1):
+            parts.append(lm.forward(part))
+            lm.keep(torch.tensor([part.shape[1]]))
+        assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+def test_rows_of_a_batch_do_not_see_each_other() -> None:
+    """Guards ragged batches: rows of other lengths, and places where a row has no token."""
+    lm = lm_of(random_model())
+    text, lengths = tokens(20, rows=3), [20, 3, 11]
+    for row, length in enumerate(lengths):
+        text[row, length:] = ABSENT
+    lm.clear(3)
+    together = lm.forward(text)
+    lm.keep(torch.tensor(lengths))
+    more = tokens(5, rows=3)
+    later = lm.forward(more)
+    for row, length in enumerate(lengths):
+        lm.clear(1)
+        assert torch.equal(lm.forward(text[row : row + 1, :length])[0], together[row, :length])
+        lm.keep(torch.tensor([length]))
+        assert torch.equal(lm.forward(more[row : row + 1])[0], later[row])
+
+
+def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone() -> None:
+    """Guards the order in which slots are seen: where in the cache an ancestor stands must not matter."""
+    lm = lm_of(random_model())
+    text, parents = tokens(10), torch.tensor([[-1, 0, 0, 1, 2, 2, 4, 4, 7, 3]])
+    lm.forward(tokens(33))
+    lm.keep(torch.tensor([33]))
+    tree = lm.forward(text, parents)
+    for leaf in range(10):
+        path = [leaf]
+        while (parent := int(parents[0, path[0]])) >= 0:
+            path.insert(0, parent)
+        assert torch.equal(lm.forward(text[:, path])[0, -1], tree[0, leaf])
+    lm.forward(text, parents)
+    lm.keep_path(torch.tensor([[0, 2, 4, 7, 8]]))
+    kept = lm.forward(text[:, 9:])
+    lm.clear(1)
+    anew = lm.forward(torch.cat([tokens(33), text[:, [0, 2, 4, 7, 8, 9]]], dim=1))
+    assert torch.equal(kept, anew[:, -1:])
+
+
+def test_threads_change_no_bit() -> None:
+    """Guards texts against the number of cores."""
+    lm, text, before = lm_of(random_model(size=SIZES[2])), tokens(9), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            found.append(lm.forward(text))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in itertools.pairwise(found))
+
+
+def test_only_wanted_logits_are_computed() -> None:
+    """Guards the drafter's passes, which want few of many."""
+    lm, text = lm_of(random_model()), tokens(12)
+    whole, places = lm.forward(text), torch.tensor([[11, 3, 3]])
+    assert torch.equal(lm.forward(text, rows_BR=places), whole[:, places[0]])
+
+
+def test_prompts_are_read_in_chunks() -> None:
+    """Guards prefill: what is read without logits must be in the cache."""
+    lm, text = lm_of(random_model(), width=200), tokens(150)
+    whole = lm.forward(text)
+    lm.clear(1)
+    last = lm.read_all_but_last(text)
+    assert torch.equal(lm.forward(last)[0, 0], whole[0, -1])
+
+
+def test_a_full_cache_is_not_overrun() -> None:
+    """Guards memory behind the cache: a row that has ended is read on with the others."""
+    lm = lm_of(random_model(), capacity=20, width=4)
+    lm.clear(2)
+    lm.lengths_B, lm._longest = torch.tensor([20, 4]), 20
+    for _ in range(5):
+        assert lm.forward(tokens(4, rows=2)).isfinite().all()
+        lm.keep(torch.tensor([4, 0]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [
+        (torch.float64, {}),
+        (torch.float16, {}),
+        (torch.float32, {"hidden_act": "gelu"}),
+        (torch.float32, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    ],
+)
+def test_what_it_cannot_compute_is_left_to_torch(dtype: torch.dtype, change: dict[str, object]) -> None:
+    """Guards models that the C++ would compute wrongly."""
+    model = random_model(dtype=dtype)
+    assert can_serve(random_model())
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    assert not can_serve(model)
+    assert CausalLM(model, vocab_size=60, compiled=True)._native is None
+
+
+def test_a_model_that_computes_something_else_is_found_out() -> None:
+    """Guards models whose config does not say everything: the pass is compared with the model's own."""
+    model = random_model()
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    with pytest.raises(ValueError, match="differ by"):
+        NativePass(model, 64)
+    with pytest.warns(UserWarning, match=r"no passes in C\+\+"):
+        assert CausalLM(model, vocab_size=60, compiled=True)._native is None
+
+
+@pytest.fixture
+def new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where nothing has been built yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.library.cache_clear()
+    yield tmp_path / "paradraft"
+    build.library.cache_clear()
+
+
+def test_it_is_built_once(new_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards ten seconds of every process."""
+    build.library()
+    (file,) = new_machine.iterdir()
+    build.library.cache_clear()
+    monkeypatch.setattr(build, "_build", lambda *_: pytest.fail("built again"))
+    build.library()
+    assert list(new_machine.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/g++", "false"])
+def test_without_a_compiler(new_machine: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+    """Guards machines that cannot build it: torch.compile, or in the end plain PyTorch, does the work."""
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.warns(UserWarning, match=r"no passes in C\+\+"):
+        assert CausalLM(random_model(), vocab_size=60, compiled=True)._native is None
+    assert not list(new_machine.glob("*"))
+
+
+def test_numbers_that_overflow_stay_so() -> None:
+    """Guards against an exponential that makes an ordinary number of an impossible one."""
+    model = random_model()
+    model.model.embed_tokens.weight[50] = math.nan
+    lm = lm_of(model)
+    assert lm.forward(torch.tensor([[3, 50, 4]]))[0, 1:].isnan().all()
