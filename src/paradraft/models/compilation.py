@@ -28,6 +28,7 @@ def compiled(function: Callable[..., Tensor], model: nn.Module) -> Callable[...,
         model: what every call computes with.
     """
     weight = next(model.parameters())
+    is_whole = all(type(tensor) is nn.Parameter for tensor in model.parameters())
     tag = _tag(model) if weight.device.type == "cpu" else ""
     # Not shared between models, because nothing is left in the guards that tells one model from another.
     fast = torch.compile(  # type: ignore[call-overload]  # torch 2.13 forgets `isolate_recompiles` in its overloads
@@ -44,7 +45,7 @@ def compiled(function: Callable[..., Tensor], model: nn.Module) -> Callable[...,
         if sizes in seen:
             return fast(*args)
         try:
-            with _settings(weight.device, weight.dtype, tag):
+            with _settings(weight.device, weight.dtype if is_whole else None, tag):
                 result = fast(*args)
         except torch._dynamo.exc.TorchDynamoException as error:
             works = False
@@ -76,8 +77,14 @@ def _tag(model: nn.Module) -> str | None:
 
 
 @contextmanager
-def _settings(device: torch.device, dtype: torch.dtype, tag: str | None) -> Iterator[None]:
-    """How a pass is compiled. They cost 50 µs, so that they are set only where something may be compiled."""
+def _settings(device: torch.device, dtype: torch.dtype | None, tag: str | None) -> Iterator[None]:
+    """How a pass is compiled. They cost 50 µs, so that they are set only where something may be compiled.
+
+    Args:
+        device: of the model.
+        dtype: of its weights; None if they are quantized, for which Inductor has not all products of its own.
+        tag: of the weights.
+    """
     on_cpu = device.type == "cpu"
     # torch gives its config modules `patch` only when they are imported, where a type checker does not see it.
     own_products = on_cpu and dtype in (torch.float32, torch.bfloat16, torch.float16)

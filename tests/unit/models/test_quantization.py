@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,16 @@ from tests.e2e.conftest import paradraft as paradraft
 PROMPT = "abcabcabc"
 
 
-def logits(family: Path, dtype: str) -> torch.Tensor:
-    lm = load_target(str(family / "target"), Runtime(dtype=dtype)).lm
+@pytest.fixture(params=[False, True], ids=["without bf16", "with bf16"], autouse=True)
+def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Runs every test as on a CPU without instructions for bfloat16 and as on one with them: which one it is decides
+    what passes compute in."""
+    monkeypatch.setattr("paradraft.models.runtime.computes_bf16", lambda device: request.param)
+    return request.param
+
+
+def logits(family: Path, dtype: str, *, compiled: bool = False) -> torch.Tensor:
+    lm = load_target(str(family / "target"), Runtime(dtype=dtype, compiled=compiled)).lm
     lm.clear(1)
     return lm.forward(torch.arange(1, 13)[None])
 
@@ -42,7 +51,7 @@ def test_only_a_quarter_is_read(family: Path) -> None:
     head = rounded.get_output_embeddings().weight
     rows, width = head.shape
     assert rows * width < stored_bytes(head) <= rows * width + 8 * rows  # a scale for each row, perhaps a zero point
-    assert rounded.get_input_embeddings().weight.dtype == torch.float32
+    assert rounded.get_input_embeddings().weight.dtype == Runtime(dtype="int8").computed_in
     assert Size.of(rounded).weight_bytes < 0.5 * Size.of(whole).weight_bytes
     assert Size.of(rounded).body_weights == Size.of(whole).body_weights
 
@@ -58,13 +67,14 @@ def test_a_drafter_changes_no_token_of_a_rounded_target(family: Path, sampling: 
 
 
 @pytest.mark.slow
-def test_compiled_passes_compute_the_same(family: Path) -> None:
-    """Guards against a cache on disk that takes rounded weights for others, and against a failed compilation."""
-    found = []
-    for compiled in (False, True):
-        engine = load(str(family / "target"), runtime=Runtime(dtype="int8", compiled=compiled))
-        found.append(engine.generate(PROMPT, max_new_tokens=20).tokens)
-    assert found[0] == found[1]
+def test_compiled_passes_compute_the_same(family: Path, has_bf16: bool) -> None:
+    """Guards against a cache on disk that takes rounded weights for others, and against a failed compilation, which is
+    only warned of. A compiled pass rounds less often than an eager one, which in bfloat16 is seen."""
+    plain = logits(family, "int8")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="compilation failed")
+        fast = logits(family, "int8", compiled=True)
+    assert (fast - plain).abs().max() < (0.1 if has_bf16 else 1e-4) * plain.std()
 
 
 def test_methods_of_a_benchmark_may_have_it(paradraft: Paradraft, family: Path, tmp_path: Path) -> None:
@@ -132,7 +142,8 @@ def test_answers_of_a_rounded_target_are_its_own(paradraft: Paradraft, family: P
     ]
     done = paradraft("regenerate", *asked, "--dtype", "int8")
     assert done.code == 0, done.err
-    assert_mistake(paradraft("regenerate", *asked), "float32, Int8Tensor")
+    computed_in = str(Runtime(dtype="int8").computed_in).removeprefix("torch.")
+    assert_mistake(paradraft("regenerate", *asked), f"{computed_in}, Int8Tensor")
     assert paradraft("regenerate", *asked, "--dtype", "int8").code == 0
 
 
