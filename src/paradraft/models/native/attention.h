@@ -33,22 +33,21 @@ template <class Stored> static inline float dot(const float* query, const Stored
     return total;
 }
 
-/// Attention of one query over the slots that it sees, in the order in which they are given.
-///
-/// What comes out depends on what stands in these slots and not on where they are, so that a token has the same
-/// result to the last bit as part of a tree and behind its ancestors alone.
-///
-/// `keys` and `values` are those of one head and row, `stride` apart; `scores` has room for `count` and `LANES` more.
-template <class Stored>
-static inline void attend(
-    const float* query, const Stored* keys, const Stored* values, int64_t stride, const int32_t* slots, int64_t count,
-    int64_t size, float scale, float* scores, float* to
-) {
+constexpr int AT_ONCE = 4; // queries for which a key is read once
+
+/// A query, and what it sees behind the slots that all queries of its row see.
+struct Query {
+    const float* at;
+    const int32_t* slots; // its ancestors among the new tokens, from the first one down to itself
+    int64_t count;
+    float* scores; // room for all that it sees, and `LANES` more
+    float* to;
+};
+
+/// Turns scores into weights that add up to 1, but for the factor that is returned.
+static inline float soften(float* scores, int64_t count) {
     float highest = -INFINITY;
-    for (int64_t i = 0; i < count; i++) {
-        scores[i] = scale * dot(query, keys + slots[i] * stride, size);
-        highest = scores[i] > highest ? scores[i] : highest;
-    }
+    for (int64_t i = 0; i < count; i++) highest = scores[i] > highest ? scores[i] : highest;
     for (int64_t i = count; i < count + LANES; i++) scores[i] = -INFINITY;
     Vector totals = {};
     for (int64_t i = 0; i < count; i += LANES) {
@@ -56,24 +55,77 @@ static inline void attend(
         store(scores + i, weights);
         totals += weights;
     }
-    float share = 1.0f / sum(totals);
+    return 1.0f / sum(totals);
+}
+
+/// The weighted values of `QUERIES` queries, `VECTORS` vectors of them.
+template <int QUERIES, int VECTORS, class Stored>
+static inline void mix(
+    const Query* queries, const float* shares, const Stored* values, int64_t stride, int64_t kept, int64_t offset
+) {
+    Vector mixed[QUERIES][VECTORS] = {};
+    for (int64_t slot = 0; slot < kept; slot++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+            Vector value = load(values + slot * stride + offset + v * LANES);
+#pragma GCC unroll 8
+            for (int q = 0; q < QUERIES; q++) mixed[q][v] += queries[q].scores[slot] * value;
+        }
+#pragma GCC unroll 8
+    for (int q = 0; q < QUERIES; q++) {
+        for (int64_t i = 0; i < queries[q].count; i++)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++)
+                mixed[q][v] += queries[q].scores[kept + i] *
+                               load(values + queries[q].slots[i] * stride + offset + v * LANES);
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) store(queries[q].to + offset + v * LANES, mixed[q][v] * shares[q]);
+    }
+}
+
+/// Attention of `QUERIES` queries of one row over the first `kept` slots, which all of them see, and their own.
+///
+/// What comes out depends on what stands in the slots that a query sees and on their order, and not on where they are
+/// nor on the other queries, so that a token has the same result to the last bit as part of a tree and behind its
+/// ancestors alone.
+///
+/// `keys` and `values` are those of one row and head, `stride` apart.
+template <int QUERIES, class Stored>
+static inline void attend_together(
+    const Query* queries, const Stored* keys, const Stored* values, int64_t stride, int64_t kept, int64_t size, float scale
+) {
+    for (int64_t slot = 0; slot < kept; slot++)
+#pragma GCC unroll 8
+        for (int q = 0; q < QUERIES; q++)
+            queries[q].scores[slot] = scale * dot(queries[q].at, keys + slot * stride, size);
+    float shares[QUERIES];
+    for (int q = 0; q < QUERIES; q++) {
+        for (int64_t i = 0; i < queries[q].count; i++)
+            queries[q].scores[kept + i] = scale * dot(queries[q].at, keys + queries[q].slots[i] * stride, size);
+        shares[q] = soften(queries[q].scores, kept + queries[q].count);
+    }
     int64_t i = 0;
-    for (; i + 4 * LANES <= size; i += 4 * LANES) {
-        Vector mixed[4] = {};
-        for (int64_t slot = 0; slot < count; slot++)
-#pragma GCC unroll 4
-            for (int v = 0; v < 4; v++)
-                mixed[v] += scores[slot] * load(values + slots[slot] * stride + i + v * LANES);
-        for (int v = 0; v < 4; v++) store(to + i + v * LANES, mixed[v] * share);
-    }
-    for (; i + LANES <= size; i += LANES) {
-        Vector mixed = {};
-        for (int64_t slot = 0; slot < count; slot++) mixed += scores[slot] * load(values + slots[slot] * stride + i);
-        store(to + i, mixed * share);
-    }
-    for (; i < size; i++) {
-        float mixed = 0;
-        for (int64_t slot = 0; slot < count; slot++) mixed += scores[slot] * number(values[slots[slot] * stride + i]);
-        to[i] = mixed * share;
+    for (; i + 4 * LANES <= size; i += 4 * LANES) mix<QUERIES, 4>(queries, shares, values, stride, kept, i);
+    for (; i + LANES <= size; i += LANES) mix<QUERIES, 1>(queries, shares, values, stride, kept, i);
+    for (; i < size; i++)
+        for (int q = 0; q < QUERIES; q++) {
+            float mixed = 0;
+            for (int64_t slot = 0; slot < kept; slot++)
+                mixed += queries[q].scores[slot] * number(values[slot * stride + i]);
+            for (int64_t own = 0; own < queries[q].count; own++)
+                mixed += queries[q].scores[kept + own] * number(values[queries[q].slots[own] * stride + i]);
+            queries[q].to[i] = mixed * shares[q];
+        }
+}
+
+/// The same for as many queries as there are, at most `AT_ONCE`.
+template <class Stored, int QUERIES = AT_ONCE>
+static inline void attend(
+    int64_t count, const Query* queries, const Stored* keys, const Stored* values, int64_t stride, int64_t kept,
+    int64_t size, float scale
+) {
+    if constexpr (QUERIES > 0) {
+        if (count == QUERIES) return attend_together<QUERIES>(queries, keys, values, stride, kept, size, scale);
+        return attend<Stored, QUERIES - 1>(count, queries, keys, values, stride, kept, size, scale);
     }
 }

@@ -42,18 +42,36 @@ struct Batch {
 /// What a pass writes in between; kept from pass to pass.
 struct Scratch {
     std::vector<float> hidden, normed, projected, attended, inner, last, scores;
-    std::vector<int32_t> seen;
+    std::vector<int32_t> ancestors;
     std::vector<int64_t> depths;
 };
 
-static float* grown(std::vector<float>& buffer, int64_t size) {
+template <class T> static T* grown(std::vector<T>& buffer, int64_t size) {
     if ((int64_t)buffer.size() < size) buffer.resize(size);
     return buffer.data();
 }
 
-static int64_t slot_of(const Batch& batch, int64_t row, int64_t token) {
-    // A row that has ended is read on with the others; past the room, where nobody looks, it writes the last slot.
-    return std::min(batch.lengths[row] + token, batch.slots - 1);
+/// How many slots a row has kept: all its tokens see them, and the new ones are written behind. A row that has ended is
+/// read on with the others; past the room, where nobody looks, it writes the last slots again.
+static int64_t kept_of(const Batch& batch, int64_t row) {
+    return std::min(batch.lengths[row], batch.slots - batch.tokens);
+}
+
+/// For each token its depth and, of the new tokens, the slots of its ancestors and its own.
+struct Ancestors {
+    int64_t* depths;
+    int32_t* slots; // [B, N, N]
+};
+
+static void find(const Batch& batch, const Ancestors& ancestors) {
+    for (int64_t at = 0; at < batch.rows * batch.tokens; at++) {
+        int64_t row = at / batch.tokens, depth = 0;
+        const int64_t* parents = batch.parents + row * batch.tokens;
+        for (int64_t up = parents[at % batch.tokens]; up >= 0; up = parents[up]) depth++;
+        ancestors.depths[at] = depth;
+        for (int64_t up = at % batch.tokens; up >= 0; up = parents[up])
+            ancestors.slots[at * batch.tokens + depth--] = kept_of(batch, row) + up;
+    }
 }
 
 /// Writes the keys and values of a thread's share of the tokens into the cache, and turns its queries.
@@ -65,7 +83,7 @@ static void place(
     int64_t size = model.head_size, half = size / 2, heads = model.heads, kv_heads = model.kv_heads;
     for (int64_t at = share.first; at < share.last; at++) {
         int64_t row = at / batch.tokens, token = at % batch.tokens;
-        int64_t position = std::min(batch.lengths[row] + depths[at], batch.slots - 1);
+        int64_t position = kept_of(batch, row) + depths[at];
         const float *cosines = model.cosines + position * half, *sines = model.sines + position * half;
         float* head = projected + at * (heads + 2 * kv_heads) * size;
         for (int64_t h = 0; h < heads + kv_heads; h++, head += size) {
@@ -73,7 +91,7 @@ static void place(
             if (norm) normalize(head, norm, size, model.epsilon, head);
             rotate(head, cosines, sines, size);
         }
-        int64_t offset = (row * batch.slots + slot_of(batch, row, token)) * kv_heads * size;
+        int64_t offset = (row * batch.slots + kept_of(batch, row) + token) * kv_heads * size;
         Stored *key = (Stored*)batch.keys[number] + offset, *value = (Stored*)batch.values[number] + offset;
         for (int64_t i = 0; i < kv_heads * size; i++) {
             key[i] = stored<Stored>(head[i - kv_heads * size]);
@@ -82,41 +100,36 @@ static void place(
     }
 }
 
-/// Attention of a thread's share of all heads of all tokens.
-template <class Stored>
-static void attend_all(
-    const Model& model, const Batch& batch, int64_t number, const int32_t* seen, const int64_t* counts,
-    const float* projected, float* attended, float* scores, Share share
-) {
-    int64_t size = model.head_size, heads = model.heads, kv_heads = model.kv_heads;
-    for (int64_t at = share.first; at < share.last; at++) {
-        int64_t row = at / (heads * batch.tokens), h = at / batch.tokens % heads, token = at % batch.tokens;
-        int64_t which = row * batch.tokens + token, kv_head = h / (heads / kv_heads);
-        int64_t offset = (row * batch.slots * kv_heads + kv_head) * size;
-        attend(
-            projected + (which * (heads + 2 * kv_heads) + h) * size, (const Stored*)batch.keys[number] + offset,
-            (const Stored*)batch.values[number] + offset, kv_heads * size, seen + which * batch.slots, counts[which], size,
-            model.scale, scores, attended + (which * heads + h) * size
-        );
-    }
+/// How many groups of queries that are attended to together a row has for each of its heads of keys.
+static int64_t groups_of(const Model& model, const Batch& batch) {
+    return (batch.tokens * (model.heads / model.kv_heads) + AT_ONCE - 1) / AT_ONCE;
 }
 
-/// For each token its depth, and the slots it sees: those kept, and its ancestors in this pass up to itself.
-static void look(const Batch& batch, int64_t* depths, int64_t* counts, int32_t* seen) {
-    for (int64_t row = 0; row < batch.rows; row++)
-        for (int64_t token = 0; token < batch.tokens; token++) {
-            int64_t at = row * batch.tokens + token, kept = std::min(batch.lengths[row], batch.slots - 1);
-            const int64_t* parents = batch.parents + row * batch.tokens;
-            int64_t depth = 0;
-            for (int64_t up = parents[token]; up >= 0; up = parents[up]) depth++;
-            int32_t* slots = seen + at * batch.slots;
-            for (int64_t slot = 0; slot < kept; slot++) slots[slot] = slot;
-            depths[at] = depth;
-            counts[at] = std::min(kept + depth + 1, batch.slots);
-            int64_t place = kept + depth;
-            for (int64_t up = token; up >= 0; up = parents[up], place--)
-                if (place < batch.slots) slots[place] = slot_of(batch, row, up);
+/// Attention of a thread's share of all groups of queries.
+template <class Stored>
+static void attend_all(
+    const Model& model, const Batch& batch, int64_t number, const Ancestors& ancestors, const float* projected,
+    float* attended, float* scores, Share share
+) {
+    int64_t size = model.head_size, heads = model.heads, kv_heads = model.kv_heads, sharing = heads / kv_heads;
+    int64_t groups = groups_of(model, batch), room = batch.slots + 2 * LANES;
+    for (int64_t at = share.first; at < share.last; at++) {
+        int64_t row = at / (kv_heads * groups), kv_head = at / groups % kv_heads, first = at % groups * AT_ONCE;
+        int64_t count = std::min<int64_t>(AT_ONCE, batch.tokens * sharing - first);
+        Query queries[AT_ONCE];
+        for (int64_t i = 0; i < count; i++) {
+            int64_t which = row * batch.tokens + (first + i) / sharing, h = kv_head * sharing + (first + i) % sharing;
+            queries[i] = {
+                projected + (which * (heads + 2 * kv_heads) + h) * size, ancestors.slots + which * batch.tokens,
+                ancestors.depths[which] + 1, scores + i * room, attended + (which * heads + h) * size,
+            };
         }
+        int64_t offset = (row * batch.slots * kv_heads + kv_head) * size;
+        attend(
+            count, queries, (const Stored*)batch.keys[number] + offset, (const Stored*)batch.values[number] + offset,
+            kv_heads * size, kept_of(batch, row), size, model.scale
+        );
+    }
 }
 
 /// The calling thread's share of a product, and a barrier.
@@ -139,16 +152,13 @@ static void embed(const Model& model, int64_t id, float* to) {
 template <class Stored> static void run(const Model& model, const Batch& batch, Scratch& scratch, int threads) {
     int64_t count = batch.rows * batch.tokens, wanted = batch.rows * batch.wanted, width = model.width;
     int64_t heads_width = model.heads * model.head_size, stride = heads_width + 2 * model.kv_heads * model.head_size;
-    int64_t room = batch.slots + 2 * LANES;
+    int64_t room = AT_ONCE * (batch.slots + 2 * LANES);
     float *hidden = grown(scratch.hidden, count * width), *normed = grown(scratch.normed, count * width);
     float *projected = grown(scratch.projected, count * stride), *attended = grown(scratch.attended, count * heads_width);
     float *inner = grown(scratch.inner, count * model.inner), *last = grown(scratch.last, wanted * width);
     float* all_scores = grown(scratch.scores, threads * room);
-    if ((int64_t)scratch.seen.size() < count * batch.slots) scratch.seen.resize(count * batch.slots);
-    if ((int64_t)scratch.depths.size() < 2 * count) scratch.depths.resize(2 * count);
-    int32_t* seen = scratch.seen.data();
-    int64_t *depths = scratch.depths.data(), *counts = depths + count;
-    look(batch, depths, counts, seen);
+    Ancestors ancestors = {grown(scratch.depths, count), grown(scratch.ancestors, count * batch.tokens)};
+    find(batch, ancestors);
 
 #pragma omp parallel num_threads(threads)
     {
@@ -174,10 +184,10 @@ template <class Stored> static void run(const Model& model, const Batch& batch, 
             const Layer& layer = model.layer[number];
             normalize_all(layer.norm);
             set_product(layer.queries_keys_values, normed, count, projected);
-            place<Stored>(model, layer, batch, number, depths, projected, tokens);
+            place<Stored>(model, layer, batch, number, ancestors.depths, projected, tokens);
 #pragma omp barrier
-            Share heads(count * model.heads, thread, team);
-            attend_all<Stored>(model, batch, number, seen, counts, projected, attended, scores, heads);
+            Share groups(batch.rows * model.kv_heads * groups_of(model, batch), thread, team);
+            attend_all<Stored>(model, batch, number, ancestors, projected, attended, scores, groups);
 #pragma omp barrier
             add_product(layer.output, attended);
             normalize_all(layer.norm_behind_attention);

@@ -7,6 +7,10 @@ constexpr int WIDE = 4;                 // vectors of a panel
 constexpr int TALLEST = 6;              // rows that are multiplied with a panel at once
 constexpr int64_t PANEL = WIDE * LANES; // outputs of a panel
 
+constexpr int64_t GROUP = 4 * TALLEST;  // rows between which a piece of a panel stays in the nearest cache
+constexpr int64_t PIECE = 128;          // inputs of such a piece
+constexpr int64_t AHEAD = 16384;        // bytes that are asked for before they are read, beyond what CPUs do by themselves
+
 /// How many vectors of a panel are multiplied with so many rows at once, so that all sums stay in registers.
 constexpr int at_once(int rows) { return (rows + 1) * WIDE + 1 <= REGISTERS ? WIDE : 2; }
 
@@ -44,8 +48,8 @@ template <int COUNT> static inline void load_weights(const BFloat16* from, Vecto
     }
 }
 
-/// `ROWS` rows times one panel. Each sum runs over the inputs in their order, whatever `ROWS` is, so that
-/// a row's result is the same to the last bit in every pass.
+/// Adds `ROWS` rows times a piece of a panel to `sums`. Each sum runs over the inputs in their order, whatever `ROWS` is,
+/// so that a row's result is the same to the last bit in every pass.
 template <int ROWS, class Weight>
 static inline void multiply_rows(
     const float* __restrict inputs, int64_t stride, const Weight* __restrict panel, int64_t count,
@@ -53,8 +57,15 @@ static inline void multiply_rows(
 ) {
     constexpr int COUNT = at_once(ROWS);
     for (int part = 0; part < WIDE; part += COUNT) {
-        Vector totals[ROWS][COUNT] = {};
+        Vector totals[ROWS][COUNT];
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) totals[row][v] = load(sums[row] + (part + v) * LANES);
         for (int64_t k = 0; k < count; k++) {
+            const char* ahead = (const char*)(panel + k * PANEL) + AHEAD;
+#pragma GCC unroll 8
+            for (size_t line = 0; line < PANEL * sizeof(Weight); line += 64) __builtin_prefetch(ahead + line);
             Vector weights[COUNT];
             load_weights(panel + k * PANEL + part * LANES, weights);
 #pragma GCC unroll 8
@@ -79,18 +90,35 @@ static inline void multiply_few(
     }
 }
 
+/// At most `GROUP` rows times one panel, a piece after the other, each for all rows while it is near.
+template <class Weight>
+static inline void multiply_group(
+    const Weight* panel, int64_t count, const float* inputs, int64_t rows, float (*sums)[PANEL]
+) {
+    memset(sums, 0, rows * sizeof(*sums));
+    int64_t blocks = (rows + TALLEST - 1) / TALLEST;
+    for (int64_t k = 0; k < count; k += PIECE)
+        for (int64_t block = 0; block < blocks; block++) {
+            Share few(rows, block, blocks);
+            int64_t piece = count - k < PIECE ? count - k : PIECE;
+            multiply_few(
+                few.last - few.first, inputs + few.first * count + k, count, panel + k * PANEL, piece, sums + few.first
+            );
+        }
+}
+
 /// `rows` rows of `inputs` times one panel of a matrix, bias included; `done(row, sums)` takes each row's `PANEL` sums.
 template <class Done>
 static inline void multiply(const Matrix& matrix, int64_t panel, const float* inputs, int64_t rows, Done done) {
-    alignas(64) float sums[TALLEST][PANEL];
-    int64_t blocks = (rows + TALLEST - 1) / TALLEST, offset = panel * PANEL * matrix.inputs;
-    for (int64_t block = 0; block < blocks; block++) {
-        int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
+    alignas(64) float sums[GROUP][PANEL];
+    int64_t offset = panel * PANEL * matrix.inputs;
+    for (int64_t first = 0; first < rows; first += GROUP) {
+        int64_t count = rows - first < GROUP ? rows - first : GROUP;
         const float* from = inputs + first * matrix.inputs;
         if (matrix.is_bfloat16)
-            multiply_few(count, from, matrix.inputs, (const BFloat16*)matrix.panels + offset, matrix.inputs, sums);
+            multiply_group((const BFloat16*)matrix.panels + offset, matrix.inputs, from, count, sums);
         else
-            multiply_few(count, from, matrix.inputs, (const float*)matrix.panels + offset, matrix.inputs, sums);
+            multiply_group((const float*)matrix.panels + offset, matrix.inputs, from, count, sums);
         for (int64_t row = 0; row < count; row++) {
             if (matrix.bias)
                 for (int64_t i = 0; i < PANEL && panel * PANEL + i < matrix.outputs; i++)
