@@ -109,7 +109,7 @@ class Speeds:
     def _natively(self, left: Tensor, product: Tensor) -> float:
         """The least seconds that our own product takes; no library is the fastest on every CPU."""
         try:
-            matrix = PackedMatrix(left)
+            matrix = PackedMatrix([left])
         except CannotBuildError:
             return float("inf")
         return self._seconds(partial(matrix.multiply, left, product), 1)

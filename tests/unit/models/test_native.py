@@ -23,6 +23,8 @@ from paradraft.core import ABSENT
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.native import build
 from paradraft.models.native.forward import NativePass, can_serve
+from paradraft.models.native.matrix import KINDS
+from paradraft.models.quantization import quantize
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -32,7 +34,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-KINDS = {
+KINDS_OF_MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
     "llama with biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
@@ -47,7 +49,7 @@ def random_model(
     kind: str = "qwen3", size: tuple[int, ...] = SIZES[0], dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     torch.manual_seed(5)
-    model_class, config_class, more = KINDS[kind]
+    model_class, config_class, more = KINDS_OF_MODELS[kind]
     width, inner, heads, kv_heads, head_size, rows = size
     config = config_class(
         vocab_size=rows, hidden_size=width, intermediate_size=inner, num_hidden_layers=3, num_attention_heads=heads,
@@ -74,7 +76,7 @@ def tokens(count: int, rows: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
 @pytest.mark.parametrize("are_rounded", [False, True])
 def test_logits_are_the_models_own(kind: str, size: tuple[int, ...], are_rounded: bool) -> None:
     """Guards the arithmetic, for every architecture, sizes that no vector divides, and weights that are stored as
@@ -83,7 +85,10 @@ def test_logits_are_the_models_own(kind: str, size: tuple[int, ...], are_rounded
     if are_rounded:
         model = model.to(torch.bfloat16).float()
     lm = lm_of(model)
-    assert all(layer.gate.is_bfloat16 == are_rounded for layer in lm._native._model.layer[:3])
+    assert all(
+        layer.gate.kind == KINDS[torch.bfloat16 if are_rounded else torch.float32]
+        for layer in lm._native._model.layer[:3]
+    )
     text = tokens(40)
     expected = model.double()(text).logits
     assert torch.allclose(lm.forward(text).double(), expected, rtol=1e-3, atol=1e-4 * float(expected.std()))
@@ -96,6 +101,20 @@ def test_bfloat16_models_are_served() -> None:
     ours = lm_of(model).forward(text)
     expected = model.double()(text).logits
     assert (ours - expected).square().mean().sqrt() < 0.02 * expected.std()
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_8_bits_are_multiplied_as_such(kind: str, dtype: torch.dtype) -> None:
+    """Guards the scales of rounded weights, and their biases."""
+    model = random_model(kind, dtype=dtype)
+    quantize(model, 8)
+    lm, text = lm_of(model), tokens(40)
+    assert lm._native._model.layer[0].gate.kind == KINDS[torch.int8]
+    assert lm.stored_bytes(model.lm_head.weight) < 1.2 * model.lm_head.weight.numel()
+    expected = model(text).logits.float()
+    limit = 1e-4 if dtype == torch.float32 else 0.1
+    assert (lm.forward(text) - expected).square().mean().sqrt() < limit * expected.std()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from paradraft.models import kv_cache
 from paradraft.models.native.build import library
-from paradraft.models.native.matrix import Matrix, PackedMatrix, packed_dtype
+from paradraft.models.native.matrix import Matrix, PackedMatrix, is_known, packed_dtype
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles depend on the position alone."""
@@ -64,7 +64,7 @@ def can_serve(model: PreTrainedModel) -> bool:
         and config.hidden_act == "silu"
         and rope in STATIC_ROPES
         and kv_cache.head_size(config) % 2 == 0
-        and all(type(tensor) in (nn.Parameter, Tensor) for tensor in (*model.parameters(), *model.buffers()))
+        and all(map(is_known, (*model.parameters(), *model.buffers())))
     )
 
 
@@ -126,16 +126,7 @@ class NativePass:
 
     def _matrix(self, linears: Sequence[nn.Linear]) -> Matrix:
         """Linear layers with the same inputs as one matrix, packed."""
-        weight = (
-            torch.cat([linear.weight.detach() for linear in linears]) if linears[1:] else linears[0].weight.detach()
-        )
-        biases = [linear.bias for linear in linears]
-        bias = None
-        if any(bias is not None for bias in biases):
-            bias = torch.cat(
-                [torch.zeros(len(each.weight)) if each.bias is None else each.bias.detach().float() for each in linears]
-            )
-        self._matrices.append(PackedMatrix(weight, bias))
+        self._matrices.append(PackedMatrix([each.weight for each in linears], [each.bias for each in linears]))
         return self._matrices[-1].matrix
 
     def _layer(self, layer: Any) -> _Layer:
@@ -154,8 +145,9 @@ class NativePass:
         )
 
     def stored_bytes(self, weight: Tensor) -> int:
-        """What a pass reads of a weight of the model."""
-        return weight.numel() * (packed_dtype(weight) if weight.ndim == 2 else torch.float32).itemsize
+        """What a pass reads of a weight of the model; of one output in 8 bits, its scale too."""
+        dtype = packed_dtype(weight) if weight.ndim == 2 else torch.float32
+        return weight.numel() * dtype.itemsize + (4 * len(weight) if dtype == torch.int8 else 0)
 
     def __call__(
         self, storage: kv_cache.Storage, lengths_B: Tensor, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor

@@ -224,9 +224,11 @@ extern "C" {
 /// How many weights a packed matrix has, zeros included.
 int64_t packed_size(int64_t outputs, int64_t inputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
 
-void pack_matrix(const void* weights, int64_t outputs, int64_t inputs, int64_t is_bfloat16, void* panels) {
-    if (is_bfloat16)
+void pack_matrix(const void* weights, int64_t outputs, int64_t inputs, int64_t kind, void* panels) {
+    if (kind == BFLOAT16)
         pack((const BFloat16*)weights, outputs, inputs, (BFloat16*)panels);
+    else if (kind == INT8)
+        pack((const int8_t*)weights, outputs, inputs, (int8_t*)panels);
     else
         pack((const float*)weights, outputs, inputs, (float*)panels);
 }

@@ -14,12 +14,15 @@ constexpr int64_t AHEAD = 16384;        // bytes that are asked for before they 
 /// How many vectors of a panel are multiplied with so many rows at once, so that all sums stay in registers.
 constexpr int at_once(int rows) { return (rows + 1) * WIDE + 1 <= REGISTERS ? WIDE : 2; }
 
+enum Kind { FLOAT32, BFLOAT16, INT8 };
+
 /// Weights `[outputs, inputs]` in panels of `PANEL` outputs, each `[inputs, PANEL]`; the last is filled with zeros.
 struct Matrix {
     const void* panels;
     int64_t outputs, inputs;
-    int64_t is_bfloat16;
-    const float* bias; // null if there is none
+    int64_t kind;        // a `Kind`
+    const float* scales; // of the outputs of whole numbers, else null
+    const float* bias;   // null if there is none
 
     int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
 };
@@ -32,7 +35,7 @@ struct Share {
 };
 
 /// Some weights of one input.
-template <int COUNT> static inline void load_weights(const float* from, Vector (&weights)[COUNT]) {
+template <int COUNT, class Weight> static inline void load_weights(const Weight* from, Vector (&weights)[COUNT]) {
 #pragma GCC unroll 8
     for (int v = 0; v < COUNT; v++) weights[v] = load(from + v * LANES);
 }
@@ -107,6 +110,13 @@ static inline void multiply_group(
         }
 }
 
+/// Where output 0 of a panel is, and how many there are.
+struct Outputs {
+    int64_t first, count;
+    Outputs(const Matrix& matrix, int64_t panel)
+        : first(panel * PANEL), count(matrix.outputs - first < PANEL ? matrix.outputs - first : PANEL) {}
+};
+
 /// `rows` rows of `inputs` times one panel of a matrix, bias included; `done(row, sums)` takes each row's `PANEL` sums.
 template <class Done>
 static inline void multiply(const Matrix& matrix, int64_t panel, const float* inputs, int64_t rows, Done done) {
@@ -115,28 +125,23 @@ static inline void multiply(const Matrix& matrix, int64_t panel, const float* in
     for (int64_t first = 0; first < rows; first += GROUP) {
         int64_t count = rows - first < GROUP ? rows - first : GROUP;
         const float* from = inputs + first * matrix.inputs;
-        if (matrix.is_bfloat16)
+        if (matrix.kind == BFLOAT16)
             multiply_group((const BFloat16*)matrix.panels + offset, matrix.inputs, from, count, sums);
+        else if (matrix.kind == INT8)
+            multiply_group((const int8_t*)matrix.panels + offset, matrix.inputs, from, count, sums);
         else
             multiply_group((const float*)matrix.panels + offset, matrix.inputs, from, count, sums);
+        Outputs outputs(matrix, panel);
         for (int64_t row = 0; row < count; row++) {
-            if (matrix.bias)
-                for (int64_t i = 0; i < PANEL && panel * PANEL + i < matrix.outputs; i++)
-                    sums[row][i] += matrix.bias[panel * PANEL + i];
+            for (int64_t i = 0; matrix.scales && i < outputs.count; i++) sums[row][i] *= matrix.scales[outputs.first + i];
+            for (int64_t i = 0; matrix.bias && i < outputs.count; i++) sums[row][i] += matrix.bias[outputs.first + i];
             done(first + row, sums[row]);
         }
     }
 }
 
-/// Where output 0 of a panel is, and how many there are.
-struct Outputs {
-    int64_t first, count;
-    Outputs(const Matrix& matrix, int64_t panel)
-        : first(panel * PANEL), count(matrix.outputs - first < PANEL ? matrix.outputs - first : PANEL) {}
-};
-
 /// Where output `i` of a panel is among the weights of one input.
-static inline int64_t place_of(int64_t i, float) { return i; }
+template <class Weight> static inline int64_t place_of(int64_t i, Weight) { return i; }
 static inline int64_t place_of(int64_t i, BFloat16) {
     int64_t pair = i / (2 * LANES), vector = i / LANES % 2, lane = i % LANES;
     return pair * 2 * LANES + 2 * lane + vector;

@@ -22,6 +22,7 @@ constexpr int LANES = 4, REGISTERS = 16;
 typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
 /// A bfloat16: the upper half of a float's bits.
@@ -48,6 +49,18 @@ static inline Vector load(const BFloat16* from) {
     Halves halves;
     memcpy(&halves, from, sizeof(halves));
     return same_bits<Vector>(__builtin_convertvector(halves, Bits) << 16);
+}
+
+static inline Vector load(const int8_t* from) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    Bytes bytes;
+    memcpy(&bytes, from, sizeof(bytes));
+    return __builtin_convertvector(bytes, Vector);
+#endif
 }
 
 static inline void store(float* to, Vector vector) { memcpy(to, &vector, sizeof(vector)); }
