@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -263,6 +264,13 @@ def test_without_a_compiler(new_machine: Path, monkeypatch: pytest.MonkeyPatch, 
     with pytest.warns(UserWarning, match=r"no passes in C\+\+"):
         assert CausalLM(random_model(), vocab_size=60, compiled=True)._native is None
     assert not list(new_machine.glob("*"))
+
+
+def test_the_compiler_has_nothing_to_say() -> None:
+    """Guards the C++ as a linter guards the Python."""
+    command = ["g++", *build.FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+    done = subprocess.run([*command, Path(build.__file__).with_name(build.SOURCES[0])], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_numbers_that_overflow_stay_so() -> None:
