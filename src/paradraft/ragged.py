@@ -23,9 +23,7 @@ def append(tokens_BM: Tensor, more_BN: Tensor) -> Tensor:
     [[7, 1, 2], [8, 9, 3]]
     """
     joined = torch.cat([tokens_BM, more_BN], dim=1)
-    order = (joined == ABSENT).int().argsort(dim=1, stable=True)
-    joined = joined.gather(1, order)
-    return joined[:, : int(count(joined).max())]
+    return from_lists([[token for token in row if token != ABSENT] for row in joined.tolist()], joined.device)
 
 
 def drop_first(tokens_BM: Tensor, number_B: Tensor) -> Tensor:

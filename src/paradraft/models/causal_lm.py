@@ -225,10 +225,10 @@ class CausalLM:
 
     def keep_path(self, path_BN: Tensor) -> None:
         """Keeps the tokens of the last pass that a path names, in its order, then `ABSENT`."""
-        straight = torch.arange(path_BN.shape[1], device=path_BN.device)
-        if bool(((path_BN != straight) & (path_BN != ABSENT)).any()):
+        paths = [[node for node in path if node != ABSENT] for path in path_BN.tolist()]
+        if any(path != list(range(len(path))) for path in paths):
             kv_cache.compact(self._storage, self.lengths_B, path_BN)
-        self.keep((path_BN != ABSENT).sum(1))
+        self.keep(torch.tensor([len(path) for path in paths], device=self.device))
 
     def keep_rows(self, rows: Tensor) -> None:
         """Forgets all rows of the batch but `rows`, `[b]` indices."""

@@ -15,7 +15,7 @@ import torch
 
 from paradraft.core import ABSENT, Draft, TargetOut, Verdict
 from paradraft.sampler import Sampler
-from paradraft.tree import ancestors, depths, row_behind, texts_before, with_root
+from paradraft.tree import depths, texts_before, with_root
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
@@ -39,13 +39,38 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """
     B, N = draft.tokens.shape
     texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
-    drawn = sampler.draw(out.logits, depths(with_root(draft.parents)), texts)
+    drawn_BM = sampler.draw(out.logits, depths(with_root(draft.parents)), texts)
 
-    matches_BN = draft.tokens == drawn.gather(1, draft.parents + 1)
-    accepted_BN = (matches_BN[:, None] | ~ancestors(draft.parents)).all(2)
+    paths, tokens = [], []
+    for guessed, parents, drawn in zip(draft.tokens.tolist(), draft.parents.tolist(), drawn_BM.tolist(), strict=True):
+        path = accepted_path(guessed, parents, drawn)
+        unused = [ABSENT] * (N - len(path))
+        paths.append(path + unused)
+        tokens.append([guessed[node] for node in path] + [drawn[path[-1] + 1 if path else 0]] + unused)
+    accepted = [sum(node != ABSENT for node in path) for path in paths]
+    # In three tensors at once: of operations on tensors this small, each takes longer than all of the above.
+    path_BN, accepted_B, tokens_BM = (
+        torch.tensor(part, dtype=torch.long, device=draft.tokens.device) for part in (paths, accepted, tokens)
+    )
+    return Verdict(path=path_BN.view(B, N), accepted=accepted_B, tokens=tokens_BM)
 
-    nodes = torch.arange(N, device=draft.tokens.device).expand(B, N)
-    # One node per depth: siblings that hold the same token are one continuation.
-    path = torch.full((B, N + 1), ABSENT, device=draft.tokens.device)
-    path = path.scatter(1, torch.where(accepted_BN, depths(draft.parents), N), nodes)[:, :N].contiguous()
-    return Verdict.of(draft, path, drawn.gather(1, row_behind(path))[:, 0])
+
+def accepted_path(tokens: list[int], parents: list[int], drawn: list[int]) -> list[int]:
+    """The nodes that hold what the target draws behind their parents, and whose parents do, from the root down.
+
+    Args:
+        tokens: of the nodes of one row's tree, `ABSENT` where there is none.
+        parents: of the nodes, each before its children; -1 is the root.
+        drawn: the target's own tokens: behind the root, then behind each node.
+
+    >>> accepted_path([5, 8, 6, 7], [-1, -1, 0, 2], [5, 6, 0, 9, 0])
+    [0, 2]
+    """
+    path: list[int] = []
+    depth = {-1: 0}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent in depth and token == drawn[parent + 1]:
+            # One node per depth: siblings that hold the same token are one continuation.
+            path[depth[parent] : depth[parent] + 1] = [node]
+            depth[node] = depth[parent] + 1
+    return path
