@@ -228,6 +228,12 @@ def test_what_it_cannot_compute_is_left_to_torch(dtype: torch.dtype, change: dic
     assert CausalLM(model, vocab_size=60, compiled=True)._native is None
 
 
+def test_other_systems_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards users of other systems against a warning at every start: their compilers bring no OpenMP."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert not can_serve(random_model())
+
+
 def test_a_model_that_computes_something_else_is_found_out() -> None:
     """Guards models whose config does not say everything: the pass is compared with the model's own."""
     model = random_model()

@@ -9,6 +9,7 @@ Shape letters as in `causal_lm.py`.
 from __future__ import annotations
 
 import ctypes
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -55,11 +56,12 @@ class _Batch(ctypes.Structure):
 
 
 def can_serve(model: PreTrainedModel) -> bool:
-    """Whether a model is of the kind that the C++ computes."""
+    """Whether a model is of the kind that the C++ computes, on a system for which it is built."""
     config: PretrainedConfig = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     return (
-        model.device.type == "cpu"
+        sys.platform == "linux"
+        and model.device.type == "cpu"
         and model.dtype in TOLERANCES
         and config.hidden_act == "silu"
         and rope in STATIC_ROPES
