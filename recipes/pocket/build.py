@@ -50,6 +50,8 @@ DRAFT = Cut(layers=4, intermediate_size=368)
 LIBRARY_RUN = PretrainConfig(steps=1800, seed=1)
 PACKAGES_RUN = PretrainConfig(steps=3000, seed=4, muon_lr=1.5e-2, adamw_lr=1.5e-3, save_every=100)
 TEXTS = 4096
+MORE_TEXTS = 8192
+"""Written for the last leg of the PARD drafter, which has seen the others twice by then."""
 SHIPPED_TEXTS = 640
 SHIPPED_FILES = (
     "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
@@ -131,8 +133,10 @@ def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> No
     train, _ = corpus.read_library()
     random.Random(SEED).shuffle(train)
     stream = tokenized(tokenizer, [d.text for d in train])
-    tokens = write_text(target, stream, out / "work" / "text.pt", texts=TEXTS, temperatures=TEMPERATURES, seed=SEED)
-    save_jsonl(tokens, tokenizer, out / "work" / "text.jsonl")
+    for name, texts, seed in (("more", MORE_TEXTS, SEED + 1_000_000), ("text", TEXTS, SEED)):
+        file = out / "work" / f"{name}.pt"
+        tokens = write_text(target, stream, file, texts=texts, temperatures=TEMPERATURES, seed=seed)
+        save_jsonl(tokens, tokenizer, file.with_suffix(".jsonl"))
     save_jsonl(tokens[:SHIPPED_TEXTS], tokenizer, out / "text.jsonl")
 
 
@@ -141,9 +145,14 @@ def build_drafts(out: Path, device: str) -> None:
     work = out / "work"
     if not (work / "cut" / "config.json").exists():
         make(str(out / "target"), work / "cut", DRAFT)
-    legs = (("draft", work / "cut", out / "draft"), ("pard", out / "draft", work / "pard"))
-    for name, model, result in (*legs, ("deeper", work / "pard", out / "pard")):
-        files = [f"model={model}", f"teacher={out / 'target'}", f"data=[{work / 'text.jsonl'}]", f"out={result}"]
+    legs = (
+        ("draft", work / "cut", out / "draft", "text"),
+        ("pard", out / "draft", work / "pard", "text"),
+        ("deeper", work / "pard", work / "deeper", "text"),
+        ("further", work / "deeper", out / "pard", "more"),
+    )
+    for name, model, result, data in legs:
+        files = [f"model={model}", f"teacher={out / 'target'}", f"data=[{work / data}.jsonl]", f"out={result}"]
         run_with_display(load_recipe(RECIPES / f"{name}.yaml", [*files, f"device={device}"]))
 
 
