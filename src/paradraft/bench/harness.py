@@ -23,6 +23,7 @@ from paradraft.bench.peak_memory import PeakMemory
 from paradraft.bench.peers import HF, PEERS
 from paradraft.core import Sampling
 from paradraft.decode.stats import Stats
+from paradraft.models.runtime import QUANTIZED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
     """The figures of each method, by its spec.
 
     Speedups are against the fastest `hf` and the fastest `ar` of the same batch size, or of any if
-    there is none. `identical_to_ar` compares with the `ar` of the same dtype if there is one, else
+    there is none; rounded weights are another target, and count only where there are no others. `identical_to_ar` compares with the `ar` of the same dtype if there is one, else
     with the fastest; it is None for what is sampled with other random numbers (peers, and the
     rejection rule), and where no `ar` ran. Settings that a method does not have are None.
     """
@@ -129,8 +130,9 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
 
     def fastest(name: str, like: Method) -> Measured | None:
         of_name = [m for m in measured if m.method.name == name]
-        same_batch = [m for m in of_name if m.method.batch == like.batch]
-        return max(same_batch or of_name, key=lambda m: speeds[m.method], default=None)
+        whole = [m for m in of_name if m.method.dtype not in QUANTIZED] or of_name
+        same_batch = [m for m in whole if m.method.batch == like.batch]
+        return max(same_batch or whole, key=lambda m: speeds[m.method], default=None)
 
     summary = dict[str, dict[str, Any]]()
     for one in measured:

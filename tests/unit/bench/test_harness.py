@@ -10,7 +10,7 @@ import torch
 
 from paradraft.bench import peak_memory
 from paradraft.bench.answer import Answer
-from paradraft.bench.harness import Measured, measure
+from paradraft.bench.harness import Measured, measure, summarize
 from paradraft.bench.methods import Method
 from paradraft.core import GREEDY, Sampling
 
@@ -68,3 +68,18 @@ def test_without_the_kernel_it_is_what_is_resident(
     torch.ones(SIZE, dtype=torch.uint8)
     (one,) = measured(answer)
     assert one.peak_rss_bytes == pytest.approx(psutil.Process().memory_info().rss, abs=SIZE / 2)
+
+
+def test_rounded_weights_are_no_yardstick_for_whole_ones() -> None:
+    """Guards speedups against an `ar` that decodes another target, only because it is faster."""
+    seconds = {"ar": 2.0, "ar:dtype=int8": 1.0, "ngram": 0.5}
+    methods = {Method.parse(spec): took_s for spec, took_s in seconds.items()}
+    answerers = {
+        method: (
+            lambda prompts, count, sampling, took_s=took_s: replace(answer(prompts, count, sampling), total_s=took_s)
+        )
+        for method, took_s in methods.items()
+    }
+    arguments = {"max_new_tokens": 4, "sampling": GREEDY, "runs": 1, "device": torch.device("cpu")}
+    found = summarize(measure(answerers, ["a"], **arguments, report=lambda news: None), GREEDY)
+    assert [found[method.spec]["speedup_vs_ar"] for method in methods] == [1.0, 2.0, 4.0]
