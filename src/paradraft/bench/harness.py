@@ -122,9 +122,10 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
     """The figures of each method, by its spec.
 
     Speedups are against the fastest `hf` and the fastest `ar` of the same batch size, or of any if
-    there is none; rounded weights are another target, and count only where there are no others. `identical_to_ar` compares with the `ar` of the same dtype if there is one, else
-    with the fastest; it is None for what is sampled with other random numbers (peers, and the
-    rejection rule), and where no `ar` ran. Settings that a method does not have are None.
+    there is none; rounded weights are another target, and count only where there are no others.
+    `identical_to_ar` compares with the `ar` of the same dtype if there is one, else with the fastest;
+    it is None for what is sampled with other random numbers (peers, and the rejection rule), and
+    where no `ar` ran. Settings that a method does not have are None.
     """
     speeds = {m.method: statistics.median(m.tokens_per_s) for m in measured}
 
