@@ -40,7 +40,7 @@ check: setup ## Check format, lint, types and the direction of imports.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-pocket: setup ## Train the pocket family again, from nothing, into build/pocket (about five hours on two cores).
+pocket: setup ## Train the pocket family again, from nothing, into build/pocket (about six hours on two cores).
 	$(BIN)/python recipes/pocket/build.py
 
 vllm: ## Create build/vllm, the environment of the vLLM that `paradraft bench` compares with (Linux, 3.5 GB).
