@@ -92,7 +92,7 @@ def bench(
     runs: Annotated[int, typer.Option(min=1, help="How often everything is repeated.")] = 3,
     device: options.Device = "cpu",
     dtype: options.Dtype = "float32",
-    compile: options.Compile = True,
+    compile: options.CompileAll = True,
     capacity: options.Capacity = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, for a shape as the target.")] = 128,

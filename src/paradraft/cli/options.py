@@ -54,9 +54,13 @@ Compile = Annotated[
     bool | None,
     typer.Option(
         help="Compile passes, also where it takes a minute or two and pays off after thousands of tokens. By default "
-        "where it takes seconds: on CPUs, in float32 and bfloat16.",
+        "where it takes seconds: on CPUs, in float32, bfloat16 and int8.",
         show_default=False,
     ),
+]
+CompileAll = Annotated[
+    bool,
+    typer.Option(help="Compile passes, also where it takes a minute or two, as on GPUs; else by the models' own code."),
 ]
 Capacity = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; by default the model's limit.")]
 

@@ -71,7 +71,7 @@ def plan(
     runs: Annotated[int, typer.Option(min=1, help="How often --check measures.")] = 2,
     device: options.Device = "cpu",
     dtype: options.Dtype = "float32",
-    compile: options.Compile = True,
+    compile: options.CompileAll = True,
     capacity: options.Capacity = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write costs and predictions to this file.")] = None,

@@ -36,7 +36,8 @@ class CausalLM:
     """A model, its cache, and how many tokens of each row the cache holds.
 
     Args:
-        model: any Llama- or Qwen-type causal LM without sliding windows, in evaluation mode.
+        model: any Llama- or Qwen-type causal LM without sliding windows, in evaluation mode; its weights must not
+            change afterwards, because compiled passes have copies.
         vocab_size: ids from here on are never chosen (rows that only pad the embedding).
         capacity: most tokens a row may have; at most the model's `max_position_embeddings`.
         width: most tokens of one decoding pass; the cache has that much room to spare.
@@ -118,6 +119,8 @@ class CausalLM:
         """
         if not self._largest or len(self._largest[0][0]) < batch_size:
             self._largest = self._storage = []  # given back before more is taken
+            if self._native is not None:
+                self._native.forget()
             self._largest = self._allocate(batch_size)
         self._storage = kv_cache.first_rows(self._largest, batch_size)
         self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=self.device)

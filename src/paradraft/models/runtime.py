@@ -22,7 +22,7 @@ class Runtime:
         device: a torch device name.
         dtype: of the weights, one of `PRECISIONS`.
         compiled: compile the passes, also where that takes a minute or two: worth it for thousands of tokens. None
-            compiles where it takes seconds, on CPUs in float32 and bfloat16; False never.
+            compiles where it takes seconds, on CPUs in float32, bfloat16 and int8; False never.
         capacity: most tokens of a row, prompt included; None takes the model's own limit, at most
             4096.
         width: most tokens of one decoding pass.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import subprocess
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -170,6 +172,61 @@ def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone() -> None:
     assert torch.equal(kept, anew[:, -1:])
 
 
+def test_more_tokens_than_slots_hurt_nobody() -> None:
+    """Guards a live row beside one whose pending text has outgrown the cache: only the last slot may be hit."""
+    lm = lm_of(random_model(), capacity=20, width=4)
+    text = tokens(7)
+    lm.clear(2)
+    lm.read_all_but_last(torch.nn.functional.pad(text.repeat(2, 1), (0, 1), value=3))
+    long = torch.cat([tokens(150), torch.nn.functional.pad(tokens(2), (0, 148), value=ABSENT)])
+    lm.read_all_but_last(long)
+    beside = lm.forward(tokens(1).repeat(2, 1))[1, 0]
+    lm.clear(1)
+    lm.read_all_but_last(torch.cat([text, tokens(2)[:, :1], tokens(1)], dim=1))
+    assert torch.equal(lm.forward(tokens(1))[0, 0], beside)
+
+
+@pytest.mark.parametrize(
+    ("text", "parents", "wanted"), [([5000], [-1], [0]), ([5], [0], [0]), ([5], [-1], [-1]), ([5], [-1], [1])]
+)
+def test_wrong_indices_are_refused(text: list[int], parents: list[int], wanted: list[int]) -> None:
+    """Guards memory, and against a loop without end."""
+    lm = lm_of(random_model())
+    with pytest.raises(AssertionError, match="outside of its range"):
+        lm.forward(torch.tensor([text]), torch.tensor([parents]), torch.tensor([wanted]))
+
+
+def test_torchs_defaults_do_not_matter() -> None:
+    """Guards memory where a user has set another default dtype."""
+    lm, text = lm_of(random_model("qwen2")), tokens(9)
+    expected = lm.forward(text)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert torch.equal(lm.forward(text), expected)
+        assert torch.equal(lm_of(lm.model).forward(text), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_adapters_are_left_to_torch() -> None:
+    """Guards models that have more weights than those of their layers."""
+    model = random_model()
+    tuned = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    assert not can_serve(tuned.base_model.model)
+    hooked = random_model()
+    hooked.model.layers[0].register_forward_hook(lambda *_: None)
+    assert not can_serve(hooked)
+
+
+def test_a_smaller_cache_is_given_back_first() -> None:
+    """Guards memory: two caches at once may not fit."""
+    lm = lm_of(random_model())
+    lm.forward(tokens(3))
+    smaller = weakref.ref(lm._storage[0][0])
+    lm.clear(3)
+    assert smaller() is None
+
+
 def test_threads_change_no_bit() -> None:
     """Guards texts against the number of cores."""
     lm, text, before = lm_of(random_model(size=SIZES[2])), tokens(9), torch.get_num_threads()
@@ -237,7 +294,7 @@ def test_other_systems_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_model_that_computes_something_else_is_found_out() -> None:
     """Guards models whose config does not say everything: the pass is compared with the model's own."""
     model = random_model()
-    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    model.model.layers[1].self_attn.scaling *= 2
     with pytest.raises(ValueError, match="differ by"):
         NativePass(model, 64)
     with pytest.warns(UserWarning, match=r"no passes in C\+\+"):
@@ -248,22 +305,43 @@ def test_a_model_that_computes_something_else_is_found_out() -> None:
 def new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where nothing has been built yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build.library.cache_clear()
+    build._library.cache_clear()
     yield tmp_path / "paradraft"
-    build.library.cache_clear()
+    build._library.cache_clear()
 
 
 def test_it_is_built_once(new_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards ten seconds of every process."""
     build.library()
     (file,) = new_machine.iterdir()
-    build.library.cache_clear()
+    build._library.cache_clear()
     monkeypatch.setattr(build, "_build", lambda *_: pytest.fail("built again"))
     build.library()
     assert list(new_machine.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("compiler", ["/nowhere/g++", "false"])
+def test_a_damaged_library_is_built_again(new_machine: Path) -> None:
+    """Guards a disk that was full."""
+    build.library()
+    (file,) = new_machine.iterdir()
+    file.unlink()  # the loaded one must not change
+    file.write_bytes(b"half")
+    build._library.cache_clear()
+    assert build.library().packed_size(1, 1)
+
+
+def test_no_folder_of_others_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against code that somebody else has put where everybody may write."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = build._folder()
+    assert folder.parent == tmp_path
+    folder.chmod(0o777)
+    with pytest.raises(build.CannotBuildError, match="yours alone"):
+        build._folder()
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/g++", "false", "g++ --no-such-option"])
 def test_without_a_compiler(new_machine: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
     """Guards machines that cannot build it: torch.compile, or in the end plain PyTorch, does the work."""
     monkeypatch.setenv("CXX", compiler)

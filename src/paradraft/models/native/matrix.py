@@ -62,13 +62,18 @@ class PackedMatrix:
         whole = torch.cat([weight.qdata if scales else weight.detach() for weight in weights])
         whole = whole if scales else whole.to(packed_dtype(whole))
         outputs, inputs = whole.shape
-        self._panels = torch.empty(library().packed_size(outputs, inputs), dtype=whole.dtype)
+        self._panels = torch.empty(library().packed_size(outputs, inputs), dtype=whole.dtype, device="cpu")
         library().pack_matrix(whole.data_ptr(), outputs, inputs, KINDS[whole.dtype], self._panels.data_ptr())
         self._scales = torch.cat(scales).flatten().float() if scales else None
         self._bias = None
         if any(bias is not None for bias in biases):
             parts = zip(weights, biases, strict=True)
-            self._bias = torch.cat([torch.zeros(len(w)) if b is None else b.detach().float() for w, b in parts])
+            self._bias = torch.cat(
+                [
+                    torch.zeros(len(w), dtype=torch.float32, device="cpu") if b is None else b.detach().float()
+                    for w, b in parts
+                ]
+            )
         self.matrix = Matrix(
             panels=self._panels.data_ptr(),
             outputs=outputs,

@@ -19,7 +19,7 @@ struct Layer {
 };
 
 struct Model {
-    int64_t width, inner, heads, kv_heads, head_size, layers;
+    int64_t width, inner, heads, kv_heads, head_size, layers, vocabulary;
     int64_t is_cache_bfloat16;
     float epsilon, scale;
     const float *cosines, *sines; // [positions, head_size / 2]
@@ -51,10 +51,27 @@ template <class T> static T* grown(std::vector<T>& buffer, int64_t size) {
     return buffer.data();
 }
 
-/// How many slots a row has kept: all its tokens see them, and the new ones are written behind. A row that has ended is
-/// read on with the others; past the room, where nobody looks, it writes the last slots again.
-static int64_t kept_of(const Batch& batch, int64_t row) {
-    return std::min(batch.lengths[row], batch.slots - batch.tokens);
+/// How many slots a row has kept, which all its tokens see; the new ones are written behind.
+static int64_t kept_of(const Batch& batch, int64_t row) { return std::min(batch.lengths[row], batch.slots - 1); }
+
+/// Where a new token, or its position, is. A row that has ended is read on with the others, and one that has fewer tokens
+/// than the longest is filled up; past the room, where nobody looks, they take the last slot.
+static int64_t within(const Batch& batch, int64_t row, int64_t place) {
+    return std::min(kept_of(batch, row) + place, batch.slots - 1);
+}
+
+/// Whether all indices are within what they index; a wrong one would be read or written as it is.
+static bool is_sound(const Model& model, const Batch& batch) {
+    for (int64_t row = 0; row < batch.rows; row++) {
+        if (batch.lengths[row] < 0) return false;
+        for (int64_t token = 0; token < batch.tokens; token++) {
+            int64_t at = row * batch.tokens + token;
+            if (batch.ids[at] >= model.vocabulary || batch.parents[at] >= token) return false;
+        }
+        for (int64_t i = row * batch.wanted; i < (row + 1) * batch.wanted; i++)
+            if (batch.places[i] < 0 || batch.places[i] >= batch.tokens) return false;
+    }
+    return true;
 }
 
 /// For each token its depth and, of the new tokens, the slots of its ancestors and its own.
@@ -70,7 +87,7 @@ static void find(const Batch& batch, const Ancestors& ancestors) {
         for (int64_t up = parents[at % batch.tokens]; up >= 0; up = parents[up]) depth++;
         ancestors.depths[at] = depth;
         for (int64_t up = at % batch.tokens; up >= 0; up = parents[up])
-            ancestors.slots[at * batch.tokens + depth--] = kept_of(batch, row) + up;
+            ancestors.slots[at * batch.tokens + depth--] = within(batch, row, up);
     }
 }
 
@@ -83,7 +100,7 @@ static void place(
     int64_t size = model.head_size, half = size / 2, heads = model.heads, kv_heads = model.kv_heads;
     for (int64_t at = share.first; at < share.last; at++) {
         int64_t row = at / batch.tokens, token = at % batch.tokens;
-        int64_t position = kept_of(batch, row) + depths[at];
+        int64_t position = within(batch, row, depths[at]);
         const float *cosines = model.cosines + position * half, *sines = model.sines + position * half;
         float* head = projected + at * (heads + 2 * kv_heads) * size;
         for (int64_t h = 0; h < heads + kv_heads; h++, head += size) {
@@ -91,7 +108,7 @@ static void place(
             if (norm) normalize(head, norm, size, model.epsilon, head);
             rotate(head, cosines, sines, size);
         }
-        int64_t offset = (row * batch.slots + kept_of(batch, row) + token) * kv_heads * size;
+        int64_t offset = (row * batch.slots + within(batch, row, token)) * kv_heads * size;
         Stored *key = (Stored*)batch.keys[number] + offset, *value = (Stored*)batch.values[number] + offset;
         for (int64_t i = 0; i < kv_heads * size; i++) {
             key[i] = stored<Stored>(head[i - kv_heads * size]);
@@ -99,6 +116,9 @@ static void place(
         }
     }
 }
+
+/// Numbers that the scores of one query need.
+static int64_t room_of(const Batch& batch) { return batch.slots + batch.tokens + 2 * LANES; }
 
 /// How many groups of queries that are attended to together a row has for each of its heads of keys.
 static int64_t groups_of(const Model& model, const Batch& batch) {
@@ -112,7 +132,7 @@ static void attend_all(
     float* attended, float* scores, Share share
 ) {
     int64_t size = model.head_size, heads = model.heads, kv_heads = model.kv_heads, sharing = heads / kv_heads;
-    int64_t groups = groups_of(model, batch), room = batch.slots + 2 * LANES;
+    int64_t groups = groups_of(model, batch), room = room_of(batch);
     for (int64_t at = share.first; at < share.last; at++) {
         int64_t row = at / (kv_heads * groups), kv_head = at / groups % kv_heads, first = at % groups * AT_ONCE;
         int64_t count = std::min<int64_t>(AT_ONCE, batch.tokens * sharing - first);
@@ -152,7 +172,7 @@ static void embed(const Model& model, int64_t id, float* to) {
 template <class Stored> static void run(const Model& model, const Batch& batch, Scratch& scratch, int threads) {
     int64_t count = batch.rows * batch.tokens, wanted = batch.rows * batch.wanted, width = model.width;
     int64_t heads_width = model.heads * model.head_size, stride = heads_width + 2 * model.kv_heads * model.head_size;
-    int64_t room = AT_ONCE * (batch.slots + 2 * LANES);
+    int64_t room = AT_ONCE * room_of(batch);
     float *hidden = grown(scratch.hidden, count * width), *normed = grown(scratch.normed, count * width);
     float *projected = grown(scratch.projected, count * stride), *attended = grown(scratch.attended, count * heads_width);
     float *inner = grown(scratch.inner, count * model.inner), *last = grown(scratch.last, wanted * width);
@@ -242,10 +262,13 @@ Scratch* new_scratch() { return new Scratch; }
 
 void delete_scratch(Scratch* scratch) { delete scratch; }
 
-void forward(const Model* model, const Batch* batch, Scratch* scratch, int64_t threads) {
+/// Returns 0; 1 if nothing was done because an index is outside of what it indexes.
+int64_t forward(const Model* model, const Batch* batch, Scratch* scratch, int64_t threads) {
+    if (!is_sound(*model, *batch)) return 1;
     if (model->is_cache_bfloat16)
         run<BFloat16>(*model, *batch, *scratch, threads);
     else
         run<float>(*model, *batch, *scratch, threads);
+    return 0;
 }
 }
