@@ -4,67 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from paradraft.core import ABSENT
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.native import build
 from paradraft.models.native.forward import NativePass, can_serve
 from paradraft.models.native.matrix import KINDS
 from paradraft.models.quantization import quantize
-
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-KINDS_OF_MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
-    "llama with biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
-}
-SIZES = [(64, 96, 4, 2, 16, 80), (45, 57, 3, 1, 22, 101), (160, 200, 2, 2, 144, 70)]
-"""Width, inner width, heads, heads of keys and values, head size, rows of the embedding; no vector and no
-panel divides those of the second."""
-
-
-def random_model(
-    kind: str = "qwen3", size: tuple[int, ...] = SIZES[0], dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
-    torch.manual_seed(5)
-    model_class, config_class, more = KINDS_OF_MODELS[kind]
-    width, inner, heads, kv_heads, head_size, rows = size
-    config = config_class(
-        vocab_size=rows, hidden_size=width, intermediate_size=inner, num_hidden_layers=3, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_size, max_position_embeddings=192, initializer_range=0.2,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None, **more,
-    )  # fmt: skip
-    model = model_class(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:
-                parameter += 0.3 * torch.randn(parameter.shape)
-    return model.to(dtype).eval().requires_grad_(False)
+from tests.unit.models.random_models import KINDS_OF_MODELS, SIZES, random_model
 
 
 def lm_of(model: PreTrainedModel, **settings: int) -> CausalLM:
@@ -299,62 +251,6 @@ def test_a_model_that_computes_something_else_is_found_out() -> None:
         NativePass(model, 64)
     with pytest.warns(UserWarning, match=r"no passes in C\+\+"):
         assert CausalLM(model, vocab_size=60, compiled=True)._native is None
-
-
-@pytest.fixture
-def new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where nothing has been built yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build._library.cache_clear()
-    yield tmp_path / "paradraft"
-    build._library.cache_clear()
-
-
-def test_it_is_built_once(new_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards ten seconds of every process."""
-    build.library()
-    (file,) = new_machine.iterdir()
-    build._library.cache_clear()
-    monkeypatch.setattr(build, "_build", lambda *_: pytest.fail("built again"))
-    build.library()
-    assert list(new_machine.iterdir()) == [file]
-
-
-def test_a_damaged_library_is_built_again(new_machine: Path) -> None:
-    """Guards a disk that was full."""
-    build.library()
-    (file,) = new_machine.iterdir()
-    file.unlink()  # the loaded one must not change
-    file.write_bytes(b"half")
-    build._library.cache_clear()
-    assert build.library().packed_size(1, 1)
-
-
-def test_no_folder_of_others_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against code that somebody else has put where everybody may write."""
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder = build._folder()
-    assert folder.parent == tmp_path
-    folder.chmod(0o777)
-    with pytest.raises(build.CannotBuildError, match="yours alone"):
-        build._folder()
-
-
-@pytest.mark.parametrize("compiler", ["/nowhere/g++", "false", "g++ --no-such-option"])
-def test_without_a_compiler(new_machine: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
-    """Guards machines that cannot build it: torch.compile, or in the end plain PyTorch, does the work."""
-    monkeypatch.setenv("CXX", compiler)
-    with pytest.warns(UserWarning, match=r"no passes in C\+\+"):
-        assert CausalLM(random_model(), vocab_size=60, compiled=True)._native is None
-    assert not list(new_machine.glob("*"))
-
-
-def test_the_compiler_has_nothing_to_say() -> None:
-    """Guards the C++ as a linter guards the Python."""
-    command = ["g++", *build.FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-    done = subprocess.run([*command, Path(build.__file__).with_name(build.SOURCES[0])], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_numbers_that_overflow_stay_so() -> None:
