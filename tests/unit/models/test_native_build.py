@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.native import build
@@ -51,6 +52,21 @@ def test_no_folder_of_others_is_trusted(tmp_path: Path, monkeypatch: pytest.Monk
     folder.chmod(0o777)
     with pytest.raises(build.CannotBuildError, match="yours alone"):
         build._folder()
+
+
+@pytest.mark.skipif(not torch.cpu.get_capabilities().get("fma3", False), reason="of CPUs that fuse, in that way")
+def test_a_compiler_that_tunes_changes_no_order(new_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards equal bits on CPUs for which GCC fuses products and sums in some loops and not in others."""
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-march=haswell", "-mtune=znver2"))
+    lm, text = CausalLM(random_model(), vocab_size=80), torch.arange(1, 31)[None]
+    lm.clear(1)
+    whole = lm.forward(text)
+    lm.clear(1)
+    parts = []
+    for part in text.split([7, 1, 9, 13], dim=1):
+        parts.append(lm.forward(part))
+        lm.keep(torch.tensor([part.shape[1]]))
+    assert lm._native is not None and torch.equal(torch.cat(parts, dim=1), whole)
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/g++", "false", "g++ --no-such-option"])

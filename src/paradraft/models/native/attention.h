@@ -7,7 +7,7 @@
 static inline void normalize(const float* from, const float* weights, int64_t size, float epsilon, float* to) {
     Vector squares = {};
     int64_t whole = size / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) squares += load(from + i) * load(from + i);
+    for (int64_t i = 0; i < whole; i += LANES) squares = fused(load(from + i), load(from + i), squares);
     float total = sum(squares);
     for (int64_t i = whole; i < size; i++) total += from[i] * from[i];
     float scale = 1.0f / std::sqrt(total / size + epsilon);
@@ -27,7 +27,7 @@ static inline void rotate(float* head, const float* cosines, const float* sines,
 template <class Stored> static inline float dot(const float* query, const Stored* key, int64_t size) {
     Vector products = {};
     int64_t whole = size / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) products += load(query + i) * load(key + i);
+    for (int64_t i = 0; i < whole; i += LANES) products = fused(load(query + i), load(key + i), products);
     float total = sum(products);
     for (int64_t i = whole; i < size; i++) total += query[i] * number(key[i]);
     return total;
@@ -69,15 +69,17 @@ static inline void mix(
         for (int v = 0; v < VECTORS; v++) {
             Vector value = load(values + slot * stride + offset + v * LANES);
 #pragma GCC unroll 8
-            for (int q = 0; q < QUERIES; q++) mixed[q][v] += queries[q].scores[slot] * value;
+            for (int q = 0; q < QUERIES; q++) mixed[q][v] = fused(all(queries[q].scores[slot]), value, mixed[q][v]);
         }
 #pragma GCC unroll 8
     for (int q = 0; q < QUERIES; q++) {
         for (int64_t i = 0; i < queries[q].count; i++)
 #pragma GCC unroll 8
             for (int v = 0; v < VECTORS; v++)
-                mixed[q][v] += queries[q].scores[kept + i] *
-                               load(values + queries[q].slots[i] * stride + offset + v * LANES);
+                mixed[q][v] = fused(
+                    all(queries[q].scores[kept + i]), load(values + queries[q].slots[i] * stride + offset + v * LANES),
+                    mixed[q][v]
+                );
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) store(queries[q].to + offset + v * LANES, mixed[q][v] * shares[q]);
     }

@@ -15,7 +15,17 @@ import tempfile
 from pathlib import Path
 
 SOURCES = ("pass.cpp", "attention.h", "products.h", "vectors.h")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-shared",
+    "-fPIC",
+)
 SECONDS = 300
 """How long the compiler may take; on a slow core it takes ten."""
 

@@ -74,7 +74,7 @@ static inline void multiply_rows(
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
-                for (int v = 0; v < COUNT; v++) totals[row][v] += inputs[row * stride + k] * weights[v];
+                for (int v = 0; v < COUNT; v++) totals[row][v] = fused(all(inputs[row * stride + k]), weights[v], totals[row][v]);
         }
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row++)

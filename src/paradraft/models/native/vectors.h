@@ -7,6 +7,8 @@
 
 #if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -63,6 +65,20 @@ static inline Vector load(const int8_t* from) {
 #endif
 }
 
+/// left * right + sum, rounded once where the CPU can. Compilers are told not to make it of products and sums by
+/// themselves (-ffp-contract=off): they do in one loop and not in another, and results would no longer be the same.
+static inline Vector fused(Vector left, Vector right, Vector sum) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(left, right, sum);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(left, right, sum);
+#elif defined(__aarch64__)
+    return vfmaq_f32(sum, left, right);
+#else
+    return left * right + sum;
+#endif
+}
+
 static inline void store(float* to, Vector vector) { memcpy(to, &vector, sizeof(vector)); }
 
 static inline float number(float from) { return from; }
@@ -104,12 +120,12 @@ static inline Vector exponential(Vector x) {
     Vector whole = shifted - shift;
     Vector rest = x - whole * 0.693359375f;
     rest = rest + whole * 2.12194440e-4f;
-    Vector series = rest * 1.9875691500e-4f + 1.3981999507e-3f; // Cephes, expf
-    series = series * rest + 8.3334519073e-3f;
-    series = series * rest + 4.1665795894e-2f;
-    series = series * rest + 1.6666665459e-1f;
-    series = series * rest + 5.0000001201e-1f;
-    series = series * rest * rest + rest + 1.0f;
+    Vector series = fused(rest, all(1.9875691500e-4f), all(1.3981999507e-3f)); // Cephes, expf
+    series = fused(series, rest, all(8.3334519073e-3f));
+    series = fused(series, rest, all(4.1665795894e-2f));
+    series = fused(series, rest, all(1.6666665459e-1f));
+    series = fused(series, rest, all(5.0000001201e-1f));
+    series = fused(series, rest * rest, rest + 1.0f);
     Integers power = __builtin_convertvector(whole, Integers);
     return series * same_bits<Vector>((power + 127) << 23);
 }
