@@ -40,22 +40,27 @@ def test_logits_are_the_models_own(kind: str, size: tuple[int, ...], are_rounded
     if are_rounded:
         model = model.to(torch.bfloat16).float()
     lm = lm_of(model)
-    assert all(
-        layer.gate.kind == KINDS[torch.bfloat16 if are_rounded else torch.float32]
-        for layer in lm._native._model.layer[:3]
-    )
+    kind_of_weights = KINDS[torch.bfloat16 if are_rounded and size[0] % 2 == 0 else torch.float32]
+    assert all(layer.gate.kind == kind_of_weights for layer in lm._native._model.layer[:3])
     text = tokens(40)
     expected = model.double()(text).logits
     assert torch.allclose(lm.forward(text).double(), expected, rtol=1e-3, atol=1e-4 * float(expected.std()))
 
 
-def test_bfloat16_models_are_served() -> None:
-    """Guards a cache in bfloat16: nothing but its rounding may differ."""
-    model = random_model(dtype=torch.bfloat16)
-    text = tokens(40)
-    ours = lm_of(model).forward(text)
-    expected = model.double()(text).logits
-    assert (ours - expected).square().mean().sqrt() < 0.02 * expected.std()
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
+def test_bfloat16_models_are_served(kind: str, size: tuple[int, ...]) -> None:
+    """Guards a cache in bfloat16, and products of such numbers where the CPU has them: nothing but rounding may differ,
+    and clearly less than in the model's own passes, which round all that they compute."""
+    model = random_model(kind, size, torch.bfloat16)
+    lm, text = lm_of(model), tokens(40)
+    assert bool(lm._native._model.all_in_bfloat16) == (size[0] % 2 == 0)
+    ours, theirs = lm.forward(text), model(text).logits
+    exact = model.double()(text).logits
+    error, their_error = ((logits - exact).square().mean().sqrt() for logits in (ours, theirs))
+    assert error < 0.7 * their_error
+    if size == SIZES[0]:
+        assert error < 0.02 * exact.std()
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_MODELS)
@@ -72,10 +77,11 @@ def test_weights_of_8_bits_are_multiplied_as_such(kind: str, dtype: torch.dtype)
     assert (lm.forward(text) - expected).square().mean().sqrt() < limit * expected.std()
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_cut_into_passes_gives_the_same_bits(dtype: torch.dtype) -> None:
+def test_every_cut_into_passes_gives_the_same_bits(dtype: torch.dtype, size: tuple[int, ...]) -> None:
     """Guards the promise that is stronger than the one of `torch.compile`: there are no near-ties."""
-    lm, text = lm_of(random_model(dtype=dtype)), tokens(30)
+    lm, text = lm_of(random_model(size=size, dtype=dtype)), tokens(30)
     whole = lm.forward(text)
     for widths in [(1,) * 30, (2,) * 15, (7, 1, 9, 13), (29, 1)]:
         lm.clear(1)
@@ -104,9 +110,10 @@ def test_rows_of_a_batch_do_not_see_each_other() -> None:
         assert torch.equal(lm.forward(more[row : row + 1])[0], later[row])
 
 
-def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch.dtype) -> None:
     """Guards the order in which slots are seen: where in the cache an ancestor stands must not matter."""
-    lm = lm_of(random_model())
+    lm = lm_of(random_model(dtype=dtype))
     text, parents = tokens(10), torch.tensor([[-1, 0, 0, 1, 2, 2, 4, 4, 7, 3]])
     lm.forward(tokens(33))
     lm.keep(torch.tensor([33]))

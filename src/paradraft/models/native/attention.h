@@ -4,14 +4,16 @@
 #include "vectors.h"
 
 /// Root-mean-square norm (Zhang & Sennrich 2019).
-static inline void normalize(const float* from, const float* weights, int64_t size, float epsilon, float* to) {
+template <class Input>
+static inline void normalize(const float* from, const float* weights, int64_t size, float epsilon, Input* to) {
     Vector squares = {};
     int64_t whole = size / LANES * LANES;
     for (int64_t i = 0; i < whole; i += LANES) squares = fused(load(from + i), load(from + i), squares);
     float total = sum(squares);
     for (int64_t i = whole; i < size; i++) total += from[i] * from[i];
     float scale = 1.0f / std::sqrt(total / size + epsilon);
-    for (int64_t i = 0; i < size; i++) to[i] = weights[i] * (from[i] * scale);
+    for (int64_t i = 0; i < whole; i += LANES) store(to + i, load(weights + i) * (load(from + i) * scale));
+    for (int64_t i = whole; i < size; i++) to[i] = stored<Input>(weights[i] * (from[i] * scale));
 }
 
 /// Turns a head's halves against each other by its position's angles (Su et al. 2021, in the order of `transformers`).
@@ -24,34 +26,66 @@ static inline void rotate(float* head, const float* cosines, const float* sines,
     }
 }
 
-template <class Stored> static inline float dot(const float* query, const Stored* key, int64_t size) {
-    Vector products = {};
-    int64_t whole = size / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) products = fused(load(query + i), load(key + i), products);
-    float total = sum(products);
-    for (int64_t i = whole; i < size; i++) total += query[i] * number(key[i]);
-    return total;
-}
-
-constexpr int AT_ONCE = 4; // queries for which a key is read once
+constexpr int AT_ONCE = REGISTERS / 8; // queries for which a key is read once
+constexpr int64_t SLOTS = 4;           // keys that are read at once
 
 /// A query, and what it sees behind the slots that all queries of its row see.
-struct Query {
+template <class Input> struct Query {
     const float* at;
     const int32_t* slots; // its ancestors among the new tokens, from the first one down to itself
     int64_t count;
     float* scores; // room for all that it sees, and `LANES` more
-    float* to;
+    Input* to;
 };
+
+/// Scores of `QUERIES` queries with `SLOTS` keys, which go to place `at` of each query's.
+template <int QUERIES, class Stored, class Input>
+static inline void score(
+    const Query<Input>* queries, const Stored* const (&keys)[SLOTS], int64_t at, int64_t size, float scale
+) {
+    Vector products[QUERIES][SLOTS] = {};
+    int64_t whole = size / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES)
+#pragma GCC unroll 8
+        for (int s = 0; s < SLOTS; s++) {
+            Vector key = load(keys[s] + i);
+#pragma GCC unroll 8
+            for (int q = 0; q < QUERIES; q++) products[q][s] = fused(load(queries[q].at + i), key, products[q][s]);
+        }
+#pragma GCC unroll 8
+    for (int q = 0; q < QUERIES; q++) {
+        float* scores = queries[q].scores + at;
+        sum_four(products[q], scores);
+        for (int s = 0; s < SLOTS; s++) {
+            for (int64_t i = whole; i < size; i++) scores[s] += queries[q].at[i] * number(keys[s][i]);
+            scores[s] *= scale;
+        }
+    }
+}
+
+/// Scores of `QUERIES` queries with any number of keys; `key(i)` is the i-th, `at + i` its place.
+template <int QUERIES, class Input, class Key>
+static inline void
+score_all(const Query<Input>* queries, int64_t count, Key key, int64_t at, int64_t size, float scale) {
+    for (int64_t i = 0; i < count; i += SLOTS) {
+        // Behind the last one it is read again, and what comes of it goes where nobody looks.
+        auto at_most = [&](int64_t which) { return key(which < count ? which : count - 1); };
+        const decltype(key(0)) keys[SLOTS] = {key(i), at_most(i + 1), at_most(i + 2), at_most(i + 3)};
+        score<QUERIES>(queries, keys, at + i, size, scale);
+    }
+}
 
 /// Turns scores into weights that add up to 1, but for the factor that is returned.
 static inline float soften(float* scores, int64_t count) {
-    float highest = -INFINITY;
-    for (int64_t i = 0; i < count; i++) highest = scores[i] > highest ? scores[i] : highest;
     for (int64_t i = count; i < count + LANES; i++) scores[i] = -INFINITY;
-    Vector totals = {};
+    Vector highest = all(-INFINITY), totals = {};
     for (int64_t i = 0; i < count; i += LANES) {
-        Vector weights = exponential(load(scores + i) - highest);
+        Vector some = load(scores + i);
+        highest = some > highest ? some : highest;
+    }
+    Vector most = all(largest(highest));
+    for (int64_t i = 0; i < count; i += LANES) {
+        Vector weights = exponential(load(scores + i) - most);
         store(scores + i, weights);
         totals += weights;
     }
@@ -59,9 +93,9 @@ static inline float soften(float* scores, int64_t count) {
 }
 
 /// The weighted values of `QUERIES` queries, `VECTORS` vectors of them.
-template <int QUERIES, int VECTORS, class Stored>
+template <int QUERIES, int VECTORS, class Stored, class Input>
 static inline void mix(
-    const Query* queries, const float* shares, const Stored* values, int64_t stride, int64_t kept, int64_t offset
+    const Query<Input>* queries, const float* shares, const Stored* values, int64_t stride, int64_t kept, int64_t offset
 ) {
     Vector mixed[QUERIES][VECTORS] = {};
     for (int64_t slot = 0; slot < kept; slot++)
@@ -92,19 +126,17 @@ static inline void mix(
 /// ancestors alone.
 ///
 /// `keys` and `values` are those of one row and head, `stride` apart.
-template <int QUERIES, class Stored>
+template <int QUERIES, class Stored, class Input>
 static inline void attend_together(
-    const Query* queries, const Stored* keys, const Stored* values, int64_t stride, int64_t kept, int64_t size, float scale
+    const Query<Input>* queries, const Stored* keys, const Stored* values, int64_t stride, int64_t kept, int64_t size, float scale
 ) {
-    for (int64_t slot = 0; slot < kept; slot++)
-#pragma GCC unroll 8
-        for (int q = 0; q < QUERIES; q++)
-            queries[q].scores[slot] = scale * dot(queries[q].at, keys + slot * stride, size);
+    score_all<QUERIES>(queries, kept, [&](int64_t slot) { return keys + slot * stride; }, 0, size, scale);
     float shares[QUERIES];
     for (int q = 0; q < QUERIES; q++) {
-        for (int64_t i = 0; i < queries[q].count; i++)
-            queries[q].scores[kept + i] = scale * dot(queries[q].at, keys + queries[q].slots[i] * stride, size);
-        shares[q] = soften(queries[q].scores, kept + queries[q].count);
+        const Query<Input>& query = queries[q];
+        auto own = [&](int64_t i) { return keys + query.slots[i] * stride; };
+        score_all<1>(&query, query.count, own, kept, size, scale);
+        shares[q] = soften(query.scores, kept + query.count);
     }
     int64_t i = 0;
     for (; i + 4 * LANES <= size; i += 4 * LANES) mix<QUERIES, 4>(queries, shares, values, stride, kept, i);
@@ -116,18 +148,18 @@ static inline void attend_together(
                 mixed += queries[q].scores[slot] * number(values[slot * stride + i]);
             for (int64_t own = 0; own < queries[q].count; own++)
                 mixed += queries[q].scores[kept + own] * number(values[queries[q].slots[own] * stride + i]);
-            queries[q].to[i] = mixed * shares[q];
+            queries[q].to[i] = stored<Input>(mixed * shares[q]);
         }
 }
 
 /// The same for as many queries as there are, at most `AT_ONCE`.
-template <class Stored, int QUERIES = AT_ONCE>
+template <class Stored, class Input, int QUERIES = AT_ONCE>
 static inline void attend(
-    int64_t count, const Query* queries, const Stored* keys, const Stored* values, int64_t stride, int64_t kept,
+    int64_t count, const Query<Input>* queries, const Stored* keys, const Stored* values, int64_t stride, int64_t kept,
     int64_t size, float scale
 ) {
     if constexpr (QUERIES > 0) {
         if (count == QUERIES) return attend_together<QUERIES>(queries, keys, values, stride, kept, size, scale);
-        return attend<Stored, QUERIES - 1>(count, queries, keys, values, stride, kept, size, scale);
+        return attend<Stored, Input, QUERIES - 1>(count, queries, keys, values, stride, kept, size, scale);
     }
 }

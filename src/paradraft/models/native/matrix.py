@@ -38,12 +38,12 @@ def is_known(weight: Tensor) -> bool:
 
 
 def packed_dtype(weight: Tensor) -> torch.dtype:
-    """What weights are packed as: bfloat16 where nothing is lost by it, as in nearly all that are published."""
+    """What weights, `[outputs, inputs]`, are packed as: bfloat16 where nothing is lost by it, as in nearly all that are
+    published. Those are packed in pairs of inputs."""
     if hasattr(weight, "qdata"):
         return torch.int8
-    if weight.dtype == torch.bfloat16 or torch.equal(weight.bfloat16().float(), weight):
-        return torch.bfloat16
-    return torch.float32
+    is_bfloat16 = weight.dtype == torch.bfloat16 or torch.equal(weight.bfloat16().float(), weight)
+    return torch.bfloat16 if is_bfloat16 and weight.shape[1] % 2 == 0 else torch.float32
 
 
 class PackedMatrix:
@@ -61,6 +61,8 @@ class PackedMatrix:
         scales = [weight.scale for weight in weights if hasattr(weight, "qdata")]
         whole = torch.cat([weight.qdata if scales else weight.detach() for weight in weights])
         whole = whole if scales else whole.to(packed_dtype(whole))
+        self.dtype = whole.dtype
+        """What the weights are packed as."""
         outputs, inputs = whole.shape
         self._panels = torch.empty(library().packed_size(outputs, inputs), dtype=whole.dtype, device="cpu")
         library().pack_matrix(whole.data_ptr(), outputs, inputs, KINDS[whole.dtype], self._panels.data_ptr())

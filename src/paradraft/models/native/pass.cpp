@@ -1,4 +1,6 @@
 // One forward pass of a Llama- or Qwen-type model on a CPU: float32 arithmetic, weights and cache in float32 or bfloat16.
+// Where the CPU multiplies bfloat16 numbers by themselves, what a bfloat16 model multiplies is rounded to them, as the
+// model's own code does, and added up in float32.
 //
 // One parallel region for the whole pass, one barrier between its steps. A token's result does not depend on how many
 // tokens are read with it, nor on the number of threads: it is the same to the last bit in every pass.
@@ -20,7 +22,8 @@ struct Layer {
 
 struct Model {
     int64_t width, inner, heads, kv_heads, head_size, layers, vocabulary;
-    int64_t is_cache_bfloat16;
+    int64_t is_bfloat16;        // the cache is
+    int64_t all_in_bfloat16;    // and all matrices are
     float epsilon, scale;
     const float *cosines, *sines; // [positions, head_size / 2]
     const float* final_norm;
@@ -41,14 +44,15 @@ struct Batch {
 
 /// What a pass writes in between; kept from pass to pass.
 struct Scratch {
-    std::vector<float> hidden, normed, projected, attended, inner, last, scores;
+    std::vector<float> hidden, projected, gates, scores;
+    std::vector<float> normed, attended, inner, last; // what products read, as float or as bfloat16
     std::vector<int32_t> ancestors;
     std::vector<int64_t> depths;
 };
 
-template <class T> static T* grown(std::vector<T>& buffer, int64_t size) {
+template <class T, class As = T> static As* grown(std::vector<T>& buffer, int64_t size) {
     if ((int64_t)buffer.size() < size) buffer.resize(size);
-    return buffer.data();
+    return (As*)buffer.data();
 }
 
 /// How many slots a row has kept, which all its tokens see; the new ones are written behind.
@@ -126,17 +130,17 @@ static int64_t groups_of(const Model& model, const Batch& batch) {
 }
 
 /// Attention of a thread's share of all groups of queries.
-template <class Stored>
+template <class Stored, class Input>
 static void attend_all(
     const Model& model, const Batch& batch, int64_t number, const Ancestors& ancestors, const float* projected,
-    float* attended, float* scores, Share share
+    Input* attended, float* scores, Share share
 ) {
     int64_t size = model.head_size, heads = model.heads, kv_heads = model.kv_heads, sharing = heads / kv_heads;
     int64_t groups = groups_of(model, batch), room = room_of(batch);
     for (int64_t at = share.first; at < share.last; at++) {
         int64_t row = at / (kv_heads * groups), kv_head = at / groups % kv_heads, first = at % groups * AT_ONCE;
         int64_t count = std::min<int64_t>(AT_ONCE, batch.tokens * sharing - first);
-        Query queries[AT_ONCE];
+        Query<Input> queries[AT_ONCE];
         for (int64_t i = 0; i < count; i++) {
             int64_t which = row * batch.tokens + (first + i) / sharing, h = kv_head * sharing + (first + i) % sharing;
             queries[i] = {
@@ -153,7 +157,7 @@ static void attend_all(
 }
 
 /// The calling thread's share of a product, and a barrier.
-static void set_product(const Matrix& matrix, const float* inputs, int64_t rows, float* to) {
+template <class Input> static void set_product(const Matrix& matrix, const Input* inputs, int64_t rows, float* to) {
     Share panels(matrix.count(), omp_get_thread_num(), omp_get_num_threads());
     for (; panels.first < panels.last; panels.first++) {
         Outputs outputs(matrix, panels.first);
@@ -169,14 +173,18 @@ static void embed(const Model& model, int64_t id, float* to) {
         to[i] = model.embedding ? model.embedding[from + i] : number(model.embedding_bfloat16[from + i]);
 }
 
-template <class Stored> static void run(const Model& model, const Batch& batch, Scratch& scratch, int threads) {
+/// `Stored` is what the cache holds, `Input` what products read.
+template <class Stored, class Input>
+static void run(const Model& model, const Batch& batch, Scratch& scratch, int threads) {
     int64_t count = batch.rows * batch.tokens, wanted = batch.rows * batch.wanted, width = model.width;
     int64_t heads_width = model.heads * model.head_size, stride = heads_width + 2 * model.kv_heads * model.head_size;
     int64_t room = AT_ONCE * room_of(batch);
-    float *hidden = grown(scratch.hidden, count * width), *normed = grown(scratch.normed, count * width);
-    float *projected = grown(scratch.projected, count * stride), *attended = grown(scratch.attended, count * heads_width);
-    float *inner = grown(scratch.inner, count * model.inner), *last = grown(scratch.last, wanted * width);
-    float* all_scores = grown(scratch.scores, threads * room);
+    float *hidden = grown(scratch.hidden, count * width), *projected = grown(scratch.projected, count * stride);
+    float *all_gates = grown(scratch.gates, count * model.inner), *all_scores = grown(scratch.scores, threads * room);
+    Input* normed = grown<float, Input>(scratch.normed, count * width);
+    Input* attended = grown<float, Input>(scratch.attended, count * heads_width);
+    Input* inner = grown<float, Input>(scratch.inner, count * model.inner);
+    Input* last = grown<float, Input>(scratch.last, wanted * width);
     Ancestors ancestors = {grown(scratch.depths, count), grown(scratch.ancestors, count * batch.tokens)};
     find(batch, ancestors);
 
@@ -190,7 +198,7 @@ template <class Stored> static void run(const Model& model, const Batch& batch, 
                 normalize(hidden + at * width, weights, width, model.epsilon, normed + at * width);
 #pragma omp barrier
         };
-        auto add_product = [&](const Matrix& matrix, const float* inputs) {
+        auto add_product = [&](const Matrix& matrix, const Input* inputs) {
             for (Share panels(matrix.count(), thread, team); panels.first < panels.last; panels.first++) {
                 Outputs outputs(matrix, panels.first);
                 multiply(matrix, panels.first, inputs, count, [&](int64_t row, const float* sums) {
@@ -213,18 +221,19 @@ template <class Stored> static void run(const Model& model, const Batch& batch, 
             normalize_all(layer.norm_behind_attention);
             for (Share panels(layer.gate.count(), thread, team); panels.first < panels.last; panels.first++) {
                 Outputs outputs(layer.gate, panels.first);
+                auto gates_of = [&](int64_t row) { return all_gates + row * model.inner + outputs.first; };
                 multiply(layer.gate, panels.first, normed, count, [&](int64_t row, const float* sums) {
-                    std::copy_n(sums, outputs.count, inner + row * model.inner + outputs.first);
+                    std::copy_n(sums, outputs.count, gates_of(row));
                 });
                 multiply(layer.up, panels.first, normed, count, [&](int64_t row, const float* sums) {
-                    float* gates = inner + row * model.inner + outputs.first;
-                    alignas(64) float open[PANEL] = {};
-                    std::copy_n(gates, outputs.count, open);
+                    alignas(64) float gates[PANEL] = {};
+                    alignas(64) Input open[PANEL];
+                    std::copy_n(gates_of(row), outputs.count, gates);
                     for (int64_t i = 0; i < PANEL; i += LANES) {
-                        Vector gate = load(open + i);
+                        Vector gate = load(gates + i);
                         store(open + i, gate / (1.0f + exponential(-gate)) * load(sums + i));
                     }
-                    std::copy_n(open, outputs.count, gates);
+                    std::copy_n(open, outputs.count, inner + row * model.inner + outputs.first);
                 });
             }
 #pragma omp barrier
@@ -265,10 +274,12 @@ void delete_scratch(Scratch* scratch) { delete scratch; }
 /// Returns 0; 1 if nothing was done because an index is outside of what it indexes.
 int64_t forward(const Model* model, const Batch* batch, Scratch* scratch, int64_t threads) {
     if (!is_sound(*model, *batch)) return 1;
-    if (model->is_cache_bfloat16)
-        run<BFloat16>(*model, *batch, *scratch, threads);
+    if (model->is_bfloat16 && model->all_in_bfloat16 && HAS_DOTS)
+        run<BFloat16, BFloat16>(*model, *batch, *scratch, threads);
+    else if (model->is_bfloat16)
+        run<BFloat16, float>(*model, *batch, *scratch, threads);
     else
-        run<float>(*model, *batch, *scratch, threads);
+        run<float, float>(*model, *batch, *scratch, threads);
     return 0;
 }
 }

@@ -1,6 +1,8 @@
 // Products of a few rows with a matrix of weights, which is read once, in one stream.
 #pragma once
 
+#include <type_traits>
+
 #include "vectors.h"
 
 constexpr int WIDE = 4;                 // vectors of a panel
@@ -16,7 +18,8 @@ constexpr int at_once(int rows) { return (rows + 1) * WIDE + 1 <= REGISTERS ? WI
 
 enum Kind { FLOAT32, BFLOAT16, INT8 };
 
-/// Weights `[outputs, inputs]` in panels of `PANEL` outputs, each `[inputs, PANEL]`; the last is filled with zeros.
+/// Weights `[outputs, inputs]` in panels of `PANEL` outputs, each `[inputs, PANEL]`; the last is filled with zeros. In
+/// bfloat16 those of two inputs stand side by side, `[inputs / 2, PANEL, 2]`, and there is no odd input.
 struct Matrix {
     const void* panels;
     int64_t outputs, inputs;
@@ -34,47 +37,74 @@ struct Share {
         : first(count * thread / threads), last(count * (thread + 1) / threads) {}
 };
 
-/// Some weights of one input.
-template <int COUNT, class Weight> static inline void load_weights(const Weight* from, Vector (&weights)[COUNT]) {
+/// How many inputs' weights of one output stand side by side.
+template <class Weight> constexpr int64_t BESIDE = 1;
+template <> constexpr int64_t BESIDE<BFloat16> = 2;
+
+/// Adds `ROWS` rows times the weights of `BESIDE<Weight>` inputs to `totals`, the first input first.
+template <int ROWS, int COUNT, class Weight>
+static inline void
+add_products(const float* inputs, int64_t stride, const Weight* weights, Vector (&totals)[ROWS][COUNT]) {
+    Vector loaded[COUNT];
 #pragma GCC unroll 8
-    for (int v = 0; v < COUNT; v++) weights[v] = load(from + v * LANES);
+    for (int v = 0; v < COUNT; v++) loaded[v] = load(weights + v * LANES);
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) totals[row][v] = fused(all(inputs[row * stride]), loaded[v], totals[row][v]);
 }
 
-/// Two vectors of bfloat16 are packed as the lower and the upper halves of one of 32 bits each: nothing is shuffled.
-template <int COUNT> static inline void load_weights(const BFloat16* from, Vector (&weights)[COUNT]) {
+template <int ROWS, int COUNT>
+static inline void
+add_products(const float* inputs, int64_t stride, const BFloat16* weights, Vector (&totals)[ROWS][COUNT]) {
+#pragma GCC unroll 2
+    for (int input = 0; input < 2; input++) {
+        Vector loaded[COUNT];
 #pragma GCC unroll 8
-    for (int v = 0; v < COUNT; v += 2) {
-        Bits both;
-        memcpy(&both, from + v * LANES, sizeof(both));
-        weights[v] = same_bits<Vector>(both << 16);
-        weights[v + 1] = same_bits<Vector>(both & 0xffff0000u);
+        for (int v = 0; v < COUNT; v++) {
+            Bits both = pairs(weights + v * 2 * LANES);
+            loaded[v] = same_bits<Vector>(input ? both & 0xffff0000u : both << 16);
+        }
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++)
+                totals[row][v] = fused(all(inputs[row * stride + input]), loaded[v], totals[row][v]);
     }
+}
+
+template <int ROWS, int COUNT>
+static inline void
+add_products(const BFloat16* inputs, int64_t stride, const BFloat16* weights, Vector (&totals)[ROWS][COUNT]) {
+    Bits loaded[COUNT];
+#pragma GCC unroll 8
+    for (int v = 0; v < COUNT; v++) loaded[v] = pairs(weights + v * 2 * LANES);
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) totals[row][v] = dots(all(inputs + row * stride), loaded[v], totals[row][v]);
 }
 
 /// Adds `ROWS` rows times a piece of a panel to `sums`. Each sum runs over the inputs in their order, whatever `ROWS` is,
 /// so that a row's result is the same to the last bit in every pass.
-template <int ROWS, class Weight>
+template <int ROWS, class Input, class Weight>
 static inline void multiply_rows(
-    const float* __restrict inputs, int64_t stride, const Weight* __restrict panel, int64_t count,
+    const Input* __restrict inputs, int64_t stride, const Weight* __restrict panel, int64_t count,
     float (*__restrict sums)[PANEL]
 ) {
     constexpr int COUNT = at_once(ROWS);
+    constexpr int64_t STEP = BESIDE<Weight>;
     for (int part = 0; part < WIDE; part += COUNT) {
         Vector totals[ROWS][COUNT];
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
             for (int v = 0; v < COUNT; v++) totals[row][v] = load(sums[row] + (part + v) * LANES);
-        for (int64_t k = 0; k < count; k++) {
+        for (int64_t k = 0; k < count; k += STEP) {
             const char* ahead = (const char*)(panel + k * PANEL) + AHEAD;
 #pragma GCC unroll 8
-            for (size_t line = 0; line < PANEL * sizeof(Weight); line += 64) __builtin_prefetch(ahead + line);
-            Vector weights[COUNT];
-            load_weights(panel + k * PANEL + part * LANES, weights);
-#pragma GCC unroll 8
-            for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 8
-                for (int v = 0; v < COUNT; v++) totals[row][v] = fused(all(inputs[row * stride + k]), weights[v], totals[row][v]);
+            for (size_t line = 0; line < STEP * PANEL * sizeof(Weight); line += 64) __builtin_prefetch(ahead + line);
+            add_products(inputs + k, stride, panel + k * PANEL + part * LANES * STEP, totals);
         }
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row++)
@@ -83,20 +113,20 @@ static inline void multiply_rows(
     }
 }
 
-template <class Weight, int ROWS = TALLEST>
+template <class Input, class Weight, int ROWS = TALLEST>
 static inline void multiply_few(
-    int64_t rows, const float* inputs, int64_t stride, const Weight* panel, int64_t count, float (*sums)[PANEL]
+    int64_t rows, const Input* inputs, int64_t stride, const Weight* panel, int64_t count, float (*sums)[PANEL]
 ) {
     if constexpr (ROWS > 0) {
         if (rows == ROWS) return multiply_rows<ROWS>(inputs, stride, panel, count, sums);
-        return multiply_few<Weight, ROWS - 1>(rows, inputs, stride, panel, count, sums);
+        return multiply_few<Input, Weight, ROWS - 1>(rows, inputs, stride, panel, count, sums);
     }
 }
 
 /// At most `GROUP` rows times one panel, a piece after the other, each for all rows while it is near.
-template <class Weight>
+template <class Input, class Weight>
 static inline void multiply_group(
-    const Weight* panel, int64_t count, const float* inputs, int64_t rows, float (*sums)[PANEL]
+    const Weight* panel, int64_t count, const Input* inputs, int64_t rows, float (*sums)[PANEL]
 ) {
     memset(sums, 0, rows * sizeof(*sums));
     int64_t blocks = (rows + TALLEST - 1) / TALLEST;
@@ -118,19 +148,22 @@ struct Outputs {
 };
 
 /// `rows` rows of `inputs` times one panel of a matrix, bias included; `done(row, sums)` takes each row's `PANEL` sums.
-template <class Done>
-static inline void multiply(const Matrix& matrix, int64_t panel, const float* inputs, int64_t rows, Done done) {
+/// Inputs are float, or bfloat16 where `HAS_DOTS` and the matrix is.
+template <class Input, class Done>
+static inline void multiply(const Matrix& matrix, int64_t panel, const Input* inputs, int64_t rows, Done done) {
     alignas(64) float sums[GROUP][PANEL];
     int64_t offset = panel * PANEL * matrix.inputs;
     for (int64_t first = 0; first < rows; first += GROUP) {
         int64_t count = rows - first < GROUP ? rows - first : GROUP;
-        const float* from = inputs + first * matrix.inputs;
+        const Input* from = inputs + first * matrix.inputs;
         if (matrix.kind == BFLOAT16)
             multiply_group((const BFloat16*)matrix.panels + offset, matrix.inputs, from, count, sums);
-        else if (matrix.kind == INT8)
-            multiply_group((const int8_t*)matrix.panels + offset, matrix.inputs, from, count, sums);
-        else
-            multiply_group((const float*)matrix.panels + offset, matrix.inputs, from, count, sums);
+        else if constexpr (std::is_same_v<Input, float>) {
+            if (matrix.kind == INT8)
+                multiply_group((const int8_t*)matrix.panels + offset, matrix.inputs, from, count, sums);
+            else
+                multiply_group((const float*)matrix.panels + offset, matrix.inputs, from, count, sums);
+        }
         Outputs outputs(matrix, panel);
         for (int64_t row = 0; row < count; row++) {
             for (int64_t i = 0; matrix.scales && i < outputs.count; i++) sums[row][i] *= matrix.scales[outputs.first + i];
@@ -140,21 +173,15 @@ static inline void multiply(const Matrix& matrix, int64_t panel, const float* in
     }
 }
 
-/// Where output `i` of a panel is among the weights of one input.
-template <class Weight> static inline int64_t place_of(int64_t i, Weight) { return i; }
-static inline int64_t place_of(int64_t i, BFloat16) {
-    int64_t pair = i / (2 * LANES), vector = i / LANES % 2, lane = i % LANES;
-    return pair * 2 * LANES + 2 * lane + vector;
-}
-
 template <class Weight> static void pack(const Weight* weights, int64_t outputs, int64_t inputs, Weight* panels) {
+    constexpr int64_t STEP = BESIDE<Weight>;
     int64_t count = (outputs + PANEL - 1) / PANEL;
 #pragma omp parallel for
     for (int64_t panel = 0; panel < count; panel++)
         for (int64_t i = 0; i < PANEL; i++) {
             int64_t output = panel * PANEL + i;
-            Weight* to = panels + panel * PANEL * inputs + place_of(i, Weight{});
+            Weight* to = panels + panel * PANEL * inputs + i * STEP;
             for (int64_t k = 0; k < inputs; k++)
-                to[k * PANEL] = output < outputs ? weights[output * inputs + k] : Weight{};
+                to[k / STEP * STEP * PANEL + k % STEP] = output < outputs ? weights[output * inputs + k] : Weight{};
         }
 }

@@ -21,6 +21,13 @@ constexpr int LANES = 4, REGISTERS = 32;
 constexpr int LANES = 4, REGISTERS = 16;
 #endif
 
+/// Whether the CPU multiplies bfloat16 numbers by themselves, two at once.
+#if defined(__AVX512BF16__)
+constexpr bool HAS_DOTS = true;
+#else
+constexpr bool HAS_DOTS = false;
+#endif
+
 typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
@@ -40,6 +47,20 @@ template <class To, class From> static inline To same_bits(From from) {
 }
 
 static inline Vector all(float value) { return value - Vector{}; }
+
+/// A pair of numbers in each lane, the first in its lower half.
+static inline Bits pairs(const BFloat16* from) {
+    Bits vector;
+    memcpy(&vector, from, sizeof(vector));
+    return vector;
+}
+
+/// The same pair in all lanes.
+static inline Bits all(const BFloat16* pair) {
+    uint32_t bits;
+    memcpy(&bits, pair, sizeof(bits));
+    return bits - Bits{};
+}
 
 static inline Vector load(const float* from) {
     Vector vector;
@@ -79,6 +100,15 @@ static inline Vector fused(Vector left, Vector right, Vector sum) {
 #endif
 }
 
+/// In each lane, left * right + sum of a pair of bfloat16 numbers; only where `HAS_DOTS`.
+static inline Vector dots([[maybe_unused]] Bits left, [[maybe_unused]] Bits right, Vector sum) {
+#if defined(__AVX512BF16__)
+    return _mm512_dpbf16_ps(sum, same_bits<__m512bh>(left), same_bits<__m512bh>(right));
+#else
+    return sum;
+#endif
+}
+
 static inline void store(float* to, Vector vector) { memcpy(to, &vector, sizeof(vector)); }
 
 static inline float number(float from) { return from; }
@@ -91,6 +121,13 @@ template <> inline BFloat16 stored<BFloat16>(float value) {
     if (std::isnan(value)) return {0x7fc0};
     uint32_t bits = same_bits<uint32_t>(value);
     return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+static inline void store(BFloat16* to, Vector vector) {
+    Bits bits = same_bits<Bits>(vector);
+    bits = vector == vector ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0 - Bits{};
+    Halves halves = __builtin_convertvector(bits, Halves);
+    memcpy(to, &halves, sizeof(halves));
 }
 
 /// The sum of the lanes, by halves: always in the same order.
@@ -109,6 +146,30 @@ static inline float sum(Vector vector) {
 #else
     return (vector[0] + vector[2]) + (vector[1] + vector[3]);
 #endif
+}
+
+/// The sums of the lanes of four vectors, all in the same order.
+static inline void sum_four(const Vector (&from)[4], float* to) {
+#if defined(__AVX512F__)
+    // By halves; what has been added makes room for another vector's.
+    auto halves = [](__m512 left, __m512 right) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(left, right, 0x44), _mm512_shuffle_f32x4(left, right, 0xee));
+    };
+    __m512 lower = halves(from[0], from[1]), upper = halves(from[2], from[3]);
+    __m512 four = _mm512_add_ps(_mm512_shuffle_f32x4(lower, upper, 0x88), _mm512_shuffle_f32x4(lower, upper, 0xdd));
+    __m512 two = _mm512_add_ps(four, _mm512_permute_ps(four, 0x4e));
+    __m512 one = _mm512_add_ps(two, _mm512_permute_ps(two, 0xb1));
+    _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, one)));
+#else
+    for (int i = 0; i < 4; i++) to[i] = sum(from[i]);
+#endif
+}
+
+/// The largest lane.
+static inline float largest(Vector vector) {
+    float found = vector[0];
+    for (int lane = 1; lane < LANES; lane++) found = vector[lane] > found ? vector[lane] : found;
+    return found;
 }
 
 /// e to the power of each lane, to about 2 units in the last place; below -87 it stays at e^-87.
