@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from paradraft import ragged
-from paradraft.core import ABSENT, Draft, Prompt, TargetOut, Verdict
+from paradraft.core import Draft, Prompt, TargetOut, Verdict
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 
@@ -87,7 +87,7 @@ class BigramDrafter:
 
     def start(self, prompt: Prompt, out: TargetOut | None) -> None:
         """Counts the pairs of the prompts."""
-        self._rows = [Bigrams(present(row)) for row in prompt.tokens.tolist()]
+        self._rows = [Bigrams(row) for row in ragged.to_lists(prompt.tokens)]
         self._device = prompt.tokens.device
 
     def propose(self, k: int, after: Draft | None = None) -> Draft:
@@ -97,17 +97,12 @@ class BigramDrafter:
 
     def commit(self, verdict: Verdict, out: TargetOut) -> None:
         """Counts the pairs of the committed tokens."""
-        for row, tokens in zip(self._rows, verdict.tokens.tolist(), strict=True):
-            row.read(present(tokens))
+        for row, tokens in zip(self._rows, ragged.to_lists(verdict.tokens), strict=True):
+            row.read(tokens)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Forgets the rows that have ended."""
         self._rows = [self._rows[row] for row in rows.tolist()]
-
-
-def present(tokens: list[int]) -> list[int]:
-    """A row without its filling."""
-    return [token for token in tokens if token != ABSENT]
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> BigramDrafter:

@@ -35,8 +35,7 @@ def assemble(candidates: Candidates, tree: Tree | None, *, aside: float) -> Draf
     """
     if tree is None:
         probs = None if candidates.probs is None else candidates.probs[:, :, 0]
-        tokens = candidates.tokens[:, :, 0].masked_fill(candidates.log_probs[:, :, 0] == -math.inf, ABSENT)
-        return Draft.chain(tokens, probs, candidates.confidence)
+        return Draft.chain(candidates.tokens[:, :, 0], probs, candidates.confidence)
     B, K, C = candidates.tokens.shape
     if tree.paths is not None:
         shapes = [[path for path in tree.paths if len(path) <= K and max(path) < C]] * B

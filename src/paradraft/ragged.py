@@ -1,4 +1,6 @@
-"""Rows of token ids of different lengths, filled with `ABSENT` on the right.
+"""Rows of token ids of different lengths: as lists, or as a tensor filled with `ABSENT` on the right.
+
+What is done to a few ids a round is done to lists: an operation on tensors that small takes longer than all of it.
 
 Shape letters: B rows, M and N tokens of the longest row.
 """
@@ -11,33 +13,6 @@ from torch import Tensor
 from paradraft.core import ABSENT
 
 
-def count(tokens_BM: Tensor) -> Tensor:
-    """`[B]` number of tokens of each row."""
-    return (tokens_BM != ABSENT).sum(1)
-
-
-def append(tokens_BM: Tensor, more_BN: Tensor) -> Tensor:
-    """Rows of `more_BN` behind rows of `tokens_BM`.
-
-    >>> append(torch.tensor([[7, -1], [8, 9]]), torch.tensor([[1, 2], [3, -1]])).tolist()
-    [[7, 1, 2], [8, 9, 3]]
-    """
-    joined = torch.cat([tokens_BM, more_BN], dim=1)
-    return from_lists([[token for token in row if token != ABSENT] for row in joined.tolist()], joined.device)
-
-
-def drop_first(tokens_BM: Tensor, number_B: Tensor) -> Tensor:
-    """Rows without their first `number_B` tokens.
-
-    >>> drop_first(torch.tensor([[7, 8, 9], [5, 6, -1]]), torch.tensor([2, 1])).tolist()
-    [[9], [6]]
-    """
-    M = tokens_BM.shape[1]
-    source = torch.arange(M, device=tokens_BM.device) + number_B[:, None]
-    moved = tokens_BM.gather(1, source.clamp(max=M - 1)).masked_fill(source >= M, ABSENT)
-    return moved[:, : int(count(moved).max())]
-
-
 def from_lists(rows: list[list[int]], device: torch.device | None = None) -> Tensor:
     """`[B, M]` int64; at least one row.
 
@@ -47,3 +22,30 @@ def from_lists(rows: list[list[int]], device: torch.device | None = None) -> Ten
     width = max(map(len, rows))
     filled = [row + [ABSENT] * (width - len(row)) for row in rows]
     return torch.tensor(filled, dtype=torch.long, device=device).view(len(rows), width)
+
+
+def to_lists(tokens_BM: Tensor) -> list[list[int]]:
+    """The rows without what fills them.
+
+    >>> to_lists(torch.tensor([[5, -1], [-1, -1], [6, 7]]))
+    [[5], [], [6, 7]]
+    """
+    return [[token for token in row if token != ABSENT] for row in tokens_BM.tolist()]
+
+
+def append(tokens_BM: Tensor, more_BN: Tensor) -> Tensor:
+    """Rows of `more_BN` behind rows of `tokens_BM`.
+
+    >>> append(torch.tensor([[7, -1], [8, 9]]), torch.tensor([[1, 2], [3, -1]])).tolist()
+    [[7, 1, 2], [8, 9, 3]]
+    """
+    return from_lists(joined(to_lists(tokens_BM), to_lists(more_BN)), tokens_BM.device)
+
+
+def joined(rows: list[list[int]], more: list[list[int]]) -> list[list[int]]:
+    """Each row of `more` behind that of `rows`.
+
+    >>> joined([[7], [8, 9]], [[1, 2], [3]])
+    [[7, 1, 2], [8, 9, 3]]
+    """
+    return [row + behind for row, behind in zip(rows, more, strict=True)]

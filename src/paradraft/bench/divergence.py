@@ -110,7 +110,7 @@ def rounding_of(engine: Engine, case: Case, answer: Recording, batch_size: int) 
     for start in range(0, len(reading), width):
         tokens = torch.tensor([reading[start : start + width]] * batch_size, device=device)
         logits = lm.forward(tokens)
-        lm.keep(torch.full((batch_size,), tokens.shape[1], device=device))
+        lm.keep([tokens.shape[1]] * batch_size)
         expected = answer.logits[start : start + width].expand_as(logits)
         largest = max(largest, _difference(logits, expected))
     return largest

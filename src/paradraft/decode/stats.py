@@ -61,7 +61,7 @@ class Stats:
 
 @dataclass
 class _Counts:
-    """What one row has got so far."""
+    """What one row has got so far; of drafted and accepted tokens, how many rounds had so many."""
 
     tokens: int = 0
     rounds: int = 0
@@ -111,8 +111,8 @@ class Clock:
             counts.rounds += bool(step.tokens[place])
             counts.tokens += len(step.tokens[place])
             counts.nodes += step.nodes[place]
-            counts.drafted.update(range(step.drafted[place]))
-            counts.accepted.update(range(step.accepted[place]))
+            counts.drafted[step.drafted[place]] += 1
+            counts.accepted[step.accepted[place]] += 1
 
     @property
     def stats(self) -> Stats:
@@ -130,10 +130,19 @@ class Clock:
             tokens=sum(c.tokens for c in counts),
             rounds=sum(c.rounds for c in counts),
             nodes=sum(c.nodes for c in counts),
-            drafted=tuple(drafted[i] for i in range(len(drafted))),
-            accepted=tuple(accepted[i] for i in range(len(drafted))),
+            drafted=_by_position(drafted, max(drafted, default=0)),
+            accepted=_by_position(accepted, max(drafted, default=0)),
             prefill_s=self._times_s["prefill"],
             draft_s=self._times_s["draft"],
             verify_s=self._times_s["verify"],
             other_s=self._times_s["other"],
         )
+
+
+def _by_position(numbers: Counter[int], positions: int) -> tuple[int, ...]:
+    """How many rounds reached each position, from how many had so many tokens.
+
+    >>> _by_position(Counter({0: 5, 2: 1, 3: 4}), 3)
+    (5, 5, 4)
+    """
+    return tuple(sum(rounds for number, rounds in numbers.items() if number > place) for place in range(positions))

@@ -6,6 +6,7 @@ Shape letters: B rows of a batch, M pending tokens, K drafted tokens, V vocabula
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -50,34 +51,35 @@ class AutoregressiveDrafter:
     def __init__(self, lm: CausalLM) -> None:
         self.lm = lm
         self._tree: Tree | None = None
-        self._pending_BM = torch.empty(0, 0, dtype=torch.long)
+        self._pending: list[list[int]] = []
         self._best_BK = torch.empty(0, 0, dtype=torch.long)
-        self._committed_B = torch.empty(0, dtype=torch.long)
+        self._committed: list[int] = []
 
     def start(self, prompt: Prompt, out: TargetOut | None) -> None:
         """Remembers the prompts; they are read when a draft is wanted for the first time."""
         self._sampler, self._tree = Sampler(prompt), prompt.tree
         self.lm.clear(len(prompt.tokens))
-        self._committed_B = self.lm.lengths_B
-        self._pending_BM = prompt.tokens
+        self._committed = self.lm.lengths
+        self._pending = ragged.to_lists(prompt.tokens)
         self._best_BK = prompt.tokens[:, :0]
 
     def propose(self, k: int, after: Draft | None = None) -> Draft:
         """Reads what is pending, then drafts token by token; a tree's side branches are the next best tokens."""
-        self._committed_B = self.lm.lengths_B
-        self._best_BK = self._pending_BM[:, :0]
+        self._committed = self.lm.lengths
+        self._best_BK = self._best_BK[:, :0]
         if k == 0:
-            return Draft.empty(len(self._pending_BM), self.lm.device)
-        if self._pending_BM.shape[1] >= self.lm.width:
-            self._pending_BM = self.lm.read_all_but_last(self._pending_BM)
-        reading, found = self._pending_BM, list[Candidates]()
+            return Draft.empty(len(self._pending), self.lm.device)
+        if max(map(len, self._pending)) >= self.lm.width:
+            self._pending = self.lm.read_all_but_last(ragged.from_lists(self._pending, self.lm.device)).tolist()
+        reading, numbers = ragged.from_lists(self._pending, self.lm.device), list(map(len, self._pending))
+        found: list[Candidates] = []
         for depth in range(k):
-            number_B = ragged.count(reading)
-            logits_B1V = self.lm.forward(reading, rows_BR=number_B[:, None] - 1)
-            self.lm.keep(number_B)
+            last_B1 = torch.tensor([[number - 1] for number in numbers], device=self.lm.device)
+            logits_B1V = self.lm.forward(reading, rows_BR=last_B1)
+            self.lm.keep(numbers)
             if not found:
-                self._committed_B = self.lm.lengths_B
-                self._pending_BM = self._pending_BM[:, :0]
+                self._committed, self._pending = self.lm.lengths, [[] for _ in numbers]
+                numbers = [1] * len(numbers)
             found.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), self._best_BK))
             reading = found[-1].tokens[:, :, 0]
             self._best_BK = torch.cat([self._best_BK, reading], dim=1)
@@ -85,16 +87,21 @@ class AutoregressiveDrafter:
 
     def commit(self, verdict: Verdict, out: TargetOut) -> None:
         """Drops the rejected tokens from the cache; what it has not read becomes pending."""
-        depth = min(self._best_BK.shape[1], verdict.path.shape[1])
-        followed = verdict.tokens[:, :depth] == self._best_BK[:, :depth]
-        read_B = (self.lm.lengths_B - self._committed_B).minimum(followed.cumprod(1).sum(1)).minimum(verdict.accepted)
-        self.lm.rewind(self._committed_B + read_B)
-        self._pending_BM = ragged.append(self._pending_BM, ragged.drop_first(verdict.tokens, read_B))
+        kept, unread = [], []
+        guesses, committed = self._best_BK.tolist(), ragged.to_lists(verdict.tokens)
+        for row, (best, tokens) in enumerate(zip(guesses, committed, strict=True)):
+            followed = takewhile(lambda pair: pair[0] == pair[1], zip(best, tokens[:-1], strict=False))
+            read = min(sum(1 for _ in followed), self.lm.lengths[row] - self._committed[row])
+            kept.append(self._committed[row] + read)
+            unread.append(tokens[read:])
+        self.lm.rewind(kept)
+        self._pending = ragged.joined(self._pending, unread)
         self._sampler.commit(verdict)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Forgets the other rows."""
-        self._pending_BM, self._committed_B = self._pending_BM[rows], self._committed_B[rows]
+        self._pending = [self._pending[row] for row in rows.tolist()]
+        self._committed = [self._committed[row] for row in rows.tolist()]
         self._best_BK = self._best_BK[rows]
         self._sampler.keep_rows(rows)
         self.lm.keep_rows(rows)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradraft import ragged
-from paradraft.core import ABSENT, Draft, Prompt, TargetOut, Verdict
+from paradraft.core import Draft, Prompt, TargetOut, Verdict
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 
@@ -51,7 +51,7 @@ class NgramDrafter:
 
     def start(self, prompt: Prompt, out: TargetOut | None) -> None:
         """Remembers the prompts."""
-        self._texts = [[token for token in row if token != ABSENT] for row in prompt.tokens.tolist()]
+        self._texts = ragged.to_lists(prompt.tokens)
         self._device = prompt.tokens.device
 
     def propose(self, k: int, after: Draft | None = None) -> Draft:
@@ -61,8 +61,8 @@ class NgramDrafter:
 
     def commit(self, verdict: Verdict, out: TargetOut) -> None:
         """Appends the committed tokens."""
-        for text, row in zip(self._texts, verdict.tokens.tolist(), strict=True):
-            text += [token for token in row if token != ABSENT]
+        for text, new in zip(self._texts, ragged.to_lists(verdict.tokens), strict=True):
+            text += new
 
     def keep_rows(self, rows: Tensor) -> None:
         """Forgets the other rows."""

@@ -64,13 +64,13 @@ class PardDrafter:
         self.mask_id = mask_id
         self.masks = masks
         self._tree: Tree | None = None
-        self._pending_BM = torch.empty(0, 0, dtype=torch.long)
+        self._pending: list[list[int]] = []
 
     def start(self, prompt: Prompt, out: TargetOut | None) -> None:
         """Remembers the prompts; they are read when a draft is wanted for the first time."""
         self._sampler, self._tree = Sampler(prompt), prompt.tree
         self.lm.clear(len(prompt.tokens))
-        self._pending_BM = prompt.tokens
+        self._pending = ragged.to_lists(prompt.tokens)
 
     def propose(self, k: int, after: Draft | None = None) -> Draft:
         """Reads [pending tokens, mask × (k - 1)] and draws all k tokens.
@@ -78,28 +78,29 @@ class PardDrafter:
         Worked example: 3 tokens are pending and k = 4. The pass reads c0 c1 c2 m m m; the logits
         of c2 and of the three masks are the draft, and c0 c1 c2 stay in the cache.
         """
-        B = len(self._pending_BM)
+        device = self.lm.device
         if k == 0:
-            return Draft.empty(B, self.lm.device)
-        if self._pending_BM.shape[1] + k > self.lm.width:
-            self._pending_BM = self.lm.read_all_but_last(self._pending_BM)
-        number_B = ragged.count(self._pending_BM)
-        masks = self.mask_id + torch.arange(k - 1, device=self.lm.device).clamp(max=self.masks - 1).expand(B, k - 1)
-        rows_BK = number_B[:, None] - 1 + torch.arange(k, device=self.lm.device)
-        logits_BKV = self.lm.forward(ragged.append(self._pending_BM, masks), rows_BR=rows_BK)
-        self.lm.keep(number_B)
-        self._pending_BM = self._pending_BM[:, :0]
+            return Draft.empty(len(self._pending), device)
+        if max(map(len, self._pending)) + k > self.lm.width:
+            self._pending = self.lm.read_all_but_last(ragged.from_lists(self._pending, device)).tolist()
+        numbers = [len(row) for row in self._pending]
+        masks = [self.mask_id + min(place, self.masks - 1) for place in range(k - 1)]
+        rows_BK = torch.tensor([range(number - 1, number - 1 + k) for number in numbers], device=device)
+        reading = ragged.from_lists([row + masks for row in self._pending], device)
+        logits_BKV = self.lm.forward(reading, rows_BR=rows_BK)
+        self.lm.keep(numbers)
+        self._pending = [[] for _ in numbers]
         candidates = self._sampler.candidates(logits_BKV, 0, candidates_needed(self._tree))
         return assemble(candidates, self._tree, aside=ASIDE)
 
     def commit(self, verdict: Verdict, out: TargetOut) -> None:
         """All newly committed tokens are read in the next pass."""
-        self._pending_BM = ragged.append(self._pending_BM, verdict.tokens)
+        self._pending = ragged.joined(self._pending, ragged.to_lists(verdict.tokens))
         self._sampler.commit(verdict)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Forgets the other rows."""
-        self._pending_BM = self._pending_BM[rows]
+        self._pending = [self._pending[row] for row in rows.tolist()]
         self._sampler.keep_rows(rows)
         self.lm.keep_rows(rows)
 

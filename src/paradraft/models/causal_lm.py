@@ -26,6 +26,7 @@ from paradraft.models.native.build import CannotBuildError
 from paradraft.models.native.forward import NativePass, can_serve
 from paradraft.models.passes import Pass
 from paradraft.models.quantization import stored_bytes
+from paradraft.ragged import from_lists
 from paradraft.tree import ancestors, depths, is_chain
 
 BUCKET = 64
@@ -74,8 +75,6 @@ class CausalLM:
         self.capacity = capacity or most
         self.width = max(width, pad_to, 2)
         self.device = model.device
-        self.lengths_B = torch.zeros(1, dtype=torch.long, device=self.device)
-        self._longest = 0
         self._slots = -(-(self.capacity + self.width) // BUCKET) * BUCKET
         self._native = None if compiled is False else _native_pass(model, self._slots)
         self.is_traced = compiled is True and self._native is None
@@ -86,6 +85,7 @@ class CausalLM:
         self._positions = torch.arange(self._slots, device=self.device)
         self.passes = Counter[Pass]()
         """The passes since `clear`, for whoever wants to know what they cost."""
+        self._stand_at([0])
         self._decode: Callable[..., Tensor] = _model_pass
         if self.is_traced:
             self._decode = compilation.compiled(_model_pass, model)
@@ -123,8 +123,7 @@ class CausalLM:
                 self._native.forget()
             self._largest = self._allocate(batch_size)
         self._storage = kv_cache.first_rows(self._largest, batch_size)
-        self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=self.device)
-        self._longest = 0
+        self._stand_at([0] * batch_size)
         self.passes = Counter()
 
     @torch.no_grad()
@@ -140,7 +139,7 @@ class CausalLM:
             chunk = rest[:, start : start + PREFILL_CHUNK]
             self._count(chunk, logits=0)
             self._read(chunk)
-            self.keep((chunk != ABSENT).sum(1))
+            self.keep((chunk != ABSENT).sum(1).tolist())
         return tokens_BT.gather(1, last_B1)
 
     def _read(self, tokens_BN: Tensor) -> None:
@@ -184,7 +183,7 @@ class CausalLM:
             else:
                 parents_BN = torch.nn.functional.pad(parents_BN, (0, most - N), value=ABSENT)
         if self._native is not None:
-            return self._native(self._storage, self.lengths_B, tokens_BN, parents_BN, rows_BR)
+            return self._native(self._storage, self._lengths_B, tokens_BN, parents_BN, rows_BR)
         if most > R:
             rows_BR = torch.nn.functional.pad(rows_BR, (0, most - R))
         run = partial(self._decode, self.model, self._storage, _copy(rows_BR))
@@ -196,7 +195,7 @@ class CausalLM:
 
     def _run(self, run: Callable[..., Tensor], tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
         used = min(-(-(self._longest + tokens_BN.shape[1]) // BUCKET) * BUCKET, self._slots)
-        slots_S, lengths_B = self._positions[:used], _copy(self.lengths_B)
+        slots_S, lengths_B = self._positions[:used], _copy(self._lengths_B)
         return run(slots_S, _copy(tokens_BN), lengths_B, depths(parents_BN), _copy(ancestors(parents_BN)))
 
     def stored_bytes(self, weight: Tensor) -> int:
@@ -206,13 +205,13 @@ class CausalLM:
     @property
     def fewest_rows(self) -> int:
         """How few rows a batch may shrink to: `torch.compile` makes a pass for one row, which may not be there."""
-        return 2 if self.is_traced and len(self.lengths_B) > 1 else 1
+        return 2 if self.is_traced and len(self.lengths) > 1 else 1
 
     def allowed(self, logits: Tensor) -> Tensor:
         """Logits `[…, V]` of the tokens that may be chosen, in place; forbidden ones are -inf."""
         logits = logits[..., : self.vocab_size]
-        if self._forbidden:
-            logits[..., self._forbidden] = -torch.inf
+        for token in self._forbidden:
+            logits.select(-1, token).fill_(-torch.inf)
         return logits
 
     def forbid(self, token: int) -> None:
@@ -220,30 +219,32 @@ class CausalLM:
         if token < self.vocab_size and token not in self._forbidden:
             self._forbidden.append(token)
 
-    def keep(self, count_B: Tensor) -> None:
-        """Keeps the first `count_B` tokens of the last pass."""
-        # A row that has ended is read on until all rows of its batch have; it must not outgrow the cache.
-        self.lengths_B = (self.lengths_B + count_B).clamp(max=self.capacity)
-        self._longest = int(self.lengths_B.max())
+    def _stand_at(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        """How many tokens of each row the cache holds."""
+        self._lengths_B = torch.tensor(lengths, device=self.device)
+        self._longest = max(lengths)
 
-    def keep_path(self, path_BN: Tensor) -> None:
-        """Keeps the tokens of the last pass that a path names, in its order, then `ABSENT`."""
-        paths = [[node for node in path if node != ABSENT] for path in path_BN.tolist()]
+    def keep(self, counts: list[int]) -> None:
+        """Keeps the first tokens of the last pass, of each row so many."""
+        # A row that has ended is read on until all rows of its batch have; it must not outgrow the cache.
+        self._stand_at([min(sum(pair), self.capacity) for pair in zip(self.lengths, counts, strict=True)])
+
+    def keep_path(self, paths: list[list[int]]) -> None:
+        """Keeps the tokens of the last pass that each row's path names, in its order."""
         if any(path != list(range(len(path))) for path in paths):
-            kv_cache.compact(self._storage, self.lengths_B, path_BN)
-        self.keep(torch.tensor([len(path) for path in paths], device=self.device))
+            kv_cache.compact(self._storage, self._lengths_B, from_lists(paths, self.device))
+        self.keep(list(map(len, paths)))
 
     def keep_rows(self, rows: Tensor) -> None:
         """Forgets all rows of the batch but `rows`, `[b]` indices."""
         self._storage = kv_cache.keep_rows(self._storage, rows, self._longest)
-        self.lengths_B = self.lengths_B[rows]
-        self._longest = int(self.lengths_B.max())
+        self._stand_at([self.lengths[row] for row in rows.tolist()])
 
-    def rewind(self, lengths_B: Tensor) -> None:
+    def rewind(self, lengths: list[int]) -> None:
         """Goes back to earlier lengths of the rows."""
-        assert bool((lengths_B <= self.lengths_B).all())
-        self.lengths_B = lengths_B
-        self._longest = int(lengths_B.max())
+        assert all(earlier <= now for earlier, now in zip(lengths, self.lengths, strict=True))
+        self._stand_at(lengths)
 
 
 def _native_pass(model: PreTrainedModel, slots: int) -> NativePass | None:

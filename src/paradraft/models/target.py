@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.core import ABSENT, Draft, Prompt, TargetOut, Verdict
+from paradraft.core import Draft, Prompt, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM
+from paradraft.ragged import to_lists
 from paradraft.tree import with_root
 
 
@@ -63,9 +64,7 @@ class Target:
 
     def commit(self, verdict: Verdict) -> None:
         """Keeps the accepted path; the verdict's next token becomes the new root."""
-        self.lm.keep_path(
-            torch.nn.functional.pad(torch.where(verdict.path == ABSENT, ABSENT, verdict.path + 1), (1, 0))
-        )
+        self.lm.keep_path([[0, *(node + 1 for node in path)] for path in to_lists(verdict.path)])
         self._root_B1 = verdict.tokens.gather(1, verdict.accepted[:, None])
 
     def keep_rows(self, rows: Tensor) -> None:

@@ -61,7 +61,7 @@ def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def timed_propose(self: PardDrafter, k: int, after: Draft | None = None) -> Draft:
         if k:
-            now.s += draft_s(len(self._pending_BM), k) + (0.0 if now.has_read else 40.0)
+            now.s += draft_s(len(self._pending), k) + (0.0 if now.has_read else 40.0)
             now.has_read = True
         return propose(self, k, after)
 

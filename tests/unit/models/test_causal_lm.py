@@ -13,7 +13,6 @@ from paradraft.core import ABSENT, GREEDY, Prompt
 from paradraft.models import causal_lm
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.kv_cache import SlotCache
-from paradraft.ragged import from_lists
 from tests.conftest import VOCAB, tiny_model
 from tests.unit.trees import path_to, random_parents
 
@@ -67,11 +66,10 @@ def test_tree_and_kept_path_equal_a_fresh_prefill(llama: bool, pad_to: int, seed
                 read = [tokens[row][i] for i in path_to(parents[row], node)]
                 assert_close(logits[row, node], fresh(lm, text[:-1] + read))
             paths.append(path_to(parents[row], random.Random(turn * 3 + row).randrange(7)))
-        width = max(map(len, paths))
-        lm.keep_path(torch.tensor([path + [ABSENT] * (width - len(path)) for path in paths]))
+        lm.keep_path(paths)
         for row, path in enumerate(paths):
             texts[row] = texts[row][:-1] + [tokens[row][node] for node in path] + [turn]
-        assert lm.lengths_B.tolist() == [len(text) - 1 for text in texts]
+        assert lm.lengths == [len(text) - 1 for text in texts]
         assert_cache_is_fresh(lm, texts)
 
 
@@ -94,11 +92,11 @@ def test_any_sequence_of_trees_and_leaving_rows_equals_fresh_passes(seed: int, n
             read = [tokens[row][node] for node in paths[row]]
             assert_close(logits[row, last], fresh(lm, text[:-1] + read))
             texts[row] = text[:-1] + read + [chooser.randrange(VOCAB)]
-        lm.keep_path(from_lists(paths))
+        lm.keep_path(paths)
         staying = [row for row in range(len(texts)) if chooser.random() < 0.7] or [0]
         texts = [texts[row] for row in staying]
         lm.keep_rows(torch.tensor(staying))
-        assert lm.lengths_B.tolist() == [len(text) - 1 for text in texts]
+        assert lm.lengths == [len(text) - 1 for text in texts]
 
 
 def assert_cache_is_fresh(lm: CausalLM, texts: list[list[int]]) -> None:
@@ -113,7 +111,7 @@ def assert_cache_is_fresh(lm: CausalLM, texts: list[list[int]]) -> None:
 
 def cached(lm: CausalLM, layer: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`[B, H, slots, D]` keys and values: what a pass of no tokens sees."""
-    rows = len(lm.lengths_B)
+    rows = len(lm.lengths)
     nothing = torch.empty(rows, 2, 0, 8, dtype=torch.float64)
     return SlotCache(lm._storage, torch.empty(rows, 0, dtype=torch.long), slots).update(nothing, nothing, layer)
 
@@ -128,7 +126,7 @@ def test_ragged_chain_equals_fresh_passes(llama: bool) -> None:
     number_B = (tokens != ABSENT).sum(1)
     logits = lm.forward(tokens, rows_BR=number_B[:, None] - 1)
     assert logits.shape == (3, 1, VOCAB)
-    lm.keep(number_B)
+    lm.keep(number_B.tolist())
     texts = [row[:-1] + new for row, new in zip(PROMPTS, more, strict=True)]
     again = lm.forward(torch.tensor([[11], [12], [13]]))
     for row, text in enumerate(texts):
@@ -140,15 +138,15 @@ def test_rewind_forgets_what_came_after() -> None:
     """Guards rollback: rejected tokens must not be seen by later passes, at another length in every row."""
     lm = causal()
     lm.start(prompt_of(PROMPTS))
-    kept = lm.lengths_B
+    kept = lm.lengths
     lm.forward(torch.tensor([[1, 2, 3, 4]] * 3))
-    lm.keep(torch.tensor([4, 4, 4]))
-    lm.rewind(kept + torch.tensor([0, 2, 4]))
+    lm.keep([4, 4, 4])
+    lm.rewind([length + stay for length, stay in zip(kept, [0, 2, 4], strict=True)])
     logits = lm.forward(torch.tensor([[20, 21]] * 3))
     for row, (prompt, stay) in enumerate(zip(PROMPTS, [0, 2, 4], strict=True)):
         assert_close(logits[row, 1], fresh(lm, [*prompt[:-1], *[1, 2, 3, 4][:stay], 20, 21]))
     with pytest.raises(AssertionError):
-        lm.rewind(lm.lengths_B + 1)
+        lm.rewind([length + 1 for length in lm.lengths])
 
 
 def test_nothing_is_kept_before_keep() -> None:
@@ -182,7 +180,7 @@ def test_prompts_are_read_in_chunks_across_buckets(monkeypatch: pytest.MonkeyPat
     chooser = random.Random(0)
     rows = [[chooser.randrange(VOCAB) for _ in range(length)] for length in (1, 25, 100)]
     last_B1 = lm.start(prompt_of(rows))
-    assert lm.lengths_B.tolist() == [0, 24, 99]
+    assert lm.lengths == [0, 24, 99]
     logits = lm.forward(last_B1)
     for row, text in enumerate(rows):
         assert_close(logits[row, 0], fresh(lm, text))
@@ -230,5 +228,5 @@ def test_an_ended_row_may_outgrow_its_cache(monkeypatch: pytest.MonkeyPatch) -> 
     lm.read_all_but_last(torch.tensor([[5] * 36, [3, *[9] * 35]]))
     alone.start(prompt_of([[3, *[9] * 35]]))
     for one in (lm, alone):
-        assert one.lengths_B[-1] == 35
+        assert one.lengths[-1] == 35
     assert_close(lm.forward(torch.tensor([[1], [9]]))[1], alone.forward(torch.tensor([[9]]))[0])

@@ -88,7 +88,7 @@ def test_every_cut_into_passes_gives_the_same_bits(dtype: torch.dtype, size: tup
         parts = []
         for part in text.split(widths, dim=1):
             parts.append(lm.forward(part))
-            lm.keep(torch.tensor([part.shape[1]]))
+            lm.keep([part.shape[1]])
         assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
@@ -100,13 +100,13 @@ def test_rows_of_a_batch_do_not_see_each_other() -> None:
         text[row, length:] = ABSENT
     lm.clear(3)
     together = lm.forward(text)
-    lm.keep(torch.tensor(lengths))
+    lm.keep(lengths)
     more = tokens(5, rows=3)
     later = lm.forward(more)
     for row, length in enumerate(lengths):
         lm.clear(1)
         assert torch.equal(lm.forward(text[row : row + 1, :length])[0], together[row, :length])
-        lm.keep(torch.tensor([length]))
+        lm.keep([length])
         assert torch.equal(lm.forward(more[row : row + 1])[0], later[row])
 
 
@@ -116,7 +116,7 @@ def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch
     lm = lm_of(random_model(dtype=dtype))
     text, parents = tokens(10), torch.tensor([[-1, 0, 0, 1, 2, 2, 4, 4, 7, 3]])
     lm.forward(tokens(33))
-    lm.keep(torch.tensor([33]))
+    lm.keep([33])
     tree = lm.forward(text, parents)
     for leaf in range(10):
         path = [leaf]
@@ -124,7 +124,7 @@ def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch
             path.insert(0, parent)
         assert torch.equal(lm.forward(text[:, path])[0, -1], tree[0, leaf])
     lm.forward(text, parents)
-    lm.keep_path(torch.tensor([[0, 2, 4, 7, 8]]))
+    lm.keep_path([[0, 2, 4, 7, 8]])
     kept = lm.forward(text[:, 9:])
     lm.clear(1)
     anew = lm.forward(torch.cat([tokens(33), text[:, [0, 2, 4, 7, 8, 9]]], dim=1))
@@ -219,10 +219,10 @@ def test_a_full_cache_is_not_overrun() -> None:
     """Guards memory behind the cache: a row that has ended is read on with the others."""
     lm = lm_of(random_model(), capacity=20, width=4)
     lm.clear(2)
-    lm.lengths_B, lm._longest = torch.tensor([20, 4]), 20
+    lm._stand_at([20, 4])
     for _ in range(5):
         assert lm.forward(tokens(4, rows=2)).isfinite().all()
-        lm.keep(torch.tensor([4, 0]))
+        lm.keep([4, 0])
 
 
 @pytest.mark.parametrize(
