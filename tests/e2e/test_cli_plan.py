@@ -23,6 +23,7 @@ def test_plan_from_a_benchmark(
 ) -> None:
     """Guards the whole way: the file that `bench` writes is read, and what is written can be read."""
     monkeypatch.setattr(round_times, "VISITS", 1)
+    monkeypatch.setattr(round_times, "LEAST_S", 0.0)
     report, result, picture = tmp_path / "bench.json", tmp_path / "plan.json", tmp_path / "plan.png"
     models = ["--target", family / "target", "--draft", family / "pard", "--prompts", prompts, "--no-compile", *EXACT]
     size = ["--num-prompts", 2, "--max-new-tokens", 8]

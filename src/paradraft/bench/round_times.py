@@ -8,6 +8,7 @@ growing text hit all of them alike. The first round after a change of length is 
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +27,10 @@ COUNTED = 2
 """Rounds of one length that are counted before the next has its turn."""
 VISITS = 5
 """Least turns of every length."""
+LEAST_TURNS = 2
+"""Least answers of every engine."""
+LEAST_S = 5.0
+"""Seconds for which the rounds of a batch size are timed at least; of fast models a few answers say little."""
 FUTILE = 20
 """Calls in a row that may count nothing before it is given up."""
 
@@ -155,14 +160,17 @@ def measure_rounds(
         report(f"batch {batch}: warming up {name}")
         warm_up = _Samples(rotation=Rotation(ks))
         _decode(engine, warm_up, _batch_of(prompts, batch, 0), limits[name], sampling, rounds=2 * len(ks))
-    turn = 0
-    while unfinished := [name for name in engines if turn < 2 or not samples[name].are_enough]:
+    turn, began_s = 0, time.monotonic()
+    while True:
+        is_early = turn < LEAST_TURNS or time.monotonic() - began_s < LEAST_S
+        unfinished = [name for name in engines if is_early or not samples[name].are_enough]
+        if not unfinished:
+            return {name: _costs(samples[name], statistics.mean(prefills)) for name in engines}
         report(f"batch {batch}: timing rounds, answer {turn + 1}")
         for name in unfinished:
             rows = _batch_of(prompts, batch, turn)
             prefills.append(_decode(engines[name][0], samples[name], rows, limits[name], sampling))
         turn += 1
-    return {name: _costs(samples[name], statistics.mean(prefills)) for name in engines}
 
 
 def _batch_of(prompts: list[str], batch: int, turn: int) -> list[str]:
@@ -182,16 +190,16 @@ def _decode(
     before, room, done, useful = clock.stats, stops.room, 0, 0
     for step in decode(engine.target, engine.drafter, prompt, verify, stops=stops, lengths=rotation, clock=clock):
         after = clock.stats
-        time = RoundTime(
+        taken = RoundTime(
             draft_s=after.draft_s - before.draft_s,
             verify_s=after.verify_s - before.verify_s,
             other_s=after.other_s - before.other_s,
         )
         if not done:
-            samples.firsts.append((rotation.k, time.draft_s))
+            samples.firsts.append((rotation.k, taken.draft_s))
         elif rotation.is_counted and room > rotation.k:
             rotation.count()
-            samples.rounds[rotation.k].append(time)
+            samples.rounds[rotation.k].append(taken)
             useful += 1
         before, room, done = after, stops.room, done + 1
         if 2 * sum(step.finished) >= len(requests) or done == rounds:
@@ -208,9 +216,9 @@ def _decode(
 def _costs(samples: _Samples, prefill_s: float) -> Costs:
     rounds = {
         k: RoundTime(
-            draft_s=typical([time.draft_s for time in samples.rounds[k]]),
-            verify_s=typical([time.verify_s for time in samples.rounds[k]]),
-            other_s=typical([time.other_s for time in samples.rounds[k]]),
+            draft_s=typical([one.draft_s for one in samples.rounds[k]]),
+            verify_s=typical([one.verify_s for one in samples.rounds[k]]),
+            other_s=typical([one.other_s for one in samples.rounds[k]]),
         )
         for k in samples.rotation.ks
     }

@@ -88,6 +88,7 @@ def test_every_length_has_its_turn_and_the_first_round_of_each_is_not_counted() 
 def test_rounds_are_booked_under_their_length(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards costs of one length, part or batch size under another's name, and prefill in the time of a round."""
     monkeypatch.setattr(round_times, "VISITS", 1)
+    monkeypatch.setattr(round_times, "LEAST_S", 0.0)
     engine = load(str(family / "target"), drafter="pard", draft=str(family / "pard"), k=5, runtime=EXACT)
     engines = {"plain": (Engine(engine.target, NoDrafter(), k=1), (0,)), "chains": (engine, (1, 2, 5))}
     for batch in (1, 3):
@@ -116,6 +117,7 @@ def task(family: Path, **given: Any) -> Task:
 def test_predictions_are_what_decoding_takes(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the whole of it, rows that end early and prefill too: where costs are known, so is the speed."""
     monkeypatch.setattr(round_times, "VISITS", 1)
+    monkeypatch.setattr(round_times, "LEAST_S", 0.0)
     asked = task(family, batches=(1, 4), ks=(2, 4), max_new_tokens=20)
     plan = run_plan(asked, EXACT, known=None, source=None, check_runs=0, report=lambda text: None)
     found = {(one["batch"], one["way"]): one for one in plan["predictions"]}
