@@ -32,7 +32,7 @@ LEAST_TURNS = 2
 LEAST_S = 5.0
 """Seconds for which the rounds of a batch size are timed at least; of fast models a few answers say little."""
 FUTILE = 20
-"""Calls in a row that may count nothing before it is given up."""
+"""Answers in a row that may count nothing before it is given up, as long as there is not enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +205,7 @@ def _decode(
         if 2 * sum(step.finished) >= len(requests) or done == rounds:
             break
     samples.futile = 0 if useful else samples.futile + 1
-    if samples.futile == FUTILE:
+    if samples.futile >= FUTILE and not samples.are_enough:
         raise ValueError(
             f"behind these prompts the model has room for {limit} tokens, too few to draft {rotation.k}: use shorter "
             "prompts or drafts"

@@ -25,6 +25,8 @@ LEAST_BYTES = 128 * 2**20
 """What one try reads at least, over and over where the buffer is smaller, so that the clock is exact enough."""
 SIDES = {"cpu": (128, 512, 1024), "cuda": (1024, 8192)}
 """Rows and columns of the matrices that are multiplied; a larger one is not tried where it would take too long."""
+NATIVE = (torch.float32, torch.bfloat16)
+"""What our own product multiplies."""
 _COLUMNS = 1024
 
 
@@ -102,17 +104,20 @@ class Speeds:
             left, right = (torch.ones(side, side, dtype=dtype, device=self.device) for _ in range(2))
             product = torch.empty_like(left)
             best = max(best, operations / self._seconds(partial(torch.mm, left, right, out=product), 1))
-            if self.device.type == "cpu" and dtype == torch.float32:
-                best = max(best, operations / self._natively(left, product))
+            if self.device.type == "cpu" and dtype in NATIVE:
+                best = max(best, operations / self._natively(left))
         return best
 
-    def _natively(self, left: Tensor, product: Tensor) -> float:
+    def _natively(self, inputs: Tensor) -> float:
         """The least seconds that our own product takes; no library is the fastest on every CPU."""
+        product = torch.empty_like(inputs, dtype=torch.float32)
         try:
-            matrix = PackedMatrix([left])
+            matrix = PackedMatrix([inputs])
         except CannotBuildError:
             return float("inf")
-        return self._seconds(partial(matrix.multiply, left, product), 1)
+        if not matrix.multiply(inputs, product):
+            return float("inf")
+        return self._seconds(partial(matrix.multiply, inputs, product), 1)
 
     def _seconds(self, run: Callable[[], object], times: int) -> float:
         """The least seconds that a run took."""

@@ -72,14 +72,14 @@ class AutoregressiveDrafter:
         if max(map(len, self._pending)) >= self.lm.width:
             self._pending = self.lm.read_all_but_last(ragged.from_lists(self._pending, self.lm.device)).tolist()
         reading, numbers = ragged.from_lists(self._pending, self.lm.device), list(map(len, self._pending))
+        last_B1 = torch.tensor([[number - 1] for number in numbers], device=self.lm.device)
         found: list[Candidates] = []
         for depth in range(k):
-            last_B1 = torch.tensor([[number - 1] for number in numbers], device=self.lm.device)
             logits_B1V = self.lm.forward(reading, rows_BR=last_B1)
             self.lm.keep(numbers)
             if not found:
                 self._committed, self._pending = self.lm.lengths, [[] for _ in numbers]
-                numbers = [1] * len(numbers)
+                numbers, last_B1 = [1] * len(numbers), torch.zeros_like(last_B1)
             found.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), self._best_BK))
             reading = found[-1].tokens[:, :, 0]
             self._best_BK = torch.cat([self._best_BK, reading], dim=1)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.core import ABSENT, Prompt, parents_of_chains
-from paradraft.models import compilation, kv_cache
+from paradraft.models import compilation, kv_cache, model_pass
 from paradraft.models.native.build import CannotBuildError
 from paradraft.models.native.forward import NativePass, can_serve
 from paradraft.models.passes import Pass
@@ -86,9 +86,9 @@ class CausalLM:
         self.passes = Counter[Pass]()
         """The passes since `clear`, for whoever wants to know what they cost."""
         self._stand_at([0])
-        self._decode: Callable[..., Tensor] = _model_pass
+        self._decode: Callable[..., Tensor] = model_pass.logits
         if self.is_traced:
-            self._decode = compilation.compiled(_model_pass, model)
+            self._decode = compilation.compiled(model_pass.logits, model)
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
         return kv_cache.allocate(
@@ -147,7 +147,7 @@ class CausalLM:
         B, N = tokens_BN.shape
         chains_BN = parents_of_chains(B, N, self.device)
         if self._native is None and not self.is_traced:
-            self._run(partial(_hidden_pass, self.model, self._storage), tokens_BN, chains_BN)
+            self._run(partial(model_pass.hidden_states, self.model, self._storage), tokens_BN, chains_BN)
             return
         unwanted = 1 if self.is_traced else 0
         self._pass(tokens_BN, chains_BN, torch.zeros(B, unwanted, dtype=torch.long, device=self.device))
@@ -220,7 +220,7 @@ class CausalLM:
             self._forbidden.append(token)
 
     def _stand_at(self, lengths: list[int]) -> None:
-        self.lengths = lengths
+        self.lengths = list(lengths)
         """How many tokens of each row the cache holds."""
         self._lengths_B = torch.tensor(lengths, device=self.device)
         self._longest = max(lengths)
@@ -261,39 +261,3 @@ def _native_pass(model: PreTrainedModel, slots: int) -> NativePass | None:
 def _copy(tensor: Tensor) -> Tensor:
     # torch.compile guards on strides and on what a view is a view of, and would compile again for others.
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _hidden_pass(
-    model: PreTrainedModel,
-    storage: kv_cache.Storage,
-    slots_S: Tensor,
-    tokens_BN: Tensor,
-    lengths_B: Tensor,
-    depth_BN: Tensor,
-    visible_BNN: Tensor,
-) -> Tensor:
-    """The last hidden states `[B, N, D]` of one pass: a function of tensors, but for the cache it writes."""
-    B, N = tokens_BN.shape
-    S = slots_S.shape[0]
-    # A row that has ended is read on with the others; past the room, where nobody looks, it writes the last slot.
-    last_slot = storage[0][0].shape[1] - 1
-    written_BN = (lengths_B[:, None] + torch.arange(N, device=tokens_BN.device)).clamp(max=last_slot)
-    offset_BS = slots_S[None] - lengths_B[:, None]
-    inside_BS = (offset_BS >= 0) & (offset_BS < N)
-    index_BNS = offset_BS.clamp(0, N - 1)[:, None].expand(B, N, S)
-    sees_BNS = (offset_BS < 0)[:, None] | (inside_BS[:, None] & visible_BNN.gather(2, index_BNS))
-    mask = torch.zeros(B, 1, N, S, dtype=model.dtype, device=tokens_BN.device)
-    mask = mask.masked_fill(~sees_BNS[:, None], torch.finfo(model.dtype).min)
-    return model.model(
-        input_ids=tokens_BN.clamp(min=0),
-        attention_mask=mask,
-        position_ids=lengths_B[:, None] + depth_BN,
-        past_key_values=kv_cache.SlotCache(storage, written_BN, S),
-        use_cache=True,
-    ).last_hidden_state
-
-
-def _model_pass(model: PreTrainedModel, storage: kv_cache.Storage, rows_BR: Tensor, *inputs: Tensor) -> Tensor:
-    """The logits `[B, R, V]` of some rows of one pass, fit to be compiled."""
-    hidden_BND = _hidden_pass(model, storage, *inputs)
-    return model.lm_head(hidden_BND.gather(1, rows_BR[:, :, None].expand(-1, -1, hidden_BND.shape[2])))

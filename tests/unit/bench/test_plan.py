@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,25 @@ def test_rounds_are_booked_under_their_length(family: Path, monkeypatch: pytest.
             assert costs["chains"].rounds[k].draft_s == pytest.approx(draft_s(batch, k))
             assert costs["chains"].rounds[k].verify_s == pytest.approx(target_s(batch, k + 1))
         assert costs["chains"].draft_prefill_s == pytest.approx(40.0)
+
+
+@pytest.mark.usefixtures("_known_times")
+def test_fast_models_are_timed_for_longer(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards predictions against one slow moment; and against giving up, meanwhile, though enough is known: behind the
+    second prompt there is no room."""
+    monkeypatch.setattr(round_times, "VISITS", 1)
+    monkeypatch.setattr(round_times, "FUTILE", 2)
+    runtime = Runtime(dtype="float64", capacity=14)
+    engine = load(str(family / "target"), drafter="pard", draft=str(family / "pard"), k=1, runtime=runtime)
+    prompts = [PROMPTS[0], *[PROMPTS[2]] * 3]
+    for least_s, turns in ((0.0, 2), (9.0, 10)):
+        seconds, said = itertools.count(), list[str]()
+        monkeypatch.setattr(round_times, "LEAST_S", least_s)
+        monkeypatch.setattr(round_times, "time", SimpleNamespace(monotonic=lambda clock=seconds: next(clock)))
+        measure_rounds(
+            {"chains": (engine, (1,))}, prompts, batch=1, max_new_tokens=2, sampling=Sampling(), report=said.append
+        )
+        assert said[-1] == f"batch 1: timing rounds, answer {turns}"
 
 
 def task(family: Path, **given: Any) -> Task:

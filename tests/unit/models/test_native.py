@@ -54,7 +54,7 @@ def test_bfloat16_models_are_served(kind: str, size: tuple[int, ...]) -> None:
     and clearly less than in the model's own passes, which round all that they compute."""
     model = random_model(kind, size, torch.bfloat16)
     lm, text = lm_of(model), tokens(40)
-    assert bool(lm._native._model.all_in_bfloat16) == (size[0] % 2 == 0)
+    assert lm._native._model.layer[0].gate.kind == KINDS[torch.bfloat16 if size[0] % 2 == 0 else torch.float32]
     ours, theirs = lm.forward(text), model(text).logits
     exact = model.double()(text).logits
     error, their_error = ((logits - exact).square().mean().sqrt() for logits in (ours, theirs))
@@ -92,9 +92,10 @@ def test_every_cut_into_passes_gives_the_same_bits(dtype: torch.dtype, size: tup
         assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
-def test_rows_of_a_batch_do_not_see_each_other() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_batch_do_not_see_each_other(dtype: torch.dtype) -> None:
     """Guards ragged batches: rows of other lengths, and places where a row has no token."""
-    lm = lm_of(random_model())
+    lm = lm_of(random_model(dtype=dtype))
     text, lengths = tokens(20, rows=3), [20, 3, 11]
     for row, length in enumerate(lengths):
         text[row, length:] = ABSENT
@@ -110,10 +111,11 @@ def test_rows_of_a_batch_do_not_see_each_other() -> None:
         assert torch.equal(lm.forward(more[row : row + 1])[0], later[row])
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch.dtype) -> None:
+def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch.dtype, size: tuple[int, ...]) -> None:
     """Guards the order in which slots are seen: where in the cache an ancestor stands must not matter."""
-    lm = lm_of(random_model(dtype=dtype))
+    lm = lm_of(random_model(size=size, dtype=dtype))
     text, parents = tokens(10), torch.tensor([[-1, 0, 0, 1, 2, 2, 4, 4, 7, 3]])
     lm.forward(tokens(33))
     lm.keep([33])
@@ -186,9 +188,10 @@ def test_a_smaller_cache_is_given_back_first() -> None:
     assert smaller() is None
 
 
-def test_threads_change_no_bit() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_no_bit(dtype: torch.dtype) -> None:
     """Guards texts against the number of cores."""
-    lm, text, before = lm_of(random_model(size=SIZES[2])), tokens(9), torch.get_num_threads()
+    lm, text, before = lm_of(random_model(size=SIZES[2], dtype=dtype)), tokens(9), torch.get_num_threads()
     try:
         found = []
         for threads in (1, 2, 3, 7):
@@ -199,16 +202,18 @@ def test_threads_change_no_bit() -> None:
     assert all(torch.equal(one, other) for one, other in itertools.pairwise(found))
 
 
-def test_only_wanted_logits_are_computed() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_wanted_logits_are_computed(dtype: torch.dtype) -> None:
     """Guards the drafter's passes, which want few of many."""
-    lm, text = lm_of(random_model()), tokens(12)
+    lm, text = lm_of(random_model(dtype=dtype)), tokens(12)
     whole, places = lm.forward(text), torch.tensor([[11, 3, 3]])
     assert torch.equal(lm.forward(text, rows_BR=places), whole[:, places[0]])
 
 
-def test_prompts_are_read_in_chunks() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_are_read_in_chunks(dtype: torch.dtype) -> None:
     """Guards prefill: what is read without logits must be in the cache."""
-    lm, text = lm_of(random_model(), width=200), tokens(150)
+    lm, text = lm_of(random_model(dtype=dtype), width=200), tokens(150)
     whole = lm.forward(text)
     lm.clear(1)
     last = lm.read_all_but_last(text)

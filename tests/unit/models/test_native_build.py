@@ -55,12 +55,23 @@ def test_no_folder_of_others_is_trusted(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("fma3", False), reason="of CPUs that fuse, in that way")
-def test_a_compiler_that_tunes_changes_no_order(new_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards equal bits on CPUs for which GCC fuses products and sums in some loops and not in others."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("are_rounded", [False, True])
+def test_other_cpus_compute_the_same_and_in_one_order(
+    new_machine: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, are_rounded: bool
+) -> None:
+    """Guards CPUs with half as many registers and no products of bfloat16, and equal bits on those for which GCC
+    fuses products and sums in some loops and not in others."""
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-march=haswell", "-mtune=znver2"))
-    lm, text = CausalLM(random_model(), vocab_size=80), torch.arange(1, 31)[None]
+    model = random_model()
+    if are_rounded:
+        model = model.to(torch.bfloat16)
+    lm, text = CausalLM(model.to(dtype), vocab_size=80), torch.arange(1, 31)[None]
     lm.clear(1)
     whole = lm.forward(text)
+    expected = lm.model.double()(text).logits
+    error = 1e-4 if dtype == torch.float32 else 0.02
+    assert (whole - expected).square().mean().sqrt() < error * expected.std()
     lm.clear(1)
     parts = []
     for part in text.split([7, 1, 9, 13], dim=1):

@@ -67,7 +67,8 @@ def _library() -> ctypes.CDLL | CannotBuildError:
     found.packed_size.argtypes = [ctypes.c_int64] * 2
     found.packed_size.restype = ctypes.c_int64
     found.pack_matrix.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    found.multiply_all.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+    found.multiply_all.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]
+    found.multiply_all.restype = ctypes.c_int64
     found.new_scratch.restype = ctypes.c_void_p
     found.delete_scratch.argtypes = [ctypes.c_void_p]
     found.forward.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]

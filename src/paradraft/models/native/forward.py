@@ -48,7 +48,7 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("width", "inner", "heads", "kv_heads", "head_size", "layers")),
-        *((name, ctypes.c_int64) for name in ("vocabulary", "is_bfloat16", "all_in_bfloat16")),
+        *((name, ctypes.c_int64) for name in ("vocabulary", "is_bfloat16")),
         ("epsilon", ctypes.c_float), ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "final_norm", "embedding", "embedding_bfloat16")),
         ("head", Matrix), ("layer", ctypes.POINTER(_Layer)),
@@ -131,7 +131,6 @@ class NativePass:
             head=self._matrix([model.lm_head]),
             layer=(_Layer * len(layers))(*layers),
         )
-        self._model.all_in_bfloat16 = all(each.dtype == torch.bfloat16 for each in self._matrices)
         self._scratch = self._library.new_scratch()
         weakref.finalize(self, self._library.delete_scratch, self._scratch)
         self._storage: kv_cache.Storage = []

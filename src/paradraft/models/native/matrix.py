@@ -61,8 +61,6 @@ class PackedMatrix:
         scales = [weight.scale for weight in weights if hasattr(weight, "qdata")]
         whole = torch.cat([weight.qdata if scales else weight.detach() for weight in weights])
         whole = whole if scales else whole.to(packed_dtype(whole))
-        self.dtype = whole.dtype
-        """What the weights are packed as."""
         outputs, inputs = whole.shape
         self._panels = torch.empty(library().packed_size(outputs, inputs), dtype=whole.dtype, device="cpu")
         library().pack_matrix(whole.data_ptr(), outputs, inputs, KINDS[whole.dtype], self._panels.data_ptr())
@@ -85,8 +83,19 @@ class PackedMatrix:
             bias=None if self._bias is None else self._bias.data_ptr(),
         )
 
-    def multiply(self, inputs: Tensor, outputs: Tensor) -> None:
-        """Sets `outputs`, `[rows, outputs]`, to what the layers make of `inputs`, `[rows, inputs]`; all float32."""
-        library().multiply_all(
-            ctypes.byref(self.matrix), inputs.data_ptr(), len(inputs), outputs.data_ptr(), torch.get_num_threads()
-        )
+    def multiply(self, inputs: Tensor, outputs: Tensor) -> bool:
+        """Sets `outputs`, `[rows, outputs]` of float32, to what the layers make of `inputs`, `[rows, inputs]`.
+
+        Args:
+            inputs: float32; or bfloat16, if the weights are packed as such.
+            outputs: changed in place.
+
+        Returns:
+            False, with nothing done, where the CPU has no products of bfloat16 numbers.
+        """
+        are_bfloat16 = inputs.dtype == torch.bfloat16
+        assert not are_bfloat16 or self.matrix.kind == KINDS[torch.bfloat16]
+        return not library().multiply_all(
+            ctypes.byref(self.matrix), inputs.data_ptr(), are_bfloat16, len(inputs), outputs.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip

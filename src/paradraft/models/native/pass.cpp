@@ -1,5 +1,5 @@
-// One forward pass of a Llama- or Qwen-type model on a CPU: float32 arithmetic, weights and cache in float32 or bfloat16.
-// Where the CPU multiplies bfloat16 numbers by themselves, what a bfloat16 model multiplies is rounded to them, as the
+// One forward pass of a Llama- or Qwen-type model on a CPU: float32 arithmetic, weights and cache in float32 or
+// bfloat16. Where the CPU multiplies bfloat16 numbers by themselves, what a bfloat16 model multiplies is rounded to them, as the
 // model's own code does, and added up in float32.
 //
 // One parallel region for the whole pass, one barrier between its steps. A token's result does not depend on how many
@@ -22,8 +22,7 @@ struct Layer {
 
 struct Model {
     int64_t width, inner, heads, kv_heads, head_size, layers, vocabulary;
-    int64_t is_bfloat16;        // the cache is
-    int64_t all_in_bfloat16;    // and all matrices are
+    int64_t is_bfloat16; // what the model computes in, and the cache holds; else float32
     float epsilon, scale;
     const float *cosines, *sines; // [positions, head_size / 2]
     const float* final_norm;
@@ -138,11 +137,12 @@ static void attend_all(
     int64_t size = model.head_size, heads = model.heads, kv_heads = model.kv_heads, sharing = heads / kv_heads;
     int64_t groups = groups_of(model, batch), room = room_of(batch);
     for (int64_t at = share.first; at < share.last; at++) {
-        int64_t row = at / (kv_heads * groups), kv_head = at / groups % kv_heads, first = at % groups * AT_ONCE;
-        int64_t count = std::min<int64_t>(AT_ONCE, batch.tokens * sharing - first);
+        int64_t row = at / (kv_heads * groups), kv_head = at / groups % kv_heads;
+        Share some(batch.tokens * sharing, at % groups, groups);
         Query<Input> queries[AT_ONCE];
-        for (int64_t i = 0; i < count; i++) {
-            int64_t which = row * batch.tokens + (first + i) / sharing, h = kv_head * sharing + (first + i) % sharing;
+        for (int64_t i = 0; i < some.last - some.first; i++) {
+            int64_t query = some.first + i;
+            int64_t which = row * batch.tokens + query / sharing, h = kv_head * sharing + query % sharing;
             queries[i] = {
                 projected + (which * (heads + 2 * kv_heads) + h) * size, ancestors.slots + which * batch.tokens,
                 ancestors.depths[which] + 1, scores + i * room, attended + (which * heads + h) * size,
@@ -150,7 +150,7 @@ static void attend_all(
         }
         int64_t offset = (row * batch.slots * kv_heads + kv_head) * size;
         attend(
-            count, queries, (const Stored*)batch.keys[number] + offset, (const Stored*)batch.values[number] + offset,
+            some.last - some.first, queries, (const Stored*)batch.keys[number] + offset, (const Stored*)batch.values[number] + offset,
             kv_heads * size, kept_of(batch, row), size, model.scale
         );
     }
@@ -248,6 +248,15 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int th
     }
 }
 
+/// Whether all matrices are bfloat16 numbers.
+static bool is_whole(const Model& model) {
+    auto is_one = [](const Matrix& matrix) { return matrix.kind == BFLOAT16; };
+    return is_one(model.head) && std::all_of(model.layer, model.layer + model.layers, [&](const Layer& layer) {
+               return is_one(layer.queries_keys_values) && is_one(layer.output) && is_one(layer.gate) &&
+                      is_one(layer.up) && is_one(layer.down);
+           });
+}
+
 extern "C" {
 
 /// How many weights a packed matrix has, zeros included.
@@ -262,9 +271,17 @@ void pack_matrix(const void* weights, int64_t outputs, int64_t inputs, int64_t k
         pack((const float*)weights, outputs, inputs, (float*)panels);
 }
 
-void multiply_all(const Matrix* matrix, const float* inputs, int64_t rows, float* outputs, int64_t threads) {
+/// Inputs are float, or bfloat16 if the matrix is. Returns 0; 1 if nothing was done because this CPU does not multiply so.
+int64_t multiply_all(
+    const Matrix* matrix, const void* inputs, int64_t are_bfloat16, int64_t rows, float* outputs, int64_t threads
+) {
+    if (are_bfloat16 && !HAS_DOTS) return 1;
 #pragma omp parallel num_threads(threads)
-    set_product(*matrix, inputs, rows, outputs);
+    if (are_bfloat16)
+        set_product(*matrix, (const BFloat16*)inputs, rows, outputs);
+    else
+        set_product(*matrix, (const float*)inputs, rows, outputs);
+    return 0;
 }
 
 Scratch* new_scratch() { return new Scratch; }
@@ -274,7 +291,7 @@ void delete_scratch(Scratch* scratch) { delete scratch; }
 /// Returns 0; 1 if nothing was done because an index is outside of what it indexes.
 int64_t forward(const Model* model, const Batch* batch, Scratch* scratch, int64_t threads) {
     if (!is_sound(*model, *batch)) return 1;
-    if (model->is_bfloat16 && model->all_in_bfloat16 && HAS_DOTS)
+    if (model->is_bfloat16 && is_whole(*model) && HAS_DOTS)
         run<BFloat16, BFloat16>(*model, *batch, *scratch, threads);
     else if (model->is_bfloat16)
         run<BFloat16, float>(*model, *batch, *scratch, threads);

@@ -30,11 +30,11 @@ struct Matrix {
     int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
 };
 
-/// The panels `first` to `last` that a thread has.
+/// The things `first` to `last` of `count` that one of several, such as a thread, has.
 struct Share {
     int64_t first, last;
-    Share(int64_t count, int thread, int threads)
-        : first(count * thread / threads), last(count * (thread + 1) / threads) {}
+    Share(int64_t count, int64_t which, int64_t of)
+        : first(count * which / of), last(count * (which + 1) / of) {}
 };
 
 /// How many inputs' weights of one output stand side by side.

@@ -167,14 +167,17 @@ static inline void sum_four(const Vector (&from)[4], float* to) {
 
 /// The largest lane.
 static inline float largest(Vector vector) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps(vector);
+#endif
     float found = vector[0];
     for (int lane = 1; lane < LANES; lane++) found = vector[lane] > found ? vector[lane] : found;
     return found;
 }
 
-/// e to the power of each lane, to about 2 units in the last place; below -87 it stays at e^-87.
+/// e to the power of each lane, to about 2 units in the last place; below -87 it is 0.
 static inline Vector exponential(Vector x) {
-    x = x < -87.0f ? all(-87.0f) : x;
+    auto is_nothing = x < -87.0f;
     x = x > 88.0f ? all(88.0f) : x;
     const Vector shift = all(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number
     Vector shifted = x * 1.44269504088896341f + shift;
@@ -188,5 +191,5 @@ static inline Vector exponential(Vector x) {
     series = fused(series, rest, all(5.0000001201e-1f));
     series = fused(series, rest * rest, rest + 1.0f);
     Integers power = __builtin_convertvector(whole, Integers);
-    return series * same_bits<Vector>((power + 127) << 23);
+    return is_nothing ? Vector{} : series * same_bits<Vector>((power + 127) << 23);
 }
