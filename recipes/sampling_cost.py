@@ -9,6 +9,7 @@ like Zipf's law with noise on it, so that a nucleus has some ten tokens, as thos
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -38,14 +39,14 @@ def logits_like_text(vocab_size: int, device: str) -> torch.Tensor:
     return (torch.randn(ranks.shape, generator=generator) - 2.2 * ranks.log())[None].to(device)
 
 
-def seconds(logits: torch.Tensor, setting: Sampling, way: str) -> float:
-    """How long one choice of tokens takes."""
+def seconds(logits: torch.Tensor, setting: Sampling, way: str, seed: int) -> float:
+    """How long one choice of tokens takes; with a seed that was not used before, or noise would be there already."""
     sampling.LIKELIEST, noise.SPARSE = WAYS[way]
     positions = torch.arange(POSITIONS, device=logits.device)[None]
     if logits.device.type == "cuda":
         torch.cuda.synchronize(logits.device)
     began_s = time.perf_counter()
-    noise.with_noise(sampling.filtered_logits(logits, setting), 1, positions).argmax(-1).tolist()
+    noise.with_noise(sampling.filtered_logits(logits, setting), seed, positions).argmax(-1).tolist()
     return time.perf_counter() - began_s
 
 
@@ -60,13 +61,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     found: dict[str, dict[str, Any]] = {}
+    seeds = itertools.count()
     for vocab_size in args.vocab_sizes:
         logits = logits_like_text(vocab_size, args.device)
         for name, setting in SETTINGS.items():
             runs: dict[str, list[float]] = {way: [] for way in WAYS}
             for _ in range(args.runs + 1):
                 for way in WAYS:
-                    runs[way].append(seconds(logits, setting, way))
+                    runs[way].append(seconds(logits, setting, way, next(seeds)))
             medians = {way: statistics.median(each[1:]) for way, each in runs.items()}
             found.setdefault(str(vocab_size), {})[name] = {"median_s": medians, "runs_s": runs}
             text = ", ".join(f"{way} {median * 1e3:.2f} ms" for way, median in medians.items())

@@ -5,6 +5,10 @@ Shape letters: B rows of a batch, N positions, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +17,11 @@ from torch import Tensor
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
+_WORD = 2**64 - 1
+MOST_KEPT_BYTES = 2**26
+"""Of noise that is kept on a CPU: a round asks for that of most positions twice, to draft and to verify."""
+FEWEST_KEPT = 1024
+"""Fewest tokens of a vocabulary whose noise is kept, row by row."""
 SPARSE = 1 / 16
 """Up to which share of all tokens noise is computed one by one; each takes several times as long then."""
 
@@ -25,11 +34,35 @@ def gumbel_noise(seed: int | Tensor, positions_BN: Tensor, vocab_size: int) -> T
         positions_BN: `[B, N]`.
         vocab_size: V.
     """
-    return _gumbel(_uniform(seed, positions_BN, vocab_size))
+    if positions_BN.device.type != "cpu" or vocab_size < FEWEST_KEPT:
+        return _gumbel(_uniform(seed, positions_BN, vocab_size))
+    seeds = torch.as_tensor(seed)
+    seeds_BN = (seeds[:, None] if seeds.ndim else seeds).expand(positions_BN.shape)
+    row_of = _rows(vocab_size)
+    rows = [row_of(*place) for place in zip(seeds_BN.flatten().tolist(), positions_BN.flatten().tolist(), strict=True)]
+    return torch.stack(rows).view(*positions_BN.shape, vocab_size)
+
+
+@lru_cache(maxsize=8)
+def _rows(vocab_size: int) -> Callable[[int, int], Tensor]:
+    """What gives the noise `[V]` of one seed and position on a CPU; the last rows are kept.
+
+    The numbers are NumPy's, which has words without a sign: torch takes three times as long for the same.
+    """
+    steps = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_GOLDEN & _WORD)
+
+    @lru_cache(maxsize=max(MOST_KEPT_BYTES // (8 * vocab_size), 1))
+    def row(seed: int, position: int) -> Tensor:
+        start = _mixed_word(_mixed_word(seed + _GOLDEN & _WORD) + (position + 1) * _GOLDEN & _WORD)
+        bits = _mixed_words(steps + np.uint64(start))
+        return _gumbel(torch.from_numpy(((bits >> np.uint64(12)) + 0.5) * 2.0**-52))
+
+    return row
 
 
 def _gumbel(uniform: Tensor) -> Tensor:
-    return -(-uniform.log()).log()
+    """-log(-log(u)), in place."""
+    return uniform.log_().neg_().log_().neg_()
 
 
 def uniform_numbers(seed: int | Tensor, positions_BN: Tensor) -> Tensor:
@@ -93,6 +126,22 @@ def _mix(z: Tensor) -> Tensor:
     z = (z ^ _shift_right(z, 30)) * _MIX_1
     z = (z ^ _shift_right(z, 27)) * _MIX_2
     return z ^ _shift_right(z, 31)
+
+
+def _mixed_word(z: int) -> int:
+    """The same of one word without a sign."""
+    z = (z ^ z >> 30) * _MIX_1 & _WORD
+    z = (z ^ z >> 27) * _MIX_2 & _WORD
+    return z ^ z >> 31
+
+
+def _mixed_words(z: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """The same of many, in place."""
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        z ^= z >> np.uint64(shift)
+        z *= np.uint64(factor & _WORD)
+    z ^= z >> np.uint64(31)
+    return z
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paradraft import noise as module
 from paradraft.noise import gumbel_noise, seed_of, uniform_numbers, with_noise
@@ -47,9 +50,43 @@ def test_noise_belongs_to_the_position_alone() -> None:
 
 def test_noise_is_finite_at_the_ends_of_the_random_range(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against uniform numbers rounded to 0 or 1, whose infinite noise chooses tokens that were cut."""
+    monkeypatch.setattr(module, "FEWEST_KEPT", 1)
     for bits in (0, -1):
         monkeypatch.setattr(module, "_mix", lambda z, bits=bits: torch.full_like(z, bits))
+        monkeypatch.setattr(module, "_mixed_words", lambda z, bits=bits: np.full_like(z, bits % 2**64))
+        module._rows.cache_clear()
         assert gumbel_noise(0, torch.tensor([0]), 2).isfinite().all()
+        assert module._gumbel(module._uniform(0, torch.tensor([0]), 2)).isfinite().all()
+    module._rows.cache_clear()
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(1, 40))
+@settings(deadline=None, max_examples=200)
+def test_a_cpu_has_the_numbers_of_other_devices(seed: int, position: int, vocab_size: int) -> None:
+    """Guards texts against the device: the two ways to the numbers must not differ in a bit."""
+    module.FEWEST_KEPT, before = 1, module.FEWEST_KEPT
+    try:
+        found = gumbel_noise(torch.tensor([seed]), torch.tensor([[position, position + 1]]), vocab_size)
+    finally:
+        module.FEWEST_KEPT = before
+    positions = torch.tensor([[position, position + 1]])
+    expected = module._gumbel(module._uniform(torch.tensor([seed]), positions, vocab_size))
+    assert torch.equal(found, expected)
+
+
+def test_what_is_kept_is_not_changed_by_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the noise of later rounds, and that no more is kept than was meant."""
+    monkeypatch.setattr(module, "MOST_KEPT_BYTES", 8 * 10 * 3)
+    monkeypatch.setattr(module, "FEWEST_KEPT", 1)
+    module._rows.cache_clear()
+    positions = torch.tensor([[1, 2]])
+    first = gumbel_noise(4, positions, 10)
+    kept = first.clone()
+    first += 1.0
+    assert torch.equal(gumbel_noise(4, positions, 10), kept)
+    gumbel_noise(4, torch.arange(9)[None], 10)
+    assert module._rows(10).cache_info().currsize == 3
+    module._rows.cache_clear()
 
 
 def test_seeds_of_purposes_have_nothing_in_common() -> None:
