@@ -51,7 +51,7 @@ LIBRARY_RUN = PretrainConfig(steps=1800, seed=1)
 PACKAGES_RUN = PretrainConfig(steps=3000, seed=4, muon_lr=1.5e-2, adamw_lr=1.5e-3, save_every=100)
 TEXTS = 4096
 MORE_TEXTS = 8192
-"""Written for the last leg of the PARD drafter, which has seen the others twice by then."""
+"""Written twice, for the last three legs of the PARD drafter, which has seen the others twice by then."""
 SHIPPED_TEXTS = 640
 SHIPPED_FILES = (
     "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
@@ -125,7 +125,13 @@ def build_target(
 
 def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> None:
     """Lets the target go on with excerpts of the library."""
-    if (out / "text.jsonl").exists():
+    work = out / "work"
+    written = {
+        "text": (TEXTS, SEED),
+        "more": (MORE_TEXTS, SEED + 1_000_000),
+        "most": (MORE_TEXTS, SEED + 2_000_000),
+    }
+    if all((work / f"{name}.jsonl").exists() for name in written):
         return
     dtype = "bfloat16" if computes_bf16(torch.device(device)) else "float32"
     runtime = Runtime(device=device, dtype=dtype, pad_to=2, capacity=PROMPT_TOKENS + ANSWER_TOKENS)
@@ -133,11 +139,11 @@ def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> No
     train, _ = corpus.read_library()
     random.Random(SEED).shuffle(train)
     stream = tokenized(tokenizer, [d.text for d in train])
-    for name, texts, seed in (("more", MORE_TEXTS, SEED + 1_000_000), ("text", TEXTS, SEED)):
-        file = out / "work" / f"{name}.pt"
-        tokens = write_text(target, stream, file, texts=texts, temperatures=TEMPERATURES, seed=seed)
-        save_jsonl(tokens, tokenizer, file.with_suffix(".jsonl"))
-    save_jsonl(tokens[:SHIPPED_TEXTS], tokenizer, out / "text.jsonl")
+    for name, (texts, seed) in written.items():
+        tokens = write_text(target, stream, work / f"{name}.pt", texts=texts, temperatures=TEMPERATURES, seed=seed)
+        save_jsonl(tokens, tokenizer, work / f"{name}.jsonl")
+        if name == "text":
+            save_jsonl(tokens[:SHIPPED_TEXTS], tokenizer, out / "text.jsonl")
 
 
 def build_drafts(out: Path, device: str) -> None:
@@ -145,15 +151,18 @@ def build_drafts(out: Path, device: str) -> None:
     work = out / "work"
     if not (work / "cut" / "config.json").exists():
         make(str(out / "target"), work / "cut", DRAFT)
-    legs = (
-        ("draft", work / "cut", out / "draft", "text"),
-        ("pard", out / "draft", work / "pard", "text"),
-        ("deeper", work / "pard", work / "deeper", "text"),
-        ("further", work / "deeper", out / "pard", "more"),
+    legs: tuple[tuple[str, Path, Path, list[str], list[str]], ...] = (
+        ("draft", work / "cut", out / "draft", ["text"], []),
+        ("pard", out / "draft", work / "pard", ["text"], []),
+        ("deeper", work / "pard", work / "deeper", ["text"], []),
+        ("further", work / "deeper", work / "further", ["more"], []),
+        ("further", work / "further", work / "further-2", ["most"], ["steps=2700", "seed=7"]),
+        ("further", work / "further-2", out / "pard", ["more", "most"], ["steps=2700", "seed=8"]),
     )
-    for name, model, result, data in legs:
-        files = [f"model={model}", f"teacher={out / 'target'}", f"data=[{work / data}.jsonl]", f"out={result}"]
-        run_with_display(load_recipe(RECIPES / f"{name}.yaml", [*files, f"device={device}"]))
+    for name, model, result, texts, settings in legs:
+        data = ",".join(str(work / f"{text}.jsonl") for text in texts)
+        files = [f"model={model}", f"teacher={out / 'target'}", f"data=[{data}]", f"out={result}"]
+        run_with_display(load_recipe(RECIPES / f"{name}.yaml", [*files, f"device={device}", *settings]))
 
 
 def main() -> None:
