@@ -31,7 +31,7 @@ class Candidates:
     Args:
         tokens: `[B, R, C]` token ids, all different at one position.
         log_probs: `[B, R, C]` logarithm of the estimated probability that the target takes each;
-            -inf where there are fewer than C.
+            -inf where there are fewer than C, of which none is the first.
         probs: `[B, R, C, V]` the distribution each token was drawn from, given that the better ones
             of its position are not it; None if they were chosen deterministically.
         confidence: `[B, R]` the drafter's largest probability, a function of the distribution alone; None
