@@ -26,7 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 import paradraft
 from paradraft.bench.report import write_json
 from paradraft.drafters.pard import mask_token_id
-from paradraft.machine import describe_machine
+from paradraft.machine import describe_machine, without_folder
 from paradraft.models.loading import load_model, locate
 from paradraft.models.runtime import Runtime
 from paradraft.noise import gumbel_noise
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--target", default="pocket")
     parser.add_argument("--draft", default="pocket")
     parser.add_argument("--pard", default="pocket")
-    parser.add_argument("--prompts", type=Path, default=Path(locate("pocket", "target")).parent / "prompts.jsonl")
+    parser.add_argument("--prompts", type=Path, help='JSONL file with one {"prompt": …} per line; the family\'s own')
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--continuations", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.8)
@@ -139,7 +139,8 @@ def main() -> None:
     if getattr(pard.config, "pard_masks", 1) > 1:
         parser.error(f"{args.pard} has a mask for each place: name a drafter with one for all")
     engine = paradraft.load(args.target)
-    prompts = [record["prompt"] for record in read_prompts(args.prompts)][: args.num_prompts]
+    file = args.prompts or Path(locate("pocket", "target")).parent / "prompts.jsonl"
+    prompts = [record["prompt"] for record in read_prompts(file)][: args.num_prompts]
     shares: dict[str, list[list[float]]] = {}
     places = contexts(prompts, args.temperature, engine)
     for number, context in enumerate(track(places, "places")):
@@ -156,7 +157,7 @@ def main() -> None:
         results[name] = {"length": 1 + float(mean.sum()), "accepted": mean.tolist()}
         print(f"{name}: {results[name]['length']:.2f} tokens, accepted {' '.join(f'{share:.2f}' for share in mean)}")
     if args.json:
-        arguments = {key: str(value) for key, value in vars(args).items() if key != "json"}
+        arguments = {key: without_folder(str(value)) for key, value in vars(args).items() if key != "json" and value}
         found_here = {"machine": describe_machine("cpu"), "arguments": arguments, "places": len(places)}
         write_json(args.json, found_here | {"results": results})
 
