@@ -34,7 +34,7 @@ def gumbel_noise(seed: int | Tensor, positions_BN: Tensor, vocab_size: int) -> T
         positions_BN: `[B, N]`.
         vocab_size: V.
     """
-    if positions_BN.device.type != "cpu" or vocab_size < FEWEST_KEPT:
+    if positions_BN.device.type != "cpu" or vocab_size < FEWEST_KEPT or not positions_BN.numel():
         return _gumbel(_uniform(seed, positions_BN, vocab_size))
     seeds = torch.as_tensor(seed)
     seeds_BN = (seeds[:, None] if seeds.ndim else seeds).expand(positions_BN.shape)

@@ -80,6 +80,7 @@ def test_what_is_kept_is_not_changed_by_its_readers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "FEWEST_KEPT", 1)
     module._rows.cache_clear()
     positions = torch.tensor([[1, 2]])
+    assert gumbel_noise(4, positions[:, :0], 10).shape == (1, 0, 10)
     first = gumbel_noise(4, positions, 10)
     kept = first.clone()
     first += 1.0
