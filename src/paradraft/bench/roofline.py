@@ -1,9 +1,10 @@
 """The floor of a pass: no machine with this bandwidth and this matrix unit can run it in less time.
 
 A pass must read its weights and the keys and values of all earlier tokens, write those of the new
-ones, and multiply. It takes at least max(bytes / bandwidth, operations / rate). What could stay in
-registers is not counted: activations, logits, the mask. So a floor is never too high, but for one
-thing: every row of a batch counts as many earlier tokens as the longest.
+ones, and multiply. In the last layer only tokens whose logits are wanted need more than keys and
+values. It takes at least max(bytes / bandwidth, operations / rate). What could stay in registers is
+not counted: activations, logits, the mask. So a floor is never too high, but for one thing: every
+row of a batch counts as many earlier tokens as the longest.
 
 Bandwidth is that of reading, again and again, as many bytes as the model's weights have. Where
 these fit into a cache it is the cache's.
@@ -54,21 +55,27 @@ class Size:
     Args:
         body_bytes: weights of all layers and norms.
         body_weights: how many of them multiply.
+        last_bytes: of those, weights of the last layer that make neither keys nor values.
+        last_weights: how many.
         head_bytes: weights of the output head.
         head_weights: how many.
         row_bytes: of a token's embedding.
         kv_bytes: keys and values of a token, all layers.
-        attended: products of a new token with an earlier one, all layers: scores and weighted values.
+        attended: products of a new token with an earlier one, in one layer: scores and weighted values.
+        layers: how many.
         dtype: of the weights.
     """
 
     body_bytes: int
     body_weights: int
+    last_bytes: int
+    last_weights: int
     head_bytes: int
     head_weights: int
     row_bytes: int
     kv_bytes: int
     attended: int
+    layers: int
     dtype: torch.dtype
 
     @classmethod
@@ -81,16 +88,24 @@ class Size:
         """
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         body = [weight for weight in model.parameters() if weight is not embedding and weight is not head]
-        config = model.config
-        per_head = config.num_hidden_layers * head_size(config)
+        base: Any = model.base_model
+        last = [
+            weight
+            for name, weight in base.layers[-1].named_parameters()
+            if weight.ndim == 2 and "k_proj" not in name and "v_proj" not in name
+        ]
+        config, per_head = model.config, head_size(model.config)
         return cls(
             body_bytes=sum(map(bytes_of, body)),
             body_weights=sum(weight.numel() for weight in body if weight.ndim == 2),
+            last_bytes=sum(map(bytes_of, last)),
+            last_weights=sum(weight.numel() for weight in last),
             head_bytes=bytes_of(head),
             head_weights=head.numel(),
             row_bytes=stored_bytes(embedding) // len(embedding),
-            kv_bytes=2 * per_head * config.num_key_value_heads * model.dtype.itemsize,
+            kv_bytes=2 * config.num_hidden_layers * per_head * config.num_key_value_heads * model.dtype.itemsize,
             attended=2 * per_head * config.num_attention_heads,
+            layers=config.num_hidden_layers,
             dtype=model.dtype,
         )
 
@@ -101,12 +116,14 @@ class Size:
 
     def cost(self, one: Pass, speeds: Speeds) -> Cost:
         """The bytes, operations and floor of a pass."""
-        new = one.rows * one.tokens
-        read = self.body_bytes + (self.head_bytes if one.logits else 0) + new * self.row_bytes
+        new, wanted = one.rows * one.tokens, one.rows * one.logits
+        read = self.body_bytes + (self.head_bytes if wanted else -self.last_bytes) + new * self.row_bytes
         read += one.rows * (one.context + one.tokens) * self.kv_bytes
-        # The i-th of N new tokens sees the earlier ones, itself and i - 1 others.
-        seen = one.rows * (one.tokens * one.context + one.tokens * (one.tokens + 1) // 2)
-        products = new * self.body_weights + one.rows * one.logits * self.head_weights + seen * self.attended
+        # The i-th of N new tokens sees the earlier ones, itself and i - 1 others; wanted are the last ones.
+        seen = one.rows * sum(one.context + i + 1 for i in range(one.tokens))
+        seen_by_wanted = one.rows * sum(one.context + one.tokens - i for i in range(one.logits))
+        products = new * (self.body_weights - self.last_weights) + wanted * (self.last_weights + self.head_weights)
+        products += ((self.layers - 1) * seen + seen_by_wanted) * self.attended
         floor_s = max(read / speeds.bytes_per_s(self.weight_bytes), 2 * products / speeds.flops_per_s(self.dtype))
         return Cost(bytes=read, flops=2 * products, floor_s=floor_s)
 

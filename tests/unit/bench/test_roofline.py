@@ -51,7 +51,9 @@ def test_bytes_of_a_pass_by_hand() -> None:
     decode = Pass(rows=3, tokens=2, logits=2, context=10)
     assert found.cost(decode, Known()).bytes == 2 * body + 2 * 104 * 32 + 6 * 64 + 3 * 12 * found.kv_bytes
     prefill = Pass(rows=3, tokens=2, logits=0, context=10)
-    assert found.cost(decode, Known()).bytes - found.cost(prefill, Known()).bytes == found.head_bytes
+    assert found.last_bytes == 2 * (2 * 32 * 32 + 3 * 32 * 48)  # all products of a layer but keys and values
+    unread = found.head_bytes + found.last_bytes
+    assert found.cost(decode, Known()).bytes - found.cost(prefill, Known()).bytes == unread
 
 
 def test_an_untied_head_is_not_read_as_an_embedding() -> None:
@@ -72,11 +74,27 @@ def test_operations_of_a_pass_are_those_that_torch_counts() -> None:
     counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
     found = Size.of(model)
     one = Pass(rows=2, tokens=5, logits=5, context=0)
-    attention = 2 * found.attended * 2 * (1 + 2 + 3 + 4 + 5)
+    attended = 4 * found.attended  # in four layers
+    attention = 2 * attended * 2 * (1 + 2 + 3 + 4 + 5)
     assert found.cost(one, Known()).flops == counted + attention
-    assert found.attended == 2 * 4 * 5 * 64
+    assert attended == 2 * 4 * 5 * 64
     behind = Pass(rows=2, tokens=5, logits=5, context=100)
-    assert found.cost(behind, Known()).flops - found.cost(one, Known()).flops == 2 * found.attended * 2 * 5 * 100
+    assert found.cost(behind, Known()).flops - found.cost(one, Known()).flops == 2 * attended * 2 * 5 * 100
+
+
+def test_the_last_layer_is_counted_for_tokens_whose_logits_are_wanted() -> None:
+    """Guards a floor that is too high: what the last layer computes of another token than its keys and values, nobody
+    reads."""
+    model = random_model("shape:pocket-draft", dtype=torch.float32, device="cpu")
+    found, config = Size.of(model), model.config
+    keys_values = 2 * config.hidden_size * config.num_key_value_heads * config.head_dim
+    assert found.last_weights == found.body_weights // config.num_hidden_layers - keys_values
+    of_all, of_last, of_none = (
+        found.cost(Pass(rows=2, tokens=5, logits=wanted, context=7), Known()).flops for wanted in (5, 1, 0)
+    )
+    each = found.last_weights + found.head_weights
+    assert of_all - of_last == 2 * 2 * (4 * each + (8 + 9 + 10 + 11) * found.attended)
+    assert of_last - of_none == 2 * 2 * (each + 12 * found.attended)
 
 
 def test_the_slower_of_reading_and_multiplying_decides() -> None:
@@ -121,7 +139,8 @@ def test_plain_decoding_has_the_passes_that_are_assumed_of_others(family: Path) 
         total(passes["target"], sizes["target"], Known()) for passes in (found, plain_passes(1, len(PROMPT), 12))
     )
     assert ours.flops == theirs.flops
-    assert ours.bytes - theirs.bytes == sizes["target"].body_bytes + (len(PROMPT) - 1) * sizes["target"].kv_bytes
+    target = sizes["target"]
+    assert ours.bytes - theirs.bytes == target.body_bytes - target.last_bytes + (len(PROMPT) - 1) * target.kv_bytes
 
 
 def test_shares_with_and_without_prefill() -> None:

@@ -43,10 +43,10 @@ struct Batch {
 
 /// What a pass writes in between; kept from pass to pass.
 struct Scratch {
-    std::vector<float> hidden, projected, gates, scores;
-    std::vector<float> normed, attended, inner, last; // what products read, as float or as bfloat16
+    std::vector<float> hidden, last, projected, gates, scores;
+    std::vector<float> normed, attended, inner; // what products read, as float or as bfloat16
     std::vector<int32_t> ancestors;
-    std::vector<int64_t> depths;
+    std::vector<int64_t> depths, tokens;
 };
 
 template <class T, class As = T> static As* grown(std::vector<T>& buffer, int64_t size) {
@@ -120,32 +120,38 @@ static void place(
     }
 }
 
+/// Tokens that are computed on, of each row as many.
+struct Chosen {
+    int64_t each;
+    const int64_t* tokens; // [B, each]
+};
+
 /// Numbers that the scores of one query need.
 static int64_t room_of(const Batch& batch) { return batch.slots + batch.tokens + 2 * LANES; }
 
 /// How many groups of queries that are attended to together a row has for each of its heads of keys.
-static int64_t groups_of(const Model& model, const Batch& batch) {
-    return (batch.tokens * (model.heads / model.kv_heads) + AT_ONCE - 1) / AT_ONCE;
+static int64_t groups_of(const Model& model, const Chosen& chosen) {
+    return (chosen.each * (model.heads / model.kv_heads) + AT_ONCE - 1) / AT_ONCE;
 }
 
-/// Attention of a thread's share of all groups of queries.
+/// Attention of a thread's share of all groups of queries of the chosen tokens.
 template <class Stored, class Input>
 static void attend_all(
-    const Model& model, const Batch& batch, int64_t number, const Ancestors& ancestors, const float* projected,
-    Input* attended, float* scores, Share share
+    const Model& model, const Batch& batch, int64_t number, const Ancestors& ancestors, const Chosen& chosen,
+    const float* projected, Input* attended, float* scores, Share share
 ) {
     int64_t size = model.head_size, heads = model.heads, kv_heads = model.kv_heads, sharing = heads / kv_heads;
-    int64_t groups = groups_of(model, batch), room = room_of(batch);
+    int64_t groups = groups_of(model, chosen), room = room_of(batch);
     for (int64_t at = share.first; at < share.last; at++) {
         int64_t row = at / (kv_heads * groups), kv_head = at / groups % kv_heads;
-        Share some(batch.tokens * sharing, at % groups, groups);
+        Share some(chosen.each * sharing, at % groups, groups);
         Query<Input> queries[AT_ONCE];
         for (int64_t i = 0; i < some.last - some.first; i++) {
-            int64_t query = some.first + i;
-            int64_t which = row * batch.tokens + query / sharing, h = kv_head * sharing + query % sharing;
+            int64_t query = some.first + i, to = row * chosen.each + query / sharing;
+            int64_t from = row * batch.tokens + chosen.tokens[to], h = kv_head * sharing + query % sharing;
             queries[i] = {
-                projected + (which * (heads + 2 * kv_heads) + h) * size, ancestors.slots + which * batch.tokens,
-                ancestors.depths[which] + 1, scores + i * room, attended + (which * heads + h) * size,
+                projected + (from * (heads + 2 * kv_heads) + h) * size, ancestors.slots + from * batch.tokens,
+                ancestors.depths[from] + 1, scores + i * room, attended + (to * heads + h) * size,
             };
         }
         int64_t offset = (row * batch.slots * kv_heads + kv_head) * size;
@@ -173,35 +179,42 @@ static void embed(const Model& model, int64_t id, float* to) {
         to[i] = model.embedding ? model.embedding[from + i] : number(model.embedding_bfloat16[from + i]);
 }
 
-/// `Stored` is what the cache holds, `Input` what products read.
+/// `Stored` is what the cache holds, `Input` what products read. Of the last layer all tokens have keys and values, and only
+/// those whose logits are wanted more.
 template <class Stored, class Input>
 static void run(const Model& model, const Batch& batch, Scratch& scratch, int threads) {
     int64_t count = batch.rows * batch.tokens, wanted = batch.rows * batch.wanted, width = model.width;
     int64_t heads_width = model.heads * model.head_size, stride = heads_width + 2 * model.kv_heads * model.head_size;
     int64_t room = AT_ONCE * room_of(batch);
-    float *hidden = grown(scratch.hidden, count * width), *projected = grown(scratch.projected, count * stride);
-    float *all_gates = grown(scratch.gates, count * model.inner), *all_scores = grown(scratch.scores, threads * room);
-    Input* normed = grown<float, Input>(scratch.normed, count * width);
-    Input* attended = grown<float, Input>(scratch.attended, count * heads_width);
-    Input* inner = grown<float, Input>(scratch.inner, count * model.inner);
-    Input* last = grown<float, Input>(scratch.last, wanted * width);
+    float *all_hidden = grown(scratch.hidden, count * width), *last_hidden = grown(scratch.last, wanted * width);
+    float* projected = grown(scratch.projected, count * stride);
+    int64_t most = std::max(count, wanted);
+    float *all_gates = grown(scratch.gates, most * model.inner), *all_scores = grown(scratch.scores, threads * room);
+    Input* normed = grown<float, Input>(scratch.normed, most * width);
+    Input* attended = grown<float, Input>(scratch.attended, most * heads_width);
+    Input* inner = grown<float, Input>(scratch.inner, most * model.inner);
+    int64_t* each_token = grown(scratch.tokens, count);
+    for (int64_t at = 0; at < count; at++) each_token[at] = at % batch.tokens;
+    Chosen all = {batch.tokens, each_token}, last = {batch.wanted, batch.places};
     Ancestors ancestors = {grown(scratch.depths, count), grown(scratch.ancestors, count * batch.tokens)};
     find(batch, ancestors);
 
 #pragma omp parallel num_threads(threads)
     {
         int thread = omp_get_thread_num(), team = omp_get_num_threads();
-        float* scores = all_scores + thread * room;
+        float *scores = all_scores + thread * room, *hidden = all_hidden;
+        int64_t rows = count; // of `hidden`
         Share tokens(count, thread, team);
         auto normalize_all = [&](const float* weights) {
-            for (int64_t at = tokens.first; at < tokens.last; at++)
+            Share share(rows, thread, team);
+            for (int64_t at = share.first; at < share.last; at++)
                 normalize(hidden + at * width, weights, width, model.epsilon, normed + at * width);
 #pragma omp barrier
         };
         auto add_product = [&](const Matrix& matrix, const Input* inputs) {
             for (Share panels(matrix.count(), thread, team); panels.first < panels.last; panels.first++) {
                 Outputs outputs(matrix, panels.first);
-                multiply(matrix, panels.first, inputs, count, [&](int64_t row, const float* sums) {
+                multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
                     for (int64_t i = 0; i < outputs.count; i++) hidden[row * width + outputs.first + i] += sums[i];
                 });
             }
@@ -214,18 +227,27 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int th
             set_product(layer.queries_keys_values, normed, count, projected);
             place<Stored>(model, layer, batch, number, ancestors.depths, projected, tokens);
 #pragma omp barrier
-            Share groups(batch.rows * model.kv_heads * groups_of(model, batch), thread, team);
-            attend_all<Stored>(model, batch, number, ancestors, projected, attended, scores, groups);
+            const Chosen& chosen = number + 1 < model.layers ? all : last;
+            Share groups(batch.rows * model.kv_heads * groups_of(model, chosen), thread, team);
+            attend_all<Stored>(model, batch, number, ancestors, chosen, projected, attended, scores, groups);
+            if (&chosen == &last) {
+                for (Share places(wanted, thread, team); places.first < places.last; places.first++) {
+                    int64_t from = places.first / batch.wanted * batch.tokens + batch.places[places.first];
+                    std::copy_n(all_hidden + from * width, width, last_hidden + places.first * width);
+                }
+                hidden = last_hidden;
+                rows = wanted;
+            }
 #pragma omp barrier
             add_product(layer.output, attended);
             normalize_all(layer.norm_behind_attention);
             for (Share panels(layer.gate.count(), thread, team); panels.first < panels.last; panels.first++) {
                 Outputs outputs(layer.gate, panels.first);
                 auto gates_of = [&](int64_t row) { return all_gates + row * model.inner + outputs.first; };
-                multiply(layer.gate, panels.first, normed, count, [&](int64_t row, const float* sums) {
+                multiply(layer.gate, panels.first, normed, rows, [&](int64_t row, const float* sums) {
                     std::copy_n(sums, outputs.count, gates_of(row));
                 });
-                multiply(layer.up, panels.first, normed, count, [&](int64_t row, const float* sums) {
+                multiply(layer.up, panels.first, normed, rows, [&](int64_t row, const float* sums) {
                     alignas(64) float gates[PANEL] = {};
                     alignas(64) Input open[PANEL];
                     std::copy_n(gates_of(row), outputs.count, gates);
@@ -239,12 +261,8 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int th
 #pragma omp barrier
             add_product(layer.down, inner);
         }
-        for (Share places(wanted, thread, team); places.first < places.last; places.first++) {
-            int64_t row = places.first / batch.wanted, at = row * batch.tokens + batch.places[places.first];
-            normalize(hidden + at * width, model.final_norm, width, model.epsilon, last + places.first * width);
-        }
-#pragma omp barrier
-        set_product(model.head, last, wanted, batch.logits);
+        normalize_all(model.final_norm);
+        set_product(model.head, normed, rows, batch.logits);
     }
 }
 
