@@ -84,7 +84,13 @@ def measure(args: argparse.Namespace, acceptance: SyntheticAcceptance, console: 
         target=args.target,
         methods=[Method.parse(spec, dtype=args.dtype, draft=args.draft) for spec in specs],
         sampling=GREEDY,
-        runtime=Runtime(device=args.device, dtype=args.dtype, compiled=args.compile, capacity=capacity),
+        runtime=Runtime(
+            device=args.device,
+            dtype=args.dtype,
+            compiled=args.compile,
+            capacity=capacity,
+            cuda_graphs=args.cuda_graphs,
+        ),
         runs=args.runs,
         acceptance=acceptance,
         profiled=args.profile,
@@ -115,6 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=PRECISIONS, default="bfloat16")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("-k", type=int, default=12)
     parser.add_argument("--prompts", type=int, default=16)

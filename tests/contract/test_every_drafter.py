@@ -14,13 +14,16 @@ from paradraft.api import drafter_names, takes_draft
 from paradraft.engine import Engine
 from paradraft.models.runtime import Runtime
 from tests.conftest import VOCAB
+from tests.replays import replay_everything
 
+REPLAYED = "replayed, float64"
 RUNTIMES = {
     "eager, float64": Runtime(dtype="float64", compiled=False),
     "compiled, float32": Runtime(dtype="float32", compiled=True),
     "compiled, bfloat16": Runtime(dtype="bfloat16", compiled=True),
+    REPLAYED: Runtime(dtype="float64", compiled=True),
 }
-"""Where equality is exact; compiled passes on a CPU are those in C++."""
+"""Where equality is exact; compiled passes on a CPU are those in C++, and replayed ones stand for those of a GPU."""
 PROMPTS = ["a", "helloworld", "abcabcabcabcabc", "The0quick1brown2fox"]
 SAMPLINGS = [
     Sampling(),
@@ -37,6 +40,8 @@ current = RUNTIMES["eager, float64"]
 def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """Runs every test of this file in each of them."""
     monkeypatch.setattr("tests.contract.test_every_drafter.current", RUNTIMES[request.param])
+    if request.param == REPLAYED:
+        replay_everything(monkeypatch)
     return current
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from recipes import shapes_on_gpu
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from paradraft import Sampling, load
+from paradraft import Sampling, Tree, load
 from paradraft.api import drafter_names, takes_draft
 from paradraft.bench.roofline import Size
 from paradraft.bench.speeds import Speeds
+from paradraft.engine import Engine
 from paradraft.models.runtime import Runtime
 from paradraft.out_of_memory import is_out_of_memory
 from paradraft.train.batch import Drop, collate
@@ -37,6 +39,33 @@ def test_text_equals_plain_decoding_on_the_cpu(family: Path, name: str) -> None:
     for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=4)):
         expected = plain.generate("helloworld", max_new_tokens=40, sampling=sampling).tokens
         assert drafted.generate("helloworld", max_new_tokens=40, sampling=sampling).tokens == expected
+
+
+def test_recorded_passes_are_replayed_and_change_no_token(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards CUDA graphs: that they are recorded at all, in this torch and with these kernels, for batches, trees and
+    texts that outgrow a step of the cache, and that they say what the passes say that they were recorded from."""
+    replays: list[object] = []
+    again = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), again(graph)))
+    target, draft = str(family / "target"), str(family / "pard")
+    found: dict[bool, list[list[int]]] = {}
+    for graphs in (False, True):
+        runtime = Runtime(dtype="float64", device="cuda", compiled=True, cuda_graphs=graphs)
+        chains = load(target, drafter="pard", draft=draft, k=4, runtime=runtime)
+        trees = Engine(chains.target, chains.drafter, k=4, tree=Tree(budget=6))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found[graphs] = [
+                answer.tokens
+                for engine in (chains, trees)
+                for prompts in (["helloworld"], ["abc", "helloworld", "a"])
+                for sampling in (Sampling(), Sampling(temperature=0.9, seed=4))
+                for answer in engine.generate(prompts, max_new_tokens=80, sampling=sampling)
+            ]
+        assert not [warning for warning in said if "CUDA graphs" in str(warning.message)]
+        assert bool(replays) == graphs
+    assert len(set(map(id, replays))) < len(replays) / 4, "each is replayed often"
+    assert found[True] == found[False]
 
 
 @pytest.mark.parametrize("packed", [False, True])

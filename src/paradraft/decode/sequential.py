@@ -58,15 +58,15 @@ def decode(
             raise ValueError("another answer was started on this engine: finish one stream before the next")
         draft = drafter.propose(stops.worth(lengths.next(), prompt.tree))
         draft = stops.limit(lengths.cut(draft))
-        draft_s = clock.lap("draft")
+        clock.lap("draft")
         out = target.forward(draft)
         verdict = verify(draft, out, sampler)
-        verify_s = clock.lap("verify")
+        clock.lap("verify")
         target.commit(verdict)
         drafter.commit(verdict, out)
         sampler.commit(verdict)
         step = stops.cut(draft, verdict)
-        lengths.observe(step, draft_s=draft_s, verify_s=verify_s)
+        lengths.observe(step, draft_s=clock.last_s["draft"], verify_s=clock.last_s["verify"])
         if (rows := stops.leave(at_least=target.fewest_rows)) is not None:
             for part in (target, drafter, sampler, lengths):
                 part.keep_rows(rows)

@@ -6,15 +6,14 @@ tokens cut at a stop do not. Prefill and the drafter's first pass are part of th
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import torch
 
 from paradraft.core import Step
+from paradraft.decode.marks import HostMarks, Marks, marks_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,33 +75,46 @@ class Clock:
     Each `lap` books the time since the one before under a name: "prefill", "draft", "verify" or
     "other". What a reader of the stream does between two rounds is skipped.
 
+    A GPU is not waited for behind "draft" and "other", so that the target's pass is on its way while the
+    drafter's still runs: their times are known when the next lap is over that waits.
+
     Args:
-        synchronize: called before each reading; `on` waits for a GPU.
+        marks: where the time is taken.
     """
 
-    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
-        self._synchronize = synchronize
+    WAITING = ("prefill", "verify")
+    """Laps at whose end nothing is left to do: the host has read the last result."""
+
+    def __init__(self, marks: Marks | None = None) -> None:
+        self._marks = marks or HostMarks()
         self._times_s = {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "other": 0.0}
         self._counts: dict[int, _Counts] = defaultdict(_Counts)
-        self._last_s = time.perf_counter()
+        self._open: list[tuple[str, Any, Any]] = []
+        self._last = self._marks.mark()
+        self.last_s: dict[str, float] = {}
+        """How long the last lap of each name took, as far as that is known."""
 
     @classmethod
     def on(cls, device: torch.device) -> Clock:
-        """A clock that waits for a device before each reading."""
-        return cls(partial(torch.cuda.synchronize, device)) if device.type == "cuda" else cls()
+        """A clock for what a device does."""
+        return cls(marks_on(device))
 
-    def lap(self, name: str) -> float:
-        """Books the time since the last lap, and returns it."""
-        self._synchronize()
-        now_s = time.perf_counter()
-        lap_s = now_s - self._last_s
-        self._times_s[name] += lap_s
-        self._last_s = now_s
-        return lap_s
+    def lap(self, name: str) -> None:
+        """Books the time since the last lap."""
+        start, self._last = self._last, self._marks.mark()
+        self._open.append((name, start, self._last))
+        if name in self.WAITING:
+            self._settle()
+
+    def _settle(self) -> None:
+        for name, start, end in reversed(self._open):  # the last is waited for, and the others are over
+            self.last_s[name] = self._marks.seconds(start, end)
+            self._times_s[name] += self.last_s[name]
+        self._open = []
 
     def skip(self) -> None:
         """Books the time since the last lap nowhere."""
-        self._last_s = time.perf_counter()
+        self._last = self._marks.mark()
 
     def count(self, step: Step) -> None:
         """Adds one round."""
@@ -124,6 +136,7 @@ class Clock:
         return self._stats([self._counts[row]])
 
     def _stats(self, counts: list[_Counts]) -> Stats:
+        self._settle()
         drafted = sum((c.drafted for c in counts), Counter[int]())
         accepted = sum((c.accepted for c in counts), Counter[int]())
         return Stats(

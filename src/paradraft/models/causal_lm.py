@@ -2,8 +2,8 @@
 
 On CPUs the forward pass is one in C++, built once for all models (`native/`). Where that does not serve,
 `torch.compile` does it if asked for, once for one row and once for any number of more, and otherwise the model's
-own code. Prompts are read by the same compiled pass. Attention reads the used part of the cache
-only, outside of C++ in steps of `BUCKET` slots.
+own code. Prompts are read by the same compiled pass. On a GPU decoding passes are recorded and replayed
+(`replay.py`). Attention reads the used part of the cache only, outside of C++ in steps of `BUCKET` slots.
 
 Shape letters: B rows of a batch, N tokens of a pass, R rows whose logits are wanted, S slots in
 use, V vocabulary.
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.core import ABSENT, Prompt, parents_of_chains
-from paradraft.models import compilation, kv_cache, model_pass
+from paradraft.models import compilation, kv_cache, model_pass, replay
 from paradraft.models.native.build import CannotBuildError
 from paradraft.models.native.forward import NativePass, can_serve
 from paradraft.models.passes import Pass
@@ -30,6 +30,8 @@ from paradraft.ragged import from_lists
 from paradraft.tree import ancestors, depths, is_chain
 
 BUCKET = 64
+REPLAYED_BUCKET = 256
+"""The same for passes that are replayed: each step is one more to record."""
 PREFILL_CHUNK = 256
 
 
@@ -46,6 +48,7 @@ class CausalLM:
             no more than seconds: passes in C++. False runs the model's own code.
         pad_to: run decoding passes with at least this many tokens, so that passes of different
             rounds go through the same kernels.
+        cuda_graphs: record and replay passes that `torch.compile` makes for a GPU.
 
     Raises:
         ValueError: an architecture or capacity that this cache cannot serve.
@@ -60,6 +63,7 @@ class CausalLM:
         width: int = 64,
         compiled: bool | None = None,
         pad_to: int = 1,
+        cuda_graphs: bool = True,
     ) -> None:
         config = model.config
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
@@ -73,7 +77,7 @@ class CausalLM:
         self.vocab_size = vocab_size
         self._forbidden: list[int] = []
         self.capacity = capacity or most
-        self.width = max(width, pad_to, 2)
+        self.width = replay.filled(max(width, pad_to, 2))
         self.device = model.device
         self._slots = -(-(self.capacity + self.width) // BUCKET) * BUCKET
         self._native = None if compiled is False else _native_pass(model, self._slots)
@@ -87,8 +91,10 @@ class CausalLM:
         """The passes since `clear`, for whoever wants to know what they cost."""
         self._stand_at([0])
         self._decode: Callable[..., Tensor] = model_pass.logits
+        self._replays: replay.Replays | None = None
         if self.is_traced:
             self._decode = compilation.compiled(model_pass.logits, model)
+            self._replays = replay.replays_on(self.device) if cuda_graphs else None
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
         return kv_cache.allocate(
@@ -119,8 +125,9 @@ class CausalLM:
         """
         if not self._largest or len(self._largest[0][0]) < batch_size:
             self._largest = self._storage = []  # given back before more is taken
-            if self._native is not None:
-                self._native.forget()
+            for has_addresses in (self._native, self._replays):
+                if has_addresses is not None:
+                    has_addresses.forget()
             self._largest = self._allocate(batch_size)
         self._storage = kv_cache.first_rows(self._largest, batch_size)
         self._stand_at([0] * batch_size)
@@ -147,7 +154,7 @@ class CausalLM:
         B, N = tokens_BN.shape
         chains_BN = parents_of_chains(B, N, self.device)
         if self._native is None and not self.is_traced:
-            self._run(partial(model_pass.hidden_states, self.model, self._storage), tokens_BN, chains_BN)
+            model_pass.hidden_states(self.model, self._storage, *self._inputs(tokens_BN, chains_BN, BUCKET))
             return
         unwanted = 1 if self.is_traced else 0
         self._pass(tokens_BN, chains_BN, torch.zeros(B, unwanted, dtype=torch.long, device=self.device))
@@ -171,12 +178,19 @@ class CausalLM:
         chains_BN = parents_of_chains(B, N, self.device)
         parents_BN = chains_BN if parents_BN is None else parents_BN
         rows_BR = depths(chains_BN) if rows_BR is None else rows_BR
-        return self.allowed(self._pass(tokens_BN, parents_BN, rows_BR))
+        return self.allowed(self._pass(tokens_BN, parents_BN, rows_BR, replays=self._replays))
 
-    def _pass(self, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor) -> Tensor:
+    def _pass(
+        self, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor, *, replays: replay.Replays | None = None
+    ) -> Tensor:
         """The logits `[B, R, V]` of some tokens of one pass, compiled if that was asked for."""
-        (B, N), R, most = tokens_BN.shape, rows_BR.shape[1], self.pad_to
-        if most > N:
+        (B, N), R = tokens_BN.shape, rows_BR.shape[1]
+
+        def filled(tokens: int) -> int:
+            least = max(tokens, self.pad_to)
+            return least if replays is None else replay.filled(least)
+
+        if (most := filled(N)) > N:
             tokens_BN = torch.nn.functional.pad(tokens_BN, (0, most - N), value=ABSENT)
             if is_chain(parents_BN):
                 parents_BN = parents_of_chains(B, most, self.device)
@@ -184,19 +198,34 @@ class CausalLM:
                 parents_BN = torch.nn.functional.pad(parents_BN, (0, most - N), value=ABSENT)
         if self._native is not None:
             return self._native(self._storage, self._lengths_B, tokens_BN, parents_BN, rows_BR)
-        if most > R:
+        if (most := filled(R)) > R:
             rows_BR = torch.nn.functional.pad(rows_BR, (0, most - R))
-        run = partial(self._decode, self.model, self._storage, _copy(rows_BR))
-        return self._run(run, tokens_BN, parents_BN)[:, :R]
+        run = partial(self._decode, self.model, self._storage)
+        if replays is None:
+            return run(_copy(rows_BR), *self._inputs(tokens_BN, parents_BN, BUCKET))[:, :R]
+        inputs = _copy(rows_BR), *self._inputs(tokens_BN, parents_BN, REPLAYED_BUCKET)
+        memory = self._storage[0][0].data_ptr()
+        return replays(run, memory, inputs, partial(self._others, *inputs))[:, :R]
 
     def _count(self, tokens_BN: Tensor, *, logits: int) -> None:
         B, N = tokens_BN.shape
         self.passes[Pass(rows=B, tokens=N, logits=logits, context=self._longest)] += 1
 
-    def _run(self, run: Callable[..., Tensor], tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
-        used = min(-(-(self._longest + tokens_BN.shape[1]) // BUCKET) * BUCKET, self._slots)
+    def _inputs(self, tokens_BN: Tensor, parents_BN: Tensor, bucket: int) -> tuple[Tensor, ...]:
+        """What a pass outside of C++ is told: slots in use, tokens, kept lengths, depths and who sees whom."""
+        used = min(-(-(self._longest + tokens_BN.shape[1]) // bucket) * bucket, self._slots)
         slots_S, lengths_B = self._positions[:used], _copy(self._lengths_B)
-        return run(slots_S, _copy(tokens_BN), lengths_B, depths(parents_BN), _copy(ancestors(parents_BN)))
+        return slots_S, _copy(tokens_BN), lengths_B, depths(parents_BN), _copy(ancestors(parents_BN))
+
+    def _others(
+        self, rows_BR: Tensor, slots_S: Tensor, tokens_BN: Tensor, lengths_B: Tensor, depth_BN: Tensor, sees_BNN: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Inputs of the same shapes, all others; nothing that is kept is written over."""
+        N = tokens_BN.shape[1]
+        tokens_BN = torch.where(tokens_BN == ABSENT, ABSENT, (tokens_BN + 1) % self.vocab_size)
+        lengths_B = (lengths_B + 1).clamp(max=self.capacity)
+        alone_BNN = torch.eye(N, dtype=torch.bool, device=self.device).expand_as(sees_BNN)
+        return (rows_BR + 1) % N, slots_S, tokens_BN, lengths_B, depth_BN + 1, alone_BNN
 
     def stored_bytes(self, weight: Tensor) -> int:
         """What a pass reads of one of the model's weights."""

@@ -226,6 +226,7 @@ def _causal_lm(model: PreTrainedModel, vocab_size: int, runtime: Runtime, capaci
         width=runtime.width,
         compiled=runtime.compiled,
         pad_to=runtime.pad_to,
+        cuda_graphs=runtime.cuda_graphs,
     )
 
 

@@ -27,6 +27,7 @@ class Runtime:
             4096.
         width: most tokens of one decoding pass.
         pad_to: least tokens of one decoding pass.
+        cuda_graphs: on a GPU, record compiled decoding passes and replay them.
 
     Raises:
         ValueError: an unknown dtype or device, or a dtype that cannot be had there.
@@ -38,6 +39,7 @@ class Runtime:
     capacity: int | None = None
     width: int = 64
     pad_to: int = 1
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in PRECISIONS:

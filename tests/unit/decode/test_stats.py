@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paradraft.core import Step
-from paradraft.decode import stats as module
+from paradraft.decode import marks
 from paradraft.decode.stats import Clock
 
 
@@ -47,15 +47,36 @@ def test_plain_decoding_and_nothing_at_all() -> None:
     assert clock.stats.acceptance_per_position == ()
 
 
+class Gpu:
+    """Marks that are reached later than they are set: work waits for what was asked for before."""
+
+    def __init__(self) -> None:
+        self.now_s = self.ready_s = 100.0
+        self.waits = 0
+
+    def work(self, *, host_s: float, gpu_s: float) -> None:
+        """The host asks for some work, which the GPU begins as soon as it can."""
+        self.now_s += host_s
+        self.ready_s = max(self.ready_s, self.now_s) + gpu_s
+
+    def mark(self) -> float:
+        return max(self.ready_s, self.now_s)
+
+    def seconds(self, start: float, end: float) -> float:
+        self.waits += end > self.now_s
+        self.now_s = max(self.now_s, end)
+        return end - start
+
+
 def test_every_second_is_booked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against time left out (the first draft, prefill) or the reader's own time counted in."""
     now_s = [100.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now_s[0])
-    waits = []
-    clock = Clock(lambda: waits.append(now_s[0]))
+    monkeypatch.setattr(marks.time, "perf_counter", lambda: now_s[0])
+    clock = Clock()
     for name, seconds in [("prefill", 1.0), ("draft", 2.0), ("verify", 4.0), ("other", 8.0)]:
         now_s[0] += seconds
         clock.lap(name)
+    assert clock.last_s["draft"] == 2.0 and clock.last_s["verify"] == 4.0
     now_s[0] += 1000.0
     clock.skip()
     now_s[0] += 16.0
@@ -63,14 +84,42 @@ def test_every_second_is_booked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = clock.stats
     assert (stats.prefill_s, stats.draft_s, stats.verify_s, stats.other_s) == (1.0, 18.0, 4.0, 8.0)
     assert stats.total_s == 31.0
-    assert len(waits) == 5, "a GPU must have finished before the clock is read"
 
 
-def test_a_clock_waits_for_the_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards `--device cuda:1` against times that end when GPU 0, which has nothing to do, is ready."""
-    waits: list[torch.device | None] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waits.append(device))
+def test_a_gpu_is_waited_for_once_a_round() -> None:
+    """Guards the target's pass, which is asked for while the drafter's still runs, and the times of both."""
+    gpu = Gpu()
+    clock = Clock(gpu)
+    gpu.work(host_s=1.0, gpu_s=9.0)
+    clock.lap("prefill")
+    assert (gpu.waits, gpu.now_s) == (1, 110.0)
+    for _ in range(3):
+        gpu.work(host_s=2.0, gpu_s=5.0)
+        clock.lap("draft")
+        gpu.work(host_s=1.0, gpu_s=10.0)  # asked for while the draft is made
+        clock.lap("verify")
+        gpu.work(host_s=0.5, gpu_s=0.25)
+        clock.lap("other")
+    assert gpu.waits == 1 + 3
+    assert (clock.last_s["draft"], clock.last_s["verify"]) == (7.0 - 0.25, 10.0)
+    assert clock.stats.other_s == 3 * 0.75
+    assert clock.stats.total_s == gpu.ready_s - 100.0
+
+
+def test_a_clock_is_that_of_the_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `--device cuda:1` against marks in the work of GPU 0, which has nothing to do."""
+    recorded: list[object] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     Clock.on(torch.device("cuda:1")).lap("draft")
-    assert waits == [torch.device("cuda:1")]
+    assert recorded == [torch.device("cuda:1")] * 2
     Clock.on(torch.device("cpu")).lap("draft")
-    assert len(waits) == 1
+    assert len(recorded) == 2
