@@ -37,15 +37,26 @@ def divergence(logits_RV: Tensor, teacher_RV: Tensor, kind: Divergence) -> Tenso
     - "total_variation": half the sum of |p - q|: the share of drafts that the rejection rule refuses
       (Leviathan et al. 2023, Corollary 3.6).
 
+    Tokens that are never chosen, to which the teacher gives nothing, are not compared. The drafter's surprise
+    that it is none of them, -log q(the others), is added to each: our decoding never drafts them, but engines
+    draft whatever is likeliest, and what no loss holds down drifts up. With "forward_kl" the sum is the KL over
+    all tokens.
+
     Args:
         logits_RV: `[R, V]` the drafter's logits.
         teacher_RV: `[R, V]` the teacher's logits; at most `IMPOSSIBLE` for tokens that are never
-            chosen in decoding, which then count for neither.
+            chosen in decoding.
         kind: which divergence.
     """
     never_RV = teacher_RV <= IMPOSSIBLE
     p_RV = teacher_RV.float().masked_fill(never_RV, IMPOSSIBLE).log_softmax(-1)
-    q_RV = logits_RV.float().masked_fill(never_RV, IMPOSSIBLE).log_softmax(-1)
+    kept_RV = logits_RV.float().masked_fill(never_RV, IMPOSSIBLE)
+    others_R = logits_RV.float().logsumexp(-1) - kept_RV.logsumexp(-1)
+    return others_R + _compared(p_RV, kept_RV.log_softmax(-1), kind)
+
+
+def _compared(p_RV: Tensor, q_RV: Tensor, kind: Divergence) -> Tensor:
+    """The divergence of log probabilities, which are `IMPOSSIBLE` and below for the same tokens."""
     if kind == "forward_kl":
         return _kl(p_RV, q_RV)
     if kind == "reverse_kl":
