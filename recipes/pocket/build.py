@@ -51,7 +51,7 @@ LIBRARY_RUN = PretrainConfig(steps=1800, seed=1)
 PACKAGES_RUN = PretrainConfig(steps=3000, seed=4, muon_lr=1.5e-2, adamw_lr=1.5e-3, save_every=100)
 TEXTS = 4096
 MORE_TEXTS = 8192
-"""Written twice, for the last three legs of the PARD drafter, which has seen the others twice by then."""
+"""Written twice, for the last four legs of the PARD drafter, which has seen the others twice by then."""
 SHIPPED_TEXTS = 640
 SHIPPED_FILES = (
     "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
@@ -157,7 +157,8 @@ def build_drafts(out: Path, device: str) -> None:
         ("deeper", work / "pard", work / "deeper", ["text"], []),
         ("further", work / "deeper", work / "further", ["more"], []),
         ("further", work / "further", work / "further-2", ["most"], ["steps=2700", "seed=7"]),
-        ("further", work / "further-2", out / "pard", ["more", "most"], ["steps=2700", "seed=8"]),
+        ("further", work / "further-2", work / "further-3", ["more", "most"], ["steps=2700", "seed=8"]),
+        ("further", work / "further-3", out / "pard", ["more", "most"], ["seed=9"]),
     )
     for name, model, result, texts, settings in legs:
         data = ",".join(str(work / f"{text}.jsonl") for text in texts)

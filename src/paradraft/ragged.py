@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paradraft.core import ABSENT
+from paradraft.upload import upload
 
 
 def from_lists(rows: list[list[int]], device: torch.device | None = None) -> Tensor:
@@ -21,7 +22,7 @@ def from_lists(rows: list[list[int]], device: torch.device | None = None) -> Ten
     """
     width = max(map(len, rows))
     filled = [row + [ABSENT] * (width - len(row)) for row in rows]
-    return torch.tensor(filled, dtype=torch.long, device=device).view(len(rows), width)
+    return upload(filled, device).view(len(rows), width)
 
 
 def to_lists(tokens_BM: Tensor) -> list[list[int]]:

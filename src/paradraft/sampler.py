@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -143,7 +144,7 @@ class Sampler:
         if self.reads_text and logits_BRV.shape[1] > 1:
             return self._one_by_one(logits_BRV, depth, number, path_BD)
         R, V = logits_BRV.shape[1:]
-        depths_BR = (depth + torch.arange(R, device=logits_BRV.device)).expand(len(logits_BRV), R)
+        depths_BR = _places(depth, R, logits_BRV.device)
         paths = None if path_BD is None else path_BD[:, None]
         if self.rule == "match" and self._is_chain and not self._wants_confidence:
             tokens = self.draw(logits_BRV, depths_BR, paths)[..., None]
@@ -216,6 +217,12 @@ class Sampler:
         ]
         order = torch.cat([rows for _, rows in self._groups]).argsort()
         return torch.cat(parts)[order]
+
+
+@lru_cache(maxsize=256)
+def _places(first: int, number: int, device: torch.device) -> Tensor:
+    """`[1, R]` consecutive depths; not to be changed, because everybody gets the same tensor."""
+    return torch.arange(first, first + number, device=device)[None]
 
 
 def joined(parts: list[Candidates]) -> Candidates:

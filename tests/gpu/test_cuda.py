@@ -15,6 +15,7 @@ from paradraft import Sampling, Tree, load
 from paradraft.api import drafter_names, takes_draft
 from paradraft.bench.roofline import Size
 from paradraft.bench.speeds import Speeds
+from paradraft.core import Draft, TargetOut
 from paradraft.engine import Engine
 from paradraft.models.runtime import Runtime
 from paradraft.out_of_memory import is_out_of_memory
@@ -66,6 +67,35 @@ def test_recorded_passes_are_replayed_and_change_no_token(family: Path, monkeypa
         assert bool(replays) == graphs
     assert len(set(map(id, replays))) < len(replays) / 4, "each is replayed often"
     assert found[True] == found[False]
+
+
+def test_nothing_is_waited_for_between_draft_and_target(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the target's pass, which is sent while the drafter's still runs: one number that goes to the GPU the usual
+    way waits for all of it."""
+    runtime = Runtime(dtype="float32", device="cuda", compiled=True)
+    engine = load(str(family / "target"), drafter="pard", draft=str(family / "pard"), k=4, runtime=runtime)
+    for _ in range(4):  # until nothing is compiled or recorded any more
+        expected = engine.generate("helloworld", max_new_tokens=40).tokens
+    propose, forward = engine.drafter.propose, engine.target.forward
+    watched: list[int] = []
+
+    def watch(k: int) -> Draft:
+        watched.append(k)
+        torch.cuda.set_sync_debug_mode("error" if len(watched) > 1 else "default")  # the first reads the prompt
+        return propose(k)
+
+    def done(draft: Draft) -> TargetOut:
+        out = forward(draft)
+        torch.cuda.set_sync_debug_mode("default")
+        return out
+
+    monkeypatch.setattr(engine.drafter, "propose", watch)
+    monkeypatch.setattr(engine.target, "forward", done)
+    try:
+        assert engine.generate("helloworld", max_new_tokens=40).tokens == expected
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(watched) > 3
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from paradraft.core import Draft, Step
 from paradraft.decode.expected import Expected
 from paradraft.tree import ancestors, depths
+from paradraft.upload import upload
 
 
 class LengthPolicy(Protocol):
@@ -87,7 +87,7 @@ class Heuristic(Fixed):
         """Every row gets its own length."""
         if min(self._wanted) == max(self._wanted) or not draft.tokens.shape[1]:
             return draft
-        most_B1 = torch.tensor(self._wanted, device=draft.tokens.device)[:, None]
+        most_B1 = upload(self._wanted, draft.tokens.device)[:, None]
         return draft.where(depths(draft.parents) < most_B1)
 
     def observe(self, step: Step, *, draft_s: float, verify_s: float) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paradraft.core import ABSENT, Draft, Step, Tree, Verdict
 from paradraft.tree import depths
+from paradraft.upload import upload
 
 HALF_CHARACTER = "\ufffd"
 """What tokenizers write for bytes that are no whole character yet."""
@@ -81,7 +82,7 @@ class Stops:
         most = [max(self._left[row] - 1, 0) for row in self._rows]
         if draft.tokens.shape[1] <= min(most):
             return draft
-        return draft.where(depths(draft.parents) < torch.tensor(most, device=draft.tokens.device)[:, None])
+        return draft.where(depths(draft.parents) < upload(most, draft.tokens.device)[:, None])
 
     def cut(self, draft: Draft, verdict: Verdict) -> Step:
         """The tokens of one round that are really emitted."""

@@ -19,6 +19,7 @@ from paradraft.models.loading import load_draft_lm, locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampler import Candidates, Sampler, joined
+from paradraft.upload import upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class AutoregressiveDrafter:
         if max(map(len, self._pending)) >= self.lm.width:
             self._pending = self.lm.read_all_but_last(ragged.from_lists(self._pending, self.lm.device)).tolist()
         reading, numbers = ragged.from_lists(self._pending, self.lm.device), list(map(len, self._pending))
-        last_B1 = torch.tensor([[number - 1] for number in numbers], device=self.lm.device)
+        last_B1 = upload([[number - 1] for number in numbers], self.lm.device)
         found: list[Candidates] = []
         for depth in range(k):
             logits_B1V = self.lm.forward(reading, rows_BR=last_B1)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -25,6 +24,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.texts import text_of
 from paradraft.sampler import Sampler
+from paradraft.upload import upload
 
 CONFIG_KEYS = ("pard_token", "mask_token_id", "spd_type", "pard_masks")
 """What the config of a trained PARD model has and that of an ordinary one has not; `pard_masks` is read here only."""
@@ -85,7 +85,7 @@ class PardDrafter:
             self._pending = self.lm.read_all_but_last(ragged.from_lists(self._pending, device)).tolist()
         numbers = [len(row) for row in self._pending]
         masks = [self.mask_id + min(place, self.masks - 1) for place in range(k - 1)]
-        rows_BK = torch.tensor([range(number - 1, number - 1 + k) for number in numbers], device=device)
+        rows_BK = upload([range(number - 1, number - 1 + k) for number in numbers], device)
         reading = ragged.from_lists([row + masks for row in self._pending], device)
         logits_BKV = self.lm.forward(reading, rows_BR=rows_BK)
         self.lm.keep(numbers)

@@ -28,6 +28,7 @@ from paradraft.models.passes import Pass
 from paradraft.models.quantization import stored_bytes
 from paradraft.ragged import from_lists
 from paradraft.tree import ancestors, depths, is_chain
+from paradraft.upload import upload
 
 BUCKET = 64
 REPLAYED_BUCKET = 256
@@ -77,9 +78,9 @@ class CausalLM:
         self.vocab_size = vocab_size
         self._forbidden: list[int] = []
         self.capacity = capacity or most
-        self.width = replay.filled(max(width, pad_to, 2))
+        self.width = max(width, pad_to, 2)
         self.device = model.device
-        self._slots = -(-(self.capacity + self.width) // BUCKET) * BUCKET
+        self._slots = -(-(self.capacity + replay.filled(self.width)) // BUCKET) * BUCKET
         self._native = None if compiled is False else _native_pass(model, self._slots)
         self.is_traced = compiled is True and self._native is None
         """Whether passes go through `torch.compile`, which makes one for a single row and one for more."""
@@ -197,15 +198,14 @@ class CausalLM:
             else:
                 parents_BN = torch.nn.functional.pad(parents_BN, (0, most - N), value=ABSENT)
         if self._native is not None:
-            return self._native(self._storage, self._lengths_B, tokens_BN, parents_BN, rows_BR)
+            return self._native(self._storage, self.lengths, tokens_BN, parents_BN, rows_BR)
         if (most := filled(R)) > R:
             rows_BR = torch.nn.functional.pad(rows_BR, (0, most - R))
         run = partial(self._decode, self.model, self._storage)
         if replays is None:
             return run(_copy(rows_BR), *self._inputs(tokens_BN, parents_BN, BUCKET))[:, :R]
         inputs = _copy(rows_BR), *self._inputs(tokens_BN, parents_BN, REPLAYED_BUCKET)
-        memory = self._storage[0][0].data_ptr()
-        return replays(run, memory, inputs, partial(self._others, *inputs))[:, :R]
+        return replays(run, inputs, partial(self._others, *inputs))[:, :R]
 
     def _count(self, tokens_BN: Tensor, *, logits: int) -> None:
         B, N = tokens_BN.shape
@@ -214,17 +214,18 @@ class CausalLM:
     def _inputs(self, tokens_BN: Tensor, parents_BN: Tensor, bucket: int) -> tuple[Tensor, ...]:
         """What a pass outside of C++ is told: slots in use, tokens, kept lengths, depths and who sees whom."""
         used = min(-(-(self._longest + tokens_BN.shape[1]) // bucket) * bucket, self._slots)
-        slots_S, lengths_B = self._positions[:used], _copy(self._lengths_B)
+        slots_S, lengths_B = _copy(self._positions[:used]), upload(self.lengths, self.device)
         return slots_S, _copy(tokens_BN), lengths_B, depths(parents_BN), _copy(ancestors(parents_BN))
 
     def _others(
         self, rows_BR: Tensor, slots_S: Tensor, tokens_BN: Tensor, lengths_B: Tensor, depth_BN: Tensor, sees_BNN: Tensor
     ) -> tuple[Tensor, ...]:
-        """Inputs of the same shapes, all others; nothing that is kept is written over."""
+        """Inputs of the same shapes and, but for the slots, which follow from their number, all others. Nothing that is
+        kept is written over; at the capacity there is no place further."""
         N = tokens_BN.shape[1]
         tokens_BN = torch.where(tokens_BN == ABSENT, ABSENT, (tokens_BN + 1) % self.vocab_size)
         lengths_B = (lengths_B + 1).clamp(max=self.capacity)
-        alone_BNN = torch.eye(N, dtype=torch.bool, device=self.device).expand_as(sees_BNN)
+        alone_BNN = _copy(torch.eye(N, dtype=torch.bool, device=self.device).expand_as(sees_BNN))
         return (rows_BR + 1) % N, slots_S, tokens_BN, lengths_B, depth_BN + 1, alone_BNN
 
     def stored_bytes(self, weight: Tensor) -> int:
@@ -238,7 +239,7 @@ class CausalLM:
 
     def allowed(self, logits: Tensor) -> Tensor:
         """Logits `[…, V]` of the tokens that may be chosen, in place; forbidden ones are -inf."""
-        logits = logits[..., : self.vocab_size]
+        logits = logits.narrow(-1, 0, self.vocab_size)
         for token in self._forbidden:
             logits.select(-1, token).fill_(-torch.inf)
         return logits
@@ -251,7 +252,6 @@ class CausalLM:
     def _stand_at(self, lengths: list[int]) -> None:
         self.lengths = list(lengths)
         """How many tokens of each row the cache holds."""
-        self._lengths_B = torch.tensor(lengths, device=self.device)
         self._longest = max(lengths)
 
     def keep(self, counts: list[int]) -> None:
@@ -262,7 +262,8 @@ class CausalLM:
     def keep_path(self, paths: list[list[int]]) -> None:
         """Keeps the tokens of the last pass that each row's path names, in its order."""
         if any(path != list(range(len(path))) for path in paths):
-            kv_cache.compact(self._storage, self._lengths_B, from_lists(paths, self.device))
+            first_slot_B = upload(self.lengths, self.device)
+            kv_cache.compact(self._storage, first_slot_B, from_lists(paths, self.device))
         self.keep(list(map(len, paths)))
 
     def keep_rows(self, rows: Tensor) -> None:

@@ -40,12 +40,12 @@ def filled(tokens: int) -> int:
 class Recorder(Protocol):
     """Records what a function asks a device for."""
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """What does all of it again, and where its result then is; whether it is done now too is not said."""
+    def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
+        """What does all of it again; whether it is done now too is not said."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs. They share their memory, so that a result is lost when another is replayed.
+    """Records CUDA graphs, which share their memory.
 
     Args:
         device: a GPU.
@@ -53,14 +53,18 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.Stream(device)  # torch's own would be of the device that records first
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
-            result = run()
-        return graph.replay, result
+        now = torch.cuda.current_stream(self._device)
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
+        # `now` is set again at the end: where recording fails, torch stays on its stream.
+        with torch.cuda.device(self._device), torch.cuda.stream(now), recording:
+            run()
+        return graph.replay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,7 @@ class _Recording:
         for ours, given in zip(self.inputs, inputs, strict=True):
             ours.copy_(given)
         self.again()
-        return self.result.clone()
+        return self.result.clone()  # the next replay writes over it
 
 
 class Replays:
@@ -92,21 +96,22 @@ class Replays:
 
     def forget(self) -> None:
         """Drops all recordings, so that the memory which they read and write can be given back."""
-        self._recordings: dict[tuple[object, ...], _Recording | None] = {}
+        self._recordings: dict[tuple[torch.Size, ...], _Recording | None] = {}
         self._record: Recorder | None = None
+        self._results: Tensor | None = None
 
-    def __call__(self, run: Callable[..., Tensor], memory: int, inputs: Inputs, others: Callable[[], Inputs]) -> Tensor:
+    def __call__(self, run: Callable[..., Tensor], inputs: Inputs, others: Callable[[], Inputs]) -> Tensor:
         """What a pass says to its inputs.
 
         Args:
-            run: the pass: it reads its inputs and the cache, and writes the cache.
-            memory: the address of that cache.
+            run: the pass: it reads its inputs and the cache, and writes the cache, which stays where it is until
+                `forget`.
             inputs: tensors on the device.
             others: other inputs of the same shapes, for which it writes nothing that anybody keeps.
         """
         if not self._works:
             return run(*inputs)
-        key = (memory, *(tensor.shape for tensor in inputs))
+        key = tuple(tensor.shape for tensor in inputs)
         has_come = key in self._recordings
         recording = self._recordings.pop(key, None)
         if recording is not None:
@@ -125,7 +130,8 @@ class Replays:
         try:
             self._record = self._record or self._new_recorder()
             ours = tuple(tensor.clone() for tensor in inputs)
-            again, result = self._record(partial(run, *ours))
+            result = self._room_for(run(*inputs))
+            again = self._record(partial(_write, result, run, ours))
             recording = _Recording(inputs=ours, again=again, result=result)
             if all(_is_same(recording.replay(given), run(*given)) for given in (inputs, others())):
                 return recording
@@ -137,6 +143,16 @@ class Replays:
         warnings.warn(f"decoding goes on without CUDA graphs: {reason}", stacklevel=2)
         return None
 
+    def _room_for(self, result: Tensor) -> Tensor:
+        """A tensor like a result, in memory that all recordings write theirs to."""
+        if self._results is None or len(self._results) < result.numel():
+            self._results = result.new_empty(result.numel())
+        return self._results[: result.numel()].view(result.shape)
+
+
+def _write(result: Tensor, run: Callable[..., Tensor], inputs: Inputs) -> None:
+    result.copy_(run(*inputs))
+
 
 def replays_on(device: torch.device) -> Replays | None:
     """What replays passes on a device; None where nothing can be recorded."""
@@ -144,8 +160,9 @@ def replays_on(device: torch.device) -> Replays | None:
 
 
 def _is_same(replayed: Tensor, expected: Tensor) -> bool:
-    """Whether two results differ by roundings at most: half of the digits, in standard deviations."""
+    """Whether the logits `[B, R, V]` of each token differ by roundings at most: half of the digits, in standard
+    deviations."""
     if torch.equal(replayed, expected):
         return True
-    difference = (replayed.double() - expected.double()).square().mean().sqrt()
-    return bool(difference < torch.finfo(expected.dtype).eps ** 0.5 * expected.double().std())
+    error = (replayed.double() - expected.double()).square().mean(-1).sqrt().max()
+    return bool(error < torch.finfo(expected.dtype).eps ** 0.5 * expected.double().std())

@@ -50,21 +50,17 @@ def divergence(logits_RV: Tensor, teacher_RV: Tensor, kind: Divergence) -> Tenso
     """
     never_RV = teacher_RV <= IMPOSSIBLE
     p_RV = teacher_RV.float().masked_fill(never_RV, IMPOSSIBLE).log_softmax(-1)
-    kept_RV = logits_RV.float().masked_fill(never_RV, IMPOSSIBLE)
-    others_R = logits_RV.float().logsumexp(-1) - kept_RV.logsumexp(-1)
-    return others_R + _compared(p_RV, kept_RV.log_softmax(-1), kind)
-
-
-def _compared(p_RV: Tensor, q_RV: Tensor, kind: Divergence) -> Tensor:
-    """The divergence of log probabilities, which are `IMPOSSIBLE` and below for the same tokens."""
+    q_RV = logits_RV.float().log_softmax(-1).masked_fill(never_RV, IMPOSSIBLE)
     if kind == "forward_kl":
-        return _kl(p_RV, q_RV)
+        return _kl(p_RV, q_RV)  # with both parts in it
+    surprise_R = -q_RV.logsumexp(-1)
+    q_RV = q_RV + surprise_R[:, None]
     if kind == "reverse_kl":
-        return _kl(q_RV, p_RV)
+        return surprise_R + _kl(q_RV, p_RV)
     if kind == "jensen_shannon":
         mixture_RV = torch.logaddexp(p_RV, q_RV) - math.log(2)
-        return (_kl(p_RV, mixture_RV) + _kl(q_RV, mixture_RV)) / 2
-    return (p_RV.exp() - q_RV.exp()).abs().sum(-1) / 2
+        return surprise_R + (_kl(p_RV, mixture_RV) + _kl(q_RV, mixture_RV)) / 2
+    return surprise_R + (p_RV.exp() - q_RV.exp()).abs().sum(-1) / 2
 
 
 def _kl(log_a_RV: Tensor, log_b_RV: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def estimate(
         kept = config.num_hidden_layers * layer
     # A block mask is made from the dense one: booleans, ten times over while it is made.
     mask_size = 10 if model.config._attn_implementation == FLEX else 1 + size
-    logits = 3 if recipe.teacher is None else 5  # a teacher's stand beside the drafter's
+    logits = 3 if recipe.teacher is None else 6  # a teacher's stand beside the drafter's
     return Estimate(
         models=weights,
         optimizer=12.0 * trained,

@@ -11,11 +11,10 @@ Shape letters: B rows of a batch, N nodes of a draft, V vocabulary.
 
 from __future__ import annotations
 
-import torch
-
 from paradraft.core import ABSENT, Draft, TargetOut, Verdict
 from paradraft.sampler import Sampler
 from paradraft.tree import depths, texts_before, with_root
+from paradraft.upload import upload
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
@@ -49,9 +48,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
         tokens.append([guessed[node] for node in path] + [drawn[path[-1] + 1 if path else 0]] + unused)
     accepted = [sum(node != ABSENT for node in path) for path in paths]
     # In three tensors at once: of operations on tensors this small, each takes longer than all of the above.
-    path_BN, accepted_B, tokens_BM = (
-        torch.tensor(part, dtype=torch.long, device=draft.tokens.device) for part in (paths, accepted, tokens)
-    )
+    path_BN, accepted_B, tokens_BM = (upload(part, draft.tokens.device) for part in (paths, accepted, tokens))
     return Verdict(path=path_BN.view(B, N), accepted=accepted_B, tokens=tokens_BM)
 
 

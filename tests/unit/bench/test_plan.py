@@ -22,7 +22,7 @@ from paradraft.bench.round_times import Rotation, measure_rounds
 from paradraft.bench.run import run_benchmark
 from paradraft.bench.work import Work
 from paradraft.core import Draft, Prompt, Sampling, TargetOut, Tree
-from paradraft.decode import stats
+from paradraft.decode import marks
 from paradraft.drafters.none import NoDrafter
 from paradraft.drafters.pard import PardDrafter
 from paradraft.engine import Engine
@@ -45,7 +45,7 @@ def draft_s(batch: int, k: int) -> float:
 def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes take the times above, prefill 100 and the drafter's own 40; nothing else takes any."""
     now = SimpleNamespace(s=0.0, has_read=False)
-    monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    monkeypatch.setattr(marks, "time", SimpleNamespace(perf_counter=lambda: now.s))
     forward, prefill, propose, start = Target.forward, Target.prefill, PardDrafter.propose, PardDrafter.start
 
     def timed_forward(self: Target, draft: Draft) -> TargetOut:

@@ -9,31 +9,33 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from paradraft.core import ABSENT, GREEDY, Prompt
 from paradraft.models import replay
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.replay import Replays, filled
+from paradraft.models.replay import Replays
 from tests.conftest import tiny_model
-from tests.replays import Again, Recorder, replay_everything
+from tests.replays import Recorder, replay_compiled, replay_everything
 
 
 class Forgetful(Recorder):
     """A recording with a copy of some input in it, as a kernel has that was given a number."""
 
-    def _again(self, run: Callable[[], Tensor], result: Tensor) -> None:
-        assert isinstance(run, partial)
-        arguments = list(run.args)
-        arguments[self.lost] = vars(self).setdefault("first", arguments[self.lost].clone())
-        result.copy_(run.func(*arguments))
-
     lost = 0
+
+    def _again(self, run: Callable[[], object]) -> None:
+        assert isinstance(run, partial)
+        result, decode, inputs = run.args
+        given = list(inputs)
+        given[self.lost] = vars(self).setdefault("first", given[self.lost].clone())
+        run.func(result, decode, given)
 
 
 class Broken(Recorder):
     """What cannot be recorded, such as a pass that waits for the GPU."""
 
-    def __call__(self, run: Callable[[], Tensor]) -> Again:
+    def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
 
@@ -60,7 +62,7 @@ def decode(lm: CausalLM, lengths: tuple[int, ...], widths: list[int]) -> list[Te
     for number, width in enumerate(widths):
         tokens = torch.arange(width * len(lengths)).view(len(lengths), width) * (number + 3) % 60 + 1
         wanted = torch.arange(width - min(width, 3), width).expand(len(lengths), -1)
-        found.append(lm.forward(tokens, rows_BR=wanted).clone())
+        found.append(lm.forward(tokens, rows_BR=wanted))
         lm.keep([min(width, 2)] * len(lengths))
     return found
 
@@ -97,13 +99,13 @@ def test_only_the_latest_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     replays, recorder = Replays(lambda: recorder), Recorder()
     monkeypatch.setattr(Recorder, "recorded", 0)
     for size in (1, 1, 2, 2, 1, 3, 1, 2, 1):
-        inputs = (torch.full((size,), 2.0),)
-        assert replays(lambda given: given * 3, 0, inputs, lambda given=inputs: given).tolist() == [6.0] * size
+        inputs = (torch.full((size, 4), 2.0),)
+        assert replays(lambda given: given * 3, inputs, lambda given=inputs: given).tolist() == [[6.0] * 4] * size
     assert Recorder.recorded == 2, "of one and of two: two was dropped for three, and came again once"
     assert len(replays._recordings) == 2
 
 
-@pytest.mark.parametrize("lost", [2, 4, 5, 6, 7], ids=["wanted", "tokens", "lengths", "depths", "visible"])
+@pytest.mark.parametrize("lost", [0, 2, 3, 4, 5], ids=["wanted", "tokens", "lengths", "depths", "visible"])
 def test_a_recording_with_a_number_in_it_is_found_out(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
     """Guards the text against the silent mistake of CUDA graphs: the replay of an old position."""
     replay_everything(monkeypatch, Forgetful)
@@ -138,7 +140,53 @@ def test_a_full_cache_is_not_overrun(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [decode(lm, (41, 54), [9, 9, 9, 9]) for lm in (replayed, plain)]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one[0], other[0], rtol=1e-9, atol=1e-9)
-    assert replayed.width == filled(9) == 16
+
+
+def test_a_recording_that_is_wrong_for_one_row_is_found_out() -> None:
+    """Guards large batches in bf16, over which one row's error is a small one."""
+    expected = torch.randn(16, 3, 64, dtype=torch.bfloat16)
+    rounded = expected * (1 + torch.finfo(torch.bfloat16).eps * torch.randn(expected.shape))
+    assert replay._is_same(rounded.bfloat16(), expected)
+    wrong = expected.clone()
+    wrong[7, 1] = expected[6, 1] * 0.2 + expected[7, 1] * 0.8
+    assert not replay._is_same(wrong, expected)
+
+
+def test_memory_is_given_back_before_a_larger_cache_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a GPU against recordings of a cache that is gone, which hold and write its memory."""
+    replay_everything(monkeypatch)
+    replayed, _ = pair()
+    decode(replayed, (4,), [5, 5, 5])
+    assert replayed._replays is not None and replayed._replays._results is not None
+    recordings, results = replayed._replays._recordings, replayed._replays._results
+    assert all(one.result.data_ptr() == results.data_ptr() for one in recordings.values() if one is not None)
+    decode(replayed, (4,), [5])
+    assert replayed._replays._recordings is recordings
+    replayed.start(prompt(3, 4))
+    assert not replayed._replays._recordings and replayed._replays._results is None
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_for_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against compiling while a GPU records, which fails there: what is recorded must look to `torch.compile` as
+    what was run before."""
+    replay_compiled(monkeypatch)
+    compiled: list[int] = []
+    compared = Replays._compared
+
+    def counted(*args: object) -> object:
+        before = counters["stats"]["unique_graphs"]
+        found = compared(*args)  # type: ignore[arg-type]
+        compiled.append(counters["stats"]["unique_graphs"] - before)
+        return found
+
+    monkeypatch.setattr(Replays, "_compared", counted)
+    replayed, plain = pair()
+    for lengths in ((7,), (3, 11, 5), (3, 11, 5, 6)):
+        ours, theirs = (decode(lm, lengths, [5, 5, 5, 1, 1, 1, 9, 9, 9]) for lm in (replayed, plain))
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert compiled == [0] * Recorder.recorded and Recorder.recorded >= 9
 
 
 def test_there_are_none_on_a_cpu() -> None:

@@ -172,13 +172,13 @@ class NativePass:
         return weight.numel() * dtype.itemsize + (4 * len(weight) if dtype == torch.int8 else 0)
 
     def __call__(
-        self, storage: kv_cache.Storage, lengths_B: Tensor, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor
+        self, storage: kv_cache.Storage, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor
     ) -> Tensor:
         """The logits `[B, R, V]`, float32, of some tokens of one pass; keys and values go into the storage.
 
         Args:
             storage: of the size given at the start.
-            lengths_B: `[B]` tokens kept of each row.
+            lengths: how many tokens of each row are kept.
             tokens_BN: `[B, N]` token ids, below 0 where there is none.
             parents_BN: `[B, N]` the token that each one follows, -1 for the last kept one.
             rows_BR: `[B, R]` indices of the tokens whose logits are wanted.
@@ -189,13 +189,14 @@ class NativePass:
             self._storage, addresses = storage, ctypes.c_void_p * len(storage)
             self._pointers = [addresses(*(layer[part].data_ptr() for layer in storage)) for part in (0, 1)]
         keys, values = map(ctypes.addressof, self._pointers)
-        assert all(tensor.dtype == torch.long for tensor in (tokens_BN, parents_BN, lengths_B, rows_BR))
-        assert len(storage[0][0]) == len(lengths_B) == len(rows_BR) == B and parents_BN.shape == (B, N)
-        integers = [tensor.contiguous() for tensor in (tokens_BN, parents_BN, lengths_B, rows_BR)]
-        ids, parents, lengths, places = (tensor.data_ptr() for tensor in integers)
+        assert all(tensor.dtype == torch.long for tensor in (tokens_BN, parents_BN, rows_BR))
+        assert len(storage[0][0]) == len(lengths) == len(rows_BR) == B and parents_BN.shape == (B, N)
+        integers = [tensor.contiguous() for tensor in (tokens_BN, parents_BN, rows_BR)]
+        ids, parents, places = (tensor.data_ptr() for tensor in integers)
+        lengths_B = (ctypes.c_int64 * B)(*lengths)
         batch = _Batch(
-            rows=B, tokens=N, wanted=R, slots=storage[0][0].shape[1], ids=ids, parents=parents, lengths=lengths,
-            places=places, keys=keys, values=values, logits=logits.data_ptr(),
+            rows=B, tokens=N, wanted=R, slots=storage[0][0].shape[1], ids=ids, parents=parents, places=places,
+            lengths=ctypes.addressof(lengths_B), keys=keys, values=values, logits=logits.data_ptr(),
         )  # fmt: skip
         # A profiler sees nothing of what is not torch's; where nobody looks, a label would cost microseconds.
         is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # torch does not export it
@@ -217,7 +218,7 @@ class NativePass:
         tokens_BN = torch.arange(1, count + 1)[None] % self._vocab_rows
         places_BN = torch.arange(count)[None]
         storage = kv_cache.allocate(model.config, batch_size=1, capacity=count, dtype=model.dtype, device=model.device)
-        ours = self(storage, torch.zeros(1, dtype=torch.long), tokens_BN, places_BN - 1, places_BN)
+        ours = self(storage, [0], tokens_BN, places_BN - 1, places_BN)
         theirs = model(tokens_BN, use_cache=False).logits.float()
         error = float((ours - theirs).square().mean().sqrt() / theirs.std())
         if not error < TOLERANCES[model.dtype]:

@@ -1,0 +1,37 @@
+"""The shipped drafters as other engines read them: whatever is likeliest is drafted, and nothing is forbidden."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import paradraft
+from paradraft.models.loading import load_model, load_tokenizer, locate
+from paradraft.models.runtime import Runtime
+
+POCKET = Path(paradraft.__file__).parent / "pocket"
+K = 8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("drafter", ["draft", "pard"])
+def test_engines_draft_tokens_of_the_text(drafter: str) -> None:
+    """Guards the drafters in vLLM, which does not know that some rows of the embedding are no tokens: a draft with one
+    is wrong from there on."""
+    folder = locate("pocket", drafter)
+    model, tokenizer = load_model(folder, Runtime()), load_tokenizer(folder)
+    masks = [model.config.pard_token] * (K - 1) if drafter == "pard" else []
+    lines = (POCKET / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:12]
+    prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
+    drafts = [
+        model(torch.tensor([prompt[:length] + masks])).logits[0, length - 1 :].argmax(-1)
+        for prompt in prompts
+        for length in range(len(prompt), 8, -16)
+    ]
+    assert len(drafts) > 30
+    drafted = torch.stack(drafts)
+    no_tokens = (drafted > max(tokenizer.get_vocab().values())).float().mean(0)
+    assert no_tokens.max() < 0.005, no_tokens
