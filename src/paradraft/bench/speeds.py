@@ -72,6 +72,10 @@ class Speeds:
         """The bandwidth of reading so many bytes again and again."""
         return self._bandwidths[self._buffer_bytes(size_bytes)]
 
+    def bytes_per_s_now(self, size_bytes: int) -> float:
+        """The same at this moment, not the best that was seen."""
+        return self._read(self._buffer_bytes(size_bytes))
+
     def flops_per_s(self, dtype: torch.dtype) -> float:
         """Floating point operations of matrix products; a multiplication with its addition counts as two.
 
