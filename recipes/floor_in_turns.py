@@ -22,12 +22,16 @@ from rich.progress import track
 from paradraft.bench.prompt_choice import random_prompts
 from paradraft.bench.report import write_json
 from paradraft.bench.roofline import Size
+from paradraft.bench.rounds import rounds as rounds_of
 from paradraft.bench.speeds import Speeds
+from paradraft.core import GREEDY
+from paradraft.decode.stats import Clock
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.machine import describe_machine
 from paradraft.models.loading import load_target
 from paradraft.models.runtime import PRECISIONS, Runtime
+from paradraft.verify import match
 
 
 def shares(target: str, dtype: str, *, turns: int, rounds: int, prompt_tokens: int) -> dict[str, Any]:
@@ -43,21 +47,22 @@ def shares(target: str, dtype: str, *, turns: int, rounds: int, prompt_tokens: i
     Returns:
         `shares` of the turns, `share` their median, `bytes_per_s` and `tokens_per_s` of each, `weight_bytes`.
     """
-    # A round more begins the stream: it reads the prompt.
+    # The first round reads the prompt.
     new_tokens = turns * rounds + 1
     engine = Engine(load_target(target, Runtime(dtype=dtype, capacity=prompt_tokens + new_tokens)), NoDrafter(), k=1)
     lm = engine.target.lm
     size = Size.of(lm.model, lm.stored_bytes)
     speeds = Speeds(lm.device, {size.weight_bytes}, {size.dtype})
     speeds.measure()
-    stream = engine.stream(random_prompts(target, 1, prompt_tokens)[0], max_new_tokens=new_tokens)
-    next(stream)
+    prompts = random_prompts(target, 1, prompt_tokens)
+    steps = rounds_of(engine, prompts, new_tokens, [GREEDY], match.verify, Clock())
+    next(steps)
     found: dict[str, list[float]] = {"shares": [], "bytes_per_s": [], "tokens_per_s": []}
     for _ in track(range(turns), dtype):
         before = lm.passes.copy()
         bandwidths = [speeds.bytes_per_s_now(size.weight_bytes)]
         began_s = time.perf_counter()
-        if len(list(islice(stream, rounds))) < rounds:
+        if len(list(islice(steps, rounds))) < rounds:
             raise ValueError(f"{target} has ended its answer: ask for fewer turns")
         seconds = time.perf_counter() - began_s
         bandwidths.append(speeds.bytes_per_s_now(size.weight_bytes))
