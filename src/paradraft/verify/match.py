@@ -28,6 +28,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     Worked example: the draft is the chain 5, 6, 7 and the target draws 5 after the root, 6 after
     5, and 9 after 6. Tokens 5 and 6 are accepted and 9 is recovered.
 
+    >>> import torch
     >>> from paradraft.core import GREEDY, Prompt
     >>> logits = torch.eye(10)[[5, 6, 9, 0]][None]
     >>> draft = Draft.chain(torch.tensor([[5, 6, 7]]))
