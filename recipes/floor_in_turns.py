@@ -83,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
+    if args.turns < 2 or args.rounds < 1 or args.prompt_tokens < 1:
+        parser.error("ask for two turns or more, of a round or more, behind a token or more")
     results: dict[str, Any] = {}
     for dtype in dict.fromkeys(args.dtypes):
         try:

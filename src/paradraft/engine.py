@@ -226,12 +226,14 @@ class Engine:
         )
 
     def warm_up(self, batch_size: int = 1) -> None:
-        """Runs the passes that decoding will use once, so that none is compiled in the middle of an answer."""
-        stops = Stops(limits=[self.k + 2] * batch_size, eos_ids=frozenset())
+        """Runs the passes that decoding will use, so that none is compiled in the middle of an answer; twice where
+        passes that come again are recorded."""
         prompt = self.prompt([[0]] * batch_size, (GREEDY,) * batch_size)
-        verify = VERIFY[self.verify]
-        for _ in decode(self.target, self.drafter, prompt, verify, stops=stops, lengths=Fixed(self.k), clock=Clock()):
-            pass
+        verify, lengths = VERIFY[self.verify], Fixed(self.k)
+        for _ in range(2 if self.target.lm.is_replayed else 1):
+            stops = Stops(limits=[self.k + 2] * batch_size, eos_ids=frozenset())
+            for _ in decode(self.target, self.drafter, prompt, verify, stops=stops, lengths=lengths, clock=Clock()):
+                pass
 
     def check(
         self,

@@ -233,6 +233,11 @@ class CausalLM:
         return stored_bytes(weight) if self._native is None else self._native.stored_bytes(weight)
 
     @property
+    def is_replayed(self) -> bool:
+        """Whether decoding passes whose shape comes again are recorded."""
+        return self._replays is not None
+
+    @property
     def fewest_rows(self) -> int:
         """How few rows a batch may shrink to: `torch.compile` makes a pass for one row, which may not be there."""
         return 2 if self.is_traced and len(self.lengths) > 1 else 1

@@ -84,6 +84,7 @@ def _shared(stored_BCHD: Tensor, batch_size: int) -> Tensor:
 def _free_bytes(device: torch.device) -> float:
     """Memory that can still be had; infinite where nobody knows."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of a smaller cache is free too
         return float(torch.cuda.mem_get_info(device)[0])
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if device.type == "cpu" and info.exists() else []

@@ -60,7 +60,7 @@ class CudaRecorder:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
         now = torch.cuda.current_stream(self._device)
-        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         # `now` is set again at the end: where recording fails, torch stays on its stream.
         with torch.cuda.device(self._device), torch.cuda.stream(now), recording:
             run()
@@ -164,5 +164,10 @@ def _is_same(replayed: Tensor, expected: Tensor) -> bool:
     deviations."""
     if torch.equal(replayed, expected):
         return True
-    error = (replayed.double() - expected.double()).square().mean(-1).sqrt().max()
-    return bool(error < torch.finfo(expected.dtype).eps ** 0.5 * expected.double().std())
+    most = torch.finfo(expected.dtype).eps ** 0.5
+    # A few tokens at a time: of a large batch and vocabulary float64 would take gigabytes.
+    for ours, theirs in zip(replayed.flatten(0, 1).split(16), expected.flatten(0, 1).split(16), strict=True):
+        errors = (ours.double() - theirs.double()).square().mean(-1).sqrt()
+        if not (errors < most * theirs.double().std(-1)).all():
+            return False
+    return True

@@ -38,9 +38,9 @@ def divergence(logits_RV: Tensor, teacher_RV: Tensor, kind: Divergence) -> Tenso
       (Leviathan et al. 2023, Corollary 3.6).
 
     Tokens that are never chosen, to which the teacher gives nothing, are not compared. The drafter's surprise
-    that it is none of them, -log q(the others), is added to each: our decoding never drafts them, but engines
-    draft whatever is likeliest, and what no loss holds down drifts up. With "forward_kl" the sum is the KL over
-    all tokens.
+    that it is none of them, -log q(the others), is added to each and has no bound: our decoding never drafts
+    them, but engines draft whatever is likeliest, and what no loss holds down drifts up. With "forward_kl" the
+    sum is the KL over all tokens.
 
     Args:
         logits_RV: `[R, V]` the drafter's logits.
