@@ -176,7 +176,7 @@ def test_nothing_is_compiled_for_a_recording(monkeypatch: pytest.MonkeyPatch) ->
 
     def counted(*args: object) -> object:
         before = counters["stats"]["unique_graphs"]
-        found = compared(*args)  # type: ignore[arg-type]
+        found = compared(*args)
         compiled.append(counters["stats"]["unique_graphs"] - before)
         return found
 
