@@ -17,7 +17,7 @@ from paradraft.bench.roofline import Size
 from paradraft.bench.speeds import Speeds
 from paradraft.core import Draft, TargetOut
 from paradraft.engine import Engine
-from paradraft.models import causal_lm
+from paradraft.models import torch_pass
 from paradraft.models.runtime import Runtime
 from paradraft.out_of_memory import is_out_of_memory
 from paradraft.train.batch import Drop, collate
@@ -46,7 +46,7 @@ def test_text_equals_plain_decoding_on_the_cpu(family: Path, name: str) -> None:
 def test_recorded_passes_are_replayed_and_change_no_token(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards CUDA graphs: that they are recorded at all, in this torch and with these kernels, for batches, trees and
     texts that outgrow a step of the cache, and that they say what the passes say that they were recorded from."""
-    monkeypatch.setattr(causal_lm, "REPLAYED_BUCKET", 64)
+    monkeypatch.setattr(torch_pass, "REPLAYED_BUCKET", 64)
     replays: list[object] = []
     again = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), again(graph)))
@@ -98,7 +98,7 @@ def test_nothing_is_waited_for_between_draft_and_target(family: Path, monkeypatc
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(watched) > 3
-    assert all(lm._replays is not None and lm._replays._works for lm in (engine.target.lm, engine.drafter.lm))
+    assert all(lm._compute.replays._works for lm in (engine.target.lm, engine.drafter.lm))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,38 +1,30 @@
 """A Hugging Face causal LM that reads several tokens per row in one pass and can go back.
 
-On CPUs the forward pass is one in C++, built once for all models (`native/`). Where that does not serve,
-`torch.compile` does it if asked for, once for one row and once for any number of more, and otherwise the model's
-own code. Prompts are read by the same compiled pass. On a GPU decoding passes are recorded and replayed
-(`replay.py`). Attention reads the used part of the cache only, outside of C++ in steps of `BUCKET` slots.
+On CPUs the forward pass is one in C++, built once for all models (`native/`). Where that does not serve, torch
+computes it (`torch_pass.py`). Prompts are read by the same pass. Attention reads the used part of the cache only.
 
-Shape letters: B rows of a batch, N tokens of a pass, R rows whose logits are wanted, S slots in
-use, V vocabulary.
+Shape letters: B rows of a batch, N tokens of a pass, R rows whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.core import ABSENT, Prompt, parents_of_chains
-from paradraft.models import compilation, kv_cache, model_pass, replay
+from paradraft.models import kv_cache, replay
 from paradraft.models.native.build import CannotBuildError
 from paradraft.models.native.forward import NativePass, can_serve
 from paradraft.models.passes import Pass
-from paradraft.models.quantization import stored_bytes
+from paradraft.models.torch_pass import BUCKET, TorchPass
 from paradraft.ragged import from_lists
-from paradraft.tree import ancestors, depths, is_chain
+from paradraft.tree import depths
 from paradraft.upload import upload
 
-BUCKET = 64
-REPLAYED_BUCKET = 256
-"""The same for passes that are replayed: each step is one more to record."""
 PREFILL_CHUNK = 256
 
 
@@ -48,7 +40,7 @@ class CausalLM:
         compiled: compile the passes; falls back to eager, with a warning, where it fails. None compiles what takes
             no more than seconds: passes in C++. False runs the model's own code.
         pad_to: run decoding passes with at least this many tokens, so that passes of different
-            rounds go through the same kernels.
+            rounds go through the same kernels; in C++ all do.
         cuda_graphs: record and replay passes that `torch.compile` makes for a GPU.
 
     Raises:
@@ -81,21 +73,13 @@ class CausalLM:
         self.width = max(width, pad_to, 2)
         self.device = model.device
         self._slots = -(-(self.capacity + replay.filled(self.width)) // BUCKET) * BUCKET
-        self._native = None if compiled is False else _native_pass(model, self._slots)
-        self.is_traced = compiled is True and self._native is None
-        """Whether passes go through `torch.compile`, which makes one for a single row and one for more."""
-        # A pass of one token would be compiled a second time: torch.compile takes sizes 0 and 1 for constants.
-        self.pad_to = max(pad_to, 2) if self.is_traced else pad_to
+        self._compute = (None if compiled is False else _native_pass(model, self._slots)) or TorchPass(
+            model, self._slots, compiled=compiled is True, cuda_graphs=cuda_graphs, pad_to=pad_to
+        )
         self._largest = self._storage = self._allocate(1)
-        self._positions = torch.arange(self._slots, device=self.device)
         self.passes = Counter[Pass]()
         """The passes since `clear`, for whoever wants to know what they cost."""
         self._stand_at([0])
-        self._decode: Callable[..., Tensor] = model_pass.logits
-        self._replays: replay.Replays | None = None
-        if self.is_traced:
-            self._decode = compilation.compiled(model_pass.logits, model)
-            self._replays = replay.replays_on(self.device) if cuda_graphs else None
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
         return kv_cache.allocate(
@@ -126,9 +110,7 @@ class CausalLM:
         """
         if not self._largest or len(self._largest[0][0]) < batch_size:
             self._largest = self._storage = []  # given back before more is taken
-            for has_addresses in (self._native, self._replays):
-                if has_addresses is not None:
-                    has_addresses.forget()
+            self._compute.forget()
             self._largest = self._allocate(batch_size)
         self._storage = kv_cache.first_rows(self._largest, batch_size)
         self._stand_at([0] * batch_size)
@@ -145,20 +127,10 @@ class CausalLM:
         rest = tokens_BT.scatter(1, last_B1, ABSENT)[:, :-1]
         for start in range(0, rest.shape[1], PREFILL_CHUNK):
             chunk = rest[:, start : start + PREFILL_CHUNK]
-            self._count(chunk, logits=0)
-            self._read(chunk)
+            nothing_B0 = torch.zeros(len(chunk), 0, dtype=torch.long, device=self.device)
+            self._pass(chunk, parents_of_chains(*chunk.shape, self.device), nothing_B0)
             self.keep((chunk != ABSENT).sum(1).tolist())
         return tokens_BT.gather(1, last_B1)
-
-    def _read(self, tokens_BN: Tensor) -> None:
-        """One pass over tokens whose logits nobody wants."""
-        B, N = tokens_BN.shape
-        chains_BN = parents_of_chains(B, N, self.device)
-        if self._native is None and not self.is_traced:
-            model_pass.hidden_states(self.model, self._storage, *self._inputs(tokens_BN, chains_BN, BUCKET))
-            return
-        unwanted = 1 if self.is_traced else 0
-        self._pass(tokens_BN, chains_BN, torch.zeros(B, unwanted, dtype=torch.long, device=self.device))
 
     @torch.no_grad()
     def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None, rows_BR: Tensor | None = None) -> Tensor:
@@ -175,67 +147,29 @@ class CausalLM:
         """
         B, N = tokens_BN.shape
         assert N <= self.width, f"a pass of {N} tokens, but room for {self.width}"
-        self._count(tokens_BN, logits=N if rows_BR is None else rows_BR.shape[1])
         chains_BN = parents_of_chains(B, N, self.device)
         parents_BN = chains_BN if parents_BN is None else parents_BN
         rows_BR = depths(chains_BN) if rows_BR is None else rows_BR
-        return self.allowed(self._pass(tokens_BN, parents_BN, rows_BR, replays=self._replays))
+        return self.allowed(self._pass(tokens_BN, parents_BN, rows_BR))
 
-    def _pass(
-        self, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor, *, replays: replay.Replays | None = None
-    ) -> Tensor:
-        """The logits `[B, R, V]` of some tokens of one pass, compiled if that was asked for."""
+    def _pass(self, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor) -> Tensor:
         (B, N), R = tokens_BN.shape, rows_BR.shape[1]
-
-        def filled(tokens: int) -> int:
-            least = max(tokens, self.pad_to)
-            return least if replays is None else replay.filled(least)
-
-        if (most := filled(N)) > N:
-            tokens_BN = torch.nn.functional.pad(tokens_BN, (0, most - N), value=ABSENT)
-            if is_chain(parents_BN):
-                parents_BN = parents_of_chains(B, most, self.device)
-            else:
-                parents_BN = torch.nn.functional.pad(parents_BN, (0, most - N), value=ABSENT)
-        if self._native is not None:
-            return self._native(self._storage, self.lengths, tokens_BN, parents_BN, rows_BR)
-        if (most := filled(R)) > R:
-            rows_BR = torch.nn.functional.pad(rows_BR, (0, most - R))
-        run = partial(self._decode, self.model, self._storage)
-        if replays is None:
-            return run(_copy(rows_BR), *self._inputs(tokens_BN, parents_BN, BUCKET))[:, :R]
-        inputs = _copy(rows_BR), *self._inputs(tokens_BN, parents_BN, REPLAYED_BUCKET)
-        return replays(run, inputs, partial(self._others, *inputs))[:, :R]
-
-    def _count(self, tokens_BN: Tensor, *, logits: int) -> None:
-        B, N = tokens_BN.shape
-        self.passes[Pass(rows=B, tokens=N, logits=logits, context=self._longest)] += 1
-
-    def _inputs(self, tokens_BN: Tensor, parents_BN: Tensor, bucket: int) -> tuple[Tensor, ...]:
-        """What a pass outside of C++ is told: slots in use, tokens, kept lengths, depths and who sees whom."""
-        used = min(-(-(self._longest + tokens_BN.shape[1]) // bucket) * bucket, self._slots)
-        slots_S, lengths_B = _copy(self._positions[:used]), upload(self.lengths, self.device)
-        return slots_S, _copy(tokens_BN), lengths_B, depths(parents_BN), _copy(ancestors(parents_BN))
-
-    def _others(
-        self, rows_BR: Tensor, slots_S: Tensor, tokens_BN: Tensor, lengths_B: Tensor, depth_BN: Tensor, sees_BNN: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Inputs of the same shapes and, but for the slots, which follow from their number, all others. Nothing that is
-        kept is written over; at the capacity there is no place further."""
-        N = tokens_BN.shape[1]
-        tokens_BN = torch.where(tokens_BN == ABSENT, ABSENT, (tokens_BN + 1) % self.vocab_size)
-        lengths_B = (lengths_B + 1).clamp(max=self.capacity)
-        alone_BNN = _copy(torch.eye(N, dtype=torch.bool, device=self.device).expand_as(sees_BNN))
-        return (rows_BR + 1) % N, slots_S, tokens_BN, lengths_B, depth_BN + 1, alone_BNN
+        self.passes[Pass(rows=B, tokens=N, logits=R, context=self._longest)] += 1
+        return self._compute(self._storage, self.lengths, tokens_BN, parents_BN, rows_BR)
 
     def stored_bytes(self, weight: Tensor) -> int:
         """What a pass reads of one of the model's weights."""
-        return stored_bytes(weight) if self._native is None else self._native.stored_bytes(weight)
+        return self._compute.stored_bytes(weight)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether passes go through `torch.compile`, which makes one for a single row and one for more."""
+        return self._compute.is_traced
 
     @property
     def is_replayed(self) -> bool:
         """Whether decoding passes whose shape comes again are recorded."""
-        return self._replays is not None
+        return self._compute.is_replayed
 
     @property
     def fewest_rows(self) -> int:
@@ -291,8 +225,3 @@ def _native_pass(model: PreTrainedModel, slots: int) -> NativePass | None:
     except (CannotBuildError, ValueError) as error:
         warnings.warn(f"no passes in C++, which are several times as fast: {error}", stacklevel=2)
         return None
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    # torch.compile guards on strides and on what a view is a view of, and would compile again for others.
-    return tensor.clone(memory_format=torch.contiguous_format)

@@ -26,7 +26,7 @@ class Runtime:
         capacity: most tokens of a row, prompt included; None takes the model's own limit, at most
             4096.
         width: most tokens of one decoding pass.
-        pad_to: least tokens of one decoding pass.
+        pad_to: least tokens of one decoding pass; passes in C++ need none.
         cuda_graphs: on a GPU, record compiled decoding passes and replay them.
 
     Raises:

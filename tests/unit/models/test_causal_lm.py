@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paradraft.core import ABSENT, GREEDY, Prompt
-from paradraft.models import causal_lm
+from paradraft.models import causal_lm, torch_pass
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.kv_cache import SlotCache
 from tests.conftest import VOCAB, tiny_model
@@ -222,7 +222,8 @@ def test_sliding_windows_are_refused() -> None:
 def test_an_ended_row_may_outgrow_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a crash, and against writing into the rows beside it, where a row that has ended at the capacity
     is read on, by more tokens than the cache has to spare, until its batch has ended."""
-    monkeypatch.setattr(causal_lm, "BUCKET", 16)
+    for module in (causal_lm, torch_pass):
+        monkeypatch.setattr(module, "BUCKET", 16)
     lm, alone = causal(capacity=40), causal(capacity=40)
     lm.start(prompt_of([[7] * 40, [3]]))
     lm.read_all_but_last(torch.tensor([[5] * 36, [3, *[9] * 35]]))

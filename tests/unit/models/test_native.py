@@ -16,12 +16,13 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.native.forward import NativePass, can_serve
 from paradraft.models.native.matrix import KINDS
 from paradraft.models.quantization import quantize
+from paradraft.models.torch_pass import TorchPass
 from tests.unit.models.random_models import KINDS_OF_MODELS, SIZES, random_model
 
 
 def lm_of(model: PreTrainedModel, **settings: int) -> CausalLM:
     lm = CausalLM(model, vocab_size=model.config.vocab_size, compiled=True, **settings)
-    assert lm._native is not None
+    assert isinstance(lm._compute, NativePass)
     lm.clear(1)
     return lm
 
@@ -41,7 +42,7 @@ def test_logits_are_the_models_own(kind: str, size: tuple[int, ...], are_rounded
         model = model.to(torch.bfloat16).float()
     lm = lm_of(model)
     kind_of_weights = KINDS[torch.bfloat16 if are_rounded and size[0] % 2 == 0 else torch.float32]
-    assert all(layer.gate.kind == kind_of_weights for layer in lm._native._model.layer[:3])
+    assert all(layer.gate.kind == kind_of_weights for layer in lm._compute._model.layer[:3])
     text = tokens(40)
     expected = model.double()(text).logits
     assert torch.allclose(lm.forward(text).double(), expected, rtol=1e-3, atol=1e-4 * float(expected.std()))
@@ -54,7 +55,7 @@ def test_bfloat16_models_are_served(kind: str, size: tuple[int, ...]) -> None:
     and clearly less than in the model's own passes, which round all that they compute."""
     model = random_model(kind, size, torch.bfloat16)
     lm, text = lm_of(model), tokens(40)
-    assert lm._native._model.layer[0].gate.kind == KINDS[torch.bfloat16 if size[0] % 2 == 0 else torch.float32]
+    assert lm._compute._model.layer[0].gate.kind == KINDS[torch.bfloat16 if size[0] % 2 == 0 else torch.float32]
     ours, theirs = lm.forward(text), model(text).logits
     exact = model.double()(text).logits
     error, their_error = ((logits - exact).square().mean().sqrt() for logits in (ours, theirs))
@@ -70,7 +71,7 @@ def test_weights_of_8_bits_are_multiplied_as_such(kind: str, dtype: torch.dtype)
     model = random_model(kind, dtype=dtype)
     quantize(model, 8)
     lm, text = lm_of(model), tokens(40)
-    assert lm._native._model.layer[0].gate.kind == KINDS[torch.int8]
+    assert lm._compute._model.layer[0].gate.kind == KINDS[torch.int8]
     assert lm.stored_bytes(model.lm_head.weight) < 1.2 * model.lm_head.weight.numel()
     expected = model(text).logits.float()
     limit = 1e-4 if dtype == torch.float32 else 0.1
@@ -246,7 +247,7 @@ def test_what_it_cannot_compute_is_left_to_torch(dtype: torch.dtype, change: dic
     for name, value in change.items():
         setattr(model.config, name, value)
     assert not can_serve(model)
-    assert CausalLM(model, vocab_size=60, compiled=True)._native is None
+    assert isinstance(CausalLM(model, vocab_size=60, compiled=True)._compute, TorchPass)
 
 
 def test_other_systems_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +263,7 @@ def test_a_model_that_computes_something_else_is_found_out() -> None:
     with pytest.raises(ValueError, match="differ by"):
         NativePass(model, 64)
     with pytest.warns(UserWarning, match=r"no passes in C\+\+"):
-        assert CausalLM(model, vocab_size=60, compiled=True)._native is None
+        assert isinstance(CausalLM(model, vocab_size=60, compiled=True)._compute, TorchPass)
 
 
 def test_numbers_that_overflow_stay_so() -> None:

@@ -11,6 +11,8 @@ import torch
 
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.native import build
+from paradraft.models.native.forward import NativePass
+from paradraft.models.torch_pass import TorchPass
 from tests.unit.models.random_models import random_model
 
 
@@ -77,7 +79,7 @@ def test_other_cpus_compute_the_same_and_in_one_order(
     for part in text.split([7, 1, 9, 13], dim=1):
         parts.append(lm.forward(part))
         lm.keep([part.shape[1]])
-    assert lm._native is not None and torch.equal(torch.cat(parts, dim=1), whole)
+    assert isinstance(lm._compute, NativePass) and torch.equal(torch.cat(parts, dim=1), whole)
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/g++", "false", "g++ --no-such-option"])
@@ -85,7 +87,7 @@ def test_without_a_compiler(new_machine: Path, monkeypatch: pytest.MonkeyPatch, 
     """Guards machines that cannot build it: torch.compile, or in the end plain PyTorch, does the work."""
     monkeypatch.setenv("CXX", compiler)
     with pytest.warns(UserWarning, match=r"no passes in C\+\+"):
-        assert CausalLM(random_model(), vocab_size=60, compiled=True)._native is None
+        assert isinstance(CausalLM(random_model(), vocab_size=60, compiled=True)._compute, TorchPass)
     assert not list(new_machine.glob("*"))
 
 

@@ -157,13 +157,14 @@ def test_memory_is_given_back_before_a_larger_cache_is_taken(monkeypatch: pytest
     replay_everything(monkeypatch)
     replayed, _ = pair()
     decode(replayed, (4,), [5, 5, 5])
-    assert replayed._replays is not None and replayed._replays._results is not None
-    recordings, results = replayed._replays._recordings, replayed._replays._results
+    replays = replayed._compute.replays
+    assert replays is not None and replays._results is not None
+    recordings, results = replays._recordings, replays._results
     assert all(one.result.data_ptr() == results.data_ptr() for one in recordings.values() if one is not None)
     decode(replayed, (4,), [5])
-    assert replayed._replays._recordings is recordings
+    assert replays._recordings is recordings
     replayed.start(prompt(3, 4))
-    assert not replayed._replays._recordings and replayed._replays._results is None
+    assert not replays._recordings and replays._results is None
 
 
 @pytest.mark.slow

@@ -98,6 +98,8 @@ class NativePass:
         ValueError: it does not compute what the model does.
     """
 
+    is_traced = is_replayed = False
+
     def __init__(self, model: PreTrainedModel, slots: int) -> None:
         self._library = library()
         self._kept: list[Tensor] = []

@@ -1,0 +1,132 @@
+"""A pass by torch: the model's own code as it is, through `torch.compile`, or on a GPU as a recording of that.
+
+It is called as the pass in C++ is (`native/forward.py`).
+
+Shape letters as in `causal_lm.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paradraft.core import ABSENT, parents_of_chains
+from paradraft.models import compilation, kv_cache, model_pass, replay
+from paradraft.models.quantization import stored_bytes
+from paradraft.tree import ancestors, depths, is_chain
+from paradraft.upload import upload
+
+BUCKET = 64
+"""Attention reads the used part of the cache, in steps of so many slots."""
+REPLAYED_BUCKET = 256
+"""The same for passes that are replayed: each step is one more to record."""
+
+
+class TorchPass:
+    """Computes the forward pass of a model with torch.
+
+    Args:
+        model: in evaluation mode; its weights must not change afterwards.
+        slots: of the cache.
+        compiled: through `torch.compile`, which makes one pass for a single row and one for more.
+        cuda_graphs: on a GPU, record compiled passes and replay them.
+        pad_to: run passes whose logits are wanted with at least this many tokens, and this many logits.
+    """
+
+    def __init__(self, model: PreTrainedModel, slots: int, *, compiled: bool, cuda_graphs: bool, pad_to: int) -> None:
+        self._model = model
+        self._positions = torch.arange(slots, device=model.device)
+        self.is_traced = compiled
+        # A pass of one token would be compiled a second time: torch.compile takes sizes 0 and 1 for constants.
+        self._pad_to = max(pad_to, 2) if compiled else pad_to
+        self._decode: Callable[..., Tensor] = model_pass.logits
+        self.replays: replay.Replays | None = None
+        if compiled:
+            self._decode = compilation.compiled(model_pass.logits, model)
+            self.replays = replay.replays_on(model.device) if cuda_graphs else None
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether passes whose shape comes again are recorded."""
+        return self.replays is not None
+
+    def stored_bytes(self, weight: Tensor) -> int:
+        """What a pass reads of a weight of the model."""
+        return stored_bytes(weight)
+
+    def forget(self) -> None:
+        """Lets go of the storage, before another is allocated."""
+        if self.replays is not None:
+            self.replays.forget()
+
+    def __call__(
+        self, storage: kv_cache.Storage, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor
+    ) -> Tensor:
+        """The logits `[B, R, V]` of some tokens of one pass; keys and values go into the storage.
+
+        Args:
+            storage: of the size given at the start.
+            lengths: how many tokens of each row are kept.
+            tokens_BN: `[B, N]` token ids, below 0 where there is none.
+            parents_BN: `[B, N]` the token that each one follows, -1 for the last kept one.
+            rows_BR: `[B, R]` indices of the tokens whose logits are wanted; with none a prompt is read, which is
+                not recorded.
+        """
+        R = rows_BR.shape[1]
+        if not R and not self.is_traced:
+            inputs = self._inputs(lengths, tokens_BN, parents_BN, BUCKET)
+            hidden_BND = model_pass.hidden_states(self._model, storage, *inputs)
+            return hidden_BND.new_empty(len(rows_BR), 0, self._model.config.vocab_size)
+        replays = self.replays if R else None
+        tokens_BN, parents_BN, rows_BR = self._filled(tokens_BN, parents_BN, rows_BR, replayed=replays is not None)
+        run = partial(self._decode, self._model, storage)
+        if replays is None:
+            return run(_copy(rows_BR), *self._inputs(lengths, tokens_BN, parents_BN, BUCKET))[:, :R]
+        given = _copy(rows_BR), *self._inputs(lengths, tokens_BN, parents_BN, REPLAYED_BUCKET)
+        return replays(run, given, partial(self._others, *given))[:, :R]
+
+    def _filled(
+        self, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor, *, replayed: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A pass with the least number of tokens and of logits, or those that a recording has."""
+
+        def filled(number: int) -> int:
+            least = max(number, self._pad_to)
+            return replay.filled(least) if replayed else least
+
+        (B, N), R = tokens_BN.shape, rows_BR.shape[1]
+        if (most := filled(N)) > N:
+            tokens_BN = torch.nn.functional.pad(tokens_BN, (0, most - N), value=ABSENT)
+            if is_chain(parents_BN):
+                parents_BN = parents_of_chains(B, most, parents_BN.device)
+            else:
+                parents_BN = torch.nn.functional.pad(parents_BN, (0, most - N), value=ABSENT)
+        if (most := filled(R)) > R:
+            rows_BR = torch.nn.functional.pad(rows_BR, (0, most - R))
+        return tokens_BN, parents_BN, rows_BR
+
+    def _inputs(self, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor, bucket: int) -> tuple[Tensor, ...]:
+        """What a pass is told: slots in use, tokens, kept lengths, depths and who sees whom."""
+        used = min(-(-(max(lengths) + tokens_BN.shape[1]) // bucket) * bucket, len(self._positions))
+        slots_S, lengths_B = _copy(self._positions[:used]), upload(lengths, tokens_BN.device)
+        return slots_S, _copy(tokens_BN), lengths_B, depths(parents_BN), _copy(ancestors(parents_BN))
+
+    def _others(
+        self, rows_BR: Tensor, slots_S: Tensor, tokens_BN: Tensor, lengths_B: Tensor, depth_BN: Tensor, sees_BNN: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Inputs of the same shapes and, but for the slots, which follow from their number, all others. Nothing that is
+        kept is written over; where the cache is full there is no place further."""
+        N = tokens_BN.shape[1]
+        tokens_BN = torch.where(tokens_BN == ABSENT, ABSENT, (tokens_BN + 1) % self._model.config.vocab_size)
+        lengths_B = (lengths_B + 1).clamp(max=len(self._positions) - N)
+        alone_BNN = _copy(torch.eye(N, dtype=torch.bool, device=sees_BNN.device).expand_as(sees_BNN))
+        return (rows_BR + 1) % N, slots_S, tokens_BN, lengths_B, depth_BN + 1, alone_BNN
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # torch.compile guards on strides and on what a view is a view of, and would compile again for others.
+    return tensor.clone(memory_format=torch.contiguous_format)
