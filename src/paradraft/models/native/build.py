@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = ("pass.cpp", "attention.h", "products.h", "vectors.h")
+SOURCES = ("pass.cpp", "attention.h", "products.h", "team.h", "vectors.h")
 FLAGS = (
     "-std=c++17",
     "-O3",

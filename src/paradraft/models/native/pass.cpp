@@ -2,17 +2,16 @@
 // bfloat16. Where the CPU multiplies bfloat16 numbers by themselves, what a bfloat16 model multiplies is rounded to them, as the
 // model's own code does, and added up in float32.
 //
-// One parallel region for the whole pass, one barrier between its steps. A token's result does not depend on how many
-// tokens are read with it, nor on the number of threads: it is the same to the last bit in every pass.
+// A pass is a sequence of steps, each of which a team of threads shares (team.h). A token's result does not depend on how
+// many tokens are read with it, nor on the number of threads: it is the same to the last bit in every pass.
 //
 // Shape letters as in causal_lm.py: B rows of a batch, N tokens of each, R rows whose logits are wanted.
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
 #include "attention.h"
 #include "products.h"
+#include "team.h"
 
 struct Layer {
     Matrix queries_keys_values, output, gate, up, down;
@@ -40,6 +39,8 @@ struct Batch {
     void* const* values;
     float* logits; // [B, R, outputs of the head]
 };
+
+constexpr int64_t FEW_TOKENS = 16; // whose norms take no longer than it takes to share them out
 
 /// What a pass writes in between; kept from pass to pass.
 struct Scratch {
@@ -162,16 +163,16 @@ static void attend_all(
     }
 }
 
-/// The calling thread's share of a product, and a barrier.
-template <class Input> static void set_product(const Matrix& matrix, const Input* inputs, int64_t rows, float* to) {
-    Share panels(matrix.count(), omp_get_thread_num(), omp_get_num_threads());
-    for (; panels.first < panels.last; panels.first++) {
-        Outputs outputs(matrix, panels.first);
-        multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
-            std::copy_n(sums, outputs.count, to + row * matrix.outputs + outputs.first);
-        });
-    }
-#pragma omp barrier
+template <class Input>
+static void set_product(Team& team, const Matrix& matrix, const Input* inputs, int64_t rows, float* to) {
+    team.each(matrix.count(), 1, [&](Share panels, int) {
+        for (; panels.first < panels.last; panels.first++) {
+            Outputs outputs(matrix, panels.first);
+            multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
+                std::copy_n(sums, outputs.count, to + row * matrix.outputs + outputs.first);
+            });
+        }
+    });
 }
 
 static void embed(const Model& model, int64_t id, float* to) {
@@ -182,7 +183,8 @@ static void embed(const Model& model, int64_t id, float* to) {
 /// `Stored` is what the cache holds, `Input` what products read. Of the last layer all tokens have keys and values, and only
 /// those whose logits are wanted more.
 template <class Stored, class Input>
-static void run(const Model& model, const Batch& batch, Scratch& scratch, int threads) {
+static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_t threads) {
+    threads = std::clamp<int64_t>(threads, 1, MOST_WORKERS);
     int64_t count = batch.rows * batch.tokens, wanted = batch.rows * batch.wanted, width = model.width;
     int64_t heads_width = model.heads * model.head_size, stride = heads_width + 2 * model.kv_heads * model.head_size;
     int64_t room = AT_ONCE * room_of(batch);
@@ -199,71 +201,74 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int th
     Ancestors ancestors = {grown(scratch.depths, count), grown(scratch.ancestors, count * batch.tokens)};
     find(batch, ancestors);
 
-#pragma omp parallel num_threads(threads)
-    {
-        int thread = omp_get_thread_num(), team = omp_get_num_threads();
-        float *scores = all_scores + thread * room, *hidden = all_hidden;
+    Team::run(threads, [&](Team& team) {
+        float* hidden = all_hidden;
         int64_t rows = count; // of `hidden`
-        Share tokens(count, thread, team);
         auto normalize_all = [&](const float* weights) {
-            Share share(rows, thread, team);
-            for (int64_t at = share.first; at < share.last; at++)
-                normalize(hidden + at * width, weights, width, model.epsilon, normed + at * width);
-#pragma omp barrier
+            team.each(rows, FEW_TOKENS, [&](Share share, int) {
+                for (int64_t at = share.first; at < share.last; at++)
+                    normalize(hidden + at * width, weights, width, model.epsilon, normed + at * width);
+            });
         };
         auto add_product = [&](const Matrix& matrix, const Input* inputs) {
-            for (Share panels(matrix.count(), thread, team); panels.first < panels.last; panels.first++) {
-                Outputs outputs(matrix, panels.first);
-                multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
-                    for (int64_t i = 0; i < outputs.count; i++) hidden[row * width + outputs.first + i] += sums[i];
-                });
-            }
-#pragma omp barrier
+            team.each(matrix.count(), 1, [&](Share panels, int) {
+                for (; panels.first < panels.last; panels.first++) {
+                    Outputs outputs(matrix, panels.first);
+                    multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
+                        for (int64_t i = 0; i < outputs.count; i++) hidden[row * width + outputs.first + i] += sums[i];
+                    });
+                }
+            });
         };
-        for (int64_t at = tokens.first; at < tokens.last; at++) embed(model, batch.ids[at], hidden + at * width);
+        team.each(count, FEW_TOKENS, [&](Share tokens, int) {
+            for (int64_t at = tokens.first; at < tokens.last; at++) embed(model, batch.ids[at], hidden + at * width);
+        });
         for (int64_t number = 0; number < model.layers; number++) {
             const Layer& layer = model.layer[number];
             normalize_all(layer.norm);
-            set_product(layer.queries_keys_values, normed, count, projected);
-            place<Stored>(model, layer, batch, number, ancestors.depths, projected, tokens);
-#pragma omp barrier
+            set_product(team, layer.queries_keys_values, normed, count, projected);
+            team.each(count, 1, [&](Share tokens, int) {
+                place<Stored>(model, layer, batch, number, ancestors.depths, projected, tokens);
+            });
             const Chosen& chosen = number + 1 < model.layers ? all : last;
-            Share groups(batch.rows * model.kv_heads * groups_of(model, chosen), thread, team);
-            attend_all<Stored>(model, batch, number, ancestors, chosen, projected, attended, scores, groups);
+            team.each(batch.rows * model.kv_heads * groups_of(model, chosen), 1, [&](Share groups, int worker) {
+                float* scores = all_scores + worker * room;
+                attend_all<Stored>(model, batch, number, ancestors, chosen, projected, attended, scores, groups);
+            });
             if (&chosen == &last) {
-                for (Share places(wanted, thread, team); places.first < places.last; places.first++) {
-                    int64_t from = places.first / batch.wanted * batch.tokens + batch.places[places.first];
-                    std::copy_n(all_hidden + from * width, width, last_hidden + places.first * width);
+                for (int64_t at = 0; at < wanted; at++) {
+                    int64_t from = at / batch.wanted * batch.tokens + batch.places[at];
+                    std::copy_n(all_hidden + from * width, width, last_hidden + at * width);
                 }
                 hidden = last_hidden;
                 rows = wanted;
             }
-#pragma omp barrier
             add_product(layer.output, attended);
             normalize_all(layer.norm_behind_attention);
-            for (Share panels(layer.gate.count(), thread, team); panels.first < panels.last; panels.first++) {
-                Outputs outputs(layer.gate, panels.first);
-                auto gates_of = [&](int64_t row) { return all_gates + row * model.inner + outputs.first; };
-                multiply(layer.gate, panels.first, normed, rows, [&](int64_t row, const float* sums) {
-                    std::copy_n(sums, outputs.count, gates_of(row));
-                });
-                multiply(layer.up, panels.first, normed, rows, [&](int64_t row, const float* sums) {
-                    alignas(64) float gates[PANEL] = {};
-                    alignas(64) Input open[PANEL];
-                    std::copy_n(gates_of(row), outputs.count, gates);
-                    for (int64_t i = 0; i < PANEL; i += LANES) {
-                        Vector gate = load(gates + i);
-                        store(open + i, gate / (1.0f + exponential(-gate)) * load(sums + i));
-                    }
-                    std::copy_n(open, outputs.count, inner + row * model.inner + outputs.first);
-                });
-            }
-#pragma omp barrier
+            team.each(layer.gate.count(), 1, [&](Share panels, int) {
+                for (; panels.first < panels.last; panels.first++) {
+                    Outputs outputs(layer.gate, panels.first);
+                    auto gates_of = [&](int64_t row) { return all_gates + row * model.inner + outputs.first; };
+                    multiply(layer.gate, panels.first, normed, rows, [&](int64_t row, const float* sums) {
+                        std::copy_n(sums, outputs.count, gates_of(row));
+                    });
+                    multiply(layer.up, panels.first, normed, rows, [&](int64_t row, const float* sums) {
+                        alignas(64) float gates[PANEL] = {};
+                        alignas(64) Input open[PANEL];
+                        std::copy_n(gates_of(row), outputs.count, gates);
+                        for (int64_t i = 0; i < PANEL; i += LANES) {
+                            Vector gate = load(gates + i);
+                            store(open + i, gate / (1.0f + exponential(-gate)) * load(sums + i));
+                        }
+                        std::copy_n(open, outputs.count, inner + row * model.inner + outputs.first);
+                    });
+                }
+            });
             add_product(layer.down, inner);
         }
         normalize_all(model.final_norm);
-        set_product(model.head, normed, rows, batch.logits);
-    }
+        set_product(team, model.head, normed, rows, batch.logits);
+    });
 }
 
 /// Whether all matrices are bfloat16 numbers.
@@ -294,13 +299,16 @@ int64_t multiply_all(
     const Matrix* matrix, const void* inputs, int64_t are_bfloat16, int64_t rows, float* outputs, int64_t threads
 ) {
     if (are_bfloat16 && !HAS_DOTS) return 1;
-#pragma omp parallel num_threads(threads)
-    if (are_bfloat16)
-        set_product(*matrix, (const BFloat16*)inputs, rows, outputs);
-    else
-        set_product(*matrix, (const float*)inputs, rows, outputs);
+    Team::run(threads, [&](Team& team) {
+        if (are_bfloat16)
+            set_product(team, *matrix, (const BFloat16*)inputs, rows, outputs);
+        else
+            set_product(team, *matrix, (const float*)inputs, rows, outputs);
+    });
     return 0;
 }
+
+int64_t stalls() { return Team::stalls(); }
 
 Scratch* new_scratch() { return new Scratch; }
 
