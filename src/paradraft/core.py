@@ -16,7 +16,8 @@ from torch import Tensor
 
 ABSENT = -1
 """Token id and node index that mean "nothing here". Never 0, which is a real token."""
-
+INVALID = -2
+"""Token id of a place where the logits are NaN or all -inf, so that no token can be chosen."""
 
 MOST_BIAS = 10_000.0
 """Largest bias or penalty: far beyond any logit, and far from what a float32 cannot hold."""

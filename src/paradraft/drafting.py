@@ -91,7 +91,7 @@ def _draft(candidates: Candidates, shapes: list[list[tuple[int, ...]]]) -> Draft
     device = candidates.tokens.device
     depth_BN, rank_BN, parents_BN = (torch.tensor(x, device=device).view(-1, N) for x in (depths, ranks, parents))
     rows_B1 = torch.arange(len(shapes), device=device)[:, None]
-    is_there = (depth_BN != ABSENT) & (candidates.log_probs[rows_B1, depth_BN, rank_BN] > -math.inf)
+    is_there = (depth_BN != ABSENT) & (candidates.log_probs[rows_B1, depth_BN, rank_BN] != -math.inf)
     tokens: Tensor = candidates.tokens[rows_B1, depth_BN, rank_BN].masked_fill(~is_there, ABSENT)
     return Draft(
         tokens=tokens,

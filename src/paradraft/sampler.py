@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from paradraft import ragged
-from paradraft.core import Prompt, Sampling, Verdict
+from paradraft.core import INVALID, Prompt, Sampling, Verdict
 from paradraft.noise import seed_of, uniform_numbers, with_noise
-from paradraft.sampling import filtered_logits, penalized_logits, probabilities
+from paradraft.sampling import best_token, filtered_logits, penalized_logits, probabilities
 
 # Purposes of random numbers under the rejection rule, where each must be independent of all others.
 _DRAFT, _ACCEPT, _NEXT = 1, 2, 3
@@ -30,7 +30,7 @@ class Candidates:
     """The tokens that a drafter thinks of for R positions in a row, the best first.
 
     Args:
-        tokens: `[B, R, C]` token ids, all different at one position.
+        tokens: `[B, R, C]` token ids, all different at one position; `INVALID` where the logits have NaN.
         log_probs: `[B, R, C]` logarithm of the estimated probability that the target takes each;
             -inf where there are fewer than C, of which none is the first.
         probs: `[B, R, C, V]` the distribution each token was drawn from, given that the better ones
@@ -93,7 +93,7 @@ class Sampler:
         self._take(tuple(self._samplings[row] for row in rows.tolist()))
 
     def draw(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
-        """The target's own token `[B, R]` at each position: argmax of log p plus that position's noise.
+        """The token `[B, R]` at each position: argmax of log p plus that position's noise; `INVALID` if p has NaN.
 
         Args:
             logits_BRV: `[B, R, V]` raw logits.
@@ -101,8 +101,8 @@ class Sampler:
             paths_BRD: `[B, R, D]` these tokens, `ABSENT` where there are none; None without any.
         """
         if self._is_plain:
-            return logits_BRV.argmax(-1)
-        return self.scores(logits_BRV, depths_BR, paths_BRD).argmax(-1)
+            return best_token(logits_BRV)
+        return best_token(self.scores(logits_BRV, depths_BR, paths_BRD))
 
     def scores(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
         """What the target's token is the largest of, `[B, R, V]`: log p, up to a constant, plus noise; see `draw`."""
@@ -123,9 +123,13 @@ class Sampler:
         return uniform_numbers(seed_of(self._seeds_B, _ACCEPT), keys)
 
     def draw_next(self, probs_BV: Tensor) -> Tensor:
-        """`[B]` the token that ends a round under the rejection rule, drawn from `[B, V]` probabilities."""
+        """`[B]` the token that ends a round under the rejection rule, drawn from `[B, V]` probabilities.
+
+        It is `INVALID` where these are NaN.
+        """
         scores = probs_BV[:, None].log()
-        return self._noised(scores, seed_of(self._seeds_B, _NEXT), self.lengths_B[:, None])[:, 0].argmax(-1)
+        noised_BV = self._noised(scores, seed_of(self._seeds_B, _NEXT), self.lengths_B[:, None])[:, 0]
+        return best_token(noised_BV)
 
     def candidates(self, logits_BRV: Tensor, depth: int, number: int, path_BD: Tensor | None = None) -> Candidates:
         """What a drafter proposes at positions `depth`, `depth + 1`, … behind the committed text.
@@ -156,18 +160,13 @@ class Sampler:
             noised = self._noised(log_q, self._seeds_B, self.lengths_B[:, None] + depths_BR)
             best = noised.topk(number, dim=-1)
             log_probs = best.values - noised.logsumexp(-1, keepdim=True)
-            return Candidates(tokens=best.indices, log_probs=log_probs, probs=None, confidence=confidence)
+            return _candidates(best.indices, log_probs, confidence=confidence)
         if not (self._is_chain or self._has_paths):
             best = log_q.topk(number, dim=-1)
-            return Candidates(tokens=best.indices, log_probs=best.values, probs=None, confidence=confidence)
+            return _candidates(best.indices, best.values, confidence=confidence)
         keys = self.lengths_B[:, None] * _MOST_DEPTH + depths_BR
         tokens = self._noised(log_q, seed_of(self._seeds_B, _DRAFT), keys).topk(number, dim=-1).indices
-        return Candidates(
-            tokens=tokens,
-            log_probs=log_q.gather(-1, tokens),
-            probs=self._drawn_from(log_q, tokens),
-            confidence=confidence,
-        )
+        return _candidates(tokens, log_q.gather(-1, tokens), self._drawn_from(log_q, tokens), confidence=confidence)
 
     def _one_by_one(self, logits_BRV: Tensor, depth: int, number: int, path_BD: Tensor | None) -> Candidates:
         path = logits_BRV.new_empty(len(logits_BRV), 0, dtype=torch.long) if path_BD is None else path_BD
@@ -217,6 +216,14 @@ class Sampler:
         ]
         order = torch.cat([rows for _, rows in self._groups]).argsort()
         return torch.cat(parts)[order]
+
+
+def _candidates(
+    tokens_BRC: Tensor, log_probs_BRC: Tensor, probs_BRCV: Tensor | None = None, *, confidence: Tensor | None
+) -> Candidates:
+    """Candidates whose tokens are `INVALID` where the draft model's logits are not numbers."""
+    tokens_BRC = tokens_BRC.masked_fill(log_probs_BRC.isnan(), INVALID)
+    return Candidates(tokens=tokens_BRC, log_probs=log_probs_BRC, probs=probs_BRCV, confidence=confidence)
 
 
 @lru_cache(maxsize=256)

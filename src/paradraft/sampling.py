@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from paradraft.core import ABSENT, Sampling
+from paradraft.core import ABSENT, INVALID, Sampling
 from paradraft.noise import gumbel_noise
 
 LIKELIEST = 1024
@@ -85,8 +85,15 @@ def filtered_logits(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
     Args:
         logits_BNV: `[B, N, V]` raw logits of any float type.
         sampling: temperature above 0.
+
+    Returns:
+        `[B, N, V]`; all NaN at a position whose largest logit is not a finite number.
     """
     logits = logits_BNV if logits_BNV.dtype == torch.float64 else logits_BNV.float()
+    is_valid_BN1 = logits.amax(-1, keepdim=True).isfinite()
+    if not bool(is_valid_BN1.all()):
+        valid = filtered_logits(logits.where(is_valid_BN1, 0.0), sampling)
+        return valid.where(is_valid_BN1, torch.nan)
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
@@ -126,10 +133,33 @@ def _outside_nucleus(logits_BNV: Tensor, p: float) -> Tensor:
 
 
 def probabilities(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution `[B, N, V]` that tokens are drawn from, in float64; one-hot when greedy."""
+    """The distribution `[B, N, V]` that tokens are drawn from, in float64; one-hot when greedy.
+
+    It is all NaN at a position whose largest logit is not a finite number.
+    """
     if sampling.is_greedy:
-        return torch.nn.functional.one_hot(logits_BNV.argmax(-1), logits_BNV.shape[-1]).double()
+        best_BN = best_token(logits_BNV)
+        one_hot = torch.nn.functional.one_hot(best_BN.clamp(min=0), logits_BNV.shape[-1]).double()
+        return one_hot.masked_fill((best_BN == INVALID)[..., None], torch.nan)
     return filtered_logits(logits_BNV, sampling).double().softmax(-1)
+
+
+def best_token(scores_BNV: Tensor) -> Tensor:
+    """The token `[B, N]` with the largest score at each position, of equal ones the first.
+
+    It is `INVALID` where the largest score is not a finite number; NaN counts as larger than all numbers. On a CPU NumPy
+    looks for it: nine positions of 6,144 tokens take it 10 microseconds and torch 140.
+
+    >>> best_token(torch.tensor([[[0.0, 2.0, 1.0], [0.0, 1.0, torch.nan], [-torch.inf] * 3]])).tolist()
+    [[1, -2, -2]]
+    """
+    if scores_BNV.device.type == "cpu" and scores_BNV.dtype in (torch.float32, torch.float64):
+        rows = scores_BNV.detach().numpy().reshape(-1, scores_BNV.shape[-1])
+        best = [row.argmax() for row in rows]
+        found = [token if math.isfinite(row[token]) else INVALID for token, row in zip(best, rows, strict=True)]
+        return torch.tensor(found, dtype=torch.long).view(scores_BNV.shape[:-1])
+    best_BN1 = scores_BNV.argmax(-1, keepdim=True)
+    return best_BN1.where(scores_BNV.gather(-1, best_BN1).isfinite(), INVALID)[..., 0]
 
 
 def draw(logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling) -> Tensor:
@@ -145,6 +175,6 @@ def draw(logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling) -> Tensor
     [[1]]
     """
     if sampling.is_greedy:
-        return logits_BNV.argmax(-1)
+        return best_token(logits_BNV)
     noise = gumbel_noise(sampling.seed, positions_BN, logits_BNV.shape[-1])
-    return (filtered_logits(logits_BNV, sampling) + noise).argmax(-1)
+    return best_token(filtered_logits(logits_BNV, sampling) + noise)

@@ -112,14 +112,23 @@ class SlotCache(Cache):
         self.storage = storage
         self.slots_BN = slots_BN
         self.used = used
+        self.is_finite_BN = torch.ones_like(slots_BN, dtype=torch.bool)
+        """`[B, N]` whether all keys and values of each new token are finite numbers."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, cache_kwargs: object = None
     ) -> tuple[Tensor, Tensor]:
-        """Writes `[B, H, N, D]` keys and values, returns `[B, H, S, D]` views of all in use."""
+        """Writes `[B, H, N, D]` keys and values, returns `[B, H, S, D]` views of all in use.
+
+        NaN and infinity are replaced by zeros and noted in `is_finite_BN`. Attention multiplies the values of masked
+        slots by 0, and 0 times NaN is NaN: one such token would reach texts that do not see it.
+        """
         views = []
         for stored_BCHD, new_BHND in zip(self.storage[layer_idx], (key_states, value_states), strict=True):
-            write(stored_BCHD, self.slots_BN, new_BHND.transpose(1, 2))
+            is_finite_BN = new_BHND.isfinite().all(3).all(1)
+            self.is_finite_BN = self.is_finite_BN & is_finite_BN
+            new_BNHD = new_BHND.transpose(1, 2)
+            write(stored_BCHD, self.slots_BN, new_BNHD.where(is_finite_BN[:, :, None, None], 0.0))
             views.append(stored_BCHD[:, : self.used].transpose(1, 2))
         return views[0], views[1]
 

@@ -22,7 +22,10 @@ def hidden_states(
     depth_BN: Tensor,
     visible_BNN: Tensor,
 ) -> Tensor:
-    """The last hidden states `[B, N, D]` of one pass: a function of tensors, but for the cache it writes."""
+    """The last hidden states `[B, N, D]` of one pass: a function of tensors, but for the cache it writes.
+
+    The states of a token that sees another without finite keys and values are NaN, and no other states are changed.
+    """
     B, N = tokens_BN.shape
     S = slots_S.shape[0]
     # A row that has ended is read on with the others; past the room, where nobody looks, it writes the last slot.
@@ -34,13 +37,16 @@ def hidden_states(
     sees_BNS = (offset_BS < 0)[:, None] | (inside_BS[:, None] & visible_BNN.gather(2, index_BNS))
     mask = torch.zeros(B, 1, N, S, dtype=model.dtype, device=tokens_BN.device)
     mask = mask.masked_fill(~sees_BNS[:, None], torch.finfo(model.dtype).min)
-    return model.model(
+    cache = kv_cache.SlotCache(storage, written_BN, S)
+    hidden_BND = model.model(
         input_ids=tokens_BN.clamp(min=0),
         attention_mask=mask,
         position_ids=lengths_B[:, None] + depth_BN,
-        past_key_values=kv_cache.SlotCache(storage, written_BN, S),
+        past_key_values=cache,
         use_cache=True,
     ).last_hidden_state
+    is_finite_BN = (cache.is_finite_BN[:, None] | ~visible_BNN).all(2)
+    return hidden_BND.where(is_finite_BN[:, :, None], torch.nan)
 
 
 def logits(model: PreTrainedModel, storage: kv_cache.Storage, rows_BR: Tensor, *inputs: Tensor) -> Tensor:

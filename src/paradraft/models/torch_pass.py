@@ -75,19 +75,35 @@ class TorchPass:
             parents_BN: `[B, N]` the token that each one follows, -1 for the last kept one.
             rows_BR: `[B, R]` indices of the tokens whose logits are wanted; with none a prompt is read, which is
                 not recorded.
+
+        Raises:
+            ValueError: while a prompt was read, states became NaN or infinite.
         """
         R = rows_BR.shape[1]
-        if not R and not self.is_traced:
-            inputs = self._inputs(lengths, tokens_BN, parents_BN, BUCKET)
-            hidden_BND = model_pass.hidden_states(self._model, storage, *inputs)
-            return hidden_BND.new_empty(len(rows_BR), 0, self._model.config.vocab_size)
-        replays = self.replays if R else None
+        if not R:
+            self._read(storage, lengths, tokens_BN, parents_BN)
+            return torch.empty(len(rows_BR), 0, self._model.config.vocab_size, device=tokens_BN.device)
+        replays = self.replays
         tokens_BN, parents_BN, rows_BR = self._filled(tokens_BN, parents_BN, rows_BR, replayed=replays is not None)
         run = partial(self._decode, self._model, storage)
         if replays is None:
             return run(_copy(rows_BR), *self._inputs(lengths, tokens_BN, parents_BN, BUCKET))[:, :R]
         given = _copy(rows_BR), *self._inputs(lengths, tokens_BN, parents_BN, REPLAYED_BUCKET)
         return replays(run, given, partial(self._others, *given))[:, :R]
+
+    def _read(self, storage: kv_cache.Storage, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor) -> None:
+        """Reads chains of tokens. The last token of a row sees all of them, so it tells whether one is not finite."""
+        last_B1 = ((tokens_BN != ABSENT).sum(1, keepdim=True) - 1).clamp(min=0)
+        if self.is_traced:
+            tokens_BN, parents_BN, last_B1 = self._filled(tokens_BN, parents_BN, last_B1, replayed=False)
+            inputs = self._inputs(lengths, tokens_BN, parents_BN, BUCKET)
+            is_nan_B = self._decode(self._model, storage, _copy(last_B1), *inputs)[:, 0].isnan().any(1)
+        else:
+            inputs = self._inputs(lengths, tokens_BN, parents_BN, BUCKET)
+            hidden_BND = model_pass.hidden_states(self._model, storage, *inputs)
+            is_nan_B = hidden_BND[torch.arange(len(last_B1)), last_B1[:, 0]].isnan().any(1)
+        if (is_nan_B & (tokens_BN[:, 0] != ABSENT)).any():
+            raise ValueError("the model's states are not numbers: its weights are damaged, or its dtype overflows")
 
     def _filled(
         self, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor, *, replayed: bool
