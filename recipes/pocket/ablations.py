@@ -112,7 +112,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if not (args.out / "original.jsonl").exists():
         write_original(args.family, args.out / "original.jsonl")
-    tokenizer = AutoTokenizer.from_pretrained(args.family / "target")
+    tokenizer = AutoTokenizer.from_pretrained(args.family / "target", trust_remote_code=False)
     records = [json.loads(line) for line in (args.family / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
     prompts = [tokenizer(record["prompt"])["input_ids"] for record in records[:PROMPTS]]
     done: dict[str, dict[str, Any]] = {}

@@ -100,7 +100,7 @@ def build_tokenizer(out: Path) -> PreTrainedTokenizerFast:
         random.Random(SEED).shuffle(prompts)
         (out / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts[:64]))
         train_tokenizer([d.text for d in train], max_length=MAX_LENGTH).save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def build_target(
@@ -179,7 +179,7 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     if args.second:
         # The shipped one: of another Python's library comes another, and no shipped drafter would fit.
-        shipped = AutoTokenizer.from_pretrained(POCKET / "target")
+        shipped = AutoTokenizer.from_pretrained(POCKET / "target", trust_remote_code=False)
         build_target(args.out / "second", SECOND, LIBRARY_RUN, shipped, args.device)
         return
     tokenizer = build_tokenizer(args.out)

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--bench", type=Path, nargs="*", default=[], help="files of `paradraft bench` with `ar`")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(POCKET / "target")
+    tokenizer = AutoTokenizer.from_pretrained(POCKET / "target", trust_remote_code=False)
     _, held_out = corpus.read_library()
     stream: torch.Tensor = tokenized(tokenizer, [document.text for document in held_out])
     losses = {}

@@ -37,6 +37,8 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Models whose cache, masks and output head are the ones `CausalLM` assumes."""
 CHANGES_LOGITS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "min_length": 0}
 """Settings of a model's `generation_config` that `transformers` obeys and we do not, with their neutral values."""
+ATTENTION = "sdpa"
+"""The attention of every model that is loaded, whatever its config asks for: that could be code from the hub."""
 _PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
 
 
@@ -86,7 +88,7 @@ def load_config(name: str) -> PretrainedConfig:
     """
     check_has_weights(name)
     with _loading(f"model {name!r}"):
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if config.model_type not in ARCHITECTURES:
         raise ValueError(
             f"{name!r} is a {config.model_type} model; supported architectures are {', '.join(ARCHITECTURES)}"
@@ -123,7 +125,12 @@ def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
     logging.getLogger("transformers.modeling_utils").addFilter(_is_no_table)
     with _loading(f"model {name!r}"):
         model, found = AutoModelForCausalLM.from_pretrained(
-            name, dtype=runtime.computed_in, ignore_mismatched_sizes=True, output_loading_info=True
+            name,
+            dtype=runtime.computed_in,
+            trust_remote_code=False,
+            attn_implementation=ATTENTION,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
     others = [f"{key} has the shape {tuple(is_)}, not {tuple(wanted)}" for key, is_, wanted in found["mismatched_keys"]]
     if wrong := sorted([*others, *(f"{key} is missing" for key in found["missing_keys"])]):
@@ -141,7 +148,7 @@ def load_skeleton(name: str) -> PreTrainedModel:
     """
     config = load_config(name)
     with _loading(f"model {name!r}"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation=ATTENTION)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -155,7 +162,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     check_has_weights(name)
     with _loading(f"the tokenizer of {name!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if tokenizer.get_vocab().keys() == {token.content for token in tokenizer.added_tokens_decoder.values()}:
         # What `transformers` makes of a Qwen folder without the tokenizer's files.
         raise ValueError(f"cannot load the tokenizer of {name!r}: it has no tokens but special ones")

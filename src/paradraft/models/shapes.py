@@ -155,7 +155,7 @@ def random_model(name: str, *, dtype: torch.dtype, device: str, positions: int |
     config = shape_of(name).config(positions=positions)
     with torch.random.fork_rng(devices=gpus), place:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return model.eval()
 
 

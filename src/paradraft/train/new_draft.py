@@ -65,8 +65,6 @@ def make(
     _check_free(out)
     folder = locate(target, "target")
     config, tokenizer = load_config(folder), load_tokenizer(folder)
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ValueError(f"{target!r} has sliding-window layers, which are not supported: use a full-attention model")
     dtype = dtype or {kind: name for name, kind in DTYPES.items()}.get(config.dtype, "float32")
     target_parameters = _parameters(config)
     layers: tuple[int, ...] = ()
@@ -81,7 +79,9 @@ def make(
             origin.check_smaller(config, target_parameters)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(origin.seed)
-                model = AutoModelForCausalLM.from_config(origin.config(config), dtype=torch.float32)
+                model = AutoModelForCausalLM.from_config(
+                    origin.config(config), dtype=torch.float32, trust_remote_code=False
+                )
         case Sibling():
             model = _fitted(origin.name, target, config.vocab_size, tokenizer, dtype)
     if not layers:
@@ -160,4 +160,5 @@ def _mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, a
 
 def _parameters(config: PretrainedConfig) -> int:
     with torch.device("meta"):
-        return int(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).num_parameters())
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+    return int(model.num_parameters())
