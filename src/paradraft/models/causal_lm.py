@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from paradraft.core import ABSENT, Prompt, parents_of_chains
 from paradraft.models import kv_cache, replay
+from paradraft.models.architecture import check_architecture
 from paradraft.models.native.build import CannotBuildError
 from paradraft.models.native.forward import NativePass, can_serve
 from paradraft.models.passes import Pass
@@ -59,10 +60,7 @@ class CausalLM:
         cuda_graphs: bool = True,
     ) -> None:
         config = model.config
-        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            raise ValueError(
-                f"{config.model_type} with sliding-window layers is not supported; use a full-attention model"
-            )
+        check_architecture(config, config.name_or_path or config.model_type)
         most = config.max_position_embeddings
         if capacity is not None and not 1 <= capacity <= most:
             raise ValueError(f"capacity={capacity}: this model has room for 1 to {most} tokens")

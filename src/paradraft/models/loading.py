@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, StrictDataclassError
 
 # Imported there and not exported; taking it from the client beneath would name another dependency.
 from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]
@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from paradraft.models.architecture import check_architecture
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.quantization import quantize
 from paradraft.models.runtime import QUANTIZED, Runtime
@@ -33,8 +34,6 @@ from paradraft.models.target import Target
 from paradraft.out_of_memory import is_out_of_memory
 
 POCKET = "pocket"
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Models whose cache, masks and output head are the ones `CausalLM` assumes."""
 CHANGES_LOGITS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "min_length": 0}
 """Settings of a model's `generation_config` that `transformers` obeys and we do not, with their neutral values."""
 ATTENTION = "sdpa"
@@ -88,11 +87,13 @@ def load_config(name: str) -> PretrainedConfig:
     """
     check_has_weights(name)
     with _loading(f"model {name!r}"):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    if config.model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"{name!r} is a {config.model_type} model; supported architectures are {', '.join(ARCHITECTURES)}"
-        )
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except KeyError as error:
+            if "rope_parameters" not in str(error):
+                raise
+            raise ValueError(error.args[0]) from None  # a setting is missing, and nothing is damaged
+    check_architecture(config, name)
     return config
 
 
@@ -160,7 +161,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     # Tokenizing a text longer than the model's limit is not an error here: the limit is checked, with a
     # better message, where the text is used.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
-    check_has_weights(name)
+    load_config(name)  # the tokenizer's class depends on it, so what is wrong with it would be said of the tokenizer
     with _loading(f"the tokenizer of {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if tokenizer.get_vocab().keys() == {token.content for token in tokenizer.added_tokens_decoder.values()}:
@@ -241,6 +242,8 @@ def _causal_lm(model: PreTrainedModel, vocab_size: int, runtime: Runtime, capaci
 def _loading(what: str) -> Iterator[None]:
     try:
         yield
+    except StrictDataclassError as error:
+        raise ValueError(f"cannot load {what}: its config.json is wrong: {error.__cause__ or error}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load {what}: {_first_sentence(error)}") from None
     except Exception as error:  # at a damaged file `transformers` fails wherever it first meets something unexpected

@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from paradraft.models import kv_cache
+from paradraft.models.architecture import STATIC_ROPES
 from paradraft.models.native.build import library
 from paradraft.models.native.matrix import Matrix, PackedMatrix, is_known, packed_dtype
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PLAIN = re.compile(r"Linear|Embedding|(Llama|Qwen2|Qwen3)(RMSNorm|RotaryEmbedding)|SiLU|SiLUActivation")
 """Kinds of modules without parts in these; an adapter has others."""
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose angles depend on the position alone."""
 PROFILED_AS = "paradraft::pass"
 PROBE = 8
 """Tokens with which a pass is compared with the model's own."""

@@ -1,0 +1,127 @@
+"""Which models can be decoded here, judged by their config alone, before any weights are loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Models whose cache, masks and output head are the ones `CausalLM` assumes."""
+STATIC_ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose angles depend on a token's position alone.
+
+Those of "dynamic" and "longrope" depend on the length of the text that a pass reads as well. Keys that are in the cache
+already would have to be rotated again, so the text would depend on how it was cut into passes: on the drafter, the
+batch and the chunks of the prompt."""
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+"""Settings of every supported architecture that are whole numbers above 0."""
+
+
+def check_architecture(config: PretrainedConfig, name: str) -> None:
+    """Checks that a model can be decoded here.
+
+    Args:
+        config: the model's.
+        name: of the model, for the message.
+
+    Raises:
+        ValueError: its architecture, its layers or its rotary embedding are not supported, or a setting makes no sense.
+    """
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"{name!r} is a {config.model_type} model; supported architectures are {', '.join(ARCHITECTURES)}"
+        )
+    _check_layers(config, name)
+    _check_sizes(config, name)
+    _check_rope(config, name)
+
+
+def _check_layers(config: PretrainedConfig, name: str) -> None:
+    layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if "sliding_attention" in layer_types:
+        raise ValueError(f"{name!r} has sliding-window layers, which are not supported: use a full-attention model")
+    if layer_types:
+        raise ValueError(
+            f"{name!r} has layers of the type {min(layer_types)!r}, which are not supported: use a full-attention model"
+        )
+    if getattr(config, "is_heterogeneous", False):
+        raise ValueError(f"{name!r} has layers of different sizes (per_layer_config), which are not supported")
+
+
+def _check_sizes(config: PretrainedConfig, name: str) -> None:
+    for setting in SIZES:
+        value = getattr(config, setting)
+        if type(value) is not int or value < 1:
+            raise ValueError(
+                f"{name!r}: {setting} is {value!r} in its config.json, where a number of at least 1 belongs"
+            )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"{name!r}: num_attention_heads is {heads} in its config.json, "
+            f"which cannot be shared evenly by num_key_value_heads={kv_heads}"
+        )
+    head_size = _head_size(config)
+    if type(head_size) is not int or head_size < 2 or head_size % 2:
+        raise ValueError(
+            f"{name!r}: heads of {head_size!r} numbers cannot be rotated: head_dim must be even and above 0"
+        )
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"{name!r}: transformers knows no activation hidden_act={config.hidden_act!r}")
+    if not 0 <= config.rms_norm_eps < math.inf:
+        raise ValueError(
+            f"{name!r}: rms_norm_eps is {config.rms_norm_eps!r}, where a small number of at least 0 belongs"
+        )
+
+
+def _check_rope(config: PretrainedConfig, name: str) -> None:
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError(
+            f"{name!r} has rope settings for each type of layer, which is not supported: use a model whose layers have "
+            "the same"
+        )
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in STATIC_ROPES:
+        raise ValueError(
+            f"{name!r} has a rotary embedding of the type {kind!r}, which is not supported: use a model whose "
+            f"rope_type is one of {', '.join(STATIC_ROPES)}"
+        )
+    theta = rope.get("rope_theta", 1.0)
+    if type(theta) not in (int, float) or not 0 < theta < math.inf:
+        raise ValueError(f"{name!r}: rope_theta is {theta!r} in its config.json, where a number above 0 belongs")
+    if kind != "default":
+        _check_angles(config, kind, name)
+
+
+def _check_angles(config: PretrainedConfig, kind: str, name: str) -> None:
+    """Raises ValueError where `transformers` cannot compute the angles, or makes others than a head needs."""
+    try:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        is_right = bool(frequencies.isfinite().all()) and math.isfinite(scale)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{name!r}: its {kind!r} rope settings cannot be computed ({problem})") from None
+    if not is_right or 2 * len(frequencies) != _head_size(config):
+        raise ValueError(
+            f"{name!r}: its {kind!r} rope settings do not give finite angles for heads of {_head_size(config)} numbers"
+        )
+
+
+def _head_size(config: PretrainedConfig) -> Any:
+    found = getattr(config, "head_dim", None)
+    return config.hidden_size // config.num_attention_heads if found is None else found
