@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import copy
+import io
 import json
 import shutil
+import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
+from paradraft import load
 from paradraft.models import loading
 from paradraft.models.runtime import Runtime
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
@@ -42,12 +50,13 @@ def test_damaged_weights(family: Path, paradraft: Paradraft, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("file", "content", "named"),
     [
-        ("config.json", "[]", "seems damaged (TypeError"),
+        ("config.json", "[]", "Should have a `model_type` key in its config.json"),
         ("config.json", "3", "seems damaged (TypeError"),
         pytest.param("config.json", "[" * 100_000, "seems damaged (RecursionError", id="nested"),
         ("tokenizer.json", "{}", "seems damaged (KeyError: 'added_tokens')"),
         ("tokenizer.json", "null", "seems damaged (AttributeError"),
         ("generation_config.json", "[]", "seems damaged (TypeError"),
+        ("generation_config.json", '{"eos_token_id": 7', "not a valid JSON file"),
     ],
 )
 def test_damaged_files(family: Path, paradraft: Paradraft, tmp_path: Path, file: str, content: str, named: str) -> None:
@@ -124,3 +133,136 @@ def test_pard_folder_with_a_mask_token_that_is_none(
     (folder / "config.json").write_text(json.dumps(settings))
     asked = ["--target", family / "target", "--drafter", "pard", "--draft", folder, "--prompt", "x", *EXACT]
     assert_mistake(paradraft("generate", *asked), folder, f"is {value!r}, not a token id")
+
+
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("config.json", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
+        ("config.json", {"auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}),
+        ("tokenizer_config.json", {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}),
+    ],
+    ids=["config", "model", "tokenizer"],
+)
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_the_code_of_a_folder_is_not_run(
+    family: Path, paradraft: Paradraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str,
+    settings: dict[str, Any], role: str,
+) -> None:  # fmt: skip
+    """Guards `echo y | paradraft …`: the answer to a question of transformers ran a model's code, which was refused
+    only then."""
+    folder = shutil.copytree(family / "target", tmp_path / "model")
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | settings))
+    proof = tmp_path / "proof"
+    (folder / "mine.py").write_text(f"open({str(proof)!r}, 'w').close()\nclass Config: pass\nModel = Mine = Config\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    models = ["--target", folder] if role == "target" else ["--target", family / "target", "--draft", folder]
+    drafter = [] if role == "target" else ["--drafter", "autoregressive"]
+    outcome = paradraft("generate", *models, *drafter, "--prompt", "x", "--max-new-tokens", 2, *EXACT)
+    assert not proof.exists()
+    assert sys.stdin.read() == "y\n" * 9, "nothing is asked"
+    if "model_type" in settings:
+        assert_mistake(outcome, folder, "custom code")
+    else:  # an architecture that transformers has itself needs none of the folder's code
+        assert outcome.code == 0
+
+
+def test_no_load_trusts_the_code_of_a_folder() -> None:
+    """Guards loads that are written later: the default asks on the terminal."""
+    root = Path(__file__).parents[2]
+    files = [file for folder in ("src", "recipes", "examples") for file in (root / folder).rglob("*.py")]
+    calls = [
+        call
+        for file in files
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("from_pretrained", "from_config")
+        and not (isinstance(call.func.value, ast.Name) and call.func.value.id == "GenerationConfig")  # it has no code
+    ]
+    assert len(calls) > 8
+    for call in calls:
+        trust = [word.value for word in call.keywords if word.arg == "trust_remote_code"]
+        assert [ast.unparse(value) for value in trust] == ["False"], ast.unparse(call)
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "rotary embedding of the type 'dynamic', which is not supported"),
+        ({"rope_type": "mrope"}, "rotary embedding of the type 'mrope', which is not supported"),
+        ({"rope_type": "linear"}, "Missing required keys"),
+    ],
+)
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_rope_that_is_not_supported(
+    family: Path, paradraft: Paradraft, tmp_path: Path, rope: dict[str, object], named: str, role: str
+) -> None:
+    """Guards texts that depended on the drafter, and a sound model that was called damaged."""
+    folder = shutil.copytree(family / "draft", tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | {"rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(settings))
+    models = ["--target", folder] if role == "target" else ["--target", family / "target", "--draft", folder]
+    drafter = [] if role == "target" else ["--drafter", "autoregressive"]
+    assert_mistake(paradraft("generate", *models, *drafter, "--prompt", "x", *EXACT), folder, named)
+
+
+WRONG_VALUES = (None, 0, -1, 1.5, "x", [], {})
+
+
+def wrong_configs(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A config with each of its values replaced in turn, those inside the rope settings too."""
+    for key in config:
+        for value in WRONG_VALUES:
+            yield f"{key}={value!r}", config | {key: value}
+    for key in config["rope_parameters"]:
+        for value in WRONG_VALUES:
+            rope = config["rope_parameters"] | {key: value}
+            yield f"rope_parameters.{key}={value!r}", config | {"rope_parameters": rope}
+
+
+@pytest.fixture
+def config(family: Path) -> dict[str, Any]:
+    """The config of the tiny target, with the settings that Llama's and Qwen's have besides."""
+    found = json.loads((family / "target" / "config.json").read_text())
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+            "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5,
+            "truncate": True}  # fmt: skip
+    more = {"auto_map": {}, "per_layer_config": None, "quantization_config": None, "mlp_bias": False,
+            "pretraining_tp": 1, "num_labels": 2, "torch_dtype": "float32", "attn_implementation": None}  # fmt: skip
+    return more | found | {"rope_parameters": rope}
+
+
+def test_a_config_with_any_wrong_value(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Guards against tracebacks: each value of a config is replaced by others, and what is not served is a line."""
+    refused: list[str] = []
+    for name, wrong in wrong_configs(config):
+        (tmp_path / "config.json").write_text(json.dumps(wrong))
+        try:
+            loading.load_config(str(tmp_path))
+        except ValueError as error:
+            refused.append(f"{name}: {error}")
+    assert len(refused) > 100
+    assert [line for line in refused if str(tmp_path) not in line or "\n" in line] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [None, False])
+def test_a_model_with_any_wrong_value(
+    family: Path, tmp_path: Path, config: dict[str, Any], compiled: bool | None
+) -> None:
+    """Guards as the test above: what is loaded also answers, and what is not says so in a line."""
+    folder = shutil.copytree(family / "target", tmp_path / "model")
+    served, refused = 0, []
+    for name, wrong in wrong_configs(config):
+        (folder / "config.json").write_text(json.dumps(copy.deepcopy(wrong)))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                load(str(folder), runtime=Runtime(compiled=compiled)).generate("abc", max_new_tokens=3)
+        except ValueError as error:
+            refused.append(f"{name}: {error}")
+        else:
+            served += 1
+    assert served > 50 and len(refused) > 100
+    assert [line for line in refused if "\n" in line] == []
