@@ -27,6 +27,7 @@ from transformers import (
 
 from paradraft.models.architecture import check_architecture
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.generation import complaint, end_ids, suppressed_ids
 from paradraft.models.quantization import quantize
 from paradraft.models.runtime import QUANTIZED, Runtime
 from paradraft.models.shapes import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
@@ -34,8 +35,6 @@ from paradraft.models.target import Target
 from paradraft.out_of_memory import is_out_of_memory
 
 POCKET = "pocket"
-CHANGES_LOGITS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "min_length": 0}
-"""Settings of a model's `generation_config` that `transformers` obeys and we do not, with their neutral values."""
 ATTENTION = "sdpa"
 """The attention of every model that is loaded, whatever its config asks for: that could be code from the hub."""
 _PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
@@ -101,14 +100,19 @@ def load_generation_config(name: str) -> GenerationConfig:
     """Loads how a model's texts are generated, and which tokens end them; its config says so where it has no such file.
 
     Raises:
-        ValueError: as `load_config`.
+        ValueError: as `load_config`, or it names tokens that are none.
     """
     config = load_config(name)
     with _loading(f"model {name!r}"):
         try:
-            return GenerationConfig.from_pretrained(name)
+            found = GenerationConfig.from_pretrained(name)
         except OSError:
-            return GenerationConfig.from_model_config(config)
+            if (Path(name) / "generation_config.json").exists():
+                raise  # it is there and cannot be read
+            found = GenerationConfig.from_model_config(config)
+    for ids in (end_ids, suppressed_ids):
+        ids(found, name)  # raises ValueError
+    return found
 
 
 def room(config: PretrainedConfig, capacity: int | None) -> int:
@@ -122,7 +126,7 @@ def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
     Raises:
         ValueError: there is no such model, it is no supported causal LM, or its weights do not fit its config.
     """
-    load_config(name)
+    load_generation_config(name)  # `from_pretrained` takes one that cannot be read for one that is not there
     logging.getLogger("transformers.modeling_utils").addFilter(_is_no_table)
     with _loading(f"model {name!r}"):
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -179,12 +183,25 @@ def load_target(name: str, runtime: Runtime) -> Target:
     folder = locate(name, "target")
     tokenizer = id_tokenizer(folder) if is_shape(folder) else load_tokenizer(folder)
     model = _model(folder, runtime)
-    for setting, neutral in CHANGES_LOGITS.items():
-        value = getattr(model.generation_config, setting, None)
-        if value not in (None, neutral):
-            warnings.warn(f"{name}: generation_config asks for {setting}={value}, which is ignored", stacklevel=2)
     vocab_size = min(max(tokenizer.get_vocab().values()) + 1, model.config.vocab_size)
-    return Target(_causal_lm(model, vocab_size, runtime, runtime.capacity), tokenizer)
+    target = Target(_causal_lm(model, vocab_size, runtime, runtime.capacity), tokenizer)
+    _obey(model, target, name)
+    return target
+
+
+def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
+    """Does what a model's generation config asks for, and warns of what is ignored."""
+    config = model.generation_config
+    for token in suppressed_ids(config):
+        target.lm.forbid(token)
+    if (ignored := complaint(config)) is not None:
+        warnings.warn(f"{name}: {ignored}", stacklevel=3)
+    if not end_ids(config) and model.config.eos_token_id not in (None, []):
+        warnings.warn(
+            f"{name}: its generation_config.json names no eos_token_id, so its texts end at their limit only, as with "
+            f"generate; its config.json names {model.config.eos_token_id}",
+            stacklevel=3,
+        )
 
 
 def load_draft_lm(folder: str, target: Target, runtime: Runtime) -> CausalLM:

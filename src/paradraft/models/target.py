@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.core import Draft, Prompt, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.generation import end_ids
 from paradraft.ragged import to_lists
 from paradraft.tree import with_root
 
@@ -42,11 +43,8 @@ class Target:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The tokens that end a text: those of the generation config, or of the model's config if it has none."""
-        found = self.lm.model.generation_config.eos_token_id
-        if found is None:
-            found = self.lm.model.config.eos_token_id
-        return frozenset([found] if isinstance(found, int) else found or [])
+        """The tokens that end a text, as `generate` of `transformers` finds them."""
+        return end_ids(self.lm.model.generation_config)
 
     def prefill(self, prompt: Prompt) -> None:
         """Reads the prompts, all but their last tokens.
