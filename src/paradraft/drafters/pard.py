@@ -10,10 +10,11 @@ Shape letters: B rows of a batch, M pending tokens, K drafted tokens, V vocabula
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from paradraft import ragged
 from paradraft.core import Draft, Prompt, TargetOut, Tree, Verdict
@@ -112,12 +113,13 @@ def build(config: Config, target: Target, runtime: Runtime) -> PardDrafter:
         UserWarning: the mask token is a text, which the target can then no longer say.
 
     Raises:
-        ValueError: it does not exist, its vocabulary does not fit the target's, or its
-            `config.json` names no mask token.
+        ValueError: it does not exist, its vocabulary does not fit the target's, its `config.json` names no mask
+            token, or one that ends the target's texts.
     """
     lm = load_draft_lm(locate(config.draft, "pard"), target, runtime)
     mask_id = mask_token_id(lm.model.config, config.draft)
     masks = getattr(lm.model.config, "pard_masks", 1)
+    check_ends_nothing(range(mask_id, mask_id + masks), target.eos_ids, target.tokenizer, config.draft)
     for token in range(mask_id, mask_id + masks):
         if (text := text_of(token, target.tokenizer)) is not None:
             warnings.warn(
@@ -128,6 +130,24 @@ def build(config: Config, target: Target, runtime: Runtime) -> PardDrafter:
         target.lm.forbid(token)
         lm.forbid(token)
     return PardDrafter(lm, mask_id, masks)
+
+
+def check_ends_nothing(
+    masks: range, ends: Collection[int | None], tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
+    """Raises ValueError if a mask token ends texts: a mask is never chosen, so answers would not end.
+
+    Args:
+        masks: the mask tokens.
+        ends: the tokens that end a text.
+        tokenizer: knows how the tokens are called.
+        name: of the model that has the mask tokens.
+    """
+    if found := [token for token in masks if token in ends]:
+        raise ValueError(
+            f"{name}: its mask token {found[0]} ({tokenizer.convert_ids_to_tokens(found[0])}) ends a text "
+            "(eos_token_id), so answers would never end: train a drafter with another mask_token_id"
+        )
 
 
 def mask_token_id(model_config: PretrainedConfig, name: str) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.drafters.pard import declare_masks, declared_mask_id
+from paradraft.drafters.pard import check_ends_nothing, declare_masks, declared_mask_id
 from paradraft.models.texts import text_of
 from paradraft.train.attention import attention_mask
 from paradraft.train.batch import Batch
@@ -140,8 +140,8 @@ def add_mask_token(
             many as `pard_masks`, which only paradraft reads.
 
     Raises:
-        ValueError: `mask_id` is outside the embedding or a text, or so many masks find no room behind the tokenizer's
-            last id.
+        ValueError: `mask_id` is outside the embedding, a text or the end of texts, or so many masks find no room behind
+            the tokenizer's last id.
 
     Returns:
         The mask token's id.
@@ -162,6 +162,8 @@ def add_mask_token(
         raise ValueError(
             f"distinct_masks: {masks} ids from {chosen} on are not all free in the embedding: lower k or share one mask"
         )
+    ends = {tokenizer.eos_token_id, *end_ids(model)}
+    check_ends_nothing(range(chosen, chosen + masks), ends, tokenizer, model.name_or_path or "the model")
     if chosen != known:
         set_to_mean(model, slice(chosen, chosen + masks), used)
     declare_masks(model.config, chosen, masks)

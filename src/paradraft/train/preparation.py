@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from paradraft.drafters.pard import check_ends_nothing
 from paradraft.models.loading import load_config, load_generation_config, load_tokenizer, locate
 from paradraft.models.runtime import Runtime, computes_bf16
 from paradraft.terminal import speaks
@@ -99,6 +100,10 @@ class Preparation:
         prompts = [prompt_of(sample, most=recipe.prompt_tokens) for sample in self.held_out[: recipe.prompts]]
         dtype = "bfloat16" if computes_bf16(device) else "float32"
         base = locate(recipe.model, "draft")
+        if self.mask_id is not None:
+            masks = range(self.mask_id, self.mask_id + recipe.masks)
+            ends = named_ends(load_generation_config(locate(target, "target")))
+            check_ends_nothing(masks, ends, self.tokenizer, f"a drafter for {target!r}")
         configs = [load_config(name) for name in (locate(target, "target"), base)]
         check_rows(configs[0].vocab_size, int(max(map(max, prompts))), f"target {target!r}")
         room = (config.max_position_embeddings for config in configs)

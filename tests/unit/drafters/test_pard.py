@@ -75,3 +75,27 @@ def test_draft_is_one_fresh_pass_over_the_text_and_masks(k: int) -> None:
         rows = torch.tensor([row + [ABSENT] * (4 - len(row)) for row in new])
         drafter.commit(Verdict(path=path, accepted=accepted, tokens=rows), None)
         texts = [text + row for text, row in zip(texts, new, strict=True)]
+
+
+def test_a_mask_that_ends_texts_is_refused(family: Path, tmp_path: Path) -> None:
+    """Guards against answers that never end: the mask is forbidden, so that an end with the same id is never chosen.
+    Qwen's `<|endoftext|>` invites it."""
+    for name, mask in (("first", {"mask_token_id": 0}), ("amd", {"pard_token": 0, "mask_token_id": None})):
+        folder = shutil.copytree(family / "pard", tmp_path / name)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | mask))
+        with pytest.raises(ValueError, match=r"its mask token 0 \(<\|eos\|>\) ends a text \(eos_token_id\)"):
+            load(str(family / "target"), drafter="pard", draft=str(folder))
+
+
+def test_no_mask_of_several_ends_texts(family: Path, tmp_path: Path) -> None:
+    """Guards all masks of a draft, and all ends of a target."""
+    target, folder = (shutil.copytree(family / name, tmp_path / name) for name in ("target", "pard"))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, MASK + 1]}))
+    settings = {"mask_token_id": MASK, "pard_token": MASK}
+    config = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(config | {"pard_masks": 2}))
+    with pytest.raises(ValueError, match=f"its mask token {MASK + 1}"):
+        load(str(target), drafter="pard", draft=str(folder))
+    (folder / "config.json").write_text(json.dumps(config))
+    load(str(target), drafter="pard", draft=str(folder))

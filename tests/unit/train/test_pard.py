@@ -141,10 +141,12 @@ def test_untied_output_row_is_initialised_too() -> None:
 @pytest.mark.parametrize("name", ["pard_token", "mask_token_id"])
 def test_a_known_mask_token_is_kept_with_its_embedding(name: str, known: int) -> None:
     """Guards training that goes on from a PARD model, AMD's too: its mask is trained already; id 0 is an id."""
-    model = tiny_model(6)
+    model, tokenizer = tiny_model(6), tiny_tokenizer()
+    tokenizer.eos_token = "9"  # the tiny models' end is id 0
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     setattr(model.config, name, known)
     before = model.get_input_embeddings().weight.detach().clone()
-    assert add_mask_token(model, tiny_tokenizer()) == known
+    assert add_mask_token(model, tokenizer) == known
     assert torch.equal(model.get_input_embeddings().weight, before)
     assert model.config.mask_token_id == model.config.pard_token == known
 
@@ -191,3 +193,18 @@ def test_the_recipe_that_measures_cod_runs_on_a_tiny_shape() -> None:
     without, cod = (cod_cost.measure(setting, args) for setting in cod_cost.SETTINGS)
     assert without["rows"] == sum(40 - depth for depth in range(8))
     assert len(cod["step_s"]) == 1 and 2 < without["rows"] / cod["rows"] < 2.5
+
+
+def test_a_mask_that_ends_texts_is_refused() -> None:
+    """Guards against a drafter with which no answer ends: a mask is forbidden, and so is an end with the same id."""
+    model = tiny_model(6)
+    with pytest.raises(ValueError, match=r"mask token 0 \(<\|eos\|>\) ends a text"):
+        add_mask_token(model, tiny_tokenizer(), 0)
+    model.generation_config.eos_token_id = [0, VOCAB + 2]
+    for settings in ({"mask_id": VOCAB + 2}, {"mask_id": VOCAB + 1, "masks": 3}):
+        with pytest.raises(ValueError, match=f"mask token {VOCAB + 2}"):
+            add_mask_token(model, tiny_tokenizer(), **settings)
+    assert not hasattr(model.config, "pard_token")
+    model.config.pard_token = VOCAB + 2
+    with pytest.raises(ValueError, match=f"mask token {VOCAB + 2}"):
+        add_mask_token(model, tiny_tokenizer())

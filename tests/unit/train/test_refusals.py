@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from paradraft.train import memory, preparation, trackers
 from paradraft.train.progress import Progress
 from paradraft.train.trainer import train_pard
-from tests.conftest import tiny_model, tiny_tokenizer
+from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.unit.train.test_trainer import StoppedError, recipe_for, stop_after
 
 
@@ -54,9 +56,27 @@ def test_two_runs_in_one_folder_are_refused(family: Path, tmp_path: Path) -> Non
 
 
 def test_a_mask_token_that_occurs_in_the_data_is_refused(family: Path, tmp_path: Path) -> None:
-    """Guards against a token that means both an end and "predict here"."""
-    with pytest.raises(ValueError, match="mask token 0 occurs in the data"):
+    """Guards against a token that means both a separator and "predict here"."""
+    folder = shutil.copytree(family / "draft", tmp_path / "draft")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|sep|>"]})
+    tokenizer.save_pretrained(folder)
+    recipe = recipe_for(family, tmp_path, model=str(folder), mask_token_id=VOCAB)
+    (tmp_path / "data.txt").write_text("hello<|sep|>world")
+    with pytest.raises(ValueError, match=f"mask token {VOCAB} occurs in the data"):
+        train_pard(recipe, lambda progress: None)
+
+
+def test_a_mask_token_that_ends_texts_is_refused(family: Path, tmp_path: Path) -> None:
+    """Guards against hours of training a drafter with which answers never end: of the model, and of the target it is
+    measured with."""
+    with pytest.raises(ValueError, match=r"mask token 0 \(<\|eos\|>\) ends a text"):
         train_pard(recipe_for(family, tmp_path, mask_token_id=0), lambda progress: None)
+    target = shutil.copytree(family / "target", tmp_path / "target")
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, VOCAB + 2]}))
+    recipe = recipe_for(family, tmp_path, mask_token_id=VOCAB + 2, target=str(target), held_out=1)
+    with pytest.raises(ValueError, match=f"a drafter for '.*target': its mask token {VOCAB + 2}"):
+        train_pard(recipe, lambda progress: None)
 
 
 def test_a_variable_that_the_template_does_not_have_is_refused(family: Path, tmp_path: Path) -> None:
