@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from paradraft.drafters.pard import CONFIG_KEYS
-from paradraft.models.kv_cache import head_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,19 +120,8 @@ class Fresh:
             )
 
     def config(self, target: PretrainedConfig) -> PretrainedConfig:
-        """The target's config with these sizes: its vocabulary, positions and special ids stay.
-
-        Raises:
-            ValueError: the target's rotary positions are set for each dimension of its own heads.
-        """
+        """The target's config with these sizes: its vocabulary, positions and special ids stay."""
         settings = target.to_dict()
-        rope = settings.get("rope_parameters") or {}
-        per_dimension = [key for key, value in rope.items() if isinstance(value, list)]
-        if per_dimension and self.hidden_size // self.heads != head_size(target):
-            raise ValueError(
-                f"the target's rotary positions have a {per_dimension[0]} for each dimension of a head: "
-                f"choose hidden_size and heads so that a head has {head_size(target)}"
-            )
         for key in (*CONFIG_KEYS, "layer_types", "quantization_config", "max_window_layers"):
             settings.pop(key, None)
         settings |= {
