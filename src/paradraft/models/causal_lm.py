@@ -155,6 +155,11 @@ class CausalLM:
         self.passes[Pass(rows=B, tokens=N, logits=R, context=self._longest)] += 1
         return self._compute(self._storage, self.lengths, tokens_BN, parents_BN, rows_BR)
 
+    @property
+    def is_native(self) -> bool:
+        """Whether passes are in C++, with threads of their own."""
+        return isinstance(self._compute, NativePass)
+
     def stored_bytes(self, weight: Tensor) -> int:
         """What a pass reads of one of the model's weights."""
         return self._compute.stored_bytes(weight)

@@ -26,6 +26,7 @@ from paradraft.models import kv_cache
 from paradraft.models.architecture import STATIC_ROPES
 from paradraft.models.native.build import library
 from paradraft.models.native.matrix import Matrix, PackedMatrix, is_known, packed_dtype
+from paradraft.models.native.threads import granted_threads
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PLAIN = re.compile(r"Linear|Embedding|(Llama|Qwen2|Qwen3)(RMSNorm|RotaryEmbedding)|SiLU|SiLUActivation")
@@ -91,6 +92,7 @@ class NativePass:
     Args:
         model: one that `can_serve` names.
         slots: of the cache.
+        threads: most threads of a pass; by default `granted_threads()` at the time of loading.
 
     Raises:
         CannotBuildError: there is no library for this machine.
@@ -99,8 +101,9 @@ class NativePass:
 
     is_traced = is_replayed = False
 
-    def __init__(self, model: PreTrainedModel, slots: int) -> None:
+    def __init__(self, model: PreTrainedModel, slots: int, *, threads: int | None = None) -> None:
         self._library = library()
+        self.threads = granted_threads() if threads is None else threads
         self._kept: list[Tensor] = []
         self._matrices: list[PackedMatrix] = []
         config: PretrainedConfig = model.config
@@ -203,7 +206,7 @@ class NativePass:
         is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # torch does not export it
         with torch.profiler.record_function(PROFILED_AS) if is_watched else nullcontext():
             is_wrong = self._library.forward(
-                ctypes.byref(self._model), ctypes.byref(batch), self._scratch, torch.get_num_threads()
+                ctypes.byref(self._model), ctypes.byref(batch), self._scratch, self.threads
             )
         assert not is_wrong, "a token, a parent or a wanted place is outside of its range"
         return logits

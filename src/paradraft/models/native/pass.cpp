@@ -6,6 +6,8 @@
 // many tokens are read with it, nor on the number of threads: it is the same to the last bit in every pass.
 //
 // Shape letters as in causal_lm.py: B rows of a batch, N tokens of each, R rows whose logits are wanted.
+#include <omp.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -308,6 +310,14 @@ int64_t multiply_all(
     return 0;
 }
 
+/// How many threads OpenMP gives to operations of the calling thread; returns how many it gave before.
+int set_openmp_threads(int threads) {
+    int before = omp_get_max_threads();
+    omp_set_num_threads(threads);
+    return before;
+}
+
+/// How often passes of this process had to wait for a thread that did not run.
 int64_t stalls() { return Team::stalls(); }
 
 Scratch* new_scratch() { return new Scratch; }

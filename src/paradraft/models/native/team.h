@@ -35,7 +35,6 @@ constexpr int64_t WORTH = 3;                         // with helpers a pass must
 constexpr int64_t MOST_CREDIT_NS = 30'000'000;       // time with helpers that makes up for later waits
 constexpr int64_t ALONE_PER_STALL = 25;              // else passes run on the caller alone, for so many times the wait
 constexpr int64_t LONGEST_ALONE_NS = 1'000'000'000;
-constexpr int64_t AFFINITY_NS = 100'000'000;         // how often the system is asked which CPUs may be used
 
 static inline int64_t clock_ns(clockid_t clock) {
     timespec now;
@@ -97,7 +96,7 @@ class Team {
         Pool& pool = Pool::get();
         int64_t passes = pool.passes.fetch_add(1) + 1;
         bool is_alone = begun < pool.alone_until.load(std::memory_order_relaxed);
-        int64_t size = is_alone ? 1 : std::min(threads, pool.granted(begun)) / passes;
+        int64_t size = is_alone ? 1 : threads / passes;
         Team& team = pool.take();
         team.open(std::clamp<int64_t>(size, 1, MOST_WORKERS));
         int64_t worked = team.size > 1 ? clock_ns(CLOCK_THREAD_CPUTIME_ID) : 0;
@@ -132,7 +131,6 @@ class Team {
         std::atomic<int64_t> passes{0}; // that run now
         std::atomic<int64_t> alone_until{0};
         std::atomic<int64_t> credit_ns{0}, stalls{0};
-        std::atomic<int64_t> cpus{1}, asked_ns{-AFFINITY_NS};
         std::mutex mutex;
         std::vector<Team*> free;
 
@@ -152,16 +150,6 @@ class Team {
             stalls.fetch_add(lost > 0, std::memory_order_relaxed);
             if (credit < 0) alone_until = now + std::min(lost * ALONE_PER_STALL, LONGEST_ALONE_NS);
             credit_ns.store(std::max<int64_t>(credit, 0), std::memory_order_relaxed);
-        }
-
-        int64_t granted(int64_t now) {
-            if (now - asked_ns.load(std::memory_order_relaxed) > AFFINITY_NS) {
-                asked_ns.store(now, std::memory_order_relaxed);
-                cpu_set_t set;
-                bool is_known = sched_getaffinity(0, sizeof(set), &set) == 0;
-                cpus.store(is_known ? CPU_COUNT(&set) : MOST_WORKERS, std::memory_order_relaxed);
-            }
-            return cpus.load(std::memory_order_relaxed);
         }
 
         /// The team that was given back last: its helpers are the likeliest to be awake.
