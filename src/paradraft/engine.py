@@ -11,8 +11,9 @@ from paradraft.core import GREEDY, RULES, Drafter, Prompt, Sampling, Step, Tree
 from paradraft.decode.lengths import POLICIES, Fixed, LengthPolicy
 from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock, Stats
-from paradraft.decode.stops import HALF_CHARACTER, Stops, find_stop, settled
+from paradraft.decode.stops import AnswerText, Stops, StopStrings, stop_strings
 from paradraft.models.target import Target
+from paradraft.models.texts import Detokenizer
 from paradraft.request import Request, requests_of
 
 
@@ -21,8 +22,9 @@ class Result:
     """The answer to one prompt.
 
     Args:
-        text: the decoded new tokens, special tokens left out, up to the stop string if one ended it, and
-            without half a character if the limit cut one.
+        text: the text of the new tokens, as it follows the prompt's: the space between the two is part of it. It has
+            no special tokens, it ends before the stop string if one ended it, and if the limit cut a character, what
+            there is of it is left out.
         tokens: the new token ids; the last one is the end token if the text ended by itself.
         finish_reason: "eos", "stop" (a stop string) or "length".
         stats: counts of this answer; the times are those of the batch it was in.
@@ -101,6 +103,7 @@ class Engine:
         self.deepest = k if tree is None else min(k, tree.depth or tree.nodes)
         """Most tokens of a path of a draft."""
         self.lengths: LengthPolicy = POLICIES[lengths](self.deepest)
+        self._detokenizer = Detokenizer(target.tokenizer)
         self.clock = Clock()
         """Times and counts of the last batch."""
 
@@ -138,51 +141,58 @@ class Engine:
 
         Args:
             prompts: a text or texts, which begin with one BOS where the tokenizer wants one, and end without an
-                end-of-text; or rows of token ids, which are taken as they are.
+                end-of-text; or lists of token ids (whole numbers, numpy's too), which are taken as they are.
             max_new_tokens: most tokens of an answer, for all prompts or for each.
             sampling: greedy by default; for all prompts or for each.
-            stop: strings that end an answer; its text ends before the first of them.
+            stop: strings that end an answer; its text ends before the first of them. One that names a special token,
+                such as "<|im_end|>", is found where the model writes that token, which the text does not show.
             batch_size: most prompts that are answered together.
 
         Raises:
-            ValueError: a prompt is empty or has an unknown token id, it and its answer do not fit into the
-                model, or a batch does not fit into memory. Prompts are named by number, and no work was done.
+            ValueError: a setting has the wrong type, a prompt is empty or has an unknown token id, it and its answer do
+                not fit into the model, or a batch does not fit into memory. Prompts are named by number, and no work
+                was done.
         """
         rows = [prompts] if isinstance(prompts, str) else prompts
         requests = requests_of(self.target, rows, max_new_tokens, sampling)
+        strings = self._strings(stop)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: use at least 1")
         results: list[Result] = []
         for start in range(0, len(requests), batch_size):
-            results += self._answers(requests[start : start + batch_size], _strings(stop))
+            results += self._answers(requests[start : start + batch_size], strings)
         return results[0] if isinstance(prompts, str) else results
 
     def stream(
-        self, prompt: str, *, max_new_tokens: int = 128, sampling: Sampling = GREEDY, stop: str | Sequence[str] = ()
+        self,
+        prompt: str | list[int],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stop: str | Sequence[str] = (),
     ) -> Iterator[Chunk]:
-        """Answers one prompt, piece by piece: never half a character, and nothing that is taken back.
+        """Answers one prompt, piece by piece: the texts of all pieces, joined, are the `text` that `generate` returns.
+
+        A piece of text that a later token may still change comes with that token: half a character, or the beginning of
+        a stop string.
 
         Raises:
             ValueError: as `generate`.
         """
         requests = requests_of(self.target, [prompt], max_new_tokens, sampling)
-        strings = _strings(stop)
-        return self._chunks(self._steps(requests, self._stops(requests, strings)), strings)
+        strings = self._strings(stop)
+        text = self._text(requests[0], strings)
+        return self._chunks(self._steps(requests, self._stops(requests, strings)), text)
 
-    def _chunks(self, steps: Iterator[Step], strings: tuple[str, ...]) -> Iterator[Chunk]:
-        tokens: list[int] = []
-        shown = 0
+    def _chunks(self, steps: Iterator[Step], text: AnswerText) -> Iterator[Chunk]:
         for step in steps:
             new, accepted = step.tokens[0], step.accepted[0]
-            drafted = settled(self._text(tokens + new[:accepted]), strings)
-            tokens += new
-            text = self._text(tokens)
-            text = _final(text, strings) if step.finished[0] else settled(text, strings)
-            middle = min(max(shown, len(drafted)), len(text))
-            yield Chunk(drafted_text=text[shown:middle], own_text=text[middle:], tokens=new, accepted=accepted)
-            shown = max(shown, len(text))
+            drafted, own = (list(map(text.add, part)) for part in (new[:accepted], new[accepted:]))
+            if step.finished[0]:
+                (own or drafted).append(text.end())
+            yield Chunk(drafted_text="".join(drafted), own_text="".join(own), tokens=new, accepted=accepted)
 
-    def _answers(self, requests: list[Request], strings: tuple[str, ...]) -> list[Result]:
+    def _answers(self, requests: list[Request], strings: StopStrings) -> list[Result]:
         stops = self._stops(requests, strings)
         answers: list[list[int]] = [[] for _ in requests]
         rounds: list[list[int]] = [[] for _ in requests]
@@ -191,16 +201,22 @@ class Engine:
                 answers[row] += tokens
                 rounds[row] += [drafted] * bool(tokens)
         results = []
-        for row, tokens in enumerate(answers):
-            text = _final(self._text(tokens), strings)
+        for row, (request, tokens) in enumerate(zip(requests, answers, strict=True)):
+            growing = self._text(request, strings)
+            text = "".join(map(growing.add, tokens)) + growing.end()
             stats = self.clock.stats_of(row)
             reason, accepted = stops.reasons[row], tuple(rounds[row])
             results.append(Result(text=text, tokens=tokens, finish_reason=reason, stats=stats, accepted=accepted))
         return results
 
-    def _stops(self, requests: list[Request], strings: tuple[str, ...]) -> Stops:
+    def _text(self, request: Request, strings: StopStrings) -> AnswerText:
+        """The text of a request's answer, with no token yet."""
+        return AnswerText(self._detokenizer.after(request.tokens), strings)
+
+    def _stops(self, requests: list[Request], strings: StopStrings) -> Stops:
         limits = [request.max_new_tokens for request in requests]
-        return Stops(limits=limits, eos_ids=self.target.eos_ids, strings=strings, text_of=self._text)
+        texts = [self._text(request, strings) for request in requests] if strings.patterns else None
+        return Stops(limits=limits, eos_ids=self.target.eos_ids, texts=texts)
 
     def _steps(self, requests: list[Request], stops: Stops) -> Iterator[Step]:
         self.clock = Clock.on(self.target.lm.device)
@@ -244,16 +260,8 @@ class Engine:
         stop: str | Sequence[str] = (),
     ) -> None:
         """Raises the ValueError that `generate` would, without answering."""
-        self._stops(requests_of(self.target, prompts, max_new_tokens, sampling), _strings(stop))
+        requests_of(self.target, prompts, max_new_tokens, sampling)
+        self._strings(stop)
 
-    def _text(self, tokens: list[int]) -> str:
-        return str(self.target.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-def _final(text: str, strings: tuple[str, ...]) -> str:
-    """The text of an answer: up to the stop string, and without half a character at its end."""
-    return text[: find_stop(text, strings)].rstrip(HALF_CHARACTER)
-
-
-def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    def _strings(self, stop: str | Sequence[str]) -> StopStrings:
+        return stop_strings(stop, self._detokenizer.special)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paradraft.decode.stops import HALF_CHARACTER
+from paradraft.models.texts import REPLACEMENT
 
 Piece = tuple[str, int]
 """A token's text, and its position in the draft, counted from 1; 0 for the target's own."""
@@ -38,7 +38,7 @@ def pieces(tokens: Sequence[int], accepted: Sequence[int], text_of: Callable[[li
     for number, origin in enumerate(origins(accepted, len(tokens)), start=1):
         text = text_of(list(tokens[:number]))
         if number < len(tokens):
-            text = text.rstrip(HALF_CHARACTER)
+            text = text.rstrip(REPLACEMENT)
         found.append((text[shown:], origin))
         shown = max(shown, len(text))
     return found

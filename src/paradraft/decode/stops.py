@@ -5,17 +5,19 @@ The end may lie inside an accepted run. What comes after it is cut: neither emit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paradraft.core import ABSENT, Draft, Step, Tree, Verdict
+from paradraft.models.texts import REPLACEMENT, GrowingText
 from paradraft.tree import depths
 from paradraft.upload import upload
 
-HALF_CHARACTER = "\ufffd"
-"""What tokenizers write for bytes that are no whole character yet."""
+_FIRST_MARK = 0xD800
+"""The first of 2048 characters that no text contains (half a pair in UTF-16)."""
 
 
 class Stops:
@@ -24,34 +26,24 @@ class Stops:
     Args:
         limits: for each row the most tokens it may get.
         eos_ids: tokens that end a row; the end token itself is emitted.
-        strings: texts that end a row; the token that completes one is emitted, the text ends before it.
-        text_of: the text of a list of new tokens; needed for `strings`.
+        texts: for each row its text, which a stop string ends; the token that completes one is emitted, the text
+            ends before it. None without stop strings.
 
     Raises:
-        ValueError: a limit is below 1, or a stop string is empty.
+        ValueError: a limit is below 1.
     """
 
     def __init__(
-        self,
-        *,
-        limits: list[int],
-        eos_ids: frozenset[int],
-        strings: tuple[str, ...] = (),
-        text_of: Callable[[list[int]], str] | None = None,
+        self, *, limits: list[int], eos_ids: frozenset[int], texts: Sequence[AnswerText] | None = None
     ) -> None:
         if min(limits) < 1:
             raise ValueError(f"max_new_tokens={min(limits)}: ask for at least 1")
-        if "" in strings:
-            raise ValueError("a stop string is empty: give at least one character")
-        if any(HALF_CHARACTER in string for string in strings):
-            raise ValueError("a stop string contains U+FFFD, which stands for half a character: leave it out")
-        assert text_of is not None or not strings
+        assert texts is None or len(texts) == len(limits)
         self.eos_ids = eos_ids
-        self.strings = strings
+        self.limits = tuple(limits)
         self.reasons = ["length"] * len(limits)
         """For each row "eos", "stop" or "length"; right once the row has ended."""
-        self._text_of = text_of
-        self._tokens: list[list[int]] = [[] for _ in limits]
+        self._texts = texts
         self._left = list(limits)
         self._rows = list(range(len(limits)))
 
@@ -106,22 +98,12 @@ class Stops:
         end = next((place + 1 for place, token in enumerate(new) if token in self.eos_ids), None)
         if end is not None:
             new, self.reasons[row] = new[:end], "eos"
-        if self.strings and new:
-            stop = self._first_stop(self._tokens[row], new)
+        if self._texts is not None:
+            stop = _first_stop(self._texts[row], new)
             if stop is not None:
                 new, self.reasons[row], end = new[:stop], "stop", stop
-            self._tokens[row] += new
         self._left[row] = 0 if end is not None else self._left[row] - len(new)
         return new
-
-    def _first_stop(self, before: list[int], new: list[int]) -> int | None:
-        """How many of the new tokens it takes to complete a stop string."""
-        assert self._text_of is not None
-        # One token after the other, as in plain decoding: a later token may change the text of earlier ones.
-        for number in range(1, len(new) + 1):
-            if find_stop(self._text_of(before + new[:number]), self.strings) is not None:
-                return number
-        return None
 
     def leave(self, *, at_least: int = 1) -> Tensor | None:
         """Lets rows that have ended go, once they are a quarter of the batch: moving the others costs time too.
@@ -150,6 +132,111 @@ def are_enough(ended: int, batch: int) -> bool:
     return ended > 0 and ended * 4 >= batch
 
 
+def _first_stop(text: AnswerText, new: list[int]) -> int | None:
+    """How many of the new tokens it takes to complete a stop string."""
+    for number, token in enumerate(new, start=1):
+        text.add(token)
+        if text.has_stop:
+            return number
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopStrings:
+    """The texts that end an answer, as they are searched for.
+
+    A special token has no text in an answer. Where a stop string names one, the token is written into the text that is
+    searched as one character that no text contains, and so it is in the stop string.
+
+    Args:
+        patterns: what to search for.
+        marks: for each special token that a stop string names the character that stands for it.
+    """
+
+    patterns: tuple[str, ...] = ()
+    marks: Mapping[int, str]
+
+    def shown(self, text: str) -> str:
+        """A part of the text that is searched as a reader sees it: without special tokens."""
+        return text.translate({ord(mark): None for mark in self.marks.values()}) if self.marks else text
+
+
+def stop_strings(stop: str | Sequence[str], special: Mapping[str, int]) -> StopStrings:
+    """Reads the stop strings of a request.
+
+    Args:
+        stop: one string, or several.
+        special: the tokenizer's special tokens by their texts.
+
+    Raises:
+        ValueError: it is something else, or a stop string is empty or holds half a character.
+
+    >>> found = stop_strings(["END", "\\n<|im_end|>"], {"<|im_end|>": 7, "<|im_start|>": 6})
+    >>> found.patterns, found.marks
+    (('END', '\\n<|im_end|>', '\\n\\ud800'), {7: '\\ud800'})
+    """
+    if not isinstance(stop, (str, list, tuple)):
+        raise ValueError(f"stop={stop!r}: use a string, or a list of strings; leave it out for none")
+    strings = [stop] if isinstance(stop, str) else list(stop)
+    for string in strings:
+        if not isinstance(string, str):
+            raise ValueError(f"stop: {string!r} is no string: use a string, or a list of strings")
+        if not string:
+            raise ValueError("a stop string is empty: give at least one character")
+        if REPLACEMENT in string or any(0xD800 <= ord(character) <= 0xDFFF for character in string):
+            raise ValueError(
+                f"the stop string {string!a} contains half a character (U+FFFD stands for one): leave it out"
+            )
+    # Longer names first, because one may contain another.
+    named = sorted((text for text in special if any(text in string for string in strings)), key=len, reverse=True)
+    marks = {text: chr(_FIRST_MARK + number) for number, text in enumerate(named)}
+    marked = list(strings)
+    for text, mark in marks.items():
+        marked = [string.replace(text, mark) for string in marked]
+    # The model may also spell the name of a special token in other tokens.
+    patterns = tuple(dict.fromkeys([*strings, *marked]))
+    return StopStrings(patterns=patterns, marks={special[text]: mark for text, mark in marks.items()})
+
+
+class AnswerText:
+    """The text of an answer as it grows, up to the first stop string.
+
+    It depends on the sequence of tokens alone, so a stream and a result, with any drafter, have the same text. A stop
+    string ends the answer as soon as the text, if it ended there, would contain it.
+
+    Args:
+        text: of the tokens, with none yet.
+        stop: what ends it.
+    """
+
+    def __init__(self, text: GrowingText, stop: StopStrings) -> None:
+        self.has_stop = False
+        """Whether a stop string is complete; nothing may be added then."""
+        self._text = text
+        self._stop = stop
+        self._held = ""
+
+    def add(self, token: int) -> str:
+        """Takes in one more token; the text that is new, and that no later token takes back."""
+        assert not self.has_stop
+        mark = self._stop.marks.get(token)
+        self._held += self._text.add(token) if mark is None else self._text.end() + mark
+        if self._stop.patterns:
+            whole = self._held + self._text.rest
+            place = find_stop(whole, self._stop.patterns)
+            self.has_stop = place is not None
+            if self.has_stop:
+                self._held = ""
+                return self._stop.shown(whole[:place])
+        new = settled(self._held, self._stop.patterns)
+        self._held = self._held[len(new) :]
+        return self._stop.shown(new)
+
+    def end(self) -> str:
+        """The text that is still missing when the answer has ended; half a character is left out."""
+        return "" if self.has_stop else self._stop.shown(self._held + self._text.rest)
+
+
 def find_stop(text: str, strings: tuple[str, ...]) -> int | None:
     """Where the first stop string begins in a text.
 
@@ -160,14 +247,11 @@ def find_stop(text: str, strings: tuple[str, ...]) -> int | None:
 
 
 def settled(text: str, strings: tuple[str, ...]) -> str:
-    """The part of a growing text that no later token can take back.
+    """A text without what may be the beginning of a stop string.
 
-    Held back are half characters at its end, and what may be the beginning of a stop string.
-
-    >>> settled("x = 1\\n", ("\\n\\ndef",)), settled("caf\\ufffd", ()), settled("a.b", ("c",))
-    ('x = 1', 'caf', 'a.b')
+    >>> settled("x = 1\\n", ("\\n\\ndef",)), settled("a.b", ("c",))
+    ('x = 1', 'a.b')
     """
-    text = text.rstrip(HALF_CHARACTER)
     longest = max(map(len, strings), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         if any(string.startswith(text[-size:]) for string in strings if len(string) > size):

@@ -1,27 +1,55 @@
-"""Token ids of texts, with one BOS in front where the tokenizer wants one, and no end behind.
+"""From texts to token ids and back: prompts, what follows them, and the text of an answer as it grows.
 
-A tokenizer may put a BOS before every text and an end-of-text behind it. Behind a prompt, or between a
-prompt and its response, an end would say that nothing follows. And a text that a chat template wrote
-begins with a BOS of its own.
+A tokenizer may put a BOS before every text, an end-of-text after it, and a space before its first word. After a prompt,
+or between a prompt and its response, none of these belongs there: an end says that nothing follows. And a text that a
+chat template wrote begins with a BOS of its own.
 """
 
 from __future__ import annotations
 
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+REPLACEMENT = "\ufffd"
+"""What tokenizers write for bytes that are no character."""
+_MARKS_A_SPACE = ("▁", "Ġ")
+"""What tokenizers write for a space at the beginning of a token."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token that stands for one byte, in tokenizers that write in bytes what they have no token for."""
+_MOST_BYTES = 4
+"""Of a character."""
 
 
 def opening(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a text that others follow: a prompt, or the beginning of a document."""
-    # Of an empty text nothing tells what stands before it from what stands behind.
+    # Of an empty text nothing tells what stands before it from what stands after.
     around = tokenizer(text or "a", return_special_tokens_mask=True)
     is_around = around["special_tokens_mask"]
     before = around["input_ids"][: is_around.index(0)] if 0 in is_around else []
-    tokens = continuation(text, tokenizer)
+    tokens = _token_ids(text, tokenizer)
     return tokens if tokens[: len(before)] == before else before + tokens
 
 
 def continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a text that stands behind others: nothing is put around it."""
+    """Token ids of a text that follows others: nothing is put around it, no space before it either."""
+    tokens = _token_ids(text, tokenizer)
+    word = tokenizer.convert_ids_to_tokens(_token_ids("a", tokenizer)[:1])
+    if not text or not (word and word[0].startswith(_MARKS_A_SPACE)):
+        return tokens
+    # Such a tokenizer puts a space before the first word of every text. So the text is read after a line break, which
+    # takes the space, and the line break is cut off again.
+    line, both = (_token_ids(some, tokenizer) for some in ("\n", "\n" + text))
+    is_split = both[: len(line)] == line and tokenizer.unk_token_id not in line
+    return both[len(line) :] if is_split else tokens
+
+
+def _token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -31,3 +59,202 @@ def text_of(token: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
     if tokenizer.convert_ids_to_tokens(token) is None or (added is not None and added.special):
         return None
     return str(tokenizer.decode([token]))
+
+
+class GrowingText(Protocol):
+    """The text of tokens that come one by one. Special tokens have no text."""
+
+    def add(self, token: int) -> str:
+        """Takes in one more token; the text that is new, and that no later token changes."""
+
+    @property
+    def rest(self) -> str:
+        """The text of the tokens that a later one may still change, if none follows: half a character is left out."""
+
+    def end(self) -> str:
+        """Takes `rest` for good: what follows does not change it."""
+
+
+class Detokenizer:
+    """Writes tokens as text.
+
+    The text of an answer is what the tokenizer decodes of prompt and answer together, without the text of the prompt.
+    So prompt and answer can be joined; decoded alone, the answer may lack the space before its first word. Special
+    tokens are left out, half a character at the end is left out (bytes that begin a character which no token has
+    finished), and spaces are not cleaned up. Every token is decoded once or twice, however long the answer is.
+
+    Args:
+        tokenizer: whose tokens these are.
+
+    Attributes:
+        special: the special tokens by their texts.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self.special = {str(added[token].content): token for token in added if added[token].special}
+        self._special_ids = frozenset(self.special.values())
+        self._bytes: dict[int, bytes] = {}
+        self._is_byte_level = _is_byte_level(tokenizer)
+        self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+
+    def after(self, prompt: Sequence[int]) -> GrowingText:
+        """The text of an answer to a prompt, with no token yet."""
+        if self._is_byte_level:
+            return _Bytes(self._bytes_of, prompt)
+        return _Pieces(self._decode, self._bytes_of, self._is_silent, prompt)
+
+    def _is_silent(self, token: int) -> bool:
+        """Whether a token is left out: a special one, or none of the tokenizer's."""
+        return token in self._special_ids or self._tokenizer.convert_ids_to_tokens(token) is None
+
+    def _bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for; none if its text is not made of bytes."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._find_bytes(token)
+        return found
+
+    def _find_bytes(self, token: int) -> bytes:
+        if self._is_silent(token):
+            return b""
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
+        if not self._is_byte_level:
+            byte = _BYTE.fullmatch(piece)
+            # A tokenizer may have such a token and write it as it is.
+            return bytes([int(byte[1], 16)]) if byte and self._decode([token]) != piece else b""
+        try:
+            return bytes(self._byte_of[character] for character in piece)
+        except KeyError:
+            return piece.encode()  # an added token is no bytes but a text
+
+    def _decode(self, tokens: list[int]) -> str:
+        decode = self._tokenizer.decode
+        return str(decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether texts are the bytes of their tokens, one after the other, and nothing else is done to them."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
+        return False
+    state = json.loads(decoder.__getstate__())
+    kinds = [one["type"] for one in state.get("decoders", [state])]
+    return "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}
+
+
+def _new_bytes() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
+class _Bytes:
+    """Text that is bytes: it waits for the bytes of a character that has begun."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes], prompt: Sequence[int]) -> None:
+        self._bytes_of = bytes_of
+        self._decoder = _new_bytes()
+        # See `_Pieces`.
+        self._decoder.decode(_last_bytes(map(bytes_of, reversed(prompt))))
+
+    def add(self, token: int) -> str:
+        return self._decoder.decode(self._bytes_of(token))
+
+    @property
+    def rest(self) -> str:
+        return ""
+
+    def end(self) -> str:
+        self._decoder.reset()
+        return ""
+
+
+def _last_bytes(parts: Iterable[bytes]) -> bytes:
+    """The bytes of the last tokens, given from the last one back: enough to know how a character has begun."""
+    found = b""
+    for part in parts:
+        found = part + found
+        if len(found) >= _MOST_BYTES:
+            break
+    return found
+
+
+class _Pieces:
+    """Text of any other tokenizer: decoded after the last token that has a text, which stands for all before it.
+
+    A run of byte tokens waits for its end, because decoders write a whole run as replacement characters if a later byte
+    makes it invalid.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        bytes_of: Callable[[int], bytes],
+        is_silent: Callable[[int], bool],
+        prompt: Sequence[int],
+    ) -> None:
+        self._decode = decode
+        self._bytes_of = bytes_of
+        self._is_silent = is_silent
+        self._waiting: list[int] = []
+        before = [token for token in prompt if not is_silent(token)]
+        whole = len(before) - self._half(before)
+        self._settle(before[:whole])
+        # Token ids may end within a character, which the answer then finishes.
+        self._waiting = before[whole:]
+
+    def add(self, token: int) -> str:
+        if self._is_silent(token):
+            return ""
+        self._waiting.append(token)
+        if self._bytes_of(token) or (text := self.rest).endswith(REPLACEMENT):
+            return ""
+        self._settle(self._before + self._waiting)
+        return text
+
+    @property
+    def rest(self) -> str:
+        whole = self._waiting[: len(self._waiting) - self._half(self._waiting)]
+        return self._decode(self._before + whole)[self._shown :] if whole else ""
+
+    def end(self) -> str:
+        text = self.rest
+        self._settle(self._before + self._waiting)
+        return text
+
+    def _settle(self, tokens: list[int]) -> None:
+        """Nothing that follows changes the text of these tokens."""
+        self._waiting = []
+        # Without the bytes at the end, which would be one run with those that follow.
+        run = len(list(self._run(tokens)))
+        for self._before in _suffixes(tokens[: len(tokens) - run]):
+            if text := self._decode(self._before):
+                break
+        else:
+            self._before, text = tokens, self._decode(tokens)
+        self._shown = len(text)
+
+    def _run(self, tokens: list[int]) -> Iterator[bytes]:
+        """The byte tokens at the end, from the last one back."""
+        for token in reversed(tokens):
+            if not (byte := self._bytes_of(token)):
+                return
+            yield byte
+
+    def _half(self, tokens: list[int]) -> int:
+        """How many tokens at the end are the bytes of a character that is not finished."""
+        decoder = _new_bytes()
+        decoder.decode(_last_bytes(self._run(tokens)))
+        return len(decoder.getstate()[0])
+
+
+def _suffixes(tokens: list[int]) -> Iterator[list[int]]:
+    """Ends of a list, each twice as long as the one before; the last is the list.
+
+    >>> list(_suffixes([1, 2, 3, 4, 5]))
+    [[5], [4, 5], [2, 3, 4, 5], [1, 2, 3, 4, 5]]
+    """
+    size = 1
+    while size < 2 * len(tokens):
+        yield tokens[-size:]
+        size *= 2

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paradraft.core import ABSENT, Draft, Step, Tree, Verdict
-from paradraft.decode.stops import Stops, find_stop, settled
+from paradraft.decode.stops import AnswerText, Stops, find_stop, stop_strings
+from paradraft.models.texts import Detokenizer
+from tests.small_tokenizers import END, byte_fallback, byte_level
 
 
 def committed(*rows: list[int], nodes: int = 4) -> tuple[Draft, Verdict]:
@@ -96,11 +98,27 @@ def test_at_least_one_token_is_asked_for(limit: int) -> None:
 
 
 PIECES = ["a", "b", "ab", "ba", "aab", "\n", "", "\ufffd", ""]
-"""The text of each token; some have none, or half a character."""
+"""The text of each token; some have none, or a character that stands for what is none."""
+
+
+class Spelled:
+    """The text of tokens each of which has its own."""
+
+    rest = ""
+
+    def add(self, token: int) -> str:
+        return PIECES[token]
+
+    def end(self) -> str:
+        return ""
 
 
 def text_of(tokens: list[int]) -> str:
     return "".join(PIECES[token] for token in tokens)
+
+
+def answer_text(strings: list[str]) -> AnswerText:
+    return AnswerText(Spelled(), stop_strings(strings, {}))
 
 
 def ends(tokens: list[int], strings: tuple[str, ...], eos: int, limit: int) -> tuple[list[int], str]:
@@ -128,7 +146,7 @@ def test_any_cut_into_rounds_ends_where_single_tokens_do(
     """Guards stop strings across tokens and rounds, and the order of stop, end token and limit inside a run."""
     tokens = [token for row in rounds for token in row]
     expected, reason = ends(tokens + [eos] * limit, tuple(strings), eos, limit)
-    stops = Stops(limits=[limit], eos_ids=frozenset([eos]), strings=tuple(strings), text_of=text_of)
+    stops = Stops(limits=[limit], eos_ids=frozenset([eos]), texts=[answer_text(strings)])
     found: list[int] = []
     for row in [*rounds, *[[eos]] * limit]:
         if stops.all_finished:
@@ -149,15 +167,92 @@ def test_what_is_settled_is_never_taken_back(tokens: list[int], strings: list[st
     tokens = tokens if number is None else tokens[: number + 1]
     final = text_of(tokens)
     final = final[: find_stop(final, tuple(strings))]
-    for shown in range(len(tokens)):
-        assert final.startswith(settled(text_of(tokens[:shown]), tuple(strings)))
+    text, shown = answer_text(strings), ""
+    for token in tokens:
+        shown += text.add(token)
+        assert final.startswith(shown)
+    assert shown + text.end() == final
+    assert text.has_stop == (number is not None)
 
 
-def test_a_stop_string_has_whole_characters() -> None:
-    """Guards losslessness: half a character is there after one token and gone after the next, so where a text ends
-    would depend on how many tokens a round has."""
-    with pytest.raises(ValueError, match=r"U\+FFFD"):
-        Stops(limits=[1], eos_ids=frozenset(), strings=("a\ufffd",), text_of=text_of)
+@pytest.mark.parametrize("string", ["a\ufffd", "\ud800"])
+def test_a_stop_string_has_whole_characters(string: str) -> None:
+    """Guards against stop strings that are never found: half a character is no text."""
+    with pytest.raises(ValueError, match=r"half a character \(U\+FFFD"):
+        stop_strings(["x", string], {})
+
+
+@pytest.mark.parametrize("stop", [None, 7, b"x", {"x": 1}, {"x"}, ["x", 7], [b"x"], [None], (part for part in "x")])
+def test_a_stop_string_is_a_string(stop: object) -> None:
+    """Guards against bytes that are read as numbers, and errors from deep inside, half way through the answers."""
+    with pytest.raises(ValueError, match=r"^stop.*: use a string, or a list of strings"):
+        stop_strings(stop, {})
+
+
+KINDS = {"byte-level": byte_level(), "byte-fallback": byte_fallback()}
+DETOKENIZERS = {kind: Detokenizer(tokenizer) for kind, tokenizer in KINDS.items()}
+
+
+def answered(kind: str, tokens: list[int], stop: list[str]) -> tuple[str, int | None]:
+    """The text of an answer, and after how many tokens a stop string ends it."""
+    detokenizer = DETOKENIZERS[kind]
+    text, shown = AnswerText(detokenizer.after([]), stop_strings(stop, detokenizer.special)), ""
+    for number, token in enumerate(tokens, start=1):
+        shown += text.add(token)
+        if text.has_stop:
+            return shown + text.end(), number
+    return shown + text.end(), None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("stop", "text", "place"),
+    [
+        ([END], "cat\n", 3),
+        (["\n" + END], "cat", 3),
+        (["\n" + END + "\n"], "cat", 4),
+        ([END + "\n" + END], "cat\n\ncat\n\n", None),
+        (["\n\n"], "cat", 4),  # a special token that is not named has no text
+        ([END[:-1]], "cat\n\ncat\n\n", None),  # and one is not found by a part of its name
+        (["cat" + END], "cat\n\ncat\n\n", None),
+        (["\ncat", END + "\ncat"], "cat\n", 5),
+        (["<|im|>"], "cat\n\ncat\n", 7),
+    ],
+)
+def test_stop_strings_may_name_special_tokens(kind: str, stop: list[str], text: str, place: int | None) -> None:
+    """Guards ends of turns that are no end tokens: they have no text in the answer, and were never found."""
+    tokenizer = KINDS[kind]
+    line = "<0x0A>" if kind == "byte-fallback" else "Ċ"
+    tokens = tokenizer.convert_tokens_to_ids(["cat", line, END, line, "cat", line, "<|im|>", line])
+    assert answered(kind, tokens, stop) == (text, place)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_name_of_a_special_token_may_be_spelled(kind: str) -> None:
+    """Guards stop strings that the model writes in ordinary tokens, as some do with an end of turn."""
+    tokenizer = KINDS[kind]
+    names = [f"<0x{ord(character):02X}>" if kind == "byte-fallback" else character for character in END]
+    tokens = tokenizer.convert_tokens_to_ids(["cat", *names, "cat"])
+    assert tokenizer.decode(tokens) == f"cat{END}cat"
+    assert answered(kind, tokens, [END]) == ("cat", 1 + len(END))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(deadline=None, max_examples=100)
+def test_an_answer_ends_where_its_text_first_holds_a_stop_string(kind: str, data: st.DataObject) -> None:
+    """Guards stop strings across tokens and characters against a search through the whole text after every token."""
+    tokenizer = KINDS[kind]
+    some = ["cat", "a", "Ċ", "é", "â", "Ĥ", "¬", "ï¿½"] if kind == "byte-level" else ["cat", "▁cat", "▁", "<0x0A>", "é"]
+    some += [] if kind == "byte-level" else ["<0xE2>", "<0x82>", "<0xAC>", "\ufffd"]
+    tokens = data.draw(st.lists(st.sampled_from(tokenizer.convert_tokens_to_ids(some)), max_size=12))
+    stop = data.draw(st.lists(st.text("cat \né€", min_size=1, max_size=4), max_size=3))
+    for number in range(1, len(tokens) + 1):
+        text, _ = answered(kind, tokens[:number], [])
+        if (place := find_stop(text, tuple(stop))) is not None:
+            assert answered(kind, tokens, stop) == (text[:place], number)
+            return
+    assert answered(kind, tokens, stop) == (answered(kind, tokens, [])[0], None)
 
 
 def test_a_draft_is_no_deeper_than_some_row_has_room_for() -> None:
@@ -174,7 +269,7 @@ def test_a_draft_is_no_deeper_than_some_row_has_room_for() -> None:
 def test_a_stop_string_must_not_be_empty() -> None:
     """Guards against answers that end before they begin."""
     with pytest.raises(ValueError, match="stop string is empty"):
-        Stops(limits=[1], eos_ids=frozenset(), strings=("a", ""), text_of=text_of)
+        stop_strings(["a", ""], {})
 
 
 def test_rows_leave_once_a_quarter_has_ended() -> None:
