@@ -6,9 +6,12 @@ Shape letters: B rows of a batch, N nodes of a draft, T tokens of a prompt, V vo
 from __future__ import annotations
 
 import math
+import operator
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import Protocol
 
 import torch
@@ -23,6 +26,49 @@ MOST_BIAS = 10_000.0
 """Largest bias or penalty: far beyond any logit, and far from what a float32 cannot hold."""
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """As in `transformers`: from `[M, T]` token ids and `[M, V]` logits of what follows them to new `[M, V]` logits."""
+
+
+def whole_number(name: str, value: object) -> int:
+    """A whole number that a user gave, of Python or numpy; True and 2.0 are none.
+
+    Raises:
+        ValueError: it is something else.
+
+    >>> whole_number("seed", 7)
+    7
+    """
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise ValueError(f"{name}={one_line(value)}: use a whole number")
+
+
+def real_number(name: str, value: object) -> float:
+    """A number that a user gave, of Python or numpy; True and "0.7" are none.
+
+    Raises:
+        ValueError: it is something else.
+
+    >>> real_number("temperature", 1)
+    1.0
+    """
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    raise ValueError(f"{name}={one_line(value)}: use a number")
+
+
+def one_line(value: object) -> str:
+    """A value for a message: its beginning and its end, in one line.
+
+    >>> one_line([[1.9, 2]]), one_line(torch.zeros(2))
+    ('[[1.9, 2]]', 'tensor([0., 0.])')
+    """
+    return " ".join(reprlib.repr(value).split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +87,13 @@ class Sampling:
         presence_penalty: taken off the logit of a token that the answer contains.
         frequency_penalty: taken off the logit of a token for each time the answer contains it.
         logit_bias: token id to what is added to its logit; -inf forbids it.
-        processors: `LogitsProcessor`s, such as a `LogitsProcessorList` of `transformers`. Each is given
-            every drafted position's own text; it must be a function of its two arguments.
+        processors: a list of `LogitsProcessor`s, such as a `LogitsProcessorList` of `transformers`. Each is given
+            every drafted position's own text; it must be a function of its two arguments. It is not asked about texts
+            that go on after an end token or beyond the length limit, but it may be about what follows a stop string.
         seed: names the random numbers of this request.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is out of range or has the wrong type.
 
     >>> Sampling(temperature=0.8, top_p=0.95, seed=7).is_greedy
     False
@@ -64,6 +111,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in numbers:
+            object.__setattr__(self, name, real_number(name, getattr(self, name)))
         if self.temperature != 0.0 and not 1e-6 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: use 0 (greedy) or a number of at least 0.000001")
         if self.top_k < 0:
@@ -79,20 +131,11 @@ class Sampling:
                 raise ValueError(
                     f"{name}={getattr(self, name)}: use a number of at most {MOST_BIAS:g}; 0 is no penalty"
                 )
-        for name in ("top_k", "seed"):
-            if not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name}={getattr(self, name)}: use a whole number")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: use a whole number that fits in 64 bits")
-        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
-        for token, bias in pairs:
-            if token < 0 or not (abs(bias) <= MOST_BIAS or bias == -math.inf):
-                raise ValueError(
-                    f"logit_bias: {token}: {bias}: use a token id and a number of at most {MOST_BIAS:g}, or -inf"
-                )
         # As tuples, so that equal settings are equal and can be told apart quickly.
-        object.__setattr__(self, "logit_bias", tuple(sorted(pairs)))
-        object.__setattr__(self, "processors", tuple(self.processors))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "processors", _processors(self.processors))
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -115,6 +158,47 @@ class Sampling:
     def is_plain_greedy(self) -> bool:
         """Whether tokens are the argmax of the model's own logits."""
         return self.is_greedy and not self.reads_text and not self.logit_bias
+
+
+def _biases(given: object) -> tuple[tuple[int, float], ...]:
+    """Pairs of token id and bias, by id.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    example = "use token ids and numbers, such as {50256: -100.0}"
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    kinds = (list, tuple)
+    if not isinstance(pairs, kinds) or not all(isinstance(pair, kinds) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"logit_bias={one_line(given)}: {example}")
+    biases: dict[int, float] = {}
+    for key, value in pairs:
+        try:
+            token, bias = whole_number("token", key), real_number("bias", value)
+        except ValueError:
+            raise ValueError(f"logit_bias: {one_line(key)}: {one_line(value)}: {example}") from None
+        if token < 0 or not (abs(bias) <= MOST_BIAS or bias == -math.inf):
+            raise ValueError(
+                f"logit_bias: {token}: {bias}: use a token id and a number of at most {MOST_BIAS:g}, or -inf"
+            )
+        if token in biases:
+            raise ValueError(f"logit_bias: token {token} has two biases: give it one")
+        biases[token] = bias
+    return tuple(sorted(biases.items()))
+
+
+def _processors(given: object) -> tuple[LogitsProcessor, ...]:
+    """The functions of a list.
+
+    Raises:
+        ValueError: it is no list of functions.
+    """
+    if not isinstance(given, (list, tuple)):
+        raise ValueError(f"processors={one_line(given)}: use a list of functions, such as [processor]")
+    for processor in given:
+        if not callable(processor):
+            raise ValueError(f"processors: {one_line(processor)} cannot be called: use a list of functions")
+    return tuple(given)
 
 
 GREEDY = Sampling()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import overload
 
 from paradraft import ragged
-from paradraft.core import GREEDY, RULES, Drafter, Prompt, Sampling, Step, Tree
+from paradraft.core import GREEDY, RULES, Drafter, Prompt, Sampling, Step, Tree, whole_number
 from paradraft.decode.lengths import POLICIES, Fixed, LengthPolicy
 from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock, Stats
@@ -156,7 +156,7 @@ class Engine:
         rows = [prompts] if isinstance(prompts, str) else prompts
         requests = requests_of(self.target, rows, max_new_tokens, sampling)
         strings = self._strings(stop)
-        if batch_size < 1:
+        if whole_number("batch_size", batch_size) < 1:
             raise ValueError(f"batch_size={batch_size}: use at least 1")
         results: list[Result] = []
         for start in range(0, len(requests), batch_size):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paradraft.core import Sampling
+from paradraft.core import Sampling, one_line, whole_number
 from paradraft.models.target import Target
 from paradraft.models.texts import opening
 
@@ -31,7 +31,7 @@ class Request:
 
 def requests_of(
     target: Target,
-    prompts: list[str] | list[list[int]],
+    prompts: list[str] | list[list[int]] | list[str | list[int]],
     max_new_tokens: int | Sequence[int],
     sampling: Sampling | Sequence[Sampling],
 ) -> list[Request]:
@@ -39,17 +39,25 @@ def requests_of(
 
     Args:
         target: who will answer.
-        prompts: texts; or rows of token ids, which are taken as they are.
+        prompts: a list of texts; or of lists of token ids, which are taken as they are.
         max_new_tokens: most tokens of an answer, for all prompts or for each.
         sampling: for all prompts or for each.
 
     Raises:
         ValueError: a prompt (named by number) is empty, is no valid text or has an unknown token id, it and
-            its answer do not fit into the model, or a setting does not fit the target or the number of prompts.
+            its answer do not fit into the model, or a setting has the wrong type or does not fit the target or the
+            number of prompts.
     """
-    limits = _each("max_new_tokens", max_new_tokens, int, len(prompts))
-    samplings = _each("sampling", sampling, Sampling, len(prompts))
-    requests, rows = [], list[str | list[int]](prompts)
+    if not isinstance(prompts, list):
+        raise ValueError(f"prompts={one_line(prompts)}: use a text, a list of texts, or a list of lists of token ids")
+    if not prompts:
+        raise ValueError("prompts=[]: give at least one prompt")
+    rows = list[str | list[int]](prompts)
+    if len({isinstance(prompt, str) for prompt in rows if isinstance(prompt, (str, list))}) > 1:
+        raise ValueError("prompts: some are texts and some are token ids: give all of them in one way")
+    limits = _each("max_new_tokens", max_new_tokens, lambda value: whole_number("max_new_tokens", value), len(prompts))
+    samplings = _each("sampling", sampling, _sampling, len(prompts))
+    requests = []
     for number, (prompt, limit, chosen) in enumerate(zip(rows, limits, samplings, strict=True), start=1):
         name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
         request = Request(tokens=_tokens(target, prompt, name), max_new_tokens=limit, sampling=chosen)
@@ -59,13 +67,28 @@ def requests_of(
 
 
 def _tokens(target: Target, prompt: str | list[int], name: str) -> list[int]:
+    if isinstance(prompt, list):
+        return _token_ids(prompt, name)
     if not isinstance(prompt, str):
-        return prompt
+        raise ValueError(f"{name} is {one_line(prompt)}: use a text, or a list of token ids such as [[17, 4]]")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: look at its character {error.start + 1}") from None
     return opening(prompt, target.tokenizer) if prompt else []
+
+
+def _token_ids(prompt: list[int], name: str) -> list[int]:
+    try:
+        return [whole_number("token id", token) for token in prompt]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _sampling(value: object) -> Sampling:
+    if not isinstance(value, Sampling):
+        raise ValueError(f"sampling={one_line(value)}: use a Sampling")
+    return value
 
 
 def _check(request: Request, target: Target, name: str) -> None:
@@ -89,12 +112,12 @@ def _check(request: Request, target: Target, name: str) -> None:
         )
 
 
-def _each(name: str, value: _T | Sequence[_T], kind: type[_T], number: int) -> list[_T]:
+def _each(name: str, value: object, checked: Callable[[object], _T], number: int) -> list[_T]:
     """A setting for each of `number` prompts."""
-    values = [value] * number if isinstance(value, kind) or not isinstance(value, Sequence) else list(value)
-    for one in values:
-        if not isinstance(one, kind):
-            raise ValueError(f"{name}={one!r}: use {'a whole number' if kind is int else f'a {kind.__name__}'}")
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        values = [checked(one) for one in value]
+    else:
+        values = [checked(value)] * number
     if len(values) != number:
         raise ValueError(f"{name}: {len(values)} values for {number} prompts; give one for all, or one for each")
     return values

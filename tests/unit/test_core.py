@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+
+import numpy
 import pytest
 import torch
 
@@ -28,6 +32,60 @@ def test_a_bias_names_a_token_and_a_number(bias: dict[int, float]) -> None:
     """Guards against a bias that makes a token certain, or logits that are no numbers."""
     with pytest.raises(ValueError, match="logit_bias"):
         Sampling(logit_bias=bias)
+
+
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, value) for name in NUMBERS for value in ("0.7", None, True, [0.5], 10**400)),
+        *((name, value) for name in ("top_k", "seed") for value in ("7", None, True, 2.0, [1])),
+    ],
+)
+def test_settings_are_numbers(field: str, value: object) -> None:
+    """Guards against a TypeError from deep inside, and against True read as 1; the message names the setting."""
+    with pytest.raises(ValueError, match=re.escape(f"{field}=")) as caught:
+        Sampling(**{field: value})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 120
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Guards equal settings: they are the numbers of Python afterwards, however they came."""
+    found = Sampling(temperature=numpy.float32(0.5), top_k=numpy.int64(5), seed=numpy.uint8(3), top_p=Fraction(1, 2))
+    assert found == Sampling(temperature=0.5, top_k=5, seed=3, top_p=0.5)
+    types = [type(value) for value in (found.temperature, found.top_p, found.top_k, found.seed)]
+    assert types == [float, float, int, int]
+    assert Sampling(logit_bias={numpy.int32(3): numpy.float32(1)}).logit_bias == ((3, 1.0),)
+
+
+@pytest.mark.parametrize(
+    ("bias", "named"),
+    [
+        ({"50256": -100}, "logit_bias: '50256': -100: use token ids"),
+        ({3.0: 1.0}, "logit_bias: 3.0: 1.0: use token ids"),
+        ({True: 1.0}, "logit_bias: True: 1.0: use token ids"),
+        ({3: None}, "logit_bias: 3: None: use token ids"),
+        ({3: "1"}, "logit_bias: 3: '1': use token ids"),
+        (None, "logit_bias=None: use token ids"),
+        (5, "logit_bias=5: use token ids"),
+        ("ab", "logit_bias='ab': use token ids"),
+        ([5, 6], r"logit_bias=[5, 6]: use token ids"),
+        (((3, 1.0), (3, 2.0)), "logit_bias: token 3 has two biases"),
+    ],
+)
+def test_a_bias_has_the_right_types(bias: object, named: str) -> None:
+    """Guards against OpenAI's string keys, which would bias nothing, and against the last of two biases winning."""
+    with pytest.raises(ValueError, match="^" + re.escape(named)):
+        Sampling(logit_bias=bias)
+
+
+@pytest.mark.parametrize("processors", [len, None, "ab", [None], [len, 3], {"a": len}, (one for one in [len])])
+def test_processors_are_a_list_of_functions(processors: object) -> None:
+    """Guards against a processor that is given as it is, and one that can only be called once the model answers."""
+    with pytest.raises(ValueError, match=r"^processors.*use a list of functions"):
+        Sampling(processors=processors)
 
 
 def test_equal_settings_are_equal() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 
 from paradraft import Engine, Sampling, load
@@ -43,3 +46,81 @@ def test_unknown_token_ids_are_refused(engine: Engine, token: int) -> None:
         engine.generate([[1], [2, token]], max_new_tokens=4)
     with pytest.raises(ValueError, match="prompt 2 is empty"):
         engine.generate([[1], []], max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "named"),
+    [
+        ([[1.9]], "the prompt: token id=1.9: use a whole number"),
+        ([[1], [2, 3.0]], "prompt 2: token id=3.0: use a whole number"),
+        ([[True]], "the prompt: token id=True"),
+        ([["1"]], "the prompt: token id='1'"),
+        ([[None]], "the prompt: token id=None"),
+        ([[[1]]], r"the prompt: token id=\[1\]"),
+        ([1, 2, 3], "prompt 1 is 1: use a text, or a list of token ids"),
+        (["a", None], "prompt 2 is None: use a text"),
+        ([b"ab"], "the prompt is b'ab': use a text"),
+        ([(1, 2)], r"the prompt is \(1, 2\): use a text"),
+        ([torch.tensor([1, 2])], r"the prompt is tensor\(\[1, 2\]\): use a text"),
+        (["a", [1]], "prompts: some are texts and some are token ids"),
+        ([], r"prompts=\[\]: give at least one"),
+        (None, "prompts=None: use a text"),
+        (5, "prompts=5: use a text"),
+        (b"ab", "prompts=b'ab': use a text"),
+        ({"prompt": "a"}, "prompts={'prompt': 'a'}: use a text"),
+        (("a", "b"), r"prompts=\('a', 'b'\): use a text"),
+        ((text for text in "ab"), "prompts=<generator"),
+        (torch.ones(9, 9, dtype=torch.long), r"prompts=tensor\("),
+    ],
+)
+def test_prompts_of_other_types_are_refused(engine: Engine, prompts: object, named: str) -> None:
+    """Guards against token ids that are rounded down, and errors from deep inside: one line names what is wrong."""
+    for ask in (engine.generate, engine.check):
+        with pytest.raises(ValueError, match=f"^{named}") as caught:
+            ask(prompts, max_new_tokens=4)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"ab", ["a"], ("a",), [1.5], {}])
+def test_a_stream_has_one_prompt(engine: Engine, prompt: object) -> None:
+    """Guards against errors that come with the first piece of text, or from deep inside."""
+    with pytest.raises(ValueError, match=r"^the prompt(:| is) .*: use a"):
+        engine.stream(prompt)
+
+
+def test_whole_numbers_of_numpy_are_token_ids(engine: Engine) -> None:
+    """Guards prompts that come from arrays, and streams of token ids."""
+    expected = engine.generate([[1, 2]], max_new_tokens=numpy.int64(4))
+    assert engine.generate([list(numpy.array([1, 2]))], max_new_tokens=4)[0].tokens == expected[0].tokens
+    assert [token for chunk in engine.stream([1, 2], max_new_tokens=4) for token in chunk.tokens] == expected[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "named"),
+    [
+        *(
+            ("max_new_tokens", wrong, f"max_new_tokens={wrong!r}: use a whole number")
+            for wrong in (4.0, True, None, "4")
+        ),
+        ("max_new_tokens", [4, 2.5], "max_new_tokens=2.5: use a whole number"),
+        ("max_new_tokens", 0, "max_new_tokens=0: ask for at least 1"),
+        ("sampling", None, "sampling=None: use a Sampling"),
+        ("sampling", {"temperature": 1.0}, "sampling={'temperature': 1.0}: use a Sampling"),
+        ("sampling", [None, None], "sampling=None: use a Sampling"),
+        ("stop", None, "stop=None: use a string"),
+        ("stop", 5, "stop=5: use a string"),
+        ("stop", b"x", "stop=b'x': use a string"),
+        ("stop", ["x", 5], "stop: 5 is no string"),
+        *(("batch_size", wrong, f"batch_size={wrong!r}: use a whole number") for wrong in (2.0, True, None, "2")),
+    ],
+)
+def test_settings_of_other_types_are_refused(engine: Engine, setting: str, value: object, named: str) -> None:
+    """Guards against settings that are read as something else, and found when half of the work is done."""
+    passes = []
+    engine.target.lm._read, kept = lambda *args: passes.append(args), engine.target.lm._read
+    try:
+        with pytest.raises(ValueError, match=f"^{re.escape(named)}"):
+            engine.generate(["a", "b"], **{"max_new_tokens": 4, setting: value})
+        assert not passes
+    finally:
+        engine.target.lm._read = kept

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paradraft.core import ABSENT, Draft, Step, Tree, Verdict
+from paradraft.core import ABSENT, Draft, Step, Tree, Verdict, one_line
 from paradraft.models.texts import REPLACEMENT, GrowingText
 from paradraft.tree import depths
 from paradraft.upload import upload
@@ -176,11 +176,11 @@ def stop_strings(stop: str | Sequence[str], special: Mapping[str, int]) -> StopS
     (('END', '\\n<|im_end|>', '\\n\\ud800'), {7: '\\ud800'})
     """
     if not isinstance(stop, (str, list, tuple)):
-        raise ValueError(f"stop={stop!r}: use a string, or a list of strings; leave it out for none")
+        raise ValueError(f"stop={one_line(stop)}: use a string, or a list of strings; leave it out for none")
     strings = [stop] if isinstance(stop, str) else list(stop)
     for string in strings:
         if not isinstance(string, str):
-            raise ValueError(f"stop: {string!r} is no string: use a string, or a list of strings")
+            raise ValueError(f"stop: {one_line(string)} is no string: use a string, or a list of strings")
         if not string:
             raise ValueError("a stop string is empty: give at least one character")
         if REPLACEMENT in string or any(0xD800 <= ord(character) <= 0xDFFF for character in string):
