@@ -269,6 +269,8 @@ class Prompt:
             or with their own, telling the distribution (rejection).
         tree: the shape of the drafts; None for chains.
         wants_confidence: whether drafts shall tell how sure the drafter is.
+        eos_ids: tokens that end an answer.
+        limits: for each row the most tokens of its answer; None for no limit.
     """
 
     tokens: Tensor
@@ -276,10 +278,13 @@ class Prompt:
     rule: str = "match"
     tree: Tree | None = None
     wants_confidence: bool = False
+    eos_ids: frozenset[int] = frozenset()
+    limits: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 2 and bool((self.tokens[:, 0] != ABSENT).all()), "a prompt has at least one token"
         assert len(self.sampling) == len(self.tokens) and self.rule in RULES
+        assert self.limits is None or len(self.limits) == len(self.tokens)
 
     @property
     def lengths(self) -> Tensor:

@@ -61,6 +61,8 @@ class Sampler:
         """`[B]` number of committed tokens, which is the position of the next one."""
         self._prompt_lengths_B = prompt.lengths
         self._texts_BT = prompt.tokens
+        self._eos_ids = prompt.eos_ids
+        self._limits_B = None if prompt.limits is None else torch.tensor(prompt.limits, device=prompt.tokens.device)
         self._take(prompt.sampling)
 
     def _take(self, samplings: tuple[Sampling, ...]) -> None:
@@ -90,6 +92,7 @@ class Sampler:
         self.lengths_B = self.lengths_B[rows]
         self._prompt_lengths_B = self._prompt_lengths_B[rows]
         self._texts_BT = self._texts_BT[rows]
+        self._limits_B = None if self._limits_B is None else self._limits_B[rows]
         self._take(tuple(self._samplings[row] for row in rows.tolist()))
 
     def draw(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
@@ -199,7 +202,10 @@ class Sampler:
         if sampling.reads_text:
             texts = texts.expand(-1, logits.shape[1], -1)
             texts = texts if paths is None else torch.cat([texts, paths.expand(-1, logits.shape[1], -1)], dim=2)
-        return penalized_logits(logits, sampling, texts, self._prompt_lengths_B[rows])
+        limits_B = None if self._limits_B is None else self._limits_B[rows]
+        return penalized_logits(
+            logits, sampling, texts, self._prompt_lengths_B[rows], eos_ids=self._eos_ids, limits_B=limits_B
+        )
 
     def _each(
         self,

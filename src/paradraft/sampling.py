@@ -24,7 +24,15 @@ LIKELIEST = 1024
 """How many tokens of a position are sorted for top-p, where they reach p."""
 
 
-def penalized_logits(logits_BNV: Tensor, sampling: Sampling, texts_BNT: Tensor, prompt_lengths_B: Tensor) -> Tensor:
+def penalized_logits(
+    logits_BNV: Tensor,
+    sampling: Sampling,
+    texts_BNT: Tensor,
+    prompt_lengths_B: Tensor,
+    *,
+    eos_ids: frozenset[int] = frozenset(),
+    limits_B: Tensor | None = None,
+) -> Tensor:
     """Logits after bias, penalties and processors, at least in float32.
 
     The repetition penalty counts prompt and answer, as in `transformers`; presence and frequency
@@ -36,6 +44,9 @@ def penalized_logits(logits_BNV: Tensor, sampling: Sampling, texts_BNT: Tensor, 
         texts_BNT: `[B, N, T]` for each position the tokens before it, prompt first; `ABSENT` may
             stand anywhere. Not looked at unless `sampling.reads_text`.
         prompt_lengths_B: `[B]` how many of them are the prompt.
+        eos_ids: tokens that end an answer. Processors are not asked about texts that go on after one: decoding never
+            gets there, so these logits are not used, and a processor need not know what to do.
+        limits_B: `[B]` most tokens of an answer, of which the same is true; None for no limit.
     """
     logits = logits_BNV if logits_BNV.dtype == torch.float64 else logits_BNV.float()
     B, N, V = logits.shape
@@ -54,16 +65,24 @@ def penalized_logits(logits_BNV: Tensor, sampling: Sampling, texts_BNT: Tensor, 
     if sampling.processors:
         logits = logits.clone()
         texts = [[token for token in text if token != ABSENT] for text in texts_BNT.flatten(0, 1).tolist()]
+        answers = [text[length:] for text, length in zip(texts, _per_text(prompt_lengths_B, N), strict=True)]
+        limits = [math.inf] * len(texts) if limits_B is None else _per_text(limits_B, N)
+        is_over = [len(new) >= limit or not eos_ids.isdisjoint(new) for new, limit in zip(answers, limits, strict=True)]
         flat_MV = logits.view(B * N, V)
         # Texts of one length are given together, as rows of one batch.
-        for length in {len(text) for text in texts}:
-            rows = [row for row, text in enumerate(texts) if len(text) == length]
+        for length in {len(text) for text, over in zip(texts, is_over, strict=True) if not over}:
+            rows = [row for row, text in enumerate(texts) if len(text) == length and not is_over[row]]
             scores = flat_MV[rows]
             ids = torch.tensor([texts[row] for row in rows], device=logits.device)
             for processor in sampling.processors:
                 scores = processor(ids, scores)
             flat_MV[rows] = scores.to(flat_MV.dtype)
     return logits
+
+
+def _per_text(numbers_B: Tensor, N: int) -> list[int]:
+    """A row's number for each of its N texts."""
+    return [number for number in numbers_B.tolist() for _ in range(N)]
 
 
 def _counts(texts_BNT: Tensor, vocab_size: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from paradraft import Sampling, Tree, load
 from paradraft.api import drafter_names, takes_draft
+from paradraft.core import LogitsProcessor
 from paradraft.engine import Engine
 from paradraft.models.runtime import Runtime
 from tests.conftest import VOCAB
@@ -151,6 +152,32 @@ def test_ragged_batch_equals_single_rows(family: Path, name: str, tree: int | No
     ]
     together = drafted.generate(PROMPTS, max_new_tokens=limits, sampling=SAMPLINGS)
     assert [result.tokens for result in together] == alone
+
+
+@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("tree", [None, 9])
+def test_processors_see_texts_that_decoding_reaches(family: Path, name: str, tree: int | None) -> None:
+    """Guards processors that follow a grammar or a plan: none is asked what follows an end token or the last token,
+    whatever is drafted there, and in rows that have ended while others go on."""
+    drafted = engine(family, name, tree=tree)
+    prompts, limits = ["ab", "abab", "ababab", "babab"], [3, 12, 20, 7]
+    asked: list[list[list[int]]] = [[] for _ in prompts]
+
+    def watching(row: int) -> LogitsProcessor:
+        def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            asked[row].extend(ids.tolist())
+            few = torch.full_like(scores, -torch.inf)
+            few[:, [0, 1, 2, 3]] = scores[:, [0, 1, 2, 3]]
+            return few
+
+        return processor
+
+    for seed in range(4):
+        samplings = [Sampling(temperature=1.0, seed=seed, processors=[watching(row)]) for row in range(4)]
+        drafted.generate(prompts, max_new_tokens=limits, sampling=samplings)
+    for prompt, limit, texts in zip(prompts, limits, asked, strict=True):
+        assert texts and not [text for text in texts if 0 in text]
+        assert max(map(len, texts)) < len(prompt) + limit
 
 
 @pytest.mark.parametrize("name", [name for name in drafter_names() if name != "none"])

@@ -147,6 +147,30 @@ def test_processors_of_transformers_see_the_text_of_each_position() -> None:
     assert found.isinf().sum(-1).tolist() == [[3, 3], [2, 2]]
 
 
+def test_processors_are_not_asked_about_texts_after_the_end() -> None:
+    """Guards processors that follow a grammar, or a plan of as many tokens as the limit: decoding never comes to a text
+    that goes on after an end token or the limit. An end token in the prompt is no end."""
+    seen = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.extend(ids.tolist())
+        return scores + 1
+
+    logits = torch.zeros(2, 3, 7)
+    texts = [[[4, 3], [4, 5], [4, 5]], [[ABSENT, 4], [3, ABSENT], [5, 6]]]
+    texts_BNT = torch.tensor([[[4, 3, *text] for text in texts[0]], [[4, 6, *text] for text in texts[1]]])
+    found = penalized_logits(
+        logits,
+        Sampling(processors=[processor]),
+        texts_BNT,
+        torch.tensor([2, 1]),
+        eos_ids=frozenset([3, 9]),
+        limits_B=torch.tensor([3, 3]),
+    )
+    assert sorted(seen) == [[4, 3, 4, 5], [4, 3, 4, 5], [4, 6, 4]]
+    assert found[..., 0].tolist() == [[0, 1, 1], [1, 0, 0]]
+
+
 def test_bias_comes_first() -> None:
     """Guards the order of the settings, and the argument, which must not be changed in place."""
     logits = random_logits(2, 2, 7)

@@ -9,6 +9,7 @@ committed text. With an empty draft a round is plain decoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from paradraft.core import Draft, Drafter, Prompt, Step, TargetOut, Verdict
 from paradraft.decode.lengths import LengthPolicy
@@ -47,6 +48,7 @@ def decode(
         ValueError: a prompt is longer than the model's capacity, or another request was started on
             this target before all rows had ended.
     """
+    prompt = replace(prompt, eos_ids=stops.eos_ids, limits=stops.limits)
     sampler = Sampler(prompt)
     lengths.start(len(prompt.tokens))
     drafter.start(prompt, None)
