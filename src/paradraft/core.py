@@ -271,6 +271,7 @@ class Prompt:
         wants_confidence: whether drafts shall tell how sure the drafter is.
         eos_ids: tokens that end an answer.
         limits: for each row the most tokens of its answer; None for no limit.
+        answered: for each row how many of the last tokens are part of its answer already, where one is taken up again.
     """
 
     tokens: Tensor
@@ -280,11 +281,12 @@ class Prompt:
     wants_confidence: bool = False
     eos_ids: frozenset[int] = frozenset()
     limits: tuple[int, ...] | None = None
+    answered: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 2 and bool((self.tokens[:, 0] != ABSENT).all()), "a prompt has at least one token"
         assert len(self.sampling) == len(self.tokens) and self.rule in RULES
-        assert self.limits is None or len(self.limits) == len(self.tokens)
+        assert all(part is None or len(part) == len(self.tokens) for part in (self.limits, self.answered))
 
     @property
     def lengths(self) -> Tensor:

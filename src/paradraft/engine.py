@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import overload
 
 from paradraft import ragged
@@ -12,9 +13,12 @@ from paradraft.decode.lengths import POLICIES, Fixed, LengthPolicy
 from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock, Stats
 from paradraft.decode.stops import AnswerText, Stops, StopStrings, stop_strings
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.native.threads import one_torch_thread
 from paradraft.models.target import Target
 from paradraft.models.texts import Detokenizer
 from paradraft.request import Request, requests_of
+from paradraft.turns import Turn, Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,9 @@ class Chunk:
 class Engine:
     """A target, a drafter, and how to draft and verify.
 
+    Any number of threads may use one engine. It answers one call of `generate`, or one stream, after the other; a
+    stream that its reader leaves waiting makes room, and goes on with the same text later.
+
     Build one with `load`, which explains the settings.
     """
 
@@ -104,6 +111,7 @@ class Engine:
         """Most tokens of a path of a draft."""
         self.lengths: LengthPolicy = POLICIES[lengths](self.deepest)
         self._detokenizer = Detokenizer(target.tokenizer)
+        self._turns = Turns()
         self.clock = Clock()
         """Times and counts of the last batch."""
 
@@ -182,7 +190,26 @@ class Engine:
         requests = requests_of(self.target, [prompt], max_new_tokens, sampling)
         strings = self._strings(stop)
         text = self._text(requests[0], strings)
-        return self._chunks(self._steps(requests, self._stops(requests, strings)), text)
+        self.clock = Clock.on(self.target.lm.device)
+        return self._chunks(self._streamed(requests[0], self._stops(requests, strings), self.clock), text)
+
+    def _streamed(self, request: Request, stops: Stops, clock: Clock) -> Iterator[Step]:
+        """The rounds of one request. If others have used the engine since the last one, its text so far is read again,
+        which changes nothing: every position has its own random numbers."""
+        turn, tokens = Turn(), list[int]()
+        steps: Iterator[Step] = iter(())
+        try:
+            while not stops.all_finished:
+                with self._turns.round(turn) as is_unchanged, self._torch_threads():
+                    if not is_unchanged:
+                        clock.skip()
+                        so_far = replace(request, tokens=request.tokens + tokens)
+                        steps = self._steps([so_far], stops, clock, answered=(len(tokens),))
+                    step = next(steps)
+                tokens += step.tokens[0]
+                yield step
+        finally:
+            self._turns.end(turn)
 
     def _chunks(self, steps: Iterator[Step], text: AnswerText) -> Iterator[Chunk]:
         for step in steps:
@@ -196,15 +223,17 @@ class Engine:
         stops = self._stops(requests, strings)
         answers: list[list[int]] = [[] for _ in requests]
         rounds: list[list[int]] = [[] for _ in requests]
-        for step in self._steps(requests, stops):
-            for row, tokens, drafted in zip(step.rows, step.tokens, step.accepted, strict=True):
-                answers[row] += tokens
-                rounds[row] += [drafted] * bool(tokens)
+        with self._alone():
+            self.clock = clock = Clock.on(self.target.lm.device)
+            for step in self._steps(requests, stops, clock):
+                for row, tokens, drafted in zip(step.rows, step.tokens, step.accepted, strict=True):
+                    answers[row] += tokens
+                    rounds[row] += [drafted] * bool(tokens)
         results = []
         for row, (request, tokens) in enumerate(zip(requests, answers, strict=True)):
             growing = self._text(request, strings)
             text = "".join(map(growing.add, tokens)) + growing.end()
-            stats = self.clock.stats_of(row)
+            stats = clock.stats_of(row)
             reason, accepted = stops.reasons[row], tuple(rounds[row])
             results.append(Result(text=text, tokens=tokens, finish_reason=reason, stats=stats, accepted=accepted))
         return results
@@ -218,18 +247,28 @@ class Engine:
         texts = [self._text(request, strings) for request in requests] if strings.patterns else None
         return Stops(limits=limits, eos_ids=self.target.eos_ids, texts=texts)
 
-    def _steps(self, requests: list[Request], stops: Stops) -> Iterator[Step]:
-        self.clock = Clock.on(self.target.lm.device)
+    def _steps(
+        self, requests: list[Request], stops: Stops, clock: Clock, answered: tuple[int, ...] | None = None
+    ) -> Iterator[Step]:
         prompt = self.prompt([r.tokens for r in requests], tuple(r.sampling for r in requests))
-        return decode(
-            self.target,
-            self.drafter,
-            prompt,
-            VERIFY[self.verify],
-            stops=stops,
-            lengths=self.lengths,
-            clock=self.clock,
-        )
+        prompt = replace(prompt, answered=answered)
+        verify = VERIFY[self.verify]
+        return decode(self.target, self.drafter, prompt, verify, stops=stops, lengths=self.lengths, clock=clock)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The engine for one piece of work, from its first round to its last."""
+        turn = Turn()
+        try:
+            with self._turns.round(turn), self._torch_threads():
+                yield
+        finally:
+            self._turns.end(turn)
+
+    def _torch_threads(self) -> AbstractContextManager[None]:
+        """One thread for what torch computes in a round, if all passes are in C++ with threads of their own."""
+        lms = [self.target.lm, *(part for part in vars(self.drafter).values() if isinstance(part, CausalLM))]
+        return one_torch_thread() if all(lm.is_native for lm in lms) else nullcontext()
 
     def prompt(self, rows: list[list[int]], sampling: tuple[Sampling, ...]) -> Prompt:
         """Token ids and settings of a batch, with the engine's own rule and tree."""
@@ -246,10 +285,11 @@ class Engine:
         passes that come again are recorded."""
         prompt = self.prompt([[0]] * batch_size, (GREEDY,) * batch_size)
         verify, lengths = VERIFY[self.verify], Fixed(self.k)
-        for _ in range(2 if self.target.lm.is_replayed else 1):
-            stops = Stops(limits=[self.k + 2] * batch_size, eos_ids=frozenset())
-            for _ in decode(self.target, self.drafter, prompt, verify, stops=stops, lengths=lengths, clock=Clock()):
-                pass
+        with self._alone():
+            for _ in range(2 if self.target.lm.is_replayed else 1):
+                stops = Stops(limits=[self.k + 2] * batch_size, eos_ids=frozenset())
+                for _ in decode(self.target, self.drafter, prompt, verify, stops=stops, lengths=lengths, clock=Clock()):
+                    pass
 
     def check(
         self,

@@ -60,6 +60,8 @@ class Sampler:
         self.lengths_B = prompt.lengths
         """`[B]` number of committed tokens, which is the position of the next one."""
         self._prompt_lengths_B = prompt.lengths
+        if prompt.answered is not None:
+            self._prompt_lengths_B = prompt.lengths - torch.tensor(prompt.answered, device=prompt.tokens.device)
         self._texts_BT = prompt.tokens
         self._eos_ids = prompt.eos_ids
         self._limits_B = None if prompt.limits is None else torch.tensor(prompt.limits, device=prompt.tokens.device)

@@ -11,11 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paradraft.core import ABSENT, Draft, Step, Tree, Verdict, one_line
+from paradraft.core import ABSENT, INVALID, Draft, Step, Tree, Verdict, one_line
 from paradraft.models.texts import REPLACEMENT, GrowingText
 from paradraft.tree import depths
 from paradraft.upload import upload
 
+NOT_NUMBERS = (
+    "the {model}'s largest logit is NaN or infinite: its weights are damaged, its dtype overflows (try bfloat16 or "
+    "float32), or a processor forbids every token"
+)
 _FIRST_MARK = 0xD800
 """The first of 2048 characters that no text contains (half a pair in UTF-16)."""
 
@@ -77,11 +81,17 @@ class Stops:
         return draft.where(depths(draft.parents) < upload(most, draft.tokens.device)[:, None])
 
     def cut(self, draft: Draft, verdict: Verdict) -> Step:
-        """The tokens of one round that are really emitted."""
+        """The tokens of one round that are really emitted.
+
+        Raises:
+            ValueError: the target's or the drafter's logits are not numbers where a token was to be chosen.
+        """
         tokens, accepted, drafted, nodes, finished = [], [], [], [], []
         parts = (verdict.tokens, verdict.accepted, draft.tokens, depths(draft.parents))
         for row, committed, kept, guessed, depth in zip(self._rows, *(part.tolist() for part in parts), strict=True):
             emitted = self._emit(row, [token for token in committed if token != ABSENT][: self._left[row]])
+            if emitted and INVALID in guessed:
+                raise ValueError(NOT_NUMBERS.format(model="draft model"))
             tokens.append(emitted)
             accepted.append(min(kept, len(emitted)))
             # Nobody drafts for a row that had ended before.
@@ -98,10 +108,14 @@ class Stops:
         end = next((place + 1 for place, token in enumerate(new) if token in self.eos_ids), None)
         if end is not None:
             new, self.reasons[row] = new[:end], "eos"
+        is_valid = INVALID not in new
+        new = new if is_valid else new[: new.index(INVALID)]
         if self._texts is not None:
             stop = _first_stop(self._texts[row], new)
             if stop is not None:
                 new, self.reasons[row], end = new[:stop], "stop", stop
+        if not is_valid and end is None:
+            raise ValueError(NOT_NUMBERS.format(model="target"))
         self._left[row] = 0 if end is not None else self._left[row] - len(new)
         return new
 

@@ -1,0 +1,107 @@
+"""Logits that are not numbers: an error with a sentence, and only for the texts that they belong to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paradraft import Sampling, Tree, load
+from paradraft.core import ABSENT
+from paradraft.drafters.ngram import Config, NgramDrafter
+from paradraft.engine import Engine
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.runtime import Runtime
+from tests.unit.models.random_models import random_model
+
+RUNTIMES = [Runtime(dtype="float64", compiled=False), Runtime(dtype="float32")]
+"""By torch, and in C++."""
+
+
+def engine(family: Path, runtime: Runtime, **settings: object) -> Engine:
+    return load(str(family / "target"), drafter="pard", draft=str(family / "pard"), k=4, runtime=runtime, **settings)
+
+
+def poison(lm: CausalLM, token: int, value: float) -> None:
+    """Gives a token an embedding that is no number, in the model and in what was copied from it; its logits stay."""
+    model = lm.model
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] = value
+    compiled = None if lm.is_native else False
+    lm.__dict__.update(vars(CausalLM(model, vocab_size=lm.vocab_size, capacity=lm.capacity, compiled=compiled)))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_a_text_does_not_see_cannot_reach_it(dtype: torch.dtype, value: float) -> None:
+    """Guards a text against a rejected guess whose states are NaN: attention gave its values the weight 0, and 0 times
+    NaN is NaN. In the same pass, in later passes over the same slots, and beside it in a batch."""
+    clean, poisoned = (CausalLM(random_model().to(dtype), vocab_size=60, compiled=False) for _ in range(2))
+    poison(poisoned, 7, value)
+    for lm in (clean, poisoned):
+        lm.clear(2)
+    text = torch.tensor([[1, 2, 3, 4], [5, 6, 8, 9]])
+    guesses, parents = torch.tensor([[10, 7, 11], [12, 13, ABSENT]]), torch.tensor([[-1, -1, 0], [-1, 0, 1]])
+    for _ in range(3):
+        found, expected = [], []
+        for lm, logits in ((poisoned, found), (clean, expected)):
+            logits.append(lm.forward(text))
+            lm.keep([4, 4])
+            logits.append(lm.forward(guesses, parents)[:, [0, 2]])
+            lm.keep([0, 0])
+            logits.append(lm.forward(torch.tensor([[20], [21]])))
+            lm.keep([1, 1])
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+        assert poisoned.forward(guesses, parents)[0, 1].isnan().all()
+        poisoned.keep([0, 0])
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES, ids=["torch", "C++"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"verify": "rejection"}, {"tree": Tree(budget=6)}], ids=["match", "rejection", "tree"]
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_engine_that_met_nan_says_so_and_goes_on(
+    family: Path, runtime: Runtime, settings: dict[str, object], temperature: float
+) -> None:
+    """Guards against token 0 where there is none to choose, and against an engine whose cache stays full of NaN."""
+    drafted = engine(family, runtime, **settings)
+    sampling = Sampling(temperature=temperature, top_p=0.9, seed=1)
+    before = drafted.generate("abc", max_new_tokens=8, sampling=sampling).tokens
+    bad = drafted.target.tokenizer("z", add_special_tokens=False)["input_ids"][0]
+    unused = bad not in before
+    poison(drafted.target.lm, bad, torch.nan)
+    with pytest.raises(ValueError, match="target's largest logit is NaN|states are not numbers"):
+        drafted.generate("az", max_new_tokens=8, sampling=sampling)
+    if unused:
+        assert drafted.generate("abc", max_new_tokens=8, sampling=sampling).tokens == before
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES, ids=["torch", "C++"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"verify": "rejection"}, {"tree": Tree(budget=6)}], ids=["match", "rejection", "tree"]
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_model_of_nan_is_named(
+    family: Path, runtime: Runtime, settings: dict[str, object], temperature: float
+) -> None:
+    """Guards against a damaged drafter that only makes everything slow."""
+    drafted = engine(family, runtime, **settings)
+    bad = drafted.target.tokenizer("z", add_special_tokens=False)["input_ids"][0]
+    poison(drafted.drafter.lm, bad, torch.nan)
+    with pytest.raises(ValueError, match="draft model's largest logit is NaN|states are not numbers"):
+        drafted.generate("abcz", max_new_tokens=8, sampling=Sampling(temperature=temperature, seed=1))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES, ids=["torch", "C++"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("verify", ["match", "rejection"])
+def test_a_processor_that_forbids_every_token(family: Path, runtime: Runtime, temperature: float, verify: str) -> None:
+    """Guards against token 0, which is what the argmax of nothing but -inf gives."""
+    target = load(str(family / "target"), runtime=runtime).target
+    drafted = Engine(target, NgramDrafter(Config()), k=3, verify=verify)
+    sampling = Sampling(temperature=temperature, processors=[lambda ids, scores: torch.full_like(scores, -torch.inf)])
+    with pytest.raises(ValueError, match="forbids every token"):
+        drafted.generate("abcabcabc", max_new_tokens=8, sampling=sampling)
