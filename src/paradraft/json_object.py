@@ -26,6 +26,20 @@ def read_object(text: str, place: str, example: str) -> dict[str, Any]:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON ({error})") from None
+    return checked_object(found, place, example)
+
+
+def checked_object(found: object, place: str, example: str) -> dict[str, Any]:
+    """Returns a value that was read from JSON, if it is an object whose texts can be tokenized, sent and written.
+
+    Args:
+        found: the value.
+        place: where it stands, for the complaint.
+        example: an object as it is expected there.
+
+    Raises:
+        ValueError: it is no object, or has half a character or a number in it that is none.
+    """
     if not isinstance(found, dict):
         raise ValueError(f"{place}: expected a JSON object such as {example}")
     try:

@@ -1,7 +1,8 @@
-"""Where records come from, to train on or to be asked: text, JSONL and Parquet files, and Hugging Face datasets."""
+"""Where records come from, to train on or to be asked: text, JSONL, JSON, Parquet, Hugging Face datasets."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-from paradraft.json_object import read_object
+from paradraft.json_object import checked_object, read_object
 from paradraft.models.loading import HTTPError
 
 Record = dict[str, Any]
-TABLES = {".jsonl", ".parquet"}
-"""Suffixes of files with a record in each row."""
-NOT_TEXT = {".json", ".ndjson", ".csv", ".tsv", ".jsonl", ".parquet", ".arrow", ".gz", ".zst", ".zip", ".xz"}
-"""Suffixes of files whose characters are no text to learn; `.jsonl` and `.parquet` are here for other spellings."""
+TABLES = {".jsonl", ".json", ".parquet"}
+"""Suffixes of files that hold many records."""
+NOT_TEXT = {*TABLES, ".ndjson", ".csv", ".tsv", ".arrow", ".gz", ".zst", ".zip", ".xz"}
+"""Suffixes of files whose characters are no text to learn; those of `TABLES` are here for other spellings."""
+RECORD_KEYS = {"text", "prompt", "response", "messages", "conversation", "conversations", "user", "assistant"}
+"""Keys by which a JSON object is known as a record, and not as a wrapper around a list of records."""
 
 
 def records(source: Path, what: str) -> Iterator[tuple[str, Record]]:
@@ -42,11 +45,12 @@ def records(source: Path, what: str) -> Iterator[tuple[str, Record]]:
 
 
 def rows(source: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
-    """Reads one source that has a record in each row.
+    """Reads one source that holds records.
 
     Args:
-        source: a `.jsonl` or `.parquet` file; what is no file is a Hugging Face dataset: `name`, `name:split`
-            (`train` by default) or `name/configuration:split`.
+        source: a `.jsonl`, `.json` or `.parquet` file; what is no file is a Hugging Face dataset: `name`, `name:split`
+            (`train` by default) or `name/configuration:split`. A `.json` file holds an array of records, an object
+            with one array of records in it, or a record in each line.
         what: what it is for, for complaints.
         example: a line of JSONL, for complaints.
 
@@ -54,12 +58,15 @@ def rows(source: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
         What to call the record in a complaint, and the record.
 
     Raises:
-        ValueError: the source does not exist, is another file or cannot be read, or a line is no JSON object.
+        ValueError: the source does not exist, is another file or cannot be read, a record is no JSON object, or an
+            object has several arrays that may be the records.
     """
     if not source.is_file():
         yield from _dataset(source, what)
     elif source.suffix == ".jsonl":
         yield from _lines(source, what, example)
+    elif source.suffix == ".json":
+        yield from _json(source, what, example)
     elif source.suffix == ".parquet":
         yield from _numbered(f"{source}, row", _loaded("parquet", what, data_files=str(source), split="train"))
     else:
@@ -76,6 +83,58 @@ def _lines(file: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
                     yield place, read_object(line, place, example)
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} {str(file)!r} is not UTF-8 text ({error.reason})") from None
+
+
+def _json(file: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} {str(file)!r} is not UTF-8 text ({error.reason})") from None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        # Many published `.json` files have a record in each line. Only those begin with a line that is whole.
+        first = next((line for line in text.splitlines() if line.strip()), "")
+        if not _is_json(first):
+            raise ValueError(f"{what} {str(file)!r} is not JSON ({error})") from None
+        yield from _lines(file, what, example)
+        return
+    for number, record in enumerate(_inside(found, f"{what} {str(file)!r}"), start=1):
+        place = f"{file}, record {number}"
+        yield place, checked_object(record, place, example)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _inside(found: object, file: str) -> list[object]:
+    """The records of what a JSON file holds.
+
+    >>> _inside({"version": 1, "data": [{"text": "a"}, {"text": "b"}]}, "the file")
+    [{'text': 'a'}, {'text': 'b'}]
+    >>> _inside({"messages": [{"role": "user", "content": "a"}]}, "the file")
+    [{'messages': [{'role': 'user', 'content': 'a'}]}]
+
+    Raises:
+        ValueError: it is an object with several arrays that may be the records.
+    """
+    if isinstance(found, list):
+        return found
+    if not isinstance(found, dict) or found.keys() & RECORD_KEYS:
+        return [found]
+    arrays = [
+        key
+        for key, value in found.items()
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
+    ]
+    if len(arrays) > 1:
+        raise ValueError(f"{file} has records under {', '.join(arrays)}: write those that you want as .jsonl")
+    return list(found[arrays[0]]) if arrays else [found]
 
 
 def _dataset(source: Path, what: str) -> Iterator[tuple[str, Record]]:

@@ -30,8 +30,8 @@ def regenerate(
     prompts: Annotated[
         Path,
         typer.Option(
-            help='JSONL or Parquet file or Hugging Face dataset (name, name:split) of {"prompt": …}, '
-            '{"messages": […]}, {"conversations": […]} or {"user": …}; further keys are kept.'
+            help='JSONL, JSON or Parquet file or Hugging Face dataset (name, name:split) of {"prompt": …}, '
+            '{"messages": […]}, {"conversations": […]}, {"conversation": […]} or {"user": …}; further keys are kept.'
         ),
     ],
     out: Annotated[Path, typer.Option(help="JSONL file of answers, as paradraft train reads them; it is added to.")],

@@ -27,7 +27,7 @@ ID = "answer_id"
 EOS, LENGTH = "eos", "length"
 """The finish reasons: the target ended the answer, or the limit cut it."""
 ROLES = ("system", "user", "assistant")
-OTHER_SHAPES = ("conversations", "user", "assistant")
+OTHER_SHAPES = ("conversations", "conversation", "user", "assistant")
 """Keys that give way to the messages that are made of them."""
 
 
@@ -74,7 +74,7 @@ def read_questions(source: Path, samples: int, columns: Mapping[str, str] | None
     """Reads what is to be answered.
 
     Args:
-        source: JSONL, Parquet or a Hugging Face dataset, as `rows` reads them.
+        source: JSONL, JSON, Parquet or a Hugging Face dataset, as `rows` reads them.
         samples: how many answers each record gets.
         columns: what the source calls the names in `paradraft.train.record`, if otherwise.
 

@@ -33,10 +33,15 @@ def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, 
 
 
 def conversation_of(record: Mapping[str, Any]) -> list[Message] | None:
-    """The messages of a record, which may be written as ShareGPT does, or as one turn; None if there are none.
+    """The messages of a record, in any of the forms below; None if there are none.
+
+    A conversation may be written as `messages`, as ShareGPT does (`conversations`), as AMD's training data do
+    (`conversation`, one object for each turn of both), or as one turn.
 
     >>> conversation_of({"user": "a", "assistant": "b"})
     [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
+    >>> conversation_of({"conversation": [{"human": "a", "assistant": "b"}, {"human": "c"}]})
+    [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}, {'role': 'user', 'content': 'c'}]
     """
     match record:
         case {"messages": [_, *_] as messages} if all(isinstance(message, dict) for message in messages):
@@ -46,6 +51,18 @@ def conversation_of(record: Mapping[str, Any]) -> list[Message] | None:
                 {"role": SHARE_GPT.get(str(turn.get("from")), turn.get("from")), "content": turn.get("value")}
                 for turn in turns
             ]
+        case {"conversation": [_, *_] as exchanges} if all(map(_is_exchange, exchanges)):
+            return [
+                {"role": role, "content": exchange[key]}
+                for exchange in exchanges
+                for role, key in (("user", "human"), ("assistant", "assistant"))
+                if key in exchange
+            ]
         case {"user": str(user), "assistant": str(assistant)}:
             return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     return None
+
+
+def _is_exchange(turn: object) -> bool:
+    """Whether this is a question with its answer, or a question alone, as AMD's training data write them."""
+    return isinstance(turn, dict) and "human" in turn and turn.keys() <= {"human", "assistant"}

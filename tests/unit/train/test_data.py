@@ -148,7 +148,10 @@ def test_long_samples_are_split_and_pieces_without_labels_dropped(tmp_path: Path
     "line",
     [
         "{", "3", "[]", '{"txt": "a"}', '{"prompt": "a"}', '{"text": 3}', '{"prompt": "a", "response": null}',
-        '{"messages": []}', '{"messages": ["a"]}', '{"conversations": [{"from": "gpt"}]}', '{"user": "a"}',
+        '{"messages": []}', '{"messages": ["a"]}', '{"conversations": [{"from": "gpt"}]}',
+        '{"conversation": [{"assistant": "a"}]}', '{"conversation": [{"human": "a", "gpt": "b"}]}',
+        '{"conversation": [{"human": 3}]}',
+        '{"user": "a"}',
         '{"messages": [{"role": "judge", "content": "a"}]}', '{"messages": [{"content": "a"}]}', '{"messages": [3]}',
         '{"messages": [{"role": "user", "content": null}]}', '{"conversations": [{"from": ["gpt"], "value": "a"}]}',
     ],
@@ -252,6 +255,7 @@ def test_other_shapes_of_conversations(tmp_path: Path) -> None:
     shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bc"}]}
     assert load(tmp_path, shared) == expected
     assert load(tmp_path, {"user": "a", "assistant": "bc"}) == expected
+    assert load(tmp_path, {"conversation": [{"human": "a", "assistant": "bc"}], "id": 3}) == expected
     columns = {"user": "instruction", "assistant": "output"}
     assert load(tmp_path, {"instruction": "a", "output": "bc"}, columns=columns) == expected
     assert load(tmp_path, {"code": "ab"}, columns={"text": "code"}) == load(tmp_path, {"text": "ab"})
@@ -269,6 +273,55 @@ def test_parquet_holds_the_same_records(tmp_path: Path) -> None:
         load_samples([file], tiny_tokenizer(), max_length=9)
 
 
+JSON_RECORDS = [{"prompt": "ab", "response": "cd"}, {"conversation": [{"human": "a", "assistant": "b"}]}]
+
+
+@pytest.mark.parametrize(
+    ("text", "records"),
+    [
+        (json.dumps(JSON_RECORDS), JSON_RECORDS),
+        (json.dumps(JSON_RECORDS, indent=2), JSON_RECORDS),
+        (json.dumps({"version": 1, "tags": ["a"], "data": JSON_RECORDS}), JSON_RECORDS),
+        ("\n".join(map(json.dumps, JSON_RECORDS)) + "\n", JSON_RECORDS),
+        (json.dumps(JSON_RECORDS[0]), JSON_RECORDS[:1]),
+        (json.dumps(JSON_RECORDS[0], indent=1), JSON_RECORDS[:1]),
+        (json.dumps(JSON_RECORDS[1]), JSON_RECORDS[1:]),
+    ],
+    ids=["array", "indented", "wrapped", "lines", "one", "one, indented", "one, with a list in it"],
+)
+def test_json_files_are_read(tmp_path: Path, text: str, records: list[object]) -> None:
+    """Guards `.json` files as they are published: arrays, an object around one, and lines as in AMD's own example."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    file = tmp_path / "data.json"
+    file.write_text(text)
+    assert load_samples([file], tokenizer, max_length=100) == load(tmp_path, *records)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"a,b\n1,2\n", r"training data '.*data\.json' is not JSON"),
+        (b"[1, 2", r"data\.json' is not JSON"),
+        (b"", r"data\.json' is not JSON"),
+        (b"[" * 100_000, r"data\.json' is not JSON"),
+        (b'"\xff"', r"data\.json' is not UTF-8 text"),
+        (b'[{"text": "a"}, 3]', r"data\.json, record 2: expected a JSON object"),
+        (b'[{"text": "a"}, {"text": "\\ud800"}]', r"data\.json, record 2: not valid text"),
+        (b'{"text": "a"}\n{"text": \n', r"data\.json, line 2: not JSON"),
+        (b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', r"data\.json' has records under train, test: write"),
+        (b'{"data": []}', r"data\.json, record 1: expected"),
+        (b"3", r"data\.json, record 1: expected a JSON object"),
+    ],
+    ids=range(11),
+)
+def test_json_files_that_hold_no_records_are_named(tmp_path: Path, content: bytes, problem: str) -> None:
+    """Guards against a traceback, and against a choice between two lists of records that nobody made."""
+    (tmp_path / "data.json").write_bytes(content)
+    with pytest.raises(ValueError, match=problem):
+        load_samples([tmp_path / "data.json"], tiny_tokenizer(), max_length=9)
+
+
 def test_columns_count(tmp_path: Path) -> None:
     """Guards `columns` against records that have other readings too, and against names that are misspelt."""
     record = {"text": "abcd", "instruction": "a", "output": "bc"}
@@ -278,7 +331,7 @@ def test_columns_count(tmp_path: Path) -> None:
         load(tmp_path, record, columns={"response": "answr"})
 
 
-@pytest.mark.parametrize("name", ["data.csv", "data.json", "data.JSONL", "data.jsonl.gz"])
+@pytest.mark.parametrize("name", ["data.csv", "data.ndjson", "data.JSONL", "data.jsonl.gz"])
 def test_data_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
     """Guards against learning the commas of a table as if they were the target's answers."""
     (tmp_path / name).write_text("a,b\n1,2\n")

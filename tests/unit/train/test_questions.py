@@ -25,6 +25,19 @@ def read(tmp_path: Path, *records: object, samples: int = 1) -> list[Question]:
     return read_questions(file, samples)
 
 
+def test_amds_conversations_are_asked(tmp_path: Path) -> None:
+    """Guards AMD's training data as prompts: they stand in `.json` files, and what was answered is asked anew."""
+    file = tmp_path / "example.json"
+    turns = [{"human": "a", "assistant": "old"}, {"human": "b"}]
+    file.write_text(json.dumps([{"conversation": turns, "id": 3}]))
+    (question,) = read_questions(file, 1)
+    assert next_prompt(question, []) == talk("a")
+    assert next_prompt(question, said("new")) == talk("a", "new", "b")
+    assert record_of(question, said("new", "c")) == {
+        "messages": talk("a", "new", "b", "c"), "id": 3, "finish_reason": EOS, ID: question.id,
+    }  # fmt: skip
+
+
 def said(*texts: str, reason: str = EOS) -> list[Answer]:
     return [Answer(text=text, finish_reason=reason, tokens=1) for text in texts]
 
