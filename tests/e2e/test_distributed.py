@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.trainer import train_pard
@@ -63,6 +64,20 @@ def test_two_processes_learn_what_one_does(family: Path, tmp_path: Path, sharded
         for key, value in expected.items():
             assert found[key] == pytest.approx(value, rel=1e-5), (key, expected["step"])
     assert done.stdout.count("step 4/4") == 1
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this is about machines without a GPU")
+def test_processes_without_a_gpu_train_together(family: Path, tmp_path: Path) -> None:
+    """Guards runs that leave `device` to the machine: each process trained all by itself, all of them wrote into one
+    folder, and the run failed without a word."""
+    file = tmp_path / "recipe.yaml"
+    settings = json.loads(recipe_text(family, tmp_path, tmp_path / "out"))
+    alone = ("teacher", "device", "prompts", "answer_tokens", "prompt_tokens")
+    file.write_text(json.dumps({key: value for key, value in settings.items() if key not in alone}))
+    done = launch(PARADRAFT, "train", "pard", str(file), settings={})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 4/4") == 1
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 SHORT_OF_MEMORY = """

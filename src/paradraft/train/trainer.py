@@ -5,6 +5,7 @@ Devices and processes are accelerate's: start it with `accelerate launch` or `to
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -90,10 +91,18 @@ def _accelerator(recipe: PardRecipe) -> Accelerator:
         raise ValueError("device=cuda: there is no GPU here, use device=cpu")
     trackers.check_installed(recipe.report_to)
     try:
-        return Accelerator(
-            cpu=recipe.device == "cpu",
+        accelerator = Accelerator(
+            # Unless it is told so, accelerate does not join processes on CPUs: each would train all by itself.
+            cpu=recipe.device == "cpu" or not torch.accelerator.is_available(),
             log_with=list(recipe.report_to) or None,
             project_dir=str(recipe.out / "logs") if recipe.report_to else None,
         )
     except (ValueError, ImportError) as error:
         raise ValueError(f"accelerate cannot begin: {error}") from None
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != accelerator.num_processes:
+        raise ValueError(
+            f"{started} processes were started, and accelerate joined {accelerator.num_processes} of them on "
+            f"{accelerator.device}: set device=cpu, or start one process"
+        )
+    return accelerator

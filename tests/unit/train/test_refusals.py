@@ -116,6 +116,17 @@ def test_a_run_that_does_not_fit_is_refused(family: Path, tmp_path: Path, monkey
     assert not recipe.out.exists()
 
 
+def test_processes_that_are_not_joined_are_refused(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against several processes that each train the whole run and write into one folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    recipe = recipe_for(family, tmp_path)
+    with pytest.raises(ValueError, match="2 processes were started, and accelerate joined 1 of them on cpu: set"):
+        train_pard(recipe, lambda report: None)
+    assert not recipe.out.exists()
+
+
 def test_files_of_something_else_are_not_touched(family: Path, tmp_path: Path) -> None:
     """Guards a project whose folder someone names as `out`: its own `checkpoint` folder would be deleted in the end."""
     recipe = recipe_for(family, tmp_path)
