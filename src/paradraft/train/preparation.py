@@ -133,6 +133,7 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
         recipe.data,
         tokenizer,
         max_length=recipe.max_length,
+        long=recipe.long,
         columns=recipe.columns,
         chat_template_kwargs=recipe.chat_template_kwargs,
         end_ids=named_ends(load_config(base), load_generation_config(base)),

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from paradraft.models.loading import POCKET, pocket_folder
 from paradraft.train import contents
+from paradraft.train.data import Long
 from paradraft.train.losses import Divergence, Reduction
 from paradraft.train.record import check_columns
 
@@ -85,7 +86,11 @@ class PardRecipe(BaseModel):
     samples_per_pass: int | None = Field(
         default=None, ge=1, description="samples that one device reads at a time; fewer take less memory"
     )
-    max_length: int = Field(default=1024, ge=2, description="tokens of a sample; longer ones are split")
+    max_length: int = Field(default=1024, ge=2, description="most tokens of a sample")
+    long: Long = Field(
+        default="auto",
+        description="longer samples: truncate, split, or auto: split plain text, truncate what has a prompt or turns",
+    )
     pack: bool = Field(default=False, description="put short samples behind each other, up to max_length")
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw", description="adamw, or muon for the matrices and AdamW for the rest"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,22 @@ def group_of(record: Sample) -> int:
     return hash(tuple(record.tokens[: first or None]))
 
 
+def is_longer(whole: Sample, max_length: int) -> bool:
+    """Whether a sample has labels that do not fit into `max_length` tokens."""
+    return _last_label(whole) >= max_length
+
+
+def truncated(whole: Sample, max_length: int, *, group: int) -> Iterable[Sample]:
+    """The beginning of a sample, up to its last label in it; none where there is no label in it.
+
+    >>> whole = Sample(tokens=[5, 6, 7, 8, 9, 1], is_label=[False, True, True, True, True, False])
+    >>> [list(piece.tokens) for piece in truncated(whole, 3, group=0)]
+    [[5, 6, 7]]
+    """
+    first = replace(whole, tokens=whole.tokens[:max_length], is_label=whole.is_label[:max_length])
+    return pieces(first, max_length, group=group)
+
+
 def pieces(whole: Sample, max_length: int, *, group: int) -> Iterable[Sample]:
     """Pieces of a sample that have a label, up to its last one; they overlap by one token, or a piece's first token
     would be nobody's.
@@ -49,8 +65,13 @@ def pieces(whole: Sample, max_length: int, *, group: int) -> Iterable[Sample]:
     >>> [list(piece.tokens) for piece in pieces(whole, 3, group=0)]
     [[5, 6, 7], [7, 8, 9]]
     """
-    last = max((place for place, flag in enumerate(whole.is_label) if flag), default=0)
+    last = _last_label(whole)
     for start in range(0, last, max_length - 1):
         piece = slice(start, min(start + max_length, last + 1))
         if any(whole.is_label[piece][1:]):
             yield Sample(tokens=whole.tokens[piece], is_label=whole.is_label[piece], group=group)
+
+
+def _last_label(whole: Sample) -> int:
+    """The place of the last label; 0 where there is none."""
+    return max((place for place, flag in enumerate(whole.is_label) if flag), default=0)

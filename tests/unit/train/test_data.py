@@ -139,9 +139,54 @@ def test_one_bos_at_the_beginning_and_one_end_at_the_end(tmp_path: Path, around:
 def test_long_samples_are_split_and_pieces_without_labels_dropped(tmp_path: Path) -> None:
     """Guards against tokens at the border of two pieces, the end token above all, that no row learns to predict, and
     against pieces of nothing but prompt."""
-    pieces = load(tmp_path, {"text": "abcda"}, {"prompt": "aaaaaa", "response": "bc"}, max_length=4)
+    answer = {"prompt": "aaaaaa", "response": "bc"}
+    with pytest.warns(UserWarning, match="long=split: 2 pieces begin in the middle of a conversation or an answer"):
+        pieces = load(tmp_path, {"text": "abcda"}, answer, max_length=4, long="split")
     assert [list(piece.tokens) for piece in pieces] == [[A, B, C, D], [D, A, EOS], [A, A, A, B], [B, C, EOS]]
     assert [list(piece.is_label) for piece in pieces] == [[True] * 4, [True] * 3, [False] * 3 + [True], [True] * 3]
+
+
+@pytest.mark.parametrize("long", ["auto", "truncate"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "+a+", "response": "bcda"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcda"}]},
+    ],
+)
+def test_a_long_answer_keeps_its_prompt(tmp_path: Path, long: str, record: dict[str, object]) -> None:
+    """Guards answers that are longer than a sample: the rest of one was a sample of its own, which began in the middle
+    of the answer, without the prompt that the target reads there. It is left out, and a warning says how much."""
+    with pytest.warns(UserWarning, match=r"1 of 2 samples are longer than max_length=5 and were truncated, 42\.9% of"):
+        cut, short = load(tmp_path, record, {"prompt": "a", "response": "b"}, max_length=5, long=long)
+    assert cut == Sample(tokens=[PLUS, A, PLUS, B, C], is_label=[False] * 3 + [True] * 2), "and it does not end here"
+    assert short == Sample(tokens=[A, B, EOS], is_label=[False, True, True])
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_fits_is_not_touched(tmp_path: Path) -> None:
+    """Guards samples of just the length: nothing is lost, so nothing is said; a text is split without a word."""
+    record = {"prompt": "ab", "response": "cd"}
+    for long in ("auto", "truncate", "split"):
+        assert load(tmp_path, record, max_length=5, long=long) == load(tmp_path, record)
+    assert [list(piece.tokens) for piece in load(tmp_path, {"text": "abcd"}, max_length=3)] == [[A, B, C], [C, D, EOS]]
+
+
+def test_a_long_text_may_be_truncated(tmp_path: Path) -> None:
+    """Guards `long=truncate` for plain text."""
+    with pytest.warns(UserWarning, match=r"truncated, 40\.0% of all labels"):
+        assert load(tmp_path, {"text": "abcd"}, max_length=3, long="truncate") == [
+            Sample(tokens=[A, B, C], is_label=[True] * 3)
+        ]
+
+
+def test_a_prompt_that_fills_a_sample_is_named(tmp_path: Path) -> None:
+    """Guards against a run that is refused for one long prompt among a million, and against losing it in silence."""
+    record, good = {"prompt": "aaaaaa", "response": "bc"}, {"prompt": "a", "response": "b"}
+    with pytest.warns(UserWarning, match=r"1 samples were left out, because their prompt .* max_length=4 \(.*line 1\)"):
+        assert load(tmp_path, record, good, max_length=4) == load(tmp_path, good)
+    with pytest.raises(ValueError, match="nothing to learn"), pytest.warns(UserWarning, match="1 samples were left"):
+        load(tmp_path, record, max_length=4)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def test_what_makes_a_group(tmp_path: Path) -> None:
     ]  # fmt: skip
     file = tmp_path / "data.jsonl"
     file.write_text("\n".join(map(json.dumps, records)))
-    groups = groups_of(load_samples([file], tokenizer, max_length=4))
+    with pytest.warns(UserWarning, match="1 pieces begin in the middle"):
+        groups = groups_of(load_samples([file], tokenizer, max_length=4, long="split"))
     assert len(groups) > len(records)
     names = {group: str(number) for number, group in enumerate(dict.fromkeys(groups))}
     assert "".join(names[group] for group in groups) == "000" + "1" + "2222" + "33" + "444"
