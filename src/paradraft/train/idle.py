@@ -70,6 +70,6 @@ def complaints(recipe: PardRecipe, *, steps: int) -> list[str]:
         if name in recipe.model_fields_set and not ((value := getattr(recipe, name)) is None or value is False)
     ]
     warmup = recipe.warmup_steps
-    if "warmup_steps" in recipe.model_fields_set and warmup >= steps:
+    if "warmup_steps" in recipe.model_fields_set and warmup >= steps and recipe.schedule != "constant":
         found.append(f"warmup_steps={warmup}: the run has {steps} steps, so the learning rate never falls")
     return found

@@ -76,6 +76,9 @@ class Loop:
             weight_decay=recipe.weight_decay,
             warmup_steps=recipe.warmup_steps,
             steps=self.steps,
+            schedule=recipe.schedule,
+            betas=recipe.betas,
+            max_grad_norm=recipe.max_grad_norm,
         )
         self.objective = self.optimizers.prepare(self.accelerator, self.prepared.objective)
         self._report = report
@@ -125,9 +128,9 @@ class Loop:
             for step in range(first, self.steps):
                 batches = coming.result()
                 coming = ahead.submit(self._batches_of, order, step + 1)
-                loss, right_K, labels_K = self._step(step, batches)
+                loss, right_K, labels_K, norm = self._step(step, batches)
                 rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
-                self._meter.add(loss, right_K, labels_K, rows)
+                self._meter.add(loss, right_K, labels_K, rows, norm)
                 done = step + 1
                 if done % self.recipe.log_every == 0 or done == self.steps:
                     self._tell(self._meter.progress(done))
@@ -165,8 +168,8 @@ class Loop:
         weights_K = row_weights(labels_K, self.recipe.average, self.importance_K) * self.accelerator.num_processes
         return weights_K, labels_K
 
-    def _step(self, step: int, batches: list[Batch]) -> tuple[float, Tensor, Tensor]:
-        """One update; returns its loss, and `[K]` rows predicted correctly and rows with a label."""
+    def _step(self, step: int, batches: list[Batch]) -> tuple[float, Tensor, Tensor, float | None]:
+        """One update; returns its loss, `[K]` rows predicted correctly, `[K]` rows with a label, the gradients' norm."""
         torch.manual_seed(self.recipe.seed * 1_000_003 + step)  # for models with dropout
         weights_K, labels_K = self._weights(batches)
         loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
@@ -177,8 +180,8 @@ class Loop:
                 self.accelerator.backward(part)
             loss += part.detach()
             right_K += right
-        self.optimizers.step(step)
-        return self.accelerator.reduce(loss, "mean").item(), self.accelerator.reduce(right_K, "sum"), labels_K
+        norm = self.optimizers.step(step)
+        return self.accelerator.reduce(loss, "mean").item(), self.accelerator.reduce(right_K, "sum"), labels_K, norm
 
     def _evaluate(self, done: int) -> bool:
         """Measures, keeps the drafter while it is the best, and says whether to stop early."""

@@ -21,6 +21,7 @@ class Progress:
         accuracy: for each depth the share of rows predicted correctly.
         rows_per_s: training rows per second, on all devices together.
         left_s: estimated seconds to the end.
+        grad_norm: mean norm of the gradients before they were clipped, if it is known.
     """
 
     step: int
@@ -29,6 +30,7 @@ class Progress:
     accuracy: tuple[float, ...]
     rows_per_s: float
     left_s: float
+    grad_norm: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +64,11 @@ class Sums:
         losses: of each step.
         right: for each depth, rows predicted correctly; empty if there was no step.
         labels: for each depth, rows with a label.
+        norms: of the gradients of each step.
     """
 
     losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
     right: tuple[float, ...] = ()
     labels: tuple[float, ...] = ()
 
@@ -88,6 +92,7 @@ class Meter:
 
     def _begin_with(self, sums: Sums) -> None:
         self._losses = list(sums.losses)
+        self._norms = list(sums.norms)
         self._right = torch.tensor(sums.right or (0.0,) * self._k)
         self._labels = torch.tensor(sums.labels or (0.0,) * self._k)
         self._rows = 0
@@ -97,10 +102,10 @@ class Meter:
     def sums(self) -> Sums:
         """What has been added since the last report."""
         right, labels = tuple(self._right.tolist()), tuple(self._labels.tolist())
-        return Sums(losses=tuple(self._losses), right=right, labels=labels)
+        return Sums(losses=tuple(self._losses), norms=tuple(self._norms), right=right, labels=labels)
 
-    def add(self, loss: float, right_K: Tensor, labels_K: Tensor, rows: int) -> None:
-        """Adds a step.
+    def add(self, loss: float, right_K: Tensor, labels_K: Tensor, rows: int, norm: float | None) -> None:
+        """Adds a step, with the norm of its gradients if that is known.
 
         Raises:
             ValueError: the loss is not a number any more.
@@ -108,6 +113,7 @@ class Meter:
         if not math.isfinite(loss):
             raise ValueError(f"the loss became {loss}: lower lr or muon_lr")
         self._losses.append(loss)
+        self._norms += [] if norm is None else [norm]
         self._right += right_K.cpu()
         self._labels += labels_K.cpu()
         self._rows += rows
@@ -122,6 +128,7 @@ class Meter:
             accuracy=shares(self._right, self._labels),
             rows_per_s=self._rows / (now_s - self._since_s),
             left_s=(now_s - self._began_s) / (done - self._first) * (self._steps - done),
+            grad_norm=sum(self._norms) / len(self._norms) if self._norms else None,
         )
         self._begin_with(Sums())
         return progress

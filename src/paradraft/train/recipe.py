@@ -6,17 +6,19 @@ import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from paradraft.models.loading import POCKET, pocket_folder
 from paradraft.train import contents
 from paradraft.train.data import Long
 from paradraft.train.losses import Divergence, Reduction
+from paradraft.train.optimizers import Schedule
 from paradraft.train.record import check_columns
 
 Loss = Literal["cross_entropy", Divergence]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 NOT_DECISIVE = frozenset({
     "out", "log_every", "save_every", "report_to", "skip_unlabelled", "device", "attention", "gradient_checkpointing",
     "samples_per_pass", "pack", "bf16",
@@ -98,7 +100,18 @@ class PardRecipe(BaseModel):
     lr: float = Field(default=2e-5, gt=0, description="AdamW's highest learning rate")
     muon_lr: float = Field(default=1e-2, gt=0, description="Muon's highest learning rate")
     weight_decay: float = Field(default=0.0, ge=0, description="of the matrices")
-    warmup_steps: int = Field(default=50, ge=0, description="linear warm-up; linear decay to 0 follows")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's")
+    max_grad_norm: float | None = Field(
+        default=1.0,
+        ge=0,
+        description="gradients with a larger norm, over all parameters, are scaled down to it; null or 0: none are",
+    )
+    warmup_steps: int = Field(default=50, ge=0, description="linear warm-up of the learning rate")
+    schedule: Schedule = Field(
+        default="linear",
+        description="after the warm-up: linear or cosine decay to 0, constant, or warmup_stable_decay, constant until "
+        "the last fifth",
+    )
     lora: Lora | None = Field(default=None, description="train adapters of low rank, and the mask's embedding")
 
     bf16: bool | None = Field(
@@ -131,6 +144,11 @@ class PardRecipe(BaseModel):
     patience: int | None = Field(
         default=None, ge=1, description="stop after so many evaluations that were not better than the best"
     )
+
+    @field_validator("max_grad_norm")
+    @classmethod
+    def _none_is_one_word(cls, given: float | None) -> float | None:
+        return given or None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> PardRecipe:

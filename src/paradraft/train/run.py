@@ -50,8 +50,9 @@ def _line(report: Report) -> str:
         said = "" if length is None else f"  {length:.2f} tokens per target pass"
         best = "  (best so far)" if report.is_best else ""
         return f"step {report.step}: held-out loss {report.loss:.3f}  accuracy by depth {accuracy}{said}{best}"
+    norm = "" if report.grad_norm is None else f"gradient norm {report.grad_norm:.1f}  "
     return (
-        f"step {report.step}/{report.steps}  loss {report.loss:.3f}  accuracy by depth {accuracy}  "
+        f"step {report.step}/{report.steps}  loss {report.loss:.3f}  accuracy by depth {accuracy}  {norm}"
         f"{report.rows_per_s:.0f} rows/s  {_minutes(report.left_s)} left"
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from accelerate import Accelerator
 from accelerate.utils import is_mlflow_available, is_tensorboard_available, is_trackio_available, is_wandb_available
 
-from paradraft.train.progress import Evaluation, Report
+from paradraft.train.progress import Evaluation, Progress, Report
 from paradraft.train.recipe import PardRecipe
 
 PROJECT = "paradraft"
@@ -40,4 +40,6 @@ def figures(report: Report) -> dict[str, float]:
     found |= {f"{prefix}accuracy_{depth}": share for depth, share in enumerate(report.accuracy)}
     if isinstance(report, Evaluation) and report.acceptance_length is not None:
         found["held_out/acceptance_length"] = report.acceptance_length
+    if isinstance(report, Progress) and report.grad_norm is not None:
+        found["train/grad_norm"] = report.grad_norm
     return found

@@ -31,6 +31,7 @@ BASE = {"model": "m", "data": ["d"], "out": "o", "steps": 100}
         ({"pack": True, "samples_per_step": 2}, None),
         ({"warmup_steps": 100}, "warmup_steps=100: the run has 100 steps, so the learning rate never falls"),
         ({"warmup_steps": 99}, None),
+        ({"warmup_steps": 100, "schedule": "constant"}, None),
         ({"k": 1}, None),
     ],
 )

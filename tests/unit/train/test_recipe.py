@@ -28,7 +28,10 @@ def test_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
     [
         ("lr=1e-3", "lr", 1e-3), ("lr=0.001", "lr", 1e-3), ("lr=1E-3", "lr", 1e-3), ("steps=1e2", "steps", 100),
         ("bf16=false", "bf16", False), ("bf16=true", "bf16", True), ("optimizer=muon", "optimizer", "muon"),
-        ("average=per_depth", "average", "per_depth"),
+        ("average=per_depth", "average", "per_depth"), ("schedule=cosine", "schedule", "cosine"),
+        ("betas=[0.8, 0.99]", "betas", (0.8, 0.99)), ("max_grad_norm=null", "max_grad_norm", None),
+        ("max_grad_norm=0", "max_grad_norm", None), ("max_grad_norm=0.5", "max_grad_norm", 0.5),
+        ("long=split", "long", "split"),
         ("loss=cross_entropy", "loss", "cross_entropy"), ("out=elsewhere/e=1", "out", Path("elsewhere/e=1")),
         ("data=[c.txt]", "data", [Path("c.txt")]), ("mask_token_id=null", "mask_token_id", None), ("k=12", "k", 12),
     ],
@@ -80,7 +83,9 @@ def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
         ("chat_template_kwargs={today: 2026-11-21}", "'chat_template_kwargs.today': input was not a valid JSON value"),
         ("lora.ranks=3", "'lora.ranks'; known are rank"), ("lora.rank=0", "'lora.rank'"),
         ("report_to=[paper]", "'report_to.0'"),
-        ("device=abacus", "'device'"),
+        ("device=abacus", "'device'"), ("long=cut", "'long'.*truncate"), ("schedule=step", "'schedule'.*cosine"),
+        ("betas=[0.9]", "'betas.1'"), ("betas=[0.9, 1]", "'betas.1'.*less than 1"),
+        ("max_grad_norm=-1", "'max_grad_norm'"),
         ("optimizer=sgd", "'optimizer'.*muon"), ("steps=many", "'steps'"), ("steps=1.5", "'steps'"),
         ("data=[]", "'data'"),
         ("steps", "'steps': write overrides as key=value"), ("out=[a", "'out=.a'"), ("max_length=1", "'max_length'"),
@@ -109,7 +114,19 @@ def test_fingerprint_tells_runs_apart(tmp_path: Path) -> None:
     assert load(tmp_path, "log_every=3", "save_every=4", "out=elsewhere").fingerprint == same
     assert load(tmp_path, "samples_per_pass=1", "pack=true", "gradient_checkpointing=true").fingerprint == same
     assert load(tmp_path, "bf16=false").fingerprint == same, "checkpoints know"
-    others = ("lr=1e-3", "steps=101", "seed=1", "k=9", "model=m", "data=[a.txt]", "r=0.71")
+    others = (
+        "lr=1e-3",
+        "steps=101",
+        "seed=1",
+        "k=9",
+        "model=m",
+        "data=[a.txt]",
+        "r=0.71",
+        "betas=[0.9, 0.99]",
+        "schedule=constant",
+        "max_grad_norm=2",
+        "long=split",
+    )
     for override in (*others, "chat_template_kwargs.enable_thinking=false"):
         assert load(tmp_path, override).fingerprint != same, override
 

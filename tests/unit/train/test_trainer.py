@@ -173,6 +173,22 @@ def losses_of(recipe: PardRecipe) -> list[float]:
     return [report.loss for report in reports if isinstance(report, Progress)]
 
 
+def test_gradients_are_clipped(family: Path, tmp_path: Path) -> None:
+    """Guards `max_grad_norm`: the first gradients of a new drafter are large, and the history says how large. A limit
+    that is never reached gives the very losses of a run without one."""
+    runs = {}
+    for name, most in (("clipped", 0.1), ("free", None), ("high", 1e9)):
+        reports: list[Progress] = []
+        train_pard(recipe_for(family, tmp_path / name, max_grad_norm=most, optimizer="adamw", lr=1e-2), reports.append)
+        runs[name] = reports
+    losses = {name: [report.loss for report in reports] for name, reports in runs.items()}
+    assert losses["free"] == losses["high"] and losses["free"][0] == losses["clipped"][0]
+    assert losses["free"] != losses["clipped"]
+    assert runs["free"][0].grad_norm == runs["clipped"][0].grad_norm > 1
+    history = (tmp_path / "free" / "out" / "history.jsonl").read_text().splitlines()
+    assert json.loads(history[0])["grad_norm"] == runs["free"][0].grad_norm
+
+
 @pytest.mark.parametrize(
     "settings", [{"samples_per_pass": 1}, {"samples_per_pass": 2}, {"pack": True}, {"gradient_checkpointing": True}]
 )
