@@ -74,7 +74,7 @@ def recipe_of(changes: dict[str, Any], family: Path, folder: Path, steps: int) -
     settings: dict[str, Any] = {
         "model": str(family / "draft"), "data": [family / "text.jsonl"], "out": folder, "steps": steps,
         "average": "token_mean", "samples_per_step": 3, "max_length": 384, "optimizer": "muon", "muon_lr": 1e-2,
-        "lr": 1e-3, "warmup_steps": 20, "held_out": 0, "save_every": 50, "device": "cpu",
+        "lr": 1e-3, "warmup_steps": 20, "max_grad_norm": None, "held_out": 0, "save_every": 50, "device": "cpu",
     }  # fmt: skip
     if "data" in changes:
         changes = {**changes, "data": [folder / name for name in changes["data"]]}

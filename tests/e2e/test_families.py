@@ -175,7 +175,7 @@ def assert_lossless(root: Path, draft: Path) -> Engine:
 def test_the_recipe_is_the_papers(name: str) -> None:
     """Guards against a recipe that cannot be read, and against settings that left the paper (section 4.1)."""
     recipe = load_recipe(RECIPES / f"{name}.yaml", [])
-    assert (recipe.k, recipe.r, recipe.r_min, recipe.average) == (8, 0.7, 0.2, "per_depth")
+    assert (recipe.k, recipe.r, recipe.r_min, recipe.average) == (8, 0.7, 0.2, "token_mean")
     assert (recipe.epochs, recipe.samples_per_step, recipe.loss) == (4, 64, None)
     assert (recipe.max_length, recipe.optimizer, recipe.device) == (FAMILIES[name].max_length, "adamw", "auto")
     assert (recipe.lr, recipe.mask_token_id) == (FAMILIES[name].lr, 128020 if name.startswith("llama") else None)

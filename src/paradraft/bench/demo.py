@@ -62,6 +62,7 @@ def recipe(out: Path, size: Size) -> PardRecipe:
         optimizer="muon",
         muon_lr=1e-2,
         lr=1e-3,
+        max_grad_norm=None,
         warmup_steps=min(5, size.steps // 2),
         log_every=max(size.steps // 15, 1),
         save_every=30,
