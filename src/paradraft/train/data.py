@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.models.texts import continuation, opening
 from paradraft.sources import records
-from paradraft.train.chat_template import ChatTemplate, check_variables
+from paradraft.train.chat_template import ChatTemplate, check_variables, dated
 from paradraft.train.conversations import conversation_samples
 from paradraft.train.record import conversation_of, renamed
 from paradraft.train.sample import Sample, group_of, is_longer, pieces, truncated
@@ -42,6 +43,8 @@ def load_samples(
     long: Long = "auto",
     columns: Mapping[str, str] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    date_string: str | None = None,
+    day: date | None = None,
     end_ids: Collection[int] = (),
     skip_unlabelled: bool = False,
 ) -> list[Sample]:
@@ -58,6 +61,8 @@ def load_samples(
             token, "auto" splits plain text and truncates what has a prompt or turns.
         columns: what the sources call the names in `paradraft.train.record`, if otherwise.
         chat_template_kwargs: variables of the chat template.
+        date_string: what the template writes as today's date, if it writes one.
+        day: what it takes for today otherwise; None for the day that it is.
         end_ids: tokens that end a turn, besides the tokenizer's end-of-text.
         skip_unlabelled: leave samples out in which nothing is a label.
 
@@ -68,8 +73,9 @@ def load_samples(
     if tokenizer.eos_token_id is None:
         raise ValueError("the model's tokenizer has no end-of-text token, so the end of a text cannot be learned")
     ends = frozenset([tokenizer.eos_token_id, *end_ids])
-    template = ChatTemplate(tokenizer=tokenizer, variables=chat_template_kwargs or {}, end_ids=ends)
-    check_variables(template.variables, tokenizer)
+    check_variables(chat_template_kwargs or {}, tokenizer)
+    undated = ChatTemplate(tokenizer=tokenizer, variables=chat_template_kwargs or {}, end_ids=ends)
+    template = dated(undated, date_string, day)
     samples: list[Sample] = []
     unlabelled: list[str] = []
     cuts = _Cuts(max_length=max_length)
@@ -101,8 +107,11 @@ def load_samples(
         warnings.warn(warning, stacklevel=2)
     if not samples:
         raise ValueError(f"nothing to learn in {', '.join(map(str, sources))}: no sample has a token to predict")
-    if template.variables and not has_talks:
+    if chat_template_kwargs and not has_talks:
         warnings.warn("chat_template_kwargs is ignored without conversations in the data", stacklevel=2)
+    if date_string is not None and (template is undated or not has_talks):
+        why = "the model's chat template writes no date" if has_talks else "there are no conversations in the data"
+        warnings.warn(f"date_string={date_string} is ignored: {why}", stacklevel=2)
     return samples
 
 

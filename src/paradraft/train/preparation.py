@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,6 +23,7 @@ from paradraft.train.drafter import NewDrafter, drafter_skeleton, new_drafter
 from paradraft.train.evaluation import AcceptanceMeter, prompt_of
 from paradraft.train.held_out import hold_out
 from paradraft.train.idle import complaints
+from paradraft.train.learnt import Learnt, learnt_of
 from paradraft.train.pard import Objective
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.sample import Sample
@@ -39,6 +41,8 @@ class Preparation:
     Args:
         recipe: the run.
         tokenizer: the drafter's.
+        began: the day on which the run began, as YYYY-MM-DD.
+        learnt: a description of all samples.
         samples: to learn.
         held_out: to measure on.
         mask_id: the mask token; None for an ordinary draft.
@@ -49,6 +53,8 @@ class Preparation:
 
     recipe: PardRecipe
     tokenizer: PreTrainedTokenizerBase
+    began: str
+    learnt: Learnt
     samples: list[Sample]
     held_out: list[Sample]
     mask_id: int | None
@@ -111,13 +117,14 @@ class Preparation:
         return AcceptanceMeter(target, base, prompts, k=recipe.k, answer_tokens=recipe.answer_tokens, runtime=runtime)
 
 
-def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Preparation:
+def prepare(recipe: PardRecipe, device: torch.device, *, processes: int, began: str = "") -> Preparation:
     """Loads and checks; nothing is written. Data come first, and no weights are loaded that do not fit into memory.
 
     Args:
         recipe: the run.
         device: where this process trains.
         processes: how many processes share the samples of a step.
+        began: the day on which the run began, as YYYY-MM-DD, which chat templates write; empty if it begins today.
 
     Raises:
         ValueError: model, data or teacher cannot be used, the settings do not fit them, or there is not enough memory.
@@ -136,6 +143,8 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
         long=recipe.long,
         columns=recipe.columns,
         chat_template_kwargs=recipe.chat_template_kwargs,
+        date_string=recipe.date_string,
+        day=date.fromisoformat(began) if began else None,
         end_ids=named_ends(load_config(base), load_generation_config(base)),
         skip_unlabelled=recipe.skip_unlabelled,
     )
@@ -153,6 +162,8 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int) -> Prep
     return Preparation(
         recipe=recipe,
         tokenizer=tokenizer,
+        began=began,
+        learnt=learnt_of(samples, tokenizer),
         samples=learnt,
         held_out=held_out,
         mask_id=drafter.mask_id,

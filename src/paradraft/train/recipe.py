@@ -57,6 +57,11 @@ class PardRecipe(BaseModel):
     chat_template_kwargs: dict[str, JsonValue] = Field(
         default={}, description="variables of the chat template, such as Qwen3's enable_thinking, as it will be served"
     )
+    date_string: str | None = Field(
+        default=None,
+        description="what the chat template writes as today's date, if it writes one; by default the day on which the "
+        "run began, also when it goes on later",
+    )
     skip_unlabelled: bool = Field(default=False, description="go on without samples in which nothing is a label")
     out: Path = Field(description="where the drafter goes")
 
@@ -166,6 +171,8 @@ class PardRecipe(BaseModel):
                 )
             if min(self.depth_weights) < 0 or max(self.depth_weights) == 0:
                 raise ValueError(f"depth_weights={self.depth_weights}: use numbers from 0, not all 0")
+        if self.date_string is not None and "date_string" in self.chat_template_kwargs:
+            raise ValueError("date_string: chat_template_kwargs sets it too, give it once")
         if self.out == Path():
             raise ValueError("out: name a folder of its own")
         if self.held_out == 0:
