@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from paradraft.train import run
 from paradraft.train.progress import Progress
 from paradraft.train.recipe import Lora, PardRecipe
 from tests.conftest import VOCAB
-from tests.e2e.conftest import EXACT, INTERRUPTED, Paradraft, assert_mistake
+from tests.e2e.conftest import EXACT, INTERRUPTED, MISTAKE, Paradraft, assert_mistake
 
 STEPS = 6
 PARTS = 3
@@ -97,7 +99,7 @@ def test_interrupted_training_resumes(
         first = paradraft("train", "pard", recipe, f"out={stopped}")
     assert first.code == INTERRUPTED
     assert first.err == "paradraft: interrupted\n"
-    assert [place.name for place in (stopped / "checkpoint").iterdir()] == ["step-00000004"]
+    assert sorted(place.name for place in (stopped / "checkpoint").iterdir()) == ["step-00000002", "step-00000004"]
     assert not (stopped / "config.json").exists()
     second = paradraft("train", "pard", recipe, f"out={stopped}")
     assert second.code == 0
@@ -105,6 +107,81 @@ def test_interrupted_training_resumes(
     expected, found = (load_file(folder / "model.safetensors") for folder in (whole, stopped))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 143)])
+def test_a_run_that_is_asked_to_stop(
+    paradraft: Paradraft, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    """Guards the steps since the last checkpoint, the one line that says where the run stands, and the exit code by
+    which a cluster knows that it was asked to stop."""
+    out, line = tmp_path / "stopped", run._line
+
+    def ask_at_step_2(progress: Progress) -> str:
+        if progress.step == 2:
+            os.kill(os.getpid(), number)
+        return line(progress)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "_line", ask_at_step_2)
+        first = paradraft("train", "pard", recipe, f"out={out}")
+    assert first.code == code
+    assert first.err == ("paradraft: interrupted\n" if number == signal.SIGINT else "")
+    place = out / "checkpoint"
+    assert first.out.splitlines()[3:] == [
+        f"stopped after step 3 of {STEPS}, with a checkpoint in {place}: the same command goes on from there"
+    ]
+    second = paradraft("train", "pard", recipe, f"out={out}")
+    assert second.code == 0
+    assert [text in second.out for text in ("step 3/", "step 4/", "step 6/")] == [False, True, True]
+
+
+def test_a_full_disk_is_one_line(
+    paradraft: Paradraft, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a traceback out of torch's C++ at three in the morning."""
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+
+    monkeypatch.setattr(torch, "save", full)
+    outcome = paradraft("train", "pard", recipe, f"out={tmp_path / 'out'}")
+    assert outcome.code == MISTAKE
+    assert outcome.err == (
+        f"paradraft: {tmp_path / 'out'}: no space is left on the disk: make room, and the same command goes on from the "
+        "last checkpoint\n"
+    )
+
+
+def test_a_damaged_checkpoint_is_a_warning(
+    paradraft: Paradraft, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a run against its disk: a flipped bit in the newest checkpoint costs the steps since the one before, and
+    in both it is a mistake in one line, not a traceback out of the unpickler."""
+    out = tmp_path / "out"
+
+    def stop_at_step_5(progress: Progress) -> str:
+        if progress.step == 5:
+            raise KeyboardInterrupt
+        return ""
+
+    def damage(step: int) -> None:
+        file = out / "checkpoint" / f"step-{step:08d}" / "optimizer.bin"
+        file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "_line", stop_at_step_5)
+        assert paradraft("train", "pard", recipe, f"out={out}").code == INTERRUPTED
+    damage(4)
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "_line", lambda progress: f"again {stop_at_step_5(progress)}{progress.step}")
+        second = paradraft("train", "pard", recipe, f"out={out}")
+    assert second.err.splitlines()[0].startswith("paradraft: warning: ")
+    assert "step-00000004/optimizer.bin is damaged" in second.err.splitlines()[0]
+    assert second.out.splitlines()[0] == "again 3"
+    damage(4)
+    damage(2)
+    assert_mistake(paradraft("train", "pard", recipe, f"out={out}"), "step-00000002/optimizer.bin is damaged", "delete")
 
 
 def test_stop_while_a_checkpoint_is_written(

@@ -80,6 +80,42 @@ def test_processes_without_a_gpu_train_together(family: Path, tmp_path: Path) ->
     assert (tmp_path / "out" / "config.json").exists()
 
 
+ASKED_TO_STOP = """
+import os, signal
+from paradraft import cli
+from paradraft.train.loop import Loop
+
+step = Loop._step
+
+def asked(loop, number, batches):
+    if number == 2 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(loop, number, batches)
+
+Loop._step = asked
+cli.main()
+"""
+
+
+def test_all_processes_stop_after_the_same_step(family: Path, tmp_path: Path) -> None:
+    """Guards against processes that wait for one that has stopped, and against a checkpoint that some did not reach:
+    one process alone is asked to stop, all do, and the run goes on as one that was never stopped."""
+    file, script = tmp_path / "recipe.yaml", tmp_path / "asked_to_stop.py"
+    script.write_text(ASKED_TO_STOP)
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    train_pard(PardRecipe.model_validate_json(recipe_text(family, tmp_path, alone)), lambda report: None)
+    file.write_text(recipe_text(family, tmp_path, together))
+    first = launch(str(script), "train", "pard", str(file), settings={})
+    assert first.stderr.count("exitcode  : 143 ") == 2, first.stderr
+    assert first.stdout.splitlines()[-1].startswith("stopped after step 3 of 4, with a checkpoint in ")
+    second = launch(PARADRAFT, "train", "pard", str(file), settings={})
+    assert second.returncode == 0, second.stderr
+    assert [text in second.stdout for text in ("step 3/", "step 4/")] == [False, True]
+    for expected, found in zip(history(alone), history(together), strict=True):
+        for key, value in expected.items():
+            assert found[key] == pytest.approx(value, rel=1e-5), (key, expected["step"])
+
+
 SHORT_OF_MEMORY = """
 import os, sys
 from paradraft import cli

@@ -31,8 +31,16 @@ def pard(
         ),
     ] = False,
 ) -> None:
-    """Adapt a draft model into a PARD drafter. Run the same command again to resume."""
+    """Adapt a draft model into a PARD drafter. Run the same command again to resume.
+
+    Ctrl-C and SIGTERM write a checkpoint after the current step and leave, with exit code 130 or 143; a second Ctrl-C
+    leaves at once.
+    """
     from paradraft.train.recipe_file import load_recipe
     from paradraft.train.run import run_with_display
+    from paradraft.train.stopping import StoppedError
 
-    run_with_display(load_recipe(recipe, overrides or []))
+    try:
+        run_with_display(load_recipe(recipe, overrides or []))
+    except StoppedError as stop:
+        raise typer.Exit(128 + stop.number) from None

@@ -1,10 +1,14 @@
 """What a training run leaves on disk: always whole, whenever it is stopped.
 
-    out/checkpoint/step-00000200/      weights and optimizers, and `run.json`, written last
+    out/checkpoint/step-00000200/      weights and optimizers, and `run.json`: how far, and digests of all files
+    out/checkpoint/step-00000100/      the one before, for when a disk has damaged the newest
     out/checkpoint/drafter-00000150/   a drafter that may be the result, as it would be shipped
 
-A drafter is named after its step, and stays while the newest checkpoint calls it the best: a run that
-goes on from there needs it, whatever it has found since.
+A checkpoint is written under another name, forced to the disk and then renamed, so one that has its name is whole.
+The digests say whether it still is when a run goes on from it.
+
+A drafter is named after its step, and stays while a checkpoint calls it the best: a run that goes on from there needs
+it, whatever it has found since.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,11 +26,16 @@ from accelerate import Accelerator
 from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from paradraft.train import contents
+from paradraft.train.disk import sync, sync_entries
+from paradraft.train.learnt import Learnt
 from paradraft.train.progress import Sums
 from paradraft.train.standing import Standing, Worth
 
 STATE = "run.json"
-"""Inside a checkpoint: which run and how far; written last, so a checkpoint without it is not whole."""
+"""Inside a checkpoint: which run and how far, and digests."""
+UNFINISHED = ".new"
+"""The suffix of a folder that is being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +46,9 @@ class State:
         identity: of its recipe.
         step: steps done.
         bf16: whether its passes compute in bf16.
+        began: the day on which it began, as YYYY-MM-DD; chat templates write it.
+        learnt: what it learns; None where nobody said.
+        is_evaluated: False if the run was stopped between the step and an evaluation that follows it.
         standing: how its drafters stand.
         sums: what was not reported yet.
     """
@@ -43,12 +56,33 @@ class State:
     identity: dict[str, Any]
     step: int
     bf16: bool
+    began: str = ""
+    learnt: Learnt | None = None
+    is_evaluated: bool = True
     standing: Standing = field(default_factory=Standing)
     sums: Sums = field(default_factory=Sums)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """What `run.json` holds.
+
+    Args:
+        state: how far the run is.
+        digests: SHA-256 of all files of the checkpoint and of its best drafter, by their paths from the folder of all
+            checkpoints.
+    """
+
+    state: State
+    digests: dict[str, str]
+
+
+class _DamagedError(Exception):
+    """Says which file of a checkpoint is not as it was written."""
+
+
 class Checkpoints:
-    """The newest state of a run, in one folder; older ones go once a newer one is whole.
+    """The two newest states of a run, in one folder; older ones go once a newer one is whole.
 
     Args:
         folder: where checkpoints live.
@@ -60,63 +94,113 @@ class Checkpoints:
         self.folder = folder
         self._accelerator = accelerator
         self.identity = identity
+        self._last: Path | None = None
 
     def state(self) -> State | None:
-        """How far the newest whole checkpoint is; None if there is none.
+        """How far the newest checkpoint is that is not damaged; None if there is none.
+
+        All its files are read. Warns of a newer one that is damaged.
 
         Raises:
-            ValueError: it belongs to another recipe, or cannot be read.
+            ValueError: it belongs to another recipe, or all are damaged.
         """
-        newest = self._newest()
-        if newest is None:
-            return None
-        try:
-            state = TypeAdapter(State).validate_json((newest / STATE).read_bytes())
-        except ValidationError:
-            raise ValueError(f"{newest / STATE} cannot be read: delete {newest}, and the run starts again") from None
+        damages: list[str] = []
+        places = self._places()
+        for place in reversed(places):
+            try:
+                written = _read(place)
+                self._check_identity(place, written.state)
+                self._check_digests(written)
+            except _DamagedError as damage:
+                damages.append(str(damage))
+                continue
+            for found in damages:
+                warnings.warn(f"{found}: the run goes on from {place}", stacklevel=2)
+            return written.state
+        if damages:
+            where = places[0] if len(places) == 1 else self.folder
+            raise ValueError(f"{', '.join(damages)}: delete {where}, and the run starts again")
+        return None
+
+    def _check_identity(self, place: Path, state: State) -> None:
         for key in {**state.identity, **self.identity}:
             before, now = state.identity.get(key), self.identity.get(key)
             if before != now:
                 raise ValueError(
-                    f"{newest} belongs to another recipe: {key} was {before!r} and is {now!r} now; delete "
+                    f"{place} belongs to another recipe: {key} was {before!r} and is {now!r} now; delete "
                     f"{self.folder.parent}, or choose another `out`"
                 )
-        return state
+
+    def _check_digests(self, written: _Written) -> None:
+        for name, digest in written.digests.items():
+            file = self.folder / name
+            if not file.exists() and name.startswith("drafter-"):
+                # A run that was stopped while it put the result in its place has moved some files already.
+                file = self.folder.parent.joinpath(*Path(name).parts[1:])
+            try:
+                found = contents.of_file(file)
+            except FileNotFoundError:
+                raise _DamagedError(f"{self.folder / name} is missing") from None
+            except OSError as error:
+                raise _DamagedError(f"{file} cannot be read ({error.strerror})") from None
+            if found != digest:
+                raise _DamagedError(f"{file} is damaged (it is not what was written)")
 
     def save(self, state: State) -> None:
-        """Saves model, optimizers, and how far the run is."""
+        """Saves model, optimizers, and how far the run is; nobody returns before all of it is on the disk."""
         place = self._place(state.step)
-        if self._accelerator.is_main_process:
-            shutil.rmtree(place, ignore_errors=True)
+        new = place.with_name(place.name + UNFINISHED)
+        is_main = self._accelerator.is_main_process
+        if is_main:
+            shutil.rmtree(new, ignore_errors=True)
         self._accelerator.wait_for_everyone()
-        self._accelerator.save_state(str(place), safe_serialization=False)
-        self._accelerator.wait_for_everyone()
-        if self._accelerator.is_main_process:
-            new = place / f"{STATE}.new"
-            new.write_text(json.dumps(asdict(state)), encoding="utf-8")
-            os.replace(new, place / STATE)
-            _delete_all_but({place}, self.folder.glob("step-*"))
+        try:
+            self._accelerator.save_state(str(new), safe_serialization=False)
+            self._accelerator.wait_for_everyone()
+            if is_main:
+                self._seal(new, place, state)
+        except BaseException:
+            # Half a checkpoint is of no use, and would take the room that a full disk needs.
+            if is_main:
+                shutil.rmtree(new, ignore_errors=True)
+            raise
+        if is_main:
+            kept = {place} if self._last is None else {place, self._last}
+            _delete_all_but(kept, self.folder.glob("step-*"))
             self.keep_drafters(state.standing.best)
+        self._last = place
+        self._accelerator.wait_for_everyone()
 
-    def load(self) -> State | None:
-        """Brings model and optimizers back to the newest whole checkpoint.
+    def _seal(self, new: Path, place: Path, state: State) -> None:
+        """Writes the state and the digests, forces all of it to the disk, and gives the checkpoint its name."""
+        digests = {f"{place.name}/{file.relative_to(new).as_posix()}": contents.of_file(file) for file in _files(new)}
+        if state.standing.best is not None:
+            drafter = self.drafter(state.standing.best.step)
+            digests |= {file.relative_to(self.folder).as_posix(): contents.of_file(file) for file in _files(drafter)}
+        written = _Written(state=state, digests=digests)
+        (new / STATE).write_text(json.dumps(asdict(written)), encoding="utf-8")
+        sync(new)
+        _delete(place)
+        os.replace(new, place)
+        sync_entries(self.folder)
 
-        Returns:
-            What `state` says.
-        """
-        state = self.state()
-        if state is not None:
-            self._accelerator.load_state(str(self._place(state.step)))
-        return state
+    def load(self, state: State) -> None:
+        """Brings model and optimizers back to the checkpoint of a state that `state` found."""
+        self._last = self._place(state.step)
+        self._accelerator.load_state(str(self._last))
 
     def drafter(self, step: int) -> Path:
         """Where the drafter of a step is written."""
         return self.folder / f"drafter-{step:08d}"
 
     def keep_drafters(self, best: Worth | None) -> None:
-        """Deletes all drafters but the best and the one that was the best at the newest checkpoint."""
-        state = self.state()
-        needed = (best, None if state is None else state.standing.best)
+        """Deletes all drafters but the best and those that were the best at a checkpoint."""
+        needed = [best]
+        for place in self._places():
+            try:
+                needed.append(_read(place).state.standing.best)
+            except _DamagedError:
+                continue  # nobody goes on from there
         kept = {self.drafter(worth.step) for worth in needed if worth is not None}
         _delete_all_but(kept, self.folder.glob("drafter-*"))
 
@@ -129,15 +213,33 @@ class Checkpoints:
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def _newest(self) -> Path | None:
-        whole = [place for place in self.folder.glob("step-*") if (place / STATE).is_file()]
-        return max(whole, default=None)
+    def _places(self) -> list[Path]:
+        """All checkpoints that were written to their end, the oldest first."""
+        places = (place for place in self.folder.glob("step-*") if place.suffix != UNFINISHED)
+        return sorted(place for place in places if (place / STATE).is_file())
+
+
+def _read(place: Path) -> _Written:
+    try:
+        return TypeAdapter(_Written).validate_json((place / STATE).read_bytes())
+    except (ValidationError, OSError):
+        raise _DamagedError(f"{place / STATE} cannot be read") from None
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def _delete_all_but(kept: set[Path], folders: Iterable[Path]) -> None:
     for folder in folders:
         if folder not in kept:
-            shutil.rmtree(folder, ignore_errors=True)
+            _delete(folder)
+
+
+def _delete(folder: Path) -> None:
+    # A checkpoint without its state is none, and not a damaged one, if this is stopped halfway.
+    (folder / STATE).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -157,6 +259,7 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         # Safetensors are written for their owner alone, and a server is often another user.
         for file in new.glob("*.safetensors"):
             file.chmod((new / "config.json").stat().st_mode)
+        sync(new)
         put_in_place(new, folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
@@ -167,5 +270,7 @@ def put_in_place(new: Path, folder: Path) -> None:
     files = [file.relative_to(new) for file in new.rglob("*") if file.is_file()]
     for file in sorted(files, key=lambda f: f == Path("config.json")):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        sync_entries((folder / file).parent)
         os.replace(new / file, folder / file)
+    sync_entries(folder)
     shutil.rmtree(new)

@@ -32,6 +32,7 @@ from paradraft.train.progress import Evaluation, Meter, Report, shares
 from paradraft.train.provenance import write_record
 from paradraft.train.sample import Sample
 from paradraft.train.standing import Standing, Worth
+from paradraft.train.stopping import ASKED_BY, StoppedError, StopRequest
 
 EVALUATIONS = 10
 """How often a run is evaluated where the recipe does not say."""
@@ -47,6 +48,8 @@ class Loop:
         acceptance: what measures acceptance lengths, in the main process, if anything does.
         accelerator: what holds model and optimizers.
         checkpoints: where it left off.
+        state: what the run goes on from; None begins it.
+        request: whether this process was asked to stop.
         report: called in the main process.
     """
 
@@ -56,6 +59,8 @@ class Loop:
         acceptance: AcceptanceMeter | None,
         accelerator: Accelerator,
         checkpoints: Checkpoints,
+        state: State | None,
+        request: StopRequest,
         report: Callable[[Report], None],
     ) -> None:
         recipe = prepared.recipe
@@ -65,6 +70,8 @@ class Loop:
         self.accelerator = accelerator
         self.device = accelerator.device
         self.checkpoints = checkpoints
+        self._begins_with = state
+        self._request = request
         self.steps = self.prepared.steps
         self.evaluate_every = recipe.evaluate_every or max(self.steps // EVALUATIONS, 1)
         weights = recipe.depth_weights or [1.0] * recipe.k
@@ -87,17 +94,23 @@ class Loop:
         self._drawn_s = time.monotonic()
 
     def to_the_end(self) -> None:
-        """Takes all steps that are left, and writes the drafter."""
+        """Takes all steps that are left, and writes the drafter.
+
+        Raises:
+            StoppedError: some process was asked to stop; a checkpoint is written.
+        """
         recipe, main = self.recipe, self.accelerator.is_main_process
-        state = self.checkpoints.load() or State(identity=self.checkpoints.identity, step=0, bf16=self.prepared.bf16)
+        if self._begins_with is not None:
+            self.checkpoints.load(self._begins_with)
+        state = self._begins_with or State(identity=self.checkpoints.identity, step=0, bf16=self.prepared.bf16)
         self._standing = state.standing
         self._meter = Meter(steps=self.steps, first=state.step, k=recipe.k, sums=state.sums)
         if main:
-            write_record(recipe, str(self.device))
+            write_record(recipe, str(self.device), **self._origin)
             curves.forget_after(recipe.out, state.step)
         self.accelerator.wait_for_everyone()
         trackers.start(self.accelerator, recipe)
-        self._finish(self._take_steps(state.step))
+        self._finish(self._take_steps(state.step, is_evaluated=state.is_evaluated))
         self.accelerator.wait_for_everyone()
         close(self.accelerator)
 
@@ -113,13 +126,24 @@ class Loop:
         if self.accelerator.is_main_process:
             out = self.recipe.out
             curves.draw(out)
-            write_record(self.recipe, str(self.device), steps_done=done, best=None if best is None else asdict(best))
+            results = {"steps_done": done, "best": None if best is None else asdict(best)}
+            write_record(self.recipe, str(self.device), **self._origin, **results)
             put_in_place(self.checkpoints.drafter(done if best is None else best.step), out)
             self.checkpoints.delete()
 
-    def _take_steps(self, first: int) -> int:
-        """Returns how many steps the whole run has taken."""
-        if self._standing.is_over(self.recipe.patience):
+    @property
+    def _origin(self) -> dict[str, object]:
+        """What the record says of the samples."""
+        return {"began": self.prepared.began, "learnt": asdict(self.prepared.learnt)}
+
+    def _take_steps(self, first: int, *, is_evaluated: bool) -> int:
+        """Returns how many steps the whole run has taken.
+
+        Args:
+            first: steps that are done.
+            is_evaluated: False if the evaluation after the last of them is still to be made.
+        """
+        if self._standing.is_over(self.recipe.patience) or (not is_evaluated and self._evaluate(first)):
             return first
         order = Order(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
         self.objective.train()
@@ -128,26 +152,32 @@ class Loop:
             for step in range(first, self.steps):
                 batches = coming.result()
                 coming = ahead.submit(self._batches_of, order, step + 1)
-                loss, right_K, labels_K, norm = self._step(step, batches)
+                loss, right_K, labels_K, norm, asked_by = self._step(step, batches)
                 rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
                 self._meter.add(loss, right_K, labels_K, rows, norm)
                 done = step + 1
                 if done % self.recipe.log_every == 0 or done == self.steps:
                     self._tell(self._meter.progress(done))
-                stops = False
-                if self.prepared.held_out and (done % self.evaluate_every == 0 or done == self.steps):
-                    stops = self._evaluate(done)
+                evaluates = bool(self.prepared.held_out) and (done % self.evaluate_every == 0 or done == self.steps)
+                if asked_by is not None and (done < self.steps or evaluates):
+                    # An evaluation may take longer than whoever sent SIGTERM waits.
+                    self.checkpoints.save(self._state(done, is_evaluated=not evaluates))
+                    raise StoppedError(asked_by, step=done, steps=self.steps)
+                stops = self._evaluate(done) if evaluates else False
                 if done % self.recipe.save_every == 0 and done < self.steps:
                     self.checkpoints.save(self._state(done))
                 if stops:
                     return done
         return self.steps
 
-    def _state(self, done: int) -> State:
+    def _state(self, done: int, *, is_evaluated: bool = True) -> State:
         return State(
             identity=self.checkpoints.identity,
             step=done,
             bf16=self.prepared.bf16,
+            began=self.prepared.began,
+            learnt=self.prepared.learnt,
+            is_evaluated=is_evaluated,
             standing=self._standing,
             sums=self._meter.sums,
         )
@@ -168,8 +198,13 @@ class Loop:
         weights_K = row_weights(labels_K, self.recipe.average, self.importance_K) * self.accelerator.num_processes
         return weights_K, labels_K
 
-    def _step(self, step: int, batches: list[Batch]) -> tuple[float, Tensor, Tensor, float | None]:
-        """One update; returns its loss, `[K]` rows predicted correctly, `[K]` rows with a label, the gradients' norm."""
+    def _step(self, step: int, batches: list[Batch]) -> tuple[float, Tensor, Tensor, float | None, int | None]:
+        """One update.
+
+        Returns:
+            Its loss, `[K]` rows predicted correctly, `[K]` rows with a label, the norm of the gradients, and the signal
+            that asked any of the processes to stop.
+        """
         torch.manual_seed(self.recipe.seed * 1_000_003 + step)  # for models with dropout
         weights_K, labels_K = self._weights(batches)
         loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
@@ -181,7 +216,11 @@ class Loop:
             loss += part.detach()
             right_K += right
         norm = self.optimizers.step(step)
-        return self.accelerator.reduce(loss, "mean").item(), self.accelerator.reduce(right_K, "sum"), labels_K, norm
+        # All processes must stop after the same step, so each tells the others whether it was asked to.
+        asked = right_K.new_tensor([self._request.number == number for number in ASKED_BY])
+        sums = self.accelerator.reduce(torch.cat([right_K, asked]), "sum")
+        asked_by = next((int(number) for number, count in zip(ASKED_BY, sums[-2:], strict=True) if count), None)
+        return self.accelerator.reduce(loss, "mean").item(), sums[:-2], labels_K, norm, asked_by
 
     def _evaluate(self, done: int) -> bool:
         """Measures, keeps the drafter while it is the best, and says whether to stop early."""

@@ -19,6 +19,18 @@ STABLE = 0.8
 """The share of the steps after the warm-up in which the rate of `warmup_stable_decay` stays at its highest."""
 
 
+def hidden_and_rest(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """The parameters that are trained: the matrices between embedding and head, and all others."""
+    hidden: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        is_hidden = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+        (hidden if is_hidden else rest).append(parameter)
+    return hidden, rest
+
+
 class Optimizers:
     """Muon for the hidden matrices and AdamW for the rest, or AdamW alone, as one.
 
@@ -54,13 +66,7 @@ class Optimizers:
         betas: tuple[float, float] = (0.9, 0.95),
         max_grad_norm: float | None = None,
     ) -> None:
-        hidden: list[torch.nn.Parameter] = []
-        rest: list[torch.nn.Parameter] = []
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            is_hidden = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
-            (hidden if is_hidden else rest).append(parameter)
+        hidden, rest = hidden_and_rest(model)
         self.warmup_steps = warmup_steps
         self.steps = steps
         self.schedule = schedule

@@ -10,6 +10,7 @@ from paradraft.terminal import speaks
 from paradraft.train.checkpoint import STATE
 from paradraft.train.progress import Evaluation, Progress, Report
 from paradraft.train.recipe import PardRecipe
+from paradraft.train.stopping import StoppedError
 from paradraft.train.trainer import CHECKPOINT, train_pard
 
 
@@ -19,7 +20,7 @@ def run_with_display(recipe: PardRecipe) -> None:
     On a terminal one table is kept up to date; elsewhere every report is a line.
 
     Raises:
-        ValueError: see `train_pard`.
+        ValueError, OSError, StoppedError: see `train_pard`.
     """
     console = Console(highlight=False, quiet=not speaks())
     try:
@@ -28,6 +29,13 @@ def run_with_display(recipe: PardRecipe) -> None:
                 is_new = train_pard(recipe, _Screen(live).show)
         else:
             is_new = train_pard(recipe, lambda report: console.print(_line(report), soft_wrap=True))
+    except StoppedError as stop:
+        console.print(
+            f"stopped after step {stop.step} of {stop.steps}, with a checkpoint in {recipe.out / CHECKPOINT}: the same "
+            "command goes on from there",
+            soft_wrap=True,
+        )
+        raise
     except KeyboardInterrupt:
         folder = recipe.out / CHECKPOINT
         saved = (

@@ -8,18 +8,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import date
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from paradraft.train import provenance, trackers
 from paradraft.train.checkpoint import Checkpoints, State
+from paradraft.train.disk import estimate, told_when_full
+from paradraft.train.learnt import difference
 from paradraft.train.lock import alone_in
 from paradraft.train.loop import Loop
 from paradraft.train.preparation import Preparation, prepare
 from paradraft.train.processes import as_one
 from paradraft.train.progress import Report
 from paradraft.train.recipe import PardRecipe
+from paradraft.train.stopping import stop_requests
 
 CHECKPOINT = "checkpoint"
 """Inside `out`: the state of an unfinished run."""
@@ -52,17 +57,23 @@ def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
         report: called in the main process, every `recipe.log_every` steps, after the last one, and
             after each evaluation.
 
+    Ctrl-C and SIGTERM end the step, write a checkpoint and stop the run; see `paradraft.train.stopping`.
+
     Returns:
         False if `recipe.out` held the drafter already.
 
     Raises:
-        ValueError: model, data or teacher cannot be used, there is not enough memory, or `recipe.out` belongs to
-            something else or is in use by another run.
+        ValueError: model, data or teacher cannot be used, there is not enough memory or room on the disk, all
+            checkpoints are damaged, or `recipe.out` belongs to something else or is in use by another run.
+        OSError: the disk is full.
+        StoppedError: the run was asked to stop, and has written a checkpoint.
     """
     accelerator = _accelerator(recipe)
     recipe.check_device(accelerator.device.type)
     checkpoints = Checkpoints(recipe.out / CHECKPOINT, accelerator, recipe.identity)
     with ExitStack() as held:
+        held.enter_context(told_when_full(recipe.out))
+        state: State | None = None
         with as_one(accelerator):
             if accelerator.is_main_process:
                 held.enter_context(alone_in(recipe.out))
@@ -72,17 +83,35 @@ def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
                 if accelerator.is_main_process:
                     checkpoints.delete()
                 return False
-            prepared = _prepared(recipe, accelerator, checkpoints.state())
+            if accelerator.is_main_process:  # it reads whole checkpoints
+                state = checkpoints.state()
+        # A run keeps the day on which it began, and so do processes that begin around midnight.
+        began = date.today().isoformat() if state is None else state.began
+        state, began = broadcast_object_list([state, began])
+        with as_one(accelerator):
+            prepared = _prepared(recipe, accelerator, state, began)
             acceptance = prepared.acceptance(accelerator.device) if accelerator.is_main_process else None
-        Loop(prepared, acceptance, accelerator, checkpoints, report).to_the_end()
+            if accelerator.is_main_process:
+                need = estimate(recipe, prepared.objective, steps=prepared.steps, measures=bool(prepared.held_out))
+                need.check(recipe.out, checkpoints.folder)
+        with stop_requests() as request:
+            Loop(prepared, acceptance, accelerator, checkpoints, state, request, report).to_the_end()
         return True
 
 
-def _prepared(recipe: PardRecipe, accelerator: Accelerator, state: State | None) -> Preparation:
-    prepared = prepare(recipe, accelerator.device, processes=accelerator.num_processes)
-    if state is not None and state.bf16 != prepared.bf16:
+def _prepared(recipe: PardRecipe, accelerator: Accelerator, state: State | None, began: str) -> Preparation:
+    prepared = prepare(recipe, accelerator.device, processes=accelerator.num_processes, began=began)
+    if state is None:
+        return prepared
+    if state.bf16 != prepared.bf16:
         before = str(state.bf16).lower()
         raise ValueError(f"the run in {recipe.out} began with bf16={before}, and here it is not: set bf16={before}")
+    changed = None if state.learnt is None else difference(state.learnt, prepared.learnt)
+    if changed is not None:
+        raise ValueError(
+            f"the run in {recipe.out} began with other training tokens, {changed}; bring back what was there, delete "
+            f"{recipe.out}, or choose another `out`"
+        )
     return prepared
 
 

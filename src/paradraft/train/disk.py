@@ -1,0 +1,139 @@
+"""Room on the disk: how much a run takes, files that survive a power cut, and what is said when there is no room."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import nn
+
+from paradraft.train.optimizers import hidden_and_rest
+from paradraft.train.recipe import PardRecipe
+
+SLACK_BYTES = 2**26
+"""For what is not counted: tokenizers, the history, its picture, and the pages of a file system."""
+KEPT = 2
+"""How many checkpoints a run keeps; while one more is written, there are three."""
+DRAFTERS = 4
+"""The most drafters that a run with evaluations has on the disk: the best one, the best one of each kept checkpoint,
+and the one being written."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes that a run takes on the disk at a time.
+
+    Args:
+        checkpoints: how many of them there are.
+        each: size of one.
+        drafters: size of all drafters, the result among them.
+    """
+
+    checkpoints: int
+    each: float
+    drafters: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.checkpoints * self.each + self.drafters + SLACK_BYTES
+
+    def check(self, out: Path, checkpoints: Path) -> None:
+        """Raises ValueError if the disk of `out` has not so much room.
+
+        Args:
+            out: where the run writes; it need not exist.
+            checkpoints: the folder of its checkpoints; what is there already needs no further room.
+        """
+        there = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
+        free = _free_bytes(out)
+        if self.total - there > free:
+            raise ValueError(
+                f"{out}: this run needs {_size(self.total - there)} on the disk ({self.checkpoints} checkpoints of "
+                f"{_size(self.each)}, drafters {_size(self.drafters)}), and {_size(free)} are free: make room, or "
+                "choose another `out`"
+            )
+
+
+def estimate(recipe: PardRecipe, model: nn.Module, *, steps: int, measures: bool) -> Need:
+    """Estimates a run.
+
+    Args:
+        recipe: the run.
+        model: what is trained, before it is spread over devices.
+        steps: optimizer steps of the whole run.
+        measures: whether samples are held out, so that drafters are written during the run.
+    """
+    hidden, rest = (sum(p.nbytes for p in part) for part in hidden_and_rest(model))
+    moments = 2 * (hidden + rest) if recipe.optimizer == "adamw" else hidden + 2 * rest
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    saves = (steps - 1) // recipe.save_every + 1  # one more, because a run that is stopped saves too
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    return Need(
+        checkpoints=min(saves, KEPT + 1),
+        each=float(weights + moments),
+        drafters=2.0 * numbers * (DRAFTERS if measures else 1),
+    )
+
+
+@contextmanager
+def told_when_full(out: Path) -> Iterator[None]:
+    """Turns what libraries raise on a full disk into one OSError that says what to do.
+
+    Raises:
+        OSError: there is no room left.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not _is_full(error):
+            raise
+        said = "no space is left on the disk: make room, and the same command goes on from the last checkpoint"
+        raise OSError(errno.ENOSPC, said, str(out)) from error
+
+
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    text = str(error)
+    # torch writes through a C++ stream, which only knows that it could not write.
+    torchs = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
+    return any(f"(os error {code})" in text for code in FULL) or any(word in text for word in torchs)
+
+
+def sync(folder: Path) -> None:
+    """Forces a folder, and all that is in it, from the system's memory to the disk."""
+    for inside, _, files in os.walk(folder):
+        for name in files:
+            _sync_file(Path(inside, name))
+        sync_entries(Path(inside))
+
+
+def sync_entries(folder: Path) -> None:
+    """Forces the names in a folder to the disk: after a rename, a power cut brings the old name back without it."""
+    if os.name == "posix":
+        _sync_file(folder)
+
+
+def _sync_file(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_bytes(folder: Path) -> float:
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    return float(shutil.disk_usage(there).free)
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
