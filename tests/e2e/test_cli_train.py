@@ -148,8 +148,8 @@ def test_a_full_disk_is_one_line(
     outcome = paradraft("train", "pard", recipe, f"out={tmp_path / 'out'}")
     assert outcome.code == MISTAKE
     assert outcome.err == (
-        f"paradraft: {tmp_path / 'out'}: no space is left on the disk: make room, and the same command goes on from the "
-        "last checkpoint\n"
+        f"paradraft: {tmp_path / 'out'}: no space is left on the disk: make room, and the same command goes on from "
+        "the last checkpoint\n"
     )
 
 
