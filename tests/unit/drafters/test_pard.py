@@ -55,21 +55,25 @@ def test_a_mask_that_is_a_text_is_told(family: Path, tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def naive_draft(model: torch.nn.Module, text: list[int], k: int) -> list[int]:
-    logits = model(torch.tensor([text + [MASK] * (k - 1)])).logits[0, len(text) - 1 :, :VOCAB]
+def naive_draft(model: torch.nn.Module, text: list[int], masks: list[int]) -> list[int]:
+    logits = model(torch.tensor([text + masks])).logits[0, len(text) - 1 :, :VOCAB]
     return logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_draft_is_one_fresh_pass_over_the_text_and_masks(k: int) -> None:
-    """Guards against masks or drafted tokens left in the cache: every draft equals that of a fresh pass."""
-    model = tiny_model(4)
-    drafter = PardDrafter(CausalLM(model, vocab_size=VOCAB, compiled=False, width=12), MASK)
+@pytest.mark.parametrize(
+    ("number", "masks"),
+    [(1, []), (1, [MASK] * 3), (2, [MASK]), (3, [MASK, MASK + 1, MASK + 2]), (3, [MASK, MASK + 1] + [MASK + 2] * 4)],
+)
+def test_draft_is_one_fresh_pass_over_the_text_and_masks(number: int, masks: list[int]) -> None:
+    """Guards against masks or drafted tokens left in the cache, and distinct masks in another order than that of
+    training: every draft equals that of a fresh pass."""
+    model, k = tiny_model(4), len(masks) + 1
+    drafter = PardDrafter(CausalLM(model, vocab_size=VOCAB, compiled=False, width=12), MASK, number)
     texts = [[5, 3], [1, 2, 3, 4, 5, 6]]
     tokens = torch.tensor([texts[0] + [ABSENT] * 4, texts[1]])
     drafter.start(Prompt(tokens=tokens, sampling=(GREEDY, GREEDY)), None)
     for new in ([[1], [2, 3, 4]], [[9, 8], [7]], [[4, 4, 4], [6, 5]]):
-        assert drafter.propose(k).tokens.tolist() == [naive_draft(model, text, k) for text in texts]
+        assert drafter.propose(k).tokens.tolist() == [naive_draft(model, text, masks) for text in texts]
         accepted = torch.tensor([len(row) - 1 for row in new])
         path = torch.where(torch.arange(3) < accepted[:, None], torch.arange(3), ABSENT)
         rows = torch.tensor([row + [ABSENT] * (4 - len(row)) for row in new])
