@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.tree import ancestors, depths, is_chain, with_root
+from paradraft.core import ABSENT
+from paradraft.tree import ancestors, depths, is_chain, row_behind, texts_before, with_root
 from tests.unit.trees import parents_from, path_to
 
 CHOICES = st.lists(st.integers(0, 1000), max_size=9)
@@ -47,6 +48,29 @@ def test_the_root_is_one_more_node_above_all(choices: list[int]) -> None:
     parents = torch.tensor([parents_from(choices)]).long()
     assert torch.equal(depths(with_root(parents))[:, 1:], depths(parents) + 1)
     assert bool(ancestors(with_root(parents))[:, :, 0].all())
+
+
+@given(CHOICES)
+@settings(deadline=None)
+def test_every_node_knows_the_text_before_it(choices: list[int]) -> None:
+    """Guards penalties and processors against the tokens of other branches, and the order of the row's own."""
+    parents, N = parents_from(choices), len(choices)
+    tokens = torch.arange(N)[None] + 10
+    texts = texts_before(tokens, torch.tensor([parents]).long())
+    assert texts.shape == (1, N + 1, N)
+    for node in range(-1, N):
+        text = [token for token in texts[0, node + 1].tolist() if token != ABSENT]
+        assert text == [10 + step for step in path_to(parents, node)]
+
+
+@given(CHOICES)
+@settings(deadline=None)
+def test_the_row_behind_a_path_is_that_of_its_last_node(choices: list[int]) -> None:
+    """Guards the token after an accepted path: it comes from the logits of the path's last node, or of the root."""
+    parents, N = parents_from(choices), len(choices)
+    paths = [path_to(parents, node) for node in range(-1, N)]
+    filled = torch.tensor([path + [ABSENT] * (N - len(path)) for path in paths]).view(N + 1, N).long()
+    assert row_behind(filled).tolist() == [[node + 1] for node in range(-1, N)]
 
 
 def test_answers_are_kept_for_a_tensor_not_for_its_address() -> None:

@@ -68,7 +68,8 @@ def test_draft_is_one_fresh_pass_over_the_text_and_masks(number: int, masks: lis
     """Guards against masks or drafted tokens left in the cache, and distinct masks in another order than that of
     training: every draft equals that of a fresh pass."""
     model, k = tiny_model(4), len(masks) + 1
-    drafter = PardDrafter(CausalLM(model, vocab_size=VOCAB, compiled=False, width=12), MASK, number)
+    lm = CausalLM(model, vocab_size=VOCAB, compiled=False, width=12)
+    drafter = PardDrafter(lm, MASK, number) if number > 1 else PardDrafter(lm, MASK)
     texts = [[5, 3], [1, 2, 3, 4, 5, 6]]
     tokens = torch.tensor([texts[0] + [ABSENT] * 4, texts[1]])
     drafter.start(Prompt(tokens=tokens, sampling=(GREEDY, GREEDY)), None)
