@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from paradraft.core import ABSENT, GREEDY, MOST_CANDIDATES, Prompt, Sampling, Tree
 from paradraft.drafting import assemble, candidates_needed, grown
 from paradraft.sampler import Candidates, Sampler
+from paradraft.sampling import probabilities
 from tests.unit.test_sampling import random_logits
 from tests.unit.trees import path_to
 
@@ -95,8 +97,9 @@ def test_nothing_grows_from_nothing() -> None:
     assert grown([], 5, aside=0.5) == []
 
 
-def prompt(samplings: tuple[Sampling, ...], rule: str, tree: Tree) -> Prompt:
-    return Prompt(tokens=torch.tensor([[1, 2, 3]] * len(samplings)), sampling=samplings, rule=rule, tree=tree)
+def prompt(samplings: tuple[Sampling, ...], rule: str, tree: Tree | None, *, confidence: bool = False) -> Prompt:
+    tokens = torch.tensor([[1, 2, 3]] * len(samplings))
+    return Prompt(tokens=tokens, sampling=samplings, rule=rule, tree=tree, wants_confidence=confidence)
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection"])
@@ -153,3 +156,38 @@ def test_as_many_candidates_are_asked_for_as_the_best_tree_may_need() -> None:
     assert candidates_needed(Tree(budget=100)) == MOST_CANDIDATES
     assert candidates_needed(None) == 1
     assert candidates_needed(Tree(paths=((0,), (3,), (0, 1)))) == 4
+
+
+@pytest.mark.parametrize("confidence", [False, True])
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+@pytest.mark.parametrize("tree", [None, Tree(budget=9), Tree(paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)))])
+def test_nodes_keep_what_is_known_of_their_place(tree: Tree | None, rule: str, confidence: bool) -> None:
+    """Guards the rejection rule against another place's q, and the length policy "confidence", which cuts nothing
+    where a draft does not say how sure it is: as a chain and as a tree, nodes have what their candidates have."""
+    samplings = (GREEDY, Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, top_k=2, seed=4))
+    logits = random_logits(3, 3, 7)
+    sampler = Sampler(prompt(samplings, rule, tree, confidence=confidence))
+    found = sampler.candidates(logits, 0, candidates_needed(tree))
+    draft = assemble(found, tree, aside=0.5)
+    assert (draft.confidence is None) == (not confidence)
+    assert (draft.probs is None) == (rule == "match" or (tree is not None and tree.budget is not None))
+    if confidence:
+        # A greedy row is as sure as its softmax says, the others as the distribution that they draw from.
+        alone = torch.stack(
+            [
+                probabilities(row, replace(s, temperature=s.temperature or 1.0)).amax(-1)
+                for s, row in zip(samplings, logits, strict=True)
+            ]
+        )
+        torch.testing.assert_close(found.confidence, alone)
+    for row in range(3):
+        tokens, parents = draft.tokens[row].tolist(), draft.parents[row].tolist()
+        for node, token in enumerate(tokens):
+            if token == ABSENT:
+                continue
+            depth = len(path_to(parents, node)) - 1
+            rank = found.tokens[row, depth].tolist().index(token)
+            if draft.probs is not None:
+                assert torch.equal(draft.probs[row, node], found.probs[row, depth, rank])
+            if confidence:
+                assert draft.confidence[row, node] == found.confidence[row, depth]
