@@ -117,10 +117,11 @@ def test_everything_is_accepted(pairs: dict[str, Pair], name: str, shape: str, r
     always = rule == "match" or tree is None or tree.budget is None
     samplings = [sampling for sampling in SAMPLINGS if always or sampling.is_greedy]
     engine = Engine(*pairs[name], k=4, tree=tree, verify=rule)
-    limits = [30, 11, 2, 1, 23, 17, 30, 6][: len(samplings)]
+    limits = [16, 9, 2, 1, 13, 11, 16, 6][: len(samplings)]
     steps = rounds_of(engine, (PROMPTS * 2)[: len(samplings)], samplings, limits)
     assert share_accepted(steps) == 1.0
     assert max(max(step.drafted) for step in steps) >= 2
+    assert steps[0].nodes[0] == (4 if tree is None else tree.nodes), "the room of a tree is used"
     if shape in ("chain", "fixed"):
         assert steps[0].drafted == [min(4, limit - 1) for limit in limits]
         assert len(steps) == -(-max(limits) // 5)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from transformers import LlamaConfig
 
 from paradraft import load
-from paradraft.core import ABSENT, GREEDY, Prompt, Verdict
+from paradraft.core import ABSENT, GREEDY, Drafter, Prompt, Tree, Verdict
+from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.pard import PardDrafter, mask_token_id
 from paradraft.models.causal_lm import CausalLM
 from tests.conftest import VOCAB, tiny_model
@@ -104,3 +106,38 @@ def test_no_mask_of_several_ends_texts(family: Path, tmp_path: Path) -> None:
         load(str(target), drafter="pard", draft=str(folder))
     (folder / "config.json").write_text(json.dumps(config))
     load(str(target), drafter="pard", draft=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        (1, [(4, 4)]),
+        (8, [(11, 4)]),  # the pass is as wide as it may be
+        (9, [(8, 0), (4, 4)]),
+        (14, [(13, 0), (4, 4)]),
+    ],
+)
+def test_a_draft_is_one_pass_and_no_wider_than_it_must_be(prompt: int, read: list[tuple[int, int]]) -> None:
+    """Guards the speed of PARD, which no text shows: a prompt that fits is read in the draft's own pass, and behind it
+    stand k - 1 masks and no more."""
+    lm = CausalLM(tiny_model(4), vocab_size=VOCAB, compiled=False, width=12)
+    drafter = PardDrafter(lm, MASK)
+    drafter.start(Prompt(tokens=torch.full((1, prompt), 5), sampling=(GREEDY,)), None)
+    assert drafter.propose(4).tokens.shape == (1, 4)
+    assert [(made.tokens, made.logits) for made in lm.passes.elements()] == read
+
+
+@pytest.mark.parametrize("build", [AutoregressiveDrafter, lambda lm: PardDrafter(lm, MASK)])
+def test_side_branches_have_branches_where_the_drafter_knows_what_follows(build: Callable[[CausalLM], Drafter]) -> None:
+    """Guards the gain of PARD's trees: masks say what follows a side branch too, for half of what they say behind the
+    best tokens. An autoregressive drafter has only read its best tokens."""
+    model = tiny_model(4)
+    with torch.no_grad():
+        model.model.norm.weight *= 0.01  # nearly all tokens are as likely as the best
+    drafter = build(CausalLM(model, vocab_size=VOCAB, compiled=False, width=12))
+    drafter.start(Prompt(tokens=torch.tensor([[5, 3]]), sampling=(GREEDY,), tree=Tree(budget=40)), None)
+    draft = drafter.propose(3)
+    parents = draft.parents[0].tolist()
+    firsts = [node for node, parent in enumerate(parents) if parent == ABSENT]
+    assert len(parents) == 40
+    assert {parent in firsts[1:] for parent in parents if parent != ABSENT} == {False, drafter.can_branch_aside}
