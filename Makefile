@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
+MUTANTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-gpu check pocket vllm clean
+.PHONY: help setup demo test test-long test-gpu check mutants pocket vllm clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +41,11 @@ check: setup ## Check format, lint, types and the direction of imports.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+mutants: setup ## List the small faults in the core that no test notices (hours); MUTANTS='paradraft.tree.*' for some.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	OMP_NUM_THREADS=1 nice $(BIN)/mutmut run $(MUTANTS)
+	$(BIN)/python recipes/mutants.py
+
 pocket: setup ## Train the pocket family again, from nothing, into build/pocket (about six hours on two cores).
 	$(BIN)/python recipes/pocket/build.py
 
@@ -50,5 +56,5 @@ vllm: ## Create build/vllm, the environment of the vLLM that `paradraft bench` c
 	build/vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 
 clean: ## Remove what the demo wrote and all caches; .venv, build/pocket and build/vllm stay.
-	rm -rf build/demo build/demo-short dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf build/demo build/demo-short dist mutants .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find src tests recipes examples -name __pycache__ -type d -prune -exec rm -rf {} +
