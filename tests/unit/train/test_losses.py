@@ -59,6 +59,16 @@ def test_losses_equal_a_double_loop(seed: int, importance: list[float], reductio
 
 
 @pytest.mark.parametrize("reduction", ["per_depth", "token_mean"])
+def test_weights_of_all_rows_add_up_to_one(reduction: str) -> None:
+    """Guards the size of a step against depths of one row, or of none."""
+    labels, importance = torch.tensor([5, 1, 0, 2, 1]), torch.tensor([1.0, 2.0, 4.0, 0.5, 1.0])
+    weights = row_weights(labels, reduction, importance)
+    assert (weights * labels).sum().item() == pytest.approx(1.0)
+    share = importance * (labels > 0 if reduction == "per_depth" else labels)
+    torch.testing.assert_close(weights * labels, share / share.sum())
+
+
+@pytest.mark.parametrize("reduction", ["per_depth", "token_mean"])
 def test_nothing_to_learn_is_zero_and_not_nan(reduction: str) -> None:
     """Guards against a NaN that destroys the weights when a step has no label."""
     assert row_weights(torch.zeros(K, dtype=torch.long), reduction, torch.ones(K)).tolist() == [0.0] * K

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.train.rows import Rows, attention_rule
+from paradraft.train.rows import FILLING, Rows, attention_rule, mask_function
 
 PAIRS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4)), min_size=1, max_size=20)
 
@@ -32,6 +32,39 @@ def test_attention_rule_equals_a_double_loop(pairs: list[tuple[int, int]]) -> No
     rows = Rows.of_sample(position, torch.tensor([depth for _, depth in pairs]))
     assert rows.anchor.tolist() == [anchor for anchor, _ in pairs]
     assert attention_rule(rows).tolist() == oracle(pairs)
+
+
+@given(PAIRS, PAIRS)
+@settings(deadline=None)
+def test_packed_samples_do_not_see_each_other(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+    """Guards packing, and both ways in which the rule is asked for: as a matrix, and pair by pair in `flex_attention`.
+    What fills a batch up sees itself and nothing else."""
+    pairs, filling = first + second, 2
+    anchor, depth = (torch.tensor([pair[part] for pair in pairs] + [0] * filling) for part in (0, 1))
+    document = torch.tensor([0] * len(first) + [1] * len(second) + [FILLING] * filling)
+    rows = Rows(
+        position=torch.stack([anchor + depth] * 2), depth=torch.stack([depth] * 2), document=document.expand(2, -1)
+    )
+    expected = torch.block_diag(*(torch.tensor(oracle(some)) for some in (first, second)), torch.ones(filling, filling))
+    assert torch.equal(attention_rule(rows), expected.bool().expand(2, -1, -1))
+    index = torch.arange(len(document))
+    sees = mask_function(rows)(torch.tensor(1), torch.tensor(0), index[:, None], index[None, :])
+    assert torch.equal(sees, expected.bool())
+
+
+@pytest.mark.parametrize(
+    ("position", "depth", "document"),
+    [
+        ([1], [1, 0], [0]),
+        ([1, 1], [1, 0], [0]),
+        ([1, 1], [0, -1], [0, 0]),
+        ([[[1]]], [[[1]]], [[[0]]]),
+    ],
+)
+def test_rows_fit_together(position: list[int], depth: list[int], document: list[int]) -> None:
+    """Guards against rows of one shape beside depths of another, which would be broadcast."""
+    with pytest.raises(AssertionError):
+        Rows(position=torch.tensor(position), depth=torch.tensor(depth), document=torch.tensor(document))
 
 
 def test_rows_before_the_text_do_not_exist() -> None:

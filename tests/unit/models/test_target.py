@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import torch
+
+from paradraft.core import GREEDY, Prompt
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.target import Target
+from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+
+
+def test_every_prompt_begins_another_request() -> None:
+    """Guards two streams on one cache: the older one is told that it has ended, also after many requests."""
+    target = Target(CausalLM(tiny_model(1), vocab_size=VOCAB, compiled=False), tiny_tokenizer())
+    prompt = Prompt(tokens=torch.tensor([[5, 6]]), sampling=(GREEDY,))
+    seen = [target.request]
+    for _ in range(3):
+        target.prefill(prompt)
+        seen.append(target.request)
+    assert len(set(seen)) == 4
+
+
+def test_end_tokens_are_found_wherever_a_model_names_them() -> None:
+    """Guards answers that never end: one id, several, in either config, or none; 0 is an id."""
+    model = tiny_model(1)
+    target = Target(CausalLM(model, vocab_size=VOCAB, compiled=False), tiny_tokenizer())
+    for generation, config, found in [
+        (7, 3, {7}), ([7, 0], 3, {7, 0}), (None, 3, {3}), (None, [3, 4], {3, 4}), (0, 3, {0}), (None, None, set()),
+    ]:  # fmt: skip
+        model.generation_config.eos_token_id, model.config.eos_token_id = generation, config
+        assert target.eos_ids == found
