@@ -139,6 +139,10 @@ def test_estimates_are_logarithms_of_probabilities(rule: str, tree: Tree) -> Non
     samplings = (GREEDY, Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, top_k=4, seed=4))
     found = Sampler(prompt(samplings, rule, tree)).candidates(random_logits(3, 4, 9), 0, 9)
     torch.testing.assert_close(found.log_probs.exp().sum(-1), torch.ones(3, 4, dtype=torch.float64))
+    if found.probs is not None:
+        # Behind the last token that can be drawn, nothing can be; a greedy row draws nothing.
+        torch.testing.assert_close(found.probs[1:].sum(-1), (found.log_probs[1:] > -math.inf).double())
+        torch.testing.assert_close(found.probs[0].sum(-1), torch.ones(4, 9, dtype=torch.float64))
     if rule == "match" or tree.paths is None:
         assert (found.log_probs.diff(dim=-1).nan_to_num(nan=0.0) <= 0).all()
 
