@@ -10,8 +10,9 @@ def figures(method: str, **given: Any) -> dict[str, Any]:
     shown = {
         "method": method, "k": 4, "tree": None, "verify": "match", "lengths": "fixed", "batch": 1, "dtype": "float32",
         "draft": None, "confidence": None, "tokens_per_s": {"median": 123.4, "runs": [120.5, 123.4, 131.25]},
-        "speedup_vs_hf": 2.0, "speedup_vs_ar": 1.5,
-        "acceptance_length": 2.345, "acceptance_per_position": [0.9, 0.512345],
+        "speedup_vs_hf": 2.0, "speedup_vs_ar": 1.5, "speedup_vs_fastest_ar": 1.25, "baseline": "ar",
+        "fastest_baseline": "ar", "acceptance_length": 2.345, "acceptance_length_first_32": 1.875,
+        "acceptance_per_position": [0.9, 0.625], "accepted_share_of_rounds": [0.75, 0.512345],
         "prefill_s": 0.5, "draft_s": 1.0, "verify_s": 2.0, "other_s": 0.5, "total_s": 4.0, "identical_to_ar": True,
         "differing_prompts": [], "distinct_4grams": 0.25, "tokens": 512, "peak_rss_bytes": 3 * 2**28,
     }  # fmt: skip
@@ -20,7 +21,10 @@ def figures(method: str, **given: Any) -> dict[str, Any]:
 
 UNTOLD = dict.fromkeys(("prefill_s", "draft_s", "verify_s", "other_s"))
 """What peers do not tell."""
-PLAIN = UNTOLD | dict.fromkeys(("acceptance_length", "acceptance_per_position"))
+LENGTHS = (
+    "acceptance_length", "acceptance_length_first_32", "acceptance_per_position", "accepted_share_of_rounds",
+)  # fmt: skip
+PLAIN = UNTOLD | dict.fromkeys(LENGTHS)
 
 
 def result(**given: Any) -> dict[str, Any]:
@@ -37,7 +41,7 @@ def result(**given: Any) -> dict[str, Any]:
         },
         "methods": {
             "hf": figures("hf", **PLAIN),
-            "ar": figures("ar", acceptance_length=1.0, acceptance_per_position=[]),
+            "ar": figures("ar", acceptance_length=1.0, acceptance_per_position=[], accepted_share_of_rounds=[]),
             "pard:k=4": figures("pard"),
             "vllm-pard:k=4": figures("vllm-pard", **UNTOLD),
         },

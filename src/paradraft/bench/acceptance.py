@@ -1,9 +1,10 @@
 """How far drafts are accepted, read from a report of `paradraft bench`, and what that means for shorter drafts.
 
-`acceptance_per_position` of a report is cumulative: its place i is the share of rounds that accepted *at least* i
-tokens, so a round with k drafted tokens yields 1 + a_1 + … + a_k. Newer reports also have `by_round`, the tokens that
-each target pass gave each answer. It is worth more, because answers differ: one that repeats itself is accepted ten
-times as far as its neighbour.
+`accepted_share_of_rounds` of a report is cumulative: its place i is the share of all rounds that accepted *at least* i
+tokens, so a round with k drafted tokens yields 1 + a_1 + … + a_k. Earlier reports have `acceptance_per_position` alone,
+the same over the rounds whose draft was that deep; drafts of fixed length are, but for the last of an answer. Most
+reports also have `by_round`, the tokens that each target pass gave each answer. It is worth more, because answers
+differ: one that repeats itself is accepted ten times as far as its neighbour.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _acceptance(spec: str, figures: dict[str, Any], answers: dict[str, Any], nam
             k=int(figures["k"]),
             tree=None if figures["tree"] is None else int(figures["tree"]),
             length=float(figures["acceptance_length"]),
-            shares=tuple(map(float, figures["acceptance_per_position"])),
+            shares=tuple(map(float, figures.get("accepted_share_of_rounds") or figures["acceptance_per_position"])),
             answers=tokens,
             by_round=rounds,
             draft=figures.get("draft"),

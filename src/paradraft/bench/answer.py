@@ -9,6 +9,9 @@ from paradraft.bench.roofline import Passes
 from paradraft.core import Sampling
 from paradraft.decode.stats import Stats
 
+FIRST = 32
+"""The tokens of an answer's beginning. Later on, a small target that decodes greedily repeats itself."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
@@ -77,3 +80,50 @@ def tokens_by_round(accepted: Sequence[int], tokens: int) -> list[int]:
     for kept in accepted:
         found.append(min(kept + 1, tokens - sum(found)))
     return found
+
+
+def by_round(answers: Iterable[Answer]) -> list[list[int]]:
+    """For each answer the tokens that each target pass gave it; nothing of methods that do not tell."""
+    return [
+        tokens_by_round(accepted, len(tokens))
+        for answer in answers
+        for accepted, tokens in zip(answer.accepted or (), answer.tokens, strict=answer.accepted is not None)
+    ]
+
+
+def first_length(by_round: Iterable[Sequence[int]], first: int = FIRST) -> float | None:
+    """The acceptance length over the first tokens of each answer, as if the answers ended there.
+
+    Args:
+        by_round: for each answer the tokens that each target pass gave, see `tokens_by_round`.
+        first: how many tokens of each answer count.
+
+    Returns:
+        Tokens per target pass; None if there was no pass.
+
+    >>> first_length([[3, 1, 4, 9], [2]], first=6)  # 3 + 1 + 2 of 4 tokens in three passes, and 2 in one
+    2.0
+    """
+    tokens = passes = 0
+    for rounds in by_round:
+        left = first
+        for given in rounds:
+            if left <= 0:
+                break
+            tokens += min(given, left)
+            passes += 1
+            left -= given
+    return tokens / passes if passes else None
+
+
+def accepted_share_of_rounds(by_round: Iterable[Sequence[int]]) -> list[float]:
+    """For i = 1, 2, …: the share of all rounds in which at least i drafted tokens were accepted.
+
+    A round that gave n tokens is taken to have accepted n - 1. Where the length limit cut off the target's own token at
+    the end of an answer, that is one too few for its last round.
+
+    >>> accepted_share_of_rounds([[3, 1], [2, 1]])
+    [0.5, 0.25]
+    """
+    accepted = [given - 1 for rounds in by_round for given in rounds]
+    return [sum(kept > place for kept in accepted) / len(accepted) for place in range(max(accepted, default=0))]

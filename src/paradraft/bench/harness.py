@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from paradraft.bench.answer import Answer, Answerer, Counts
+from paradraft.bench.answer import Answer, Answerer, Counts, by_round, first_length
 from paradraft.bench.methods import AR, SETTINGS, Method
 from paradraft.bench.peak_memory import PeakMemory
-from paradraft.bench.peers import HF, PEERS
+from paradraft.bench.peers import PEERS
+from paradraft.bench.speedups import KEYS, speedups
 from paradraft.core import Sampling
 from paradraft.decode.stats import Stats
 from paradraft.models.runtime import QUANTIZED
@@ -121,34 +122,21 @@ def check_batches(methods: list[Method], num_prompts: int) -> None:
 def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[str, Any]]:
     """The figures of each method, by its spec.
 
-    Speedups are against the fastest `hf` and the fastest `ar` of the same batch size, or of any if
-    there is none; rounded weights are another target, and count only where there are no others.
-    `identical_to_ar` compares with the `ar` of the same dtype if there is one, else with the fastest;
-    it is None for what is sampled with other random numbers (peers, and the rejection rule), and
-    where no `ar` ran. Settings that a method does not have are None.
+    For speedups see `paradraft.bench.speedups`. `identical_to_ar` compares with the `ar` of the same dtype if there is
+    one, else with the fastest of the same batch size, or of any; rounded weights are another target, and count only
+    where there are no others. It is None for what is sampled with other random numbers (peers, and the rejection rule),
+    and where no `ar` ran. Settings that a method does not have are None.
     """
-    speeds = {m.method: statistics.median(m.tokens_per_s) for m in measured}
-
-    def fastest(name: str, like: Method) -> Measured | None:
-        of_name = [m for m in measured if m.method.name == name]
-        whole = [m for m in of_name if m.method.dtype not in QUANTIZED] or of_name
-        same_batch = [m for m in whole if m.method.batch == like.batch]
-        return max(same_batch or whole, key=lambda m: speeds[m.method], default=None)
-
     summary = dict[str, dict[str, Any]]()
     for one in measured:
-        speed = speeds[one.method]
-        hf, ar = fastest(HF, one.method), fastest(AR, one.method)
-        same_dtype = (m for m in measured if m.method.name == AR and m.method.dtype == one.method.dtype)
-        reference = next(same_dtype, ar)
+        reference = _reference(one.method, measured)
         has_own_numbers = one.method.name in PEERS or one.method.verify == "rejection"
         comparable = reference is not None and (sampling.is_greedy or not has_own_numbers)
         summary[one.method.spec] = {
             "method": one.method.name,
             **dict.fromkeys(SETTINGS) | one.method.settings,
-            "tokens_per_s": {"median": speed, "runs": one.tokens_per_s},
-            "speedup_vs_hf": speed / speeds[hf.method] if hf else None,
-            "speedup_vs_ar": speed / speeds[ar.method] if ar else None,
+            "tokens_per_s": {"median": statistics.median(one.tokens_per_s), "runs": one.tokens_per_s},
+            **dict.fromkeys(KEYS),
             **_rounds(one),
             "identical_to_ar": one.texts == reference.texts if comparable and reference else None,
             "differing_prompts": _differing(one, reference) if comparable and reference else None,
@@ -158,20 +146,39 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
             "peak_gpu_bytes": one.peak_gpu_bytes,
             "warm_up_s": one.warm_up_s,
         }
+    for spec, found in speedups(summary).items():
+        summary[spec] |= found
     return summary
 
 
+def _reference(method: Method, measured: list[Measured]) -> Measured | None:
+    """The AR+ whose texts a method is compared with."""
+    plain = [m for m in measured if m.method.name == AR]
+    whole = [m for m in plain if m.method.dtype not in QUANTIZED] or plain
+    same_batch = [m for m in whole if m.method.batch == method.batch]
+    fastest = max(same_batch or whole, key=lambda m: statistics.median(m.tokens_per_s), default=None)
+    return next((m for m in plain if m.method.dtype == method.dtype), fastest)
+
+
 def _rounds(one: Measured) -> dict[str, object]:
-    """Acceptance and the split of the time, summed over all runs; None for what a peer does not tell."""
+    """Acceptance and the split of the time, summed over all runs; None for what a peer does not tell.
+
+    `acceptance_per_position` counts, at each position, only the rounds whose draft was that deep. The denominator of
+    `accepted_share_of_rounds` is all rounds, so that methods whose drafts differ in length can be compared: it adds up
+    to the acceptance length less 1 (but for what the length limit cuts off).
+    """
     answers = [answer for run in one.runs for answer in run]
     stats = [answer.stats for answer in answers if answer.stats is not None]
     counts: list[Stats] | list[Counts] = stats or [answer.counts for answer in answers if answer.counts is not None]
     longest = max((len(c.drafted) for c in counts), default=0)
     drafted = [sum(c.drafted[i] for c in counts if i < len(c.drafted)) for i in range(longest)]
     accepted = [sum(c.accepted[i] for c in counts if i < len(c.accepted)) for i in range(longest)]
+    rounds = sum(c.rounds for c in counts)
     return {
-        "acceptance_length": sum(c.tokens for c in counts) / sum(c.rounds for c in counts) if counts else None,
+        "acceptance_length": sum(c.tokens for c in counts) / rounds if counts else None,
+        "acceptance_length_first_32": first_length(by_round(answers)),
         "acceptance_per_position": [a / d for a, d in zip(accepted, drafted, strict=True) if d] if counts else None,
+        "accepted_share_of_rounds": [a / rounds for a in accepted] if counts else None,
         "prefill_s": sum(s.prefill_s for s in stats) if stats else None,
         "draft_s": sum(s.draft_s for s in stats) if stats else None,
         "verify_s": sum(s.verify_s for s in stats) if stats else None,

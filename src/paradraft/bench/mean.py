@@ -10,7 +10,9 @@ from rich.table import Table
 
 from paradraft.bench.report import Summary, label
 
-CAPTION = "tokens/s and speedup against AR+ of each task · mean: mean of the tokens/s, and its ratio to AR+'s"
+CAPTION = (
+    "tokens/s, and speedup against AR+ of the same dtype, of each task · mean: mean tokens/s, and its ratio to AR+'s"
+)
 
 
 def mean_of(tasks: dict[str, Summary]) -> Summary:
@@ -29,7 +31,11 @@ def mean_of(tasks: dict[str, Summary]) -> Summary:
             "tokens_per_s": statistics.mean(_speed(summary[spec]) for summary in tasks.values()),
             "speedup_vs_hf": _ratio([summary[spec] for summary in tasks.values()], "speedup_vs_hf"),
             "speedup_vs_ar": _ratio([summary[spec] for summary in tasks.values()], "speedup_vs_ar"),
+            "speedup_vs_fastest_ar": _ratio([summary[spec] for summary in tasks.values()], "speedup_vs_fastest_ar"),
             "acceptance_length": _mean([summary[spec]["acceptance_length"] for summary in tasks.values()]),
+            "acceptance_length_first_32": _mean(
+                [summary[spec]["acceptance_length_first_32"] for summary in tasks.values()]
+            ),
             "identical_to_ar": _all([summary[spec]["identical_to_ar"] for summary in tasks.values()]),
         }
         for spec, one in first.items()

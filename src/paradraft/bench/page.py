@@ -10,7 +10,7 @@ from paradraft.bench import page_sections as sections
 from paradraft.bench.html import Element
 from paradraft.bench.page_example import example
 from paradraft.bench.report import title_of
-from paradraft.bench.result_file import ADVICE, read_result_file
+from paradraft.bench.result_file import ADVICE, completed, read_result_file
 from paradraft.output import check_outputs, write_output
 
 FILE = "index.html"
@@ -42,13 +42,14 @@ def check_folder(folder: Path | None) -> None:
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """Reads what `paradraft bench --json` wrote.
+    """Reads what `paradraft bench --json` wrote; what an older version did not write yet is computed from the rest.
 
     Raises:
         ValueError: it cannot be read or is no result of a benchmark.
     """
     found = read_result_file(file, ("machine", "arguments", "methods"))
     try:
+        found = completed(found)
         page(found)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
@@ -60,7 +61,7 @@ def page(result: dict[str, Any]) -> str:
     """The page of a result, as text.
 
     Args:
-        result: what `run_benchmark` returns for one work, or an older one: what it lacks is not shown.
+        result: what `run_benchmark` returns for one work, or what `read_result` read: what it lacks is not shown.
     """
     title = title_of(result)
     style = resources.files("paradraft.bench").joinpath("page.css").read_text(encoding="utf-8")

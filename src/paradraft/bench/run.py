@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paradraft.bench.answer import tokens_by_round
+from paradraft.bench.answer import by_round
 from paradraft.bench.benchmark import Benchmark
 from paradraft.bench.harness import Measured, measure, summarize
 from paradraft.bench.methods import AR, Method
@@ -131,12 +131,7 @@ def _answers(measured: list[Measured]) -> dict[str, dict[str, Any]]:
         one.method.spec: {
             "total_s": [[answer.total_s for answer in run] for run in one.runs],
             "tokens": [tokens for answer in one.runs[0] for tokens in answer.tokens],
-            "by_round": [
-                tokens_by_round(accepted, len(tokens))
-                for answer in one.runs[0]
-                for accepted, tokens in zip(answer.accepted or (), answer.tokens, strict=answer.accepted is not None)
-            ]
-            or None,
+            "by_round": by_round(one.runs[0]) or None,
         }
         for one in measured
     }

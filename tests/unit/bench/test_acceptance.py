@@ -63,6 +63,13 @@ def method(**given: Any) -> dict[str, Any]:
     return {**figures, **given}
 
 
+def test_what_a_round_yields_is_over_all_rounds() -> None:
+    """Guards plans for drafters that often draft nothing: their chance at a position is not what a round yields."""
+    content = report(a=method(accepted_share_of_rounds=[0.25, 0.125]), b=method(k=4))
+    first, second = acceptances(content, "x", drafter="pard", draft=None, verify="match", dtype="float32")
+    assert first.shares == (0.25, 0.125) and second.shares == (0.5, 0.5)
+
+
 def report(**methods: dict[str, Any]) -> dict[str, Any]:
     answers = {spec: {"tokens": [[1, 2, 3, 4]], "by_round": [[3, 1]]} for spec in methods}
     return {"methods": methods, "answers": answers, "arguments": {}}

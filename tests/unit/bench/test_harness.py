@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paradraft.bench import peak_memory
-from paradraft.bench.answer import Answer
+from paradraft.bench.answer import Answer, Counts
 from paradraft.bench.harness import Measured, measure, summarize
 from paradraft.bench.methods import Method
 from paradraft.core import GREEDY, Sampling
@@ -82,4 +82,40 @@ def test_rounded_weights_are_no_yardstick_for_whole_ones() -> None:
     }
     arguments = {"max_new_tokens": 4, "sampling": GREEDY, "runs": 1, "device": torch.device("cpu")}
     found = summarize(measure(answerers, ["a"], **arguments, report=lambda news: None), GREEDY)
-    assert [found[method.spec]["speedup_vs_ar"] for method in methods] == [1.0, 2.0, 4.0]
+    assert [found[method.spec]["speedup_vs_fastest_ar"] for method in methods] == [1.0, 2.0, 4.0]
+    assert [found[method.spec]["speedup_vs_ar"] for method in methods] == [1.0, 1.0, 4.0]
+
+
+def test_a_drafter_that_stops_when_unsure_does_not_stand_above_one_that_yields_more() -> None:
+    """Guards the comparison of methods whose drafts differ in length: of the rounds that drafted a token at all, the
+    cautious one accepts all, and yet it gives fewer tokens per pass at every depth."""
+    told = {
+        "hf-prompt-lookup": Counts.of(12, drafted=[2, 0, 0, 2, 0, 0, 0, 0], accepted=[2, 0, 0, 2, 0, 0, 0, 0]),
+        "ngram:k=2": Counts.of(12, drafted=[2, 2, 2, 2, 2], accepted=[2, 1, 2, 1, 1]),
+    }
+    measured = [
+        Measured(
+            method=Method.parse(spec), peak_rss_bytes=1,
+            runs=[[Answer(tokens=[[1] * counts.tokens], total_s=1.0, stats=None, counts=counts)]],
+        )
+        for spec, counts in told.items()
+    ]  # fmt: skip
+    cautious, bold = summarize(measured, GREEDY).values()
+    assert cautious["acceptance_per_position"] == [1.0, 1.0] and bold["acceptance_per_position"] == [1.0, 0.4]
+    assert cautious["accepted_share_of_rounds"] == [0.25, 0.25] and bold["accepted_share_of_rounds"] == [1.0, 0.4]
+    for one in (cautious, bold):
+        assert one["acceptance_length"] == pytest.approx(1 + sum(one["accepted_share_of_rounds"]))
+        assert one["acceptance_length_first_32"] is None  # who does not tell of rounds does not tell of their beginning
+
+
+def test_the_beginning_of_answers_has_a_length_of_its_own() -> None:
+    """Guards against lengths that come from a target which repeats itself: here only the second half is guessed."""
+    tokens, accepted = list(range(64)), [0] * 32 + [3] * 8
+    runs = [[Answer(tokens=[tokens], total_s=1.0, stats=None, accepted=[accepted])]]
+    method = Method.parse("ngram:k=3")
+    (found,) = summarize([Measured(method=method, runs=runs, peak_rss_bytes=1)], GREEDY).values()
+    assert found["acceptance_length_first_32"] == 1.0
+    beginning = [3] * 8 + [0] * 32
+    runs = [[Answer(tokens=[tokens], total_s=1.0, stats=None, accepted=[beginning])]]
+    (found,) = summarize([Measured(method=method, runs=runs, peak_rss_bytes=1)], GREEDY).values()
+    assert found["acceptance_length_first_32"] == 4.0

@@ -155,12 +155,14 @@ def test_the_mean_is_the_papers() -> None:
 
     def figures(speed: float, base: float, same: bool = True) -> dict[str, Any]:
         found = {"method": "pard", "tokens_per_s": {"median": speed}, "speedup_vs_ar": speed / base}
+        found |= {"speedup_vs_fastest_ar": speed / base / 2, "acceptance_length_first_32": 1.5}
         return {**found, "speedup_vs_hf": None, "acceptance_length": 2.0, "identical_to_ar": same}
 
     speeds = ((258.0, 77.0), (311.5, 76.4), (253.7, 76.9))
     mean = mean_of({str(place): {"pard": figures(*pair)} for place, pair in enumerate(speeds)})["pard"]
     assert mean["tokens_per_s"] == pytest.approx(274.4)
-    assert f"{mean['speedup_vs_ar']:.2f}" == "3.57"
+    assert f"{mean['speedup_vs_ar']:.2f}" == "3.57" and mean["acceptance_length_first_32"] == 1.5
+    assert mean["speedup_vs_fastest_ar"] == pytest.approx(mean["speedup_vs_ar"] / 2)
     assert mean["speedup_vs_hf"] is None and mean["identical_to_ar"]
     mixed = {"a": {"pard": figures(2.0, 1.0)}, "b": {"pard": figures(2.0, 1.0, same=False)}}
     assert mean_of(mixed)["pard"]["identical_to_ar"] is False
