@@ -20,8 +20,10 @@ from rich.console import Console
 from paradraft.api import load
 from paradraft.bench.benchmark import Benchmark
 from paradraft.bench.methods import Method
+from paradraft.bench.plot import plot
 from paradraft.bench.prompt_choice import held_out_prompts
-from paradraft.bench.report import plot, table, write_json
+from paradraft.bench.report import notes, table, write_json
+from paradraft.bench.result_file import completed
 from paradraft.bench.run import run_benchmark
 from paradraft.bench.work import Work
 from paradraft.core import GREEDY
@@ -102,8 +104,10 @@ def demo(out: Path, size: Size) -> bool:
         with console.status("preparing") as status:
             report = compare(wanted.out, prompts, size, status.update)
         write_json(results, report | {"demo": setting})
-    plot(report["methods"], title, out / "results.png")
+    report = completed(report)  # one of an earlier version lacks figures
+    plot(report, out / "results.png")
     console.print(table(report["methods"], title))
+    console.print("\n".join(notes(report["methods"])))
     identical = all(figures["identical_to_ar"] for figures in report["methods"].values())
     console.print(
         "all texts are identical" if identical else "TEXTS DIFFER", style="bold green" if identical else "bold red"

@@ -8,6 +8,7 @@ from paradraft.bench.html import Element
 from paradraft.bench.methods import AR
 from paradraft.bench.peers import PEERS, is_vllm
 from paradraft.bench.report import label
+from paradraft.bench.speedups import mark
 
 Figures = dict[str, Any]
 FAMILIES = {
@@ -38,6 +39,13 @@ def name_of(spec: str, one: Figures) -> Element:
     """A method as readers know it, its settings small."""
     name, _, settings = label(spec, one).partition(", ")
     return joined([Element.of("span", name), *([Element.of("small", f" {settings}")] if settings else ())])
+
+
+def marked_name(spec: str, methods: dict[str, Figures]) -> Element:
+    """The same, with a word that says whether it is a baseline."""
+    words = {"*": "baseline", "**": "fastest baseline"}.get(mark(spec, methods))
+    badge = [Element(" "), Element.of("span", words, class_="badge")] if words else []
+    return joined([name_of(spec, methods[spec]), *badge])
 
 
 def tile(value: str, words: str) -> Element:

@@ -6,12 +6,26 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
+from paradraft.bench.answer import FIRST
 from paradraft.bench.charts import Bar, bars, key, lines
 from paradraft.bench.html import Element
 from paradraft.bench.methods import AR
-from paradraft.bench.page_parts import FAMILIES, Figures, family, joined, legend, name_of, number, section, table, tile
+from paradraft.bench.page_parts import (
+    FAMILIES,
+    Figures,
+    family,
+    joined,
+    legend,
+    marked_name,
+    name_of,
+    number,
+    section,
+    table,
+    tile,
+)
 from paradraft.bench.peers import HF
 from paradraft.bench.report import LABELS, label
+from paradraft.bench.speedups import has_faster_baselines, without_baseline
 
 PARTS = {
     "draft": "drafting",
@@ -26,7 +40,7 @@ def heading(result: dict[str, Any], title: str) -> Element:
     best, figures = max(methods.items(), key=lambda item: item[1]["tokens_per_s"]["median"])
     speed = figures["tokens_per_s"]["median"]
     tiles = [tile(number(speed, ".0f"), f"tokens/s with {label(best, figures)}, the fastest of {len(methods)}")]
-    for name, words in ((AR, "decoding without a drafter"), (HF, "generate of transformers")):
+    for name, words in ((AR, "decoding without a drafter, in the same dtype"), (HF, "generate of transformers")):
         times = figures[f"speedup_vs_{name}"]
         if times is not None and figures["method"] != name:
             tiles.append(tile(number(times, ".2f", "×"), f"the speed of {LABELS[name]}, {words}"))
@@ -61,54 +75,69 @@ def speeds(result: dict[str, Any]) -> Element:
         spread = (min(runs) / most, max(runs) / most) if len(runs) > 1 else None
         drawn.append(
             Bar(
-                name=name_of(spec, one), value=joined(value), family=family(one["method"]),
+                name=marked_name(spec, methods), value=joined(value), family=family(one["method"]),
                 parts={"": median / most}, spread=spread,
             )
         )  # fmt: skip
     runs = max(len(one["tokens_per_s"]["runs"]) for one in methods.values())
     words = "Median of the runs; the mark reaches from the slowest to the fastest. " if runs > 1 else "One run. "
     if any(one["speedup_vs_ar"] is not None for one in methods.values()):
-        words += f"Behind it: times the speed of {LABELS[AR]}."
+        words += f"Behind it: times the speed of {LABELS[AR]} of the same dtype and batch size, marked as a baseline. "
+    if has_faster_baselines(methods):
+        words += f"Against the fastest {LABELS[AR]}: see all figures."
     families = [name for name in FAMILIES if any(family(one["method"]) == name for one in methods.values())]
     skipped = [
         Element.of("p", Element.of("strong", spec), f" was not run. {why}", class_="note warning")
         for spec, why in result.get("skipped", {}).items()
     ]
-    return section("Tokens per second", words, bars(drawn), legend(families, FAMILIES), *skipped)
+    lacking = [
+        Element.of(
+            "p", f"No {missing} in this run, so no speedup of: {'; '.join(label(s, methods[s]) for s in specs)}.",
+            class_="note warning",
+        )
+        for missing, specs in without_baseline(methods).items()
+    ]  # fmt: skip
+    return section("Tokens per second", words, bars(drawn), legend(families, FAMILIES), *lacking, *skipped)
 
 
 def acceptance(result: dict[str, Any]) -> Element | None:
-    """How often the token at each position of a draft was accepted."""
-    rates = {spec: one["acceptance_per_position"] for spec, one in result["methods"].items()}
-    found = {spec: values for spec, values in rates.items() if values}
+    """How many drafted tokens rounds accept, with all rounds in the denominator."""
+    methods = result["methods"]
+    drafting = [spec for spec, one in methods.items() if one["acceptance_per_position"]]
+    shares = {spec: one["accepted_share_of_rounds"] for spec, one in methods.items()}
+    found = {spec: values for spec, values in shares.items() if values}
     if not found:
         return None
-    names = {spec: label(spec, result["methods"][spec]) for spec in found}
+    names = {spec: label(spec, methods[spec]) for spec in found}
     chart = lines(
         {names[spec]: values for spec, values in found.items()},
-        title="Acceptance by position",
+        title="Accepted tokens of a round",
         description="The table below has all values.",
-        across="position in the draft",
-        up="share accepted",
+        across="i, drafted tokens accepted",
+        up="share of all rounds that accepted at least i",
     )
     deepest = max(map(len, found.values()))
-    head = ["", "tokens per pass", *map(str, range(1, deepest + 1))]
+    head = ["", "tokens per pass", f"first {FIRST} tokens", *(f"≥ {i}" for i in range(1, deepest + 1))]
     rows = [
         [
             joined([key(place), Element.of("span", names[spec])]),
-            number(result["methods"][spec]["acceptance_length"], ".2f"),
+            number(methods[spec]["acceptance_length"], ".2f"),
+            number(methods[spec]["acceptance_length_first_32"], ".2f"),
             *(number(value, ".0%") for value in values),
             *[Element("")] * (deepest - len(values)),
         ]
         for place, (spec, values) in enumerate(found.items())
     ]
-    return section(
-        "Acceptance by position",
-        "Of the drafts that were this deep, the share whose token here became text. Tokens per pass: emitted tokens "
-        "for each pass of the target, its own token included.",
-        chart,
-        table("Acceptance by position", head, rows),
+    words = (
+        "The share of all rounds (passes of the target) in which at least 1, 2, … drafted tokens became text. Rounds "
+        "with a shorter draft, or none, count in full, so the shares of a method add up to the tokens that it gains: "
+        "tokens per pass less one. Tokens per pass: emitted tokens for each pass of the target, its own token "
+        f"included; beside it the same over the first {FIRST} tokens of each answer, because later on greedy "
+        "answers of small models repeat themselves."
     )
+    if untold := [label(spec, methods[spec]) for spec in drafting if spec not in found]:
+        words += f" The file does not tell of: {'; '.join(untold)}."
+    return section("Accepted tokens of a round", words, chart, table("Accepted tokens of a round", head, rows))
 
 
 def rounds(result: dict[str, Any]) -> Element | None:
@@ -175,14 +204,16 @@ def figures(result: dict[str, Any]) -> Element:
         "fastest run": lambda one: number(max(one["tokens_per_s"]["runs"]), ".1f"),
         f"× {LABELS[HF]}": lambda one: number(one["speedup_vs_hf"], ".2f"),
         f"× {LABELS[AR]}": lambda one: number(one["speedup_vs_ar"], ".2f"),
+        f"× fastest {LABELS[AR]}": lambda one: number(one["speedup_vs_fastest_ar"], ".2f"),
         "tokens per pass": lambda one: number(one["acceptance_length"], ".2f"),
+        f"first {FIRST} tokens": lambda one: number(one["acceptance_length_first_32"], ".2f"),
         "same tokens": lambda one: Element({True: "yes", False: "no", None: "–"}[one["identical_to_ar"]]),
         "distinct 4-grams": lambda one: number(one.get("distinct_4grams"), ".0%"),
         "tokens": lambda one: number(one["tokens"], "d"),
         "memory, MiB": lambda one: number(one["peak_rss_bytes"] / 2**20, ".0f"),
     }
     methods = result["methods"]
-    rows = [[name_of(spec, one), *(show(one) for show in columns.values())] for spec, one in methods.items()]
+    rows = [[marked_name(spec, methods), *(show(one) for show in columns.values())] for spec, one in methods.items()]
     differing = [
         f"{label(spec, one)} in {len(one['differing_prompts'])}"
         for spec, one in methods.items()
@@ -193,6 +224,11 @@ def figures(result: dict[str, Any]) -> Element:
     ]
     return section(
         "All figures",
+        "× AR: against the fastest one. × AR+: against the one of the same dtype and batch size; × fastest AR+: "
+        "against the fastest of that batch size with whole weights (int8 and int4 are another target). "
+        f"First {FIRST} tokens: tokens per pass over the first {FIRST} tokens of each answer. Distinct 4-grams: the "
+        "share of the runs of four tokens in an answer that stand in it for the first time; where it is low, answers "
+        "repeat themselves, and drafts are accepted more. "
         "Same tokens: as AR+, compared where both must be equal. Memory: the most of the process while the method "
         "answered, with the models of all methods; vLLM has processes of its own.",
         table("All figures", ["", *columns], rows),

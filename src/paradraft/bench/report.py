@@ -1,10 +1,8 @@
-"""A benchmark's figures as a table, a plot and a JSON file."""
+"""A benchmark's figures as a table and a JSON file."""
 
 from __future__ import annotations
 
-import io
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.bench.audit import Report
 from paradraft.bench.methods import settings_of
+from paradraft.bench.speedups import has_faster_baselines, mark, without_baseline
 from paradraft.output import write_output
 
 Summary = dict[str, dict[str, Any]]
@@ -25,35 +24,60 @@ LABELS = {
 }  # fmt: skip
 CAPTION = (
     "AR, assisted, lookup: generate of transformers · AR+: ours without a drafter · VSD: an ordinary draft model · "
-    "length: tokens per target pass · draft, verify, rest: shares of the time · "
+    "vs AR: against the fastest AR · vs AR+: against AR+ of the same dtype and batch size, marked * · "
+    "len: tokens per target pass · 1-32: the same over the first 32 tokens of each answer · "
+    "draft, verify, rest: shares of the time · "
     "floor: least time that its passes can take here / time they took, both with prefill · same: the tokens of AR+"
 )
+FASTEST = "vs **: against the fastest AR+ with whole weights, marked **"
 DRAWN = "SYNTHETIC ACCEPTANCE: verdicts are drawn, texts are not the target's"
 _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=")
 """Settings whose value says what it is."""
 
 
 def table(summary: Summary, title: str) -> Table:
-    """One line per method: speed, acceptance length, and the shares of drafting, verifying and the rest of its time."""
+    """One line per method: speed, acceptance length, and the shares of drafting, verifying and the rest of its time.
+
+    The speed against the fastest AR+ has a column where the run has AR+ in several dtypes.
+    """
+    marks = {spec: mark(spec, summary) for spec in summary}
+    has_several = has_faster_baselines(summary)
     is_drawn = any(figures.get("synthetic_acceptance") for figures in summary.values())
-    caption = f"{DRAWN} · {CAPTION}" if is_drawn else CAPTION
-    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("method", "tokens/s", "vs AR", "vs AR+", "length", "draft", "verify", "rest", "floor", "same"):
+    caption = " · ".join([DRAWN] * is_drawn + [CAPTION] + [FASTEST] * has_several)
+    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    names = ["tok/s", "vs AR", "vs AR+", *["vs **"] * has_several, "len", "1-32", "draft", "verify", "rest"]
+    for name in ("method", *names, "floor", "same"):
         result.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for spec, figures in summary.items():
         parts = [_share(figures, key) for key in ("draft_s", "verify_s")]
         parts.append(_share(figures, "prefill_s", "other_s"))
         result.add_row(
-            label(spec, figures),
+            f"{label(spec, figures)} {marks[spec]}".rstrip(),
             f"{figures['tokens_per_s']['median']:.0f}",
             _times(figures["speedup_vs_hf"]),
             _times(figures["speedup_vs_ar"]),
-            "-" if figures["acceptance_length"] is None else f"{figures['acceptance_length']:.2f}",
+            *[_times(figures["speedup_vs_fastest_ar"])] * has_several,
+            _number(figures["acceptance_length"]),
+            _number(figures["acceptance_length_first_32"]),
             *parts,
             "-" if figures.get("share_of_floor") is None else f"{figures['share_of_floor']:.0%}",
             {True: "yes", False: "no", None: "-"}[figures["identical_to_ar"]],
         )
     return result
+
+
+def notes(summary: Summary) -> list[str]:
+    """What has to be known to read a table, a line each: how far answers repeat themselves, and missing baselines."""
+    shares: dict[str, list[str]] = {}
+    for spec, figures in summary.items():
+        shares.setdefault(f"{figures['distinct_4grams']:.0%}", []).append(label(spec, figures))
+    usual = max(shares, key=lambda share: len(shares[share]))
+    others = [f"{share} of {'; '.join(names)}" for share, names in shares.items() if share != usual]
+    found = [f"distinct 4-grams of the answers: {usual}" + (f" (but {', '.join(others)})" if others else "")]
+    for lacking, specs in without_baseline(summary).items():
+        names = "; ".join(label(spec, summary[spec]) for spec in specs)
+        found.append(f"no {lacking} in this run, so nothing stands under vs AR+ for: {names}")
+    return found
 
 
 def title_of(result: dict[str, Any]) -> str:
@@ -89,6 +113,10 @@ def label(spec: str, figures: dict[str, Any]) -> str:
     for key in _EVIDENT:
         settings = [setting.removeprefix(key) for setting in settings]
     return ", ".join([name, *settings])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _times(value: float | None) -> str:
@@ -141,32 +169,3 @@ def _indented(value: Any, margin: str) -> str:
     if isinstance(value, list) and not all(isinstance(one, int | float) for one in value):
         return "[" + inside + f",{inside}".join(_indented(one, inside) for one in value) + margin + "]"
     return json.dumps(value, ensure_ascii=False)
-
-
-def plot(summary: Summary, title: str, file: Path) -> None:
-    """Writes a PNG: tokens per second, and acceptance by position."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    speed, acceptance = figure.subplots(1, 2)
-    figure.suptitle(textwrap.fill(title, 100))
-    specs = list(summary)
-    labels = [label(spec, summary[spec]) for spec in specs]
-    values = [summary[spec]["tokens_per_s"]["median"] for spec in specs]
-    bars = speed.barh(labels, values, color=[f"C{i}" for i in range(len(specs))])
-    speed.bar_label(
-        bars, [f"{value:.0f}  ({_times(summary[s]['speedup_vs_ar'])})" for value, s in zip(values, specs, strict=True)]
-    )
-    speed.invert_yaxis()
-    speed.margins(x=0.25)
-    speed.set_xlabel("tokens per second (against AR+)")
-    for index, spec in enumerate(specs):
-        rates = summary[spec]["acceptance_per_position"]
-        if rates:
-            acceptance.plot(range(1, len(rates) + 1), rates, marker="o", color=f"C{index}", label=labels[index])
-    acceptance.set(xlabel="position in the draft", ylabel="share accepted", ylim=(0, 1))
-    if acceptance.lines:
-        acceptance.legend()
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    write_output(file, image.getvalue())

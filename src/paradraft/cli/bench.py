@@ -121,8 +121,9 @@ def bench(
     from paradraft.bench.methods import Method
     from paradraft.bench.page import check_folder, write_page
     from paradraft.bench.peers import is_vllm
+    from paradraft.bench.plot import plot
     from paradraft.bench.prompt_choice import prompts_for
-    from paradraft.bench.report import plot, write_json
+    from paradraft.bench.report import write_json
     from paradraft.bench.run import run_benchmark
     from paradraft.bench.synthetic import SyntheticAcceptance
     from paradraft.bench.vllm_methods import without_vllm
@@ -185,7 +186,7 @@ def bench(
     if json_file is not None:
         write_json(json_file, whole)
     if plot_file is not None:
-        plot(summary, whole["title"], plot_file)
+        plot(whole, plot_file)
     if page_folder is not None:
         console.print(f"report: {write_page(page_folder, whole)}")
     print(json.dumps(summary))
@@ -208,12 +209,13 @@ def _show(results: dict[str, dict[str, Any]], console: Console) -> tuple[dict[st
         What the file holds, with the title; and the summary, that of each task and their mean if there are several.
     """
     from paradraft.bench.profile import profile_table
-    from paradraft.bench.report import table, title_of
+    from paradraft.bench.report import notes, table, title_of
 
     titled = {name: {"title": title_of(one), **one} for name, one in results.items()}
     for one in titled.values():
         title, methods = one["title"], one["methods"]
         Console().print(table(methods, title))
+        print("\n".join(notes(methods)))
         if one["arguments"]["runtime"]["compiled"] is not False:
             first = ", ".join(f"{spec} {figures['warm_up_s']:.0f} s" for spec, figures in methods.items())
             console.print(f"first answers, with what had to be compiled: {first}")

@@ -10,10 +10,38 @@ import typer
 
 def report(
     result: Annotated[Path, typer.Argument(metavar="FILE.json", help="What paradraft bench --json wrote.")],
-    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the page goes.")],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="Where the page goes.", show_default=False)
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Only these methods of the file, in this order, with commas between them.", show_default=False
+        ),
+    ] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.", show_default=False)] = None,
 ) -> None:
-    """Make an HTML page of a result of paradraft bench."""
+    """Show a result of paradraft bench again: as an HTML page, as a picture, or without either as the table."""
+    from rich.console import Console
+
     from paradraft.bench.page import check_folder, read_result, write_page
+    from paradraft.bench.plot import plot
+    from paradraft.bench.report import notes, table, title_of
+    from paradraft.bench.result_file import selected
+    from paradraft.output import check_outputs
 
     check_folder(out)
-    print(write_page(out, read_result(result)))
+    check_outputs(plot_file)
+    if plot_file is not None and plot_file.suffix != ".png":
+        raise ValueError(f"--plot {plot_file}: name a .png file")
+    found = read_result(result)
+    if methods is not None:
+        found = selected(found, [spec.strip() for spec in methods.split(",")])
+    if plot_file is not None:
+        plot(found, plot_file)
+        print(plot_file)
+    if out is not None:
+        print(write_page(out, found))
+    if out is None and plot_file is None:
+        Console().print(table(found["methods"], title_of(found)))
+        print("\n".join(notes(found["methods"])))

@@ -16,7 +16,7 @@ import pytest
 
 from paradraft.bench.html import Element
 from paradraft.bench.page import page, read_result, write_page
-from tests.bench_result import UNTOLD, figures, result
+from tests.bench_result import LENGTHS, UNTOLD, figures, result
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = [
@@ -86,8 +86,9 @@ def test_every_number_is_that_of_the_json() -> None:
     for one in given["methods"].values():
         of_method = [
             one["tokens_per_s"]["median"], min(one["tokens_per_s"]["runs"]), max(one["tokens_per_s"]["runs"]),
-            one["speedup_vs_hf"], one["speedup_vs_ar"], one["acceptance_length"], one["tokens"],
-            *(one["acceptance_per_position"] or ()), one["peak_rss_bytes"] / 2**20,
+            one["speedup_vs_hf"], one["speedup_vs_ar"], one["speedup_vs_fastest_ar"], one["acceptance_length"],
+            one["acceptance_length_first_32"], one["distinct_4grams"], one["tokens"],
+            *(one["accepted_share_of_rounds"] or ()), one["peak_rss_bytes"] / 2**20,
         ]  # fmt: skip
         assert all(value in values for value in of_method if value is not None)
     assert (0.512345, "51 %") in shown and (123.4, "123.4") in shown
@@ -134,9 +135,8 @@ def test_tokens_are_coloured_by_how_they_came() -> None:
 
 def test_what_was_not_measured_is_left_out() -> None:
     """Guards against empty sections, and pages that break where a figure is missing."""
-    methods = {
-        "vllm": figures("vllm", **UNTOLD, acceptance_length=None, acceptance_per_position=None, speedup_vs_ar=None)
-    }
+    nothing = UNTOLD | dict.fromkeys(LENGTHS) | dict.fromkeys(("speedup_vs_ar", "baseline", "fastest_baseline"))
+    methods = {"vllm": figures("vllm", **nothing)}
     given = result(methods=methods)
     del given["example"], given["skipped"]
     found = read(given)
@@ -146,6 +146,34 @@ def test_what_was_not_measured_is_left_out() -> None:
     methods["vllm"] |= {"share_of_floor": 0.625, "floor_s": 2.5, "identical_to_ar": False, "differing_prompts": [{}]}
     found = read(given)
     assert (0.625, "62 %") in found.numbers and "differ from AR+: vLLM in 1." in found.text
+
+
+def test_baselines_are_marked_and_missing_ones_are_said() -> None:
+    """Guards a reader against ratios without a denominator, and against two denominators under one name."""
+    given = result()
+    methods = given["methods"]
+    fast = {"dtype": "bfloat16", "baseline": "ar:dtype=bfloat16", "fastest_baseline": "ar:dtype=bfloat16"}
+    methods["ar:dtype=bfloat16"] = figures("ar", **fast, accepted_share_of_rounds=[])
+    for one in methods.values():
+        one["fastest_baseline"] = "ar:dtype=bfloat16"
+    methods["ngram:dtype=float16"] = figures("ngram", dtype="float16", baseline=None, speedup_vs_ar=None)
+    badges = re.findall(r'<span class="badge">(.*?)</span>', page(given))
+    assert badges == ["baseline", "fastest baseline"] * 2
+    assert "No AR+ in float16 in this run, so no speedup of: n-gram, float16." in read(given).text
+
+
+def test_the_chart_has_all_rounds_in_its_denominator() -> None:
+    """Guards against a chart of chances, where a peer that stops drafting when unsure stands above all others."""
+    given = result()
+    text = page(given)
+    (points,) = set(re.findall(r'<g class="series s0"><title>.*?</title><polyline points="(.*?)"', text))
+    heights = [float(point.partition(",")[2]) for point in points.split()]
+    shares = given["methods"]["pard:k=4"]["accepted_share_of_rounds"]
+    top, bottom = 10, 240 - 38
+    assert heights == pytest.approx([bottom - (bottom - top) * share for share in shares], abs=0.06)
+    assert "at least 1, 2, … drafted tokens" in text and "The file does not tell" not in text
+    given["methods"]["vllm-pard:k=4"]["accepted_share_of_rounds"] = None
+    assert "The file does not tell of: vLLM PARD, k=4." in page(given)
 
 
 def test_made_up_acceptance_is_in_the_title() -> None:

@@ -10,14 +10,18 @@ from typing import Any
 
 from rich.console import Console
 
-from paradraft.bench.report import plot, table, write_json
+from paradraft.bench.plot import plot
+from paradraft.bench.report import notes, table, write_json
+from tests.bench_result import result
 
 
 def figures(method: str, **given: Any) -> dict[str, Any]:
     shown = {
-        "method": method, "tokens_per_s": {"median": 123.4}, "speedup_vs_hf": 2.0, "speedup_vs_ar": None,
-        "acceptance_length": 2.345, "draft_s": 1.0, "verify_s": 2.0, "prefill_s": 0.5, "other_s": 0.5, "total_s": 4.0,
-        "share_of_floor": 0.625, "identical_to_ar": True,
+        "method": method, "dtype": "float32", "batch": 1, "tokens_per_s": {"median": 123.4}, "speedup_vs_hf": 2.0,
+        "speedup_vs_ar": None, "speedup_vs_fastest_ar": None, "baseline": None, "fastest_baseline": None,
+        "acceptance_length": 2.345, "acceptance_length_first_32": 1.875, "distinct_4grams": 0.25, "draft_s": 1.0,
+        "verify_s": 2.0, "prefill_s": 0.5, "other_s": 0.5, "total_s": 4.0, "share_of_floor": 0.625,
+        "identical_to_ar": True,
     }  # fmt: skip
     return {**shown, **given}
 
@@ -32,16 +36,59 @@ def lines(summary: dict[str, dict[str, Any]], width: int = 80) -> list[list[str]
 def test_every_figure_stands_in_its_column() -> None:
     """Guards against a column that shows another's figure, and shares that leave a part of the time out."""
     (row,) = lines({"pard:k=4": figures("pard")})
-    assert row == ["PARD, k=4", "123", "2.00x", "-", "2.35", "25%", "50%", "25%", "62%", "yes"]
+    assert row == ["PARD, k=4", "123", "2.00x", "-", "2.35", "1.88", "25%", "50%", "25%", "62%", "yes"]
 
 
 def test_what_was_not_measured_is_a_dash() -> None:
     """Guards against figures of our loop for `generate`, which has none, and "no" where nothing was compared."""
     nothing = dict.fromkeys(
-        ("acceptance_length", "draft_s", "verify_s", "prefill_s", "other_s", "identical_to_ar", "share_of_floor")
+        (
+            "acceptance_length",
+            "acceptance_length_first_32",
+            "draft_s",
+            "verify_s",
+            "prefill_s",
+            "other_s",
+            "identical_to_ar",
+            "share_of_floor",
+        )
     )
     (row,) = lines({"hf": figures("hf", **nothing)})
-    assert row == ["AR", "123", "2.00x", "-", "-", "-", "-", "-", "-", "-"]
+    assert row == ["AR", "123", "2.00x", "-", "-", "-", "-", "-", "-", "-", "-"]
+
+
+def test_baselines_are_marked_and_both_ratios_stand_side_by_side() -> None:
+    """Guards the two truths of one name: the README divided by the row's own dtype, the table by the fastest of any."""
+    ours = {
+        "speedup_vs_ar": 1.0,
+        "baseline": "ar",
+        "speedup_vs_fastest_ar": 0.5,
+        "fastest_baseline": "ar:dtype=bfloat16",
+    }
+    fast = {"dtype": "bfloat16", "baseline": "ar:dtype=bfloat16", "fastest_baseline": "ar:dtype=bfloat16"}
+    summary = {
+        "ar": figures("ar", **ours),
+        "ar:dtype=bfloat16": figures("ar", **fast, speedup_vs_ar=1.0, speedup_vs_fastest_ar=1.0),
+        "pard:k=6": figures("pard", **{**ours, "speedup_vs_ar": 1.44, "speedup_vs_fastest_ar": 0.72}),
+    }
+    shown = lines(summary, width=120)
+    assert [row[0] for row in shown] == ["AR+ *", "AR+, bfloat16 **", "PARD, k=6"]
+    assert [row[3:5] for row in shown] == [["1.00x", "0.50x"], ["1.00x", "1.00x"], ["1.44x", "0.72x"]]
+    alone = lines({"ar": figures("ar", speedup_vs_ar=1.0, baseline="ar", fastest_baseline="ar")}, width=120)
+    assert alone[0][:4] == ["AR+ *", "123", "2.00x", "1.00x"] and len(alone[0]) == 11
+
+
+def test_a_table_says_what_it_lacks_and_how_far_answers_repeat_themselves() -> None:
+    """Guards against an empty column without a reason, and lengths that nobody can judge."""
+    summary = {
+        "ar": figures("ar", baseline="ar", fastest_baseline="ar"),
+        "pard:k=4": figures("pard", baseline="ar", fastest_baseline="ar"),
+        "pard:k=4:dtype=bfloat16": figures("pard", dtype="bfloat16", fastest_baseline="ar", distinct_4grams=0.81),
+    }
+    assert notes(summary) == [
+        "distinct 4-grams of the answers: 25% (but 81% of PARD, k=4, bfloat16)",
+        "no AR+ in bfloat16 in this run, so nothing stands under vs AR+ for: PARD, k=4, bfloat16",
+    ]
 
 
 def test_settings_are_named_where_the_value_does_not_say_what_it_is() -> None:
@@ -77,11 +124,11 @@ def test_what_holds_no_numbers_is_written_as_ever(tmp_path: Path) -> None:
 
 def test_links_stay_where_results_are_written(tmp_path: Path) -> None:
     """Guards against a result that replaces the link to its place."""
-    summary = {"pard": figures("pard", acceptance_per_position=[0.9, 0.5])}
+    summary = {"pard": figures("pard")}
     for name in ("report.json", "report.png"):
         (tmp_path / name).symlink_to(tmp_path / f"real-{name}")
     write_json(tmp_path / "report.json", summary)
-    plot(summary, "title", tmp_path / "report.png")
+    plot(result(), tmp_path / "report.png")
     assert all((tmp_path / name).is_symlink() for name in ("report.json", "report.png"))
     assert json.loads((tmp_path / "real-report.json").read_text())
     assert (tmp_path / "real-report.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,148 @@
+"""A benchmark's figures as a picture: tokens per second, and how many drafted tokens rounds accept."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paradraft.bench.report import label, title_of
+from paradraft.bench.speedups import has_faster_baselines, mark
+from paradraft.output import write_output
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Told apart with any colour vision (Okabe and Ito 2008), without the yellow, which is pale on white."""
+MARKERS = "os^Dv<>"
+BASELINE, UNDRAFTED, SOFT = "#4d4d4d", "#b8b8b8", "#595959"
+BASELINES = {"": "", "*": " (baseline)", "**": " (fastest baseline)"}
+WORDS = (
+    "AR: generate of transformers · AR+: ours without a drafter · VSD: an ordinary draft model · assisted, lookup: of "
+    "transformers"
+)
+
+
+def plot(result: dict[str, Any], file: Path) -> None:
+    """Writes a PNG of a result.
+
+    Args:
+        result: of one work, from `run_benchmark` or `read_result`; `selected` leaves methods out.
+        file: where it goes.
+    """
+    image = io.BytesIO()
+    draw(result).savefig(image, format="png", dpi=150)
+    write_output(file, _small(image))
+
+
+def _small(image: io.BytesIO) -> bytes:
+    """The same picture with a palette, which takes a third of the room."""
+    from PIL import Image
+
+    found = io.BytesIO()
+    Image.open(image).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(found, format="png", optimize=True)
+    return found.getvalue()
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """The picture: bars on the left, lines on the right, and the legend beside them."""
+    from matplotlib.figure import Figure
+
+    methods = result["methods"]
+    colours = _colours(methods)
+    figure = Figure(figsize=(10, 2.5 + 0.3 * max(len(methods), 7)), layout="constrained")
+    figure.suptitle(textwrap.fill(title_of(result), 100), fontsize=13, fontweight="bold")
+    small = [line for words in (_conditions(result), WORDS) for line in textwrap.wrap(words, 165)]
+    figure.supxlabel("\n".join(small), fontsize=7.5, color=SOFT)
+    speed, acceptance = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    _draw_speeds(speed, methods, colours)
+    _draw_acceptance(acceptance, methods, colours)
+    for axes in (speed, acceptance):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    return figure
+
+
+def _conditions(result: dict[str, Any]) -> str:
+    """On what it was measured, and when."""
+    machine, arguments = result["machine"], result["arguments"]
+    batches = sorted({one.get("batch") or 1 for one in result["methods"].values()})
+    dtypes = list(dict.fromkeys(one["dtype"] for one in result["methods"].values()))
+    where = machine.get("gpu") or f"{machine['cpu']} ({machine['cpu_capability']}), {machine['threads']} threads"
+    found = [
+        where,
+        f"batch {', '.join(map(str, batches))}",
+        f"{dtypes[0]} unless said" if len(dtypes) > 1 else dtypes[0],
+        f"{arguments['runs']} runs in turns" if arguments["runs"] > 1 else "one run",
+        *(f"{name} {version}" for name, version in machine["versions"].items()),
+        machine["date"][:10],
+    ]
+    return " · ".join(found)
+
+
+def _colours(methods: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """A colour of its own for each method with a line, the same for its bar; others are grey."""
+    drawn = [spec for spec, one in methods.items() if one["accepted_share_of_rounds"]]
+    return {
+        spec: COLOURS[drawn.index(spec) % len(COLOURS)]
+        if spec in drawn
+        else BASELINE
+        if mark(spec, methods)
+        else UNDRAFTED
+        for spec in methods
+    }
+
+
+def _draw_speeds(axes: Axes, methods: dict[str, dict[str, Any]], colours: dict[str, str]) -> None:
+    """A bar for each method, with the figures of the table behind it."""
+    marks = {spec: mark(spec, methods) for spec in methods}
+    labels = [label(spec, one) + BASELINES[marks[spec]] for spec, one in methods.items()]
+    values = [one["tokens_per_s"]["median"] for one in methods.values()]
+    places = range(len(methods))
+    bars = axes.barh(places, values, color=list(colours.values()), height=0.72)
+    axes.bar_label(bars, [_figures(one) for one in methods.values()], padding=4, fontsize=9)
+    axes.set_yticks(places, labels, fontsize=9)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#e5e5e5")
+    axes.set_xlim(0, 1.55 * max(values))
+    axes.set_title("Speed", loc="left", fontsize=11)
+    compared = "1.00× is AR+ of the same dtype" if any(marks.values()) else ""
+    compared += "; in brackets: of the fastest AR+" * has_faster_baselines(methods)
+    axes.set_xlabel(f"tokens per second\n{compared}".rstrip(), fontsize=9)
+
+
+def _figures(one: dict[str, Any]) -> str:
+    """Such as `2391  1.44× (1.32×)`."""
+    found = f"{one['tokens_per_s']['median']:.0f}"
+    if one["speedup_vs_ar"] is not None:
+        found += f"  {one['speedup_vs_ar']:.2f}×"
+    if one["fastest_baseline"] not in (None, one["baseline"]):
+        found += f" ({one['speedup_vs_fastest_ar']:.2f}×)"
+    return found
+
+
+def _draw_acceptance(axes: Axes, methods: dict[str, dict[str, Any]], colours: dict[str, str]) -> None:
+    """A line for each method that drafts; all rounds are in the denominator."""
+    deepest = 1
+    for number, (spec, one) in enumerate((s, one) for s, one in methods.items() if one["accepted_share_of_rounds"]):
+        shares = one["accepted_share_of_rounds"]
+        deepest = max(deepest, len(shares))
+        axes.plot(
+            range(1, len(shares) + 1), [100 * share for share in shares], color=colours[spec], linewidth=1.8,
+            linestyle="-" if number < len(COLOURS) else "--", marker=MARKERS[number % len(MARKERS)], markersize=5,
+            label=f"{label(spec, one)}: {one['acceptance_length']:.2f}",
+        )  # fmt: skip
+    axes.set(ylim=(0, 100), xticks=range(1, deepest + 1, 1 + deepest // 16))
+    axes.grid(axis="y", color="#e5e5e5")
+    axes.set_title("Rounds that accept at least i drafted tokens", loc="left", fontsize=11)
+    axes.set_xlabel("i", fontsize=9)
+    axes.set_ylabel("% of all rounds", fontsize=9)
+    if axes.lines:
+        axes.legend(
+            title="tokens per target pass", loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0, fontsize=8.5,
+            title_fontsize=8.5, frameon=False, alignment="left",
+        )  # fmt: skip
