@@ -112,7 +112,26 @@ def test_a_report_of_what_is_no_result(paradraft: Paradraft, tmp_path: Path) -> 
     assert_mistake(paradraft("report", file, tmp_path / "page"), "no result of a benchmark")
     file.write_text(json.dumps(result()), encoding="utf-8")
     assert_mistake(paradraft("report", file, file), "is a file")
+    assert_mistake(paradraft("report", file, tmp_path / "page", "--methods", "ar,pard"), "no method 'pard'")
+    assert_mistake(paradraft("report", file, tmp_path / "page", "--plot", tmp_path / "out.pdf"), "name a .png file")
     assert not (tmp_path / "page").exists()
+
+
+def test_a_result_is_shown_again(paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards results that one wants to look at again: as the table with the definitions of today, or as a picture of a
+    few of its methods."""
+    file, picture = tmp_path / "result.json", tmp_path / "few.png"
+    older = result()
+    for one in older["methods"].values():
+        del one["speedup_vs_fastest_ar"], one["baseline"], one["fastest_baseline"]
+    file.write_text(json.dumps(older), encoding="utf-8")
+    shown = paradraft("report", file, "--methods", "pard:k=4,ar")
+    assert shown.code == 0, shown.err
+    assert "AR+ *" in shown.out and "PARD, k=4" in shown.out and "vLLM" not in shown.out
+    assert "1.00x" in shown.out and "1.50x" not in shown.out  # as fast as AR+, whatever the file says
+    assert "distinct 4-grams of the answers: 25%" in shown.out
+    assert paradraft("report", file, "--plot", picture, "--methods", "ar,pard:k=4").out == f"{picture}\n"
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 VLLM = Path(os.environ.get("PARADRAFT_VLLM_PYTHON", ROOT / DEFAULT_PYTHON))

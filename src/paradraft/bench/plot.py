@@ -19,15 +19,21 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Told apart with any colour vision (Okabe and Ito 2008), without the yellow, which is pale on white."""
 MARKERS = "os^Dv<>"
 BASELINE, UNDRAFTED, SOFT = "#4d4d4d", "#b8b8b8", "#595959"
-BASELINES = {"": "", "*": " (baseline)", "**": " (fastest baseline)"}
-WORDS = (
-    "AR: generate of transformers · AR+: ours without a drafter · VSD: an ordinary draft model · assisted, lookup: of "
-    "transformers"
-)
+BASELINES = {"": "", "*": " (baseline)", "**": "\n(fastest baseline)"}
+WORDS = {
+    "hf": "AR: generate of transformers",
+    "hf-assisted": "assisted: assisted generation of transformers",
+    "hf-prompt-lookup": "lookup: prompt lookup of transformers",
+    "ar": "AR+: ours without a drafter",
+    "autoregressive": "VSD: an ordinary draft model",
+    "pard": "PARD: a parallel drafter",
+    "ngram": "n-gram: copies earlier text",
+}
+"""What the names of methods mean."""
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Writes a PNG of a result.
+    """Writes a PNG of a result. Its text chunk "Description" has the names and figures of the bars.
 
     Args:
         result: of one work, from `run_benchmark` or `read_result`; `selected` leaves methods out.
@@ -35,15 +41,23 @@ def plot(result: dict[str, Any], file: Path) -> None:
     """
     image = io.BytesIO()
     draw(result).savefig(image, format="png", dpi=150)
-    write_output(file, _small(image))
+    write_output(file, _small(image, description(result["methods"])))
 
 
-def _small(image: io.BytesIO) -> bytes:
-    """The same picture with a palette, which takes a third of the room."""
+def description(methods: dict[str, dict[str, Any]]) -> str:
+    """The names and figures of the bars, a line each."""
+    return "\n".join(f"{label(spec, one)}: {_figures(one)}" for spec, one in methods.items())
+
+
+def _small(image: io.BytesIO, text: str) -> bytes:
+    """The same picture with a palette, which takes a third of the room, and with a text."""
     from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
 
-    found = io.BytesIO()
-    Image.open(image).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(found, format="png", optimize=True)
+    texts, found = PngInfo(), io.BytesIO()
+    texts.add_itxt("Description", text)
+    small = Image.open(image).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    small.save(found, format="png", optimize=True, pnginfo=texts)
     return found.getvalue()
 
 
@@ -55,9 +69,11 @@ def draw(result: dict[str, Any]) -> Figure:
     colours = _colours(methods)
     figure = Figure(figsize=(10, 2.5 + 0.3 * max(len(methods), 7)), layout="constrained")
     figure.suptitle(textwrap.fill(title_of(result), 100), fontsize=13, fontweight="bold")
-    small = [line for words in (_conditions(result), WORDS) for line in textwrap.wrap(words, 165)]
+    names = {one["method"] for one in methods.values()}
+    words = " · ".join(text for name, text in WORDS.items() if name in names)
+    small = [line for text in (_conditions(result), words) for line in textwrap.wrap(text, 165)]
     figure.supxlabel("\n".join(small), fontsize=7.5, color=SOFT)
-    speed, acceptance = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    speed, acceptance = figure.subplots(1, 2, width_ratios=(1.3, 1))
     _draw_speeds(speed, methods, colours)
     _draw_acceptance(acceptance, methods, colours)
     for axes in (speed, acceptance):
@@ -99,7 +115,7 @@ def _colours(methods: dict[str, dict[str, Any]]) -> dict[str, str]:
 def _draw_speeds(axes: Axes, methods: dict[str, dict[str, Any]], colours: dict[str, str]) -> None:
     """A bar for each method, with the figures of the table behind it."""
     marks = {spec: mark(spec, methods) for spec in methods}
-    labels = [label(spec, one) + BASELINES[marks[spec]] for spec, one in methods.items()]
+    labels = [textwrap.fill(label(spec, one), 26) + BASELINES[marks[spec]] for spec, one in methods.items()]
     values = [one["tokens_per_s"]["median"] for one in methods.values()]
     places = range(len(methods))
     bars = axes.barh(places, values, color=list(colours.values()), height=0.72)
@@ -108,7 +124,7 @@ def _draw_speeds(axes: Axes, methods: dict[str, dict[str, Any]], colours: dict[s
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#e5e5e5")
-    axes.set_xlim(0, 1.55 * max(values))
+    axes.set_xlim(0, 1.75 * max(values))
     axes.set_title("Speed", loc="left", fontsize=11)
     compared = "1.00× is AR+ of the same dtype" if any(marks.values()) else ""
     compared += "; in brackets: of the fastest AR+" * has_faster_baselines(methods)

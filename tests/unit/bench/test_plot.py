@@ -29,6 +29,7 @@ def test_nothing_covers_anything(number: int) -> None:
     """Guards against a legend that lies over the lines, and labels of bars that run out of the picture."""
     given = result()
     given["methods"] |= {f"pard:k={k}:dtype=bfloat16": copy.deepcopy(figures("pard")) for k in range(1, number + 1)}
+    given["methods"]["pard:k=4"]["fastest_baseline"] = "another"
     figure = drawn(given)
     speed, acceptance = figure.axes
     legend = acceptance.get_legend()
@@ -51,7 +52,7 @@ def test_the_figures_are_those_of_the_table() -> None:
         "1661  1.00× (0.91×)", "2391  1.44× (1.32×)", "1815  1.00×", "2945  1.62×",
     ]  # fmt: skip
     names = [text.get_text() for text in speed.get_yticklabels()]
-    assert names == ["AR+ (baseline)", "PARD, k=6", "AR+, bfloat16 (fastest baseline)", "PARD, k=8, bfloat16"]
+    assert names == ["AR+ (baseline)", "PARD, k=6", "AR+, bfloat16\n(fastest baseline)", "PARD, k=8, bfloat16"]
     (pard, _) = acceptance.lines
     shares = found["methods"]["pard:k=6"]["accepted_share_of_rounds"]
     assert list(pard.get_ydata()) == [100 * share for share in shares]

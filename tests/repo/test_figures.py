@@ -1,0 +1,221 @@
+"""The figures that README.md and benchmarks/README.md print are those of the files they name.
+
+A table is found by its heading row, and each of its rows by the name in the first cell. After a new measurement, put
+the new file's name below and run this: a row that does not fit is printed as it has to be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from paradraft.bench.page import read_result
+from paradraft.bench.plot import description
+
+ROOT = Path(__file__).parents[2]
+DAY = "epyc-avx512-2cores_2026-11-22"
+GREEDY, SAMPLED, BF16, BATCHES, GREEDY_K8, SAMPLED_K8 = (
+    f"{theme}_{DAY}"
+    for theme in ("cpp-greedy", "cpp-t0.8", "cpp-bf16-greedy", "cpp-batches-greedy", "cpp-k8-greedy", "cpp-k8-t0.8")
+)
+CEILING = f"parallel-ceiling-t0.8_{DAY}"
+
+Figures = dict[str, Any]
+
+
+@cache
+def methods(name: str) -> dict[str, Figures]:
+    """The figures of a file, with the definitions of today."""
+    found: dict[str, Figures] = read_result(ROOT / "benchmarks" / f"{name}.json")["methods"]
+    return found
+
+
+def times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
+
+
+def length(value: float | None, one: Figures) -> str:
+    if one["method"] in ("hf", "ar", "vllm"):
+        return "1"
+    return "–" if value is None else f"{value:.2f}"
+
+
+def ms(*parts: str) -> Callable[[Figures], str]:
+    """Milliseconds of a round."""
+    return lambda one: "{:.2f}".format(
+        1000 * sum(one[part] for part in parts) * one["acceptance_length"] / one["tokens"]
+    ).replace("0.00", "0")
+
+
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "tokens/s": lambda one: f"{one['tokens_per_s']['median']:.0f}",
+    "against `generate`": lambda one: times(one["speedup_vs_hf"]),
+    "against AR+": lambda one: times(one["speedup_vs_ar"]),
+    "against the fastest AR+": lambda one: times(one["speedup_vs_fastest_ar"]),
+    "tokens per target pass": lambda one: length(one["acceptance_length"], one),
+    "first 32 tokens": lambda one: length(one["acceptance_length_first_32"], one),
+    "draft": ms("draft_s"),
+    "target's pass and verdict": ms("verify_s"),
+    "rest": ms("other_s"),
+    "tokens": lambda one: length(one["acceptance_length"], one),
+}
+NAMES = {
+    "AR: `generate` of `transformers`": "hf",
+    "`generate`": "hf",
+    "assisted generation of `transformers`, K = 3": "hf-assisted:k=3",
+    "assisted generation, K = 3, its own confidence of 0.4": "hf-assisted:k=3",
+    "prompt lookup": "hf-prompt-lookup",
+    "vLLM": "vllm",
+    "vLLM with the same PARD drafter, K = 6": "vllm-pard:k=6",
+    "vLLM, draft model, K = 3": "vllm-draft:k=3",
+    "vLLM, PARD, K = 6": "vllm-pard:k=6",
+    "vLLM, n-gram, K = 8": "vllm-ngram:k=8",
+    "AR+: ours without a drafter": "ar",
+    "AR+": "ar",
+    "AR+ in bf16": "ar:dtype=bfloat16",
+    "AR+, bf16": "ar:dtype=bfloat16",
+    "AR+, int8, which is another target": "ar:dtype=int8",
+    "VSD: an ordinary draft model, K = 5": "autoregressive:k=5",
+    **{f"VSD, K = {k}": f"autoregressive:k={k}" for k in range(1, 9)},
+    "VSD, K = 5, bf16": "autoregressive:k=5:dtype=bfloat16",
+    **{f"PARD, K = {k}": f"pard:k={k}" for k in range(1, 9)},
+    "PARD, K = 8, in bf16": "pard:k=8:dtype=bfloat16",
+    "PARD, K = 8, bf16": "pard:k=8:dtype=bfloat16",
+    "PARD, K = 8, tree of 12": "pard:k=8:tree=12",
+    "n-gram, K = 8": "ngram:k=8",
+}
+SPEEDS = ("tokens/s", "against AR+", "against the fastest AR+", "tokens per target pass", "first 32 tokens")
+TABLES = {
+    ("README.md", "method", *SPEEDS): GREEDY,
+    ("benchmarks/README.md", "greedy", "tokens/s", "against `generate`", *SPEEDS[1:]): GREEDY,
+    ("benchmarks/README.md", "a round, ms", "draft", "target's pass and verdict", "rest", "tokens"): GREEDY,
+    (
+        "benchmarks/README.md",
+        "T = 0.8",
+        "tokens/s",
+        "against AR+",
+        "tokens per target pass",
+        "first 32 tokens",
+    ): SAMPLED,
+}
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip().replace("**", "") for cell in line.strip().strip("|").split("|")]
+
+
+def table(document: str, *head: str) -> list[list[str]]:
+    """The rows below a heading row, bold type taken off."""
+    lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
+    (place,) = (number for number, line in enumerate(lines) if line.startswith("|") and cells(line) == list(head))
+    rows = []
+    for line in lines[place + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append(cells(line))
+    return rows
+
+
+@pytest.mark.parametrize(("document", "head", "file"), [(key[0], key[1:], file) for key, file in TABLES.items()])
+def test_rows_are_those_of_the_file(document: str, head: tuple[str, ...], file: str) -> None:
+    """Guards against tables and files that part ways: 1.32x in the file of 1.44x in the table."""
+    wrong = []
+    rows = table(document, *head)
+    for name, *shown in rows:
+        one = methods(file)[NAMES[name]]
+        wanted = [COLUMNS[column](one) for column in head[1:]]
+        if shown != wanted:
+            wrong.append(f"| {' | '.join([name, *wanted])} |")
+    assert rows and not wrong, f"{document}, by {file}.json:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("document", ["README.md", "benchmarks/README.md"])
+def test_lengths_are_reported_three_ways(document: str) -> None:
+    """Guards against lengths from a target that repeats itself alone: K = 8 on all prompts, greedy, greedy over the
+    first 32 tokens, and at temperature 0.8, and PARD's share of the ordinary draft's."""
+    greedy, sampled = methods(GREEDY_K8), methods(SAMPLED_K8)
+
+    def lengths(spec: str) -> list[float]:
+        both = (greedy[spec]["acceptance_length"], greedy[spec]["acceptance_length_first_32"])
+        return [*both, sampled[spec]["acceptance_length"]]
+
+    vsd, pard = lengths("autoregressive:k=8"), lengths("pard:k=8")
+    repeated, varied = (found["pard:k=8"]["distinct_4grams"] for found in (greedy, sampled))
+    assert table(document, "tokens per target pass, K = 8", "greedy", "first 32 tokens", "T = 0.8") == [
+        ["VSD", *(f"{value:.2f}" for value in vsd)],
+        ["PARD", *(f"{value:.2f}" for value in pard)],
+        ["PARD / VSD", *(f"{ours / theirs:.2f}" for ours, theirs in zip(pard, vsd, strict=True))],
+        ["distinct 4-grams", f"{repeated:.0%}".replace("%", " %"), "", f"{varied:.0%}".replace("%", " %")],
+    ]
+
+
+def test_batches_are_those_of_the_file() -> None:
+    """Guards the table of batch sizes, whose rows are against AR+ of the same batch and dtype."""
+    found, sizes = methods(BATCHES), (1, 2, 4, 8, 16)
+
+    def row(name: str, spec: str, show: Callable[[Figures], str]) -> list[str]:
+        return [name, *(show(found[f"{spec}:batch={size}"]) for size in sizes)]
+
+    speed, speedup = COLUMNS["tokens/s"], COLUMNS["against AR+"]
+    assert table("benchmarks/README.md", "batch", *map(str, sizes))[-6:] == [
+        row("AR+, tokens/s", "ar", speed),
+        row("AR+, bf16, tokens/s", "ar:dtype=bfloat16", speed),
+        row("PARD, K = 3", "pard:k=3", speedup),
+        row("PARD, K = 3, bf16", "pard:k=3:dtype=bfloat16", speedup),
+        row("PARD, K = 8 at most, `expected`", "pard:k=8:lengths=expected", speedup),
+        row("its tokens per pass", "pard:k=8:lengths=expected", lambda one: f"{one['acceptance_length']:.2f}"),
+    ]
+
+
+def sentences() -> list[tuple[str, str]]:
+    """What prose says, with its numbers from the files."""
+    greedy, sampled, bf16 = methods(GREEDY), methods(SAMPLED), methods(BF16)
+    speed, gain = COLUMNS["tokens/s"], "speedup_vs_ar"
+    best, vsd = bf16["pard:k=8:dtype=bfloat16"], bf16["autoregressive:k=5:dtype=bfloat16"]
+    return [
+        ("README.md", f"{greedy['ar']['distinct_4grams']:.0%} of the 4-grams"),
+        ("README.md", f"{sampled['ar']['distinct_4grams']:.0%} at temperature 0.8"),
+        ("README.md", f"PARD makes {speed(sampled['pard:k=2'])} tokens/s and AR+ {speed(sampled['ar'])}"),
+        (
+            "benchmarks/README.md",
+            f"AR+ {speed(bf16['ar:dtype=bfloat16'])}, VSD with K = 5, its best, {speed(vsd)}, "
+            f"PARD with K = 8 {speed(best)}, which is {best[gain]:.2f} times as fast as AR+",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("document", "wanted"), sentences())
+def test_prose_has_the_numbers_of_the_files(document: str, wanted: str) -> None:
+    """Guards numbers in sentences, which are forgotten when a table is made anew."""
+    text = " ".join((ROOT / document).read_text(encoding="utf-8").split())
+    assert wanted.replace("%", " %") in text
+
+
+def test_the_cost_of_independent_guesses_is_that_of_the_file() -> None:
+    """Guards the claim about what bounds a parallel drafter, which once said the opposite of what was measured."""
+    found = json.loads((ROOT / "benchmarks" / f"{CEILING}.json").read_text(encoding="utf-8"))["results"]
+    draft, ideal, pard, perfect = (found[name]["length"] for name in ("draft", "ideal", "pard", "perfect"))
+    text = " ".join((ROOT / "benchmarks/README.md").read_text(encoding="utf-8").split())
+    assert f"the draft yields {draft:.2f}" in text and f"{ideal:.2f} tokens a pass" in text
+    assert f"costs {1 - ideal / draft:.0%}".replace("%", " %") in text
+    assert f"PARD yields {pard:.2f}" in text and f"would yield {perfect:.2f}" in text
+
+
+def test_the_picture_is_that_of_the_file() -> None:
+    """Guards the README's picture: six to eight rows, with the numbers of the table, and no longer the old ones."""
+    (name,) = re.findall(r"!\[[^\]]*\]\(benchmarks/(.*?)\.png\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert name == GREEDY
+    with Image.open(ROOT / "benchmarks" / f"{name}.png") as picture:
+        picture.load()
+        drawn = picture.text["Description"].splitlines()
+    assert 6 <= len(drawn) <= 8
+    assert set(drawn) <= set(description(methods(name)).splitlines())
+    in_readme = {NAMES[row[0]] for row in table("README.md", "method", *SPEEDS)}
+    assert set(drawn) <= set(description({spec: methods(name)[spec] for spec in in_readme}).splitlines())
