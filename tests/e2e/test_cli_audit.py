@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from paradraft.bench.control import accept_all
 from paradraft.decode import sequential
+from paradraft.models.causal_lm import CausalLM
 from tests.e2e.conftest import Paradraft, drafting
 from tests.jsonl import write_lines
 
@@ -28,11 +30,15 @@ def test_audit_passes(family: Path, paradraft: Paradraft, tmp_path: Path, option
     outcome = paradraft("audit", *audit_options(family, tmp_path), *options, "--json", file)
     assert outcome.code == 0
     assert outcome.out.startswith("PASS: every answer has the tokens of plain decoding")
+    assert "\n  beside the model's own pass: plain decoding differs by " in outcome.out
+    assert "\n  allowed are " in outcome.out
     written = json.loads(file.read_text())
     last = json.loads(outcome.out.splitlines()[-1])
     assert {key: written[key] for key in last} == last
     assert last["verdict"] == "PASS" and last["tokens"] == last["positions"]
     assert written["arguments"]["k"] == 4 and written["machine"]["cpu_capability"]
+    assert last["own_pass"]["drafted"]["largest"] <= last["own_pass"]["allowed"]["largest"]
+    assert last["own_pass"]["places"] == last["tokens"]
     if "--shape-invariant" in options:
         assert last["bitwise_equal"] == last["positions"]
 
@@ -47,3 +53,27 @@ def test_audit_fails_with_exit_code_one(
     assert outcome.out.startswith("FAIL: ")
     assert "NOT explained by rounding" in outcome.out
     assert outcome.err == ""
+
+
+@pytest.mark.parametrize("options", [[], ["--temperature", 0.9, "--verify", "rejection"]])
+def test_faults_of_passes_and_logits_that_are_not_numbers_have_exit_code_one(
+    family: Path, paradraft: Paradraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[object]
+) -> None:
+    """Guards scripts against exit code 0 for passes that do not compute the model, and against tracebacks."""
+    forward = CausalLM.forward
+    for change, words in (
+        (lambda logits: logits.roll(1, -1), "FAIL: with the drafter, logits differ from those of the model's own pass"),
+        (lambda logits: logits * torch.nan, "FAIL: the target's logits are not numbers at prompt 1, seed 0, new token"),
+    ):
+
+        def faulty(lm: CausalLM, tokens: torch.Tensor, *parents: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+            logits = forward(lm, tokens, *parents, **others)
+            is_targets = bool(parents)
+            return change(logits) if is_targets and tokens.shape[1] > 1 else logits  # noqa: B023  # called in the loop
+
+        monkeypatch.setattr(CausalLM, "forward", faulty)
+        outcome = paradraft("audit", *audit_options(family, tmp_path), *options)
+        assert outcome.code == 1
+        assert outcome.out.startswith(words)
+        assert json.loads(outcome.out.splitlines()[-1])["verdict"] == "FAIL"
+        assert outcome.err == ""

@@ -2,7 +2,8 @@
 
 With the match rule the tokens must be those of plain decoding, but for near-ties; see
 `paradraft.bench.divergence`. With the rejection rule the tokens need not be the same, only their
-distribution, so a test is made of it; see `paradraft.bench.uniformity`.
+distribution, so a test is made of it; see `paradraft.bench.uniformity`. With both rules all logits must be those of the
+model's own pass, but for rounding; see `paradraft.bench.reference`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 
 from paradraft.bench.control import accept_all
 from paradraft.bench.divergence import Comparison, Divergence, compare, rounding_of
-from paradraft.bench.recording import Case, Recorder, Recording, record
+from paradraft.bench.recording import Case, NotNumbersError, Recorder, Recording, record
+from paradraft.bench.reference import MEASURED, OwnPass, own_logits, own_pass
 from paradraft.bench.uniformity import Uniformity, place_of_tokens, uniformity
 from paradraft.core import Drafter, Sampling
 from paradraft.decode.lengths import Fixed, LengthPolicy
@@ -23,6 +25,7 @@ from paradraft.decode.sequential import VERIFY, Verify
 from paradraft.decode.stats import Clock
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
+from paradraft.models.target import Target
 from paradraft.request import requests_of
 
 PASS, TIES, FAIL, INCONCLUSIVE = "PASS", "PASS UP TO NUMERICAL TIES", "FAIL", "INCONCLUSIVE"
@@ -33,16 +36,18 @@ class Report:
     """What an audit found.
 
     Args:
-        verdict: `PASS`, `TIES`, `FAIL`, or `INCONCLUSIVE`: what was drafted is too little to show anything.
+        verdict: `PASS`, `TIES`, `FAIL`, or `INCONCLUSIVE`: what was compared is too little to show anything, or
+            rounding is so large that a fault could hide in it.
         reason: one sentence.
         answers: how many answers were compared.
         tokens: how many tokens they have.
         acceptance_length: emitted tokens per target pass.
         divergences: with the match rule, the answers that part from plain decoding.
-        rounding: largest difference of logits between two harmless ways of computing them.
+        rounding: largest difference of logits between passes of one token and of several.
         positions: places where both sides read the same text.
         bitwise_equal: at how many of them all logits were equal to the last bit.
         largest_difference: largest difference of the logits there.
+        own_pass: the logits beside those of the model's own pass; None if there was nothing to compare.
         uniformity: with the rejection rule, the test of the distribution.
         control: the same test of a rule that is known to be wrong; it must fail.
     """
@@ -57,12 +62,13 @@ class Report:
     positions: int
     bitwise_equal: int
     largest_difference: float
+    own_pass: OwnPass | None
     uniformity: Uniformity | None
     control: Uniformity | None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self)
+        return asdict(self) | {"own_pass": None if self.own_pass is None else self.own_pass.as_json()}
 
 
 def audit(
@@ -101,79 +107,175 @@ def audit(
         )
         for place, request in enumerate(requests * (1 if sampling.is_greedy else seeds))
     ]
-    clock = Clock()
-
-    def answers(
-        drafter: Drafter, verify: Verify, lengths: LengthPolicy, name: str, size: int, clock: Clock
-    ) -> list[Recording]:
-        found = []
-        for start in range(0, len(cases), size):
-            report(f"{name}: answer {start + 1} of {len(cases)}")
-            batch = cases[start : start + size]
-            found += record(engine, target, drafter, verify, lengths, batch, max_new_tokens, clock)
-        return found
-
-    verify = VERIFY[engine.verify]
     tests_distribution = engine.verify == "rejection" and not sampling.is_greedy
     has_drafter = not isinstance(engine.drafter, NoDrafter)
     if tests_distribution and not has_drafter:
         raise ValueError("drafter 'none' drafts nothing that could be rejected: audit it with verify='match'")
-    target = engine.target if tests_distribution else Recorder(engine.target)
-    drafted = answers(engine.drafter, verify, engine.lengths, "with the drafter", batch_size, clock)
-    figures: dict[str, Any] = {
-        "answers": len(cases),
-        "tokens": sum(len(answer.tokens) for answer in drafted),
-        "acceptance_length": clock.stats.acceptance_length,
-    }
-    if tests_distribution:
-        # A policy that has learnt not to draft would leave the wrong rule nothing to do.
-        wrong = answers(engine.drafter, accept_all, Fixed(engine.deepest), "control", batch_size, Clock())
-        report("testing the distribution")
-        judged = _judge_distribution(engine, cases, drafted, wrong, figures)
-    else:
-        plain = answers(NoDrafter(), verify, Fixed(0), "plain", 1, Clock())
-        report("measuring rounding")
-        measured = list(zip(cases, plain, strict=True))[:8]
-        rounding = max(rounding_of(engine, case, answer, batch_size) for case, answer in measured)
-        judged = _judge_tokens(compare(engine, cases, plain, drafted, rounding), figures)
+    answering = _Answering(engine, cases, max_new_tokens, report)
+    figures: dict[str, Any] = {"answers": len(cases), "tokens": 0, "acceptance_length": 0.0}
+    clock = Clock()
+    try:
+        drafted = answering.with_drafter(batch_size, clock)
+        figures["tokens"] = sum(len(answer.tokens) for answer in drafted)
+        figures["acceptance_length"] = clock.stats.acceptance_length
+        if tests_distribution:
+            judged = _judge_distribution(answering, drafted, batch_size, figures)
+        else:
+            judged = _judge_tokens(answering, drafted, batch_size, figures)
+    except NotNumbersError as error:
+        return _report(FAIL, str(error), figures)
     if has_drafter and judged.verdict in (PASS, TIES) and not clock.stats.nodes:
         reason = "nothing was drafted, so this shows nothing: use more prompts or tokens, and fixed lengths"
         return replace(judged, verdict=INCONCLUSIVE, reason=reason)
     return judged
 
 
-def _judge_tokens(found: Comparison, figures: dict[str, Any]) -> Report:
+@dataclass(frozen=True)
+class _Answering:
+    """The ways in which an audit has its cases answered."""
+
+    engine: Engine
+    cases: list[Case]
+    max_new_tokens: int
+    report: Callable[[str], None]
+
+    def with_drafter(self, batch_size: int, clock: Clock) -> list[Recording]:
+        """By the engine as it is."""
+        engine = self.engine
+        target, verify = Recorder(engine.target), VERIFY[engine.verify]
+        return self._answers(target, engine.drafter, verify, engine.lengths, "with the drafter", batch_size, clock)
+
+    def plain(self) -> list[Recording]:
+        """One token a pass, one prompt after the other."""
+        target, verify = Recorder(self.engine.target), VERIFY[self.engine.verify]
+        return self._answers(target, NoDrafter(), verify, Fixed(0), "in plain decoding", 1, Clock())
+
+    def control(self, batch_size: int) -> list[Recording]:
+        """By a wrong rule, whose logits nobody reads; it drafts though a policy may have learnt not to."""
+        engine, lengths = self.engine, Fixed(self.engine.deepest)
+        return self._answers(engine.target, engine.drafter, accept_all, lengths, "control", batch_size, Clock())
+
+    def _answers(
+        self,
+        target: Target,
+        drafter: Drafter,
+        verify: Verify,
+        lengths: LengthPolicy,
+        name: str,
+        size: int,
+        clock: Clock,
+    ) -> list[Recording]:
+        found = []
+        for start in range(0, len(self.cases), size):
+            self.report(f"{name}: answer {start + 1} of {len(self.cases)}")
+            batch = self.cases[start : start + size]
+            found += record(self.engine, target, drafter, verify, lengths, batch, self.max_new_tokens, clock, name)
+        return found
+
+
+def _report(verdict: str, reason: str, figures: dict[str, Any], **found: Any) -> Report:
+    """A report in which what was not found is empty."""
+    empty = {
+        "divergences": [], "rounding": None, "positions": 0, "bitwise_equal": 0, "largest_difference": 0.0,
+        "own_pass": None, "uniformity": None, "control": None,
+    }  # fmt: skip
+    return Report(verdict=verdict, reason=reason, **{**empty, **figures, **found})
+
+
+def _judge_tokens(answering: _Answering, drafted: list[Recording], batch_size: int, figures: dict[str, Any]) -> Report:
+    engine, cases = answering.engine, answering.cases
+    plain = answering.plain()
+    own = own_pass(engine.target.lm, cases, drafted, plain, answering.report)
+    answering.report("measuring rounding")
+    measured = list(zip(cases, plain, strict=True))[:MEASURED]
+    rounding = max(rounding_of(engine, case, answer, batch_size) for case, answer in measured)
+    found = compare(engine, cases, plain, drafted, rounding, own.allowed.largest)
+    verdict, reason = (
+        _fault_of_logits(own, found, is_native=engine.target.lm.is_native)
+        or _fault_of_tokens(found, figures["answers"])
+        or _doubt(own)
+        or _agreement(found, figures["answers"])
+    )
+    figures = figures | {name: value for name, value in vars(found).items() if name != "not_chosen"}
+    return _report(verdict, reason, figures, own_pass=own)
+
+
+def _fault_of_logits(own: OwnPass, found: Comparison | None, *, is_native: bool) -> tuple[str, str] | None:
+    """What is wrong with the logits, whatever the tokens."""
+    explained = f"and rounding in {own.dtype} explains {own.explained}"
+    if own.plain is not None and not own.plain.within(own.explained):
+        return FAIL, (
+            "plain decoding itself is not the model's: its logits differ from those of the model's own pass by "
+            f"{own.plain}, {explained}"
+        )
+    if is_native and found is not None and (found.rounding or found.bitwise_equal < found.positions):
+        return FAIL, (
+            "passes in C++ give the same logits to the last bit with and without a drafter, but here "
+            f"{found.positions - found.bitwise_equal} of {found.positions} places differ, by up to "
+            f"{found.largest_difference:.2g}, and passes of one and of several tokens by up to {found.rounding:.2g}"
+        )
+    if not own.drafted.within(own.explained):
+        return FAIL, (
+            f"with the drafter, logits differ from those of the model's own pass by {own.drafted}, {explained}"
+        )
+    if found is not None and found.rounding > 2 * own.explained.largest:
+        return FAIL, (
+            f"logits of passes of one token and of several differ by {found.rounding:.2g}, {explained} between each "
+            "and the model's own pass"
+        )
+    return None
+
+
+def _fault_of_tokens(found: Comparison, answers: int) -> tuple[str, str] | None:
+    """What is wrong with the tokens, given the logits."""
     faults = [one for one in found.divergences if not one.is_tie]
-    parting = f"of {figures['answers']} answers part from plain decoding"
-    if not found.divergences:
-        verdict, reason = PASS, "every answer has the tokens of plain decoding"
-    elif not faults:
-        verdict, reason = TIES, f"{len(found.divergences)} {parting}, each at a near-tie"
-    else:
-        verdict = FAIL
-        reason = (
-            f"{len(faults)} {parting} where rounding does not explain it: "
+    if faults:
+        return FAIL, (
+            f"{len(faults)} of {answers} answers part from plain decoding where rounding does not explain it: "
             f"logits differ by {max(one.difference for one in faults):.2g}, rounding by {found.rounding:.2g}"
         )
-    return Report(verdict=verdict, reason=reason, uniformity=None, control=None, **vars(found), **figures)
+    if found.not_chosen:
+        return FAIL, f"{found.not_chosen} tokens are not those that the logits behind them choose"
+    return None
+
+
+def _doubt(own: OwnPass) -> tuple[str, str] | None:
+    """Whether a fault could hide in what rounding explains."""
+    if all(side is None or side.within(own.allowed) for side in (own.plain, own.drafted)):
+        return None
+    return INCONCLUSIVE, (
+        f"rounding in {own.dtype} explains a difference of {own.explained} from the model's own pass, in which a fault "
+        f"could hide (at most {own.limit} is allowed): audit in a finer dtype"
+    )
+
+
+def _agreement(found: Comparison, answers: int) -> tuple[str, str]:
+    if not found.divergences:
+        return PASS, "every answer has the tokens of plain decoding"
+    return TIES, f"{len(found.divergences)} of {answers} answers part from plain decoding, each at a near-tie"
 
 
 def _judge_distribution(
-    engine: Engine, cases: list[Case], drafted: list[Recording], wrong: list[Recording], figures: dict[str, Any]
+    answering: _Answering, drafted: list[Recording], batch_size: int, figures: dict[str, Any]
 ) -> Report:
+    engine, cases = answering.engine, answering.cases
+    own = own_pass(engine.target.lm, cases, drafted, None, answering.report)
+    wrong = answering.control(batch_size)
+    answering.report("testing the distribution")
     found, control = (_uniformity(engine, cases, answers) for answers in (drafted, wrong))
-    if not found.is_uniform:
+    if fault := _fault_of_logits(own, None, is_native=engine.target.lm.is_native):
+        verdict, reason = fault
+    elif not found.is_uniform:
         verdict = FAIL
         reason = f"the tokens do not have the target's distribution: {found.in_words}"
+    elif doubt := _doubt(own):
+        verdict, reason = doubt
     elif control.is_uniform:
         verdict = INCONCLUSIVE
         reason = "a rule known to be wrong was not caught, so the test shows nothing: use more prompts, seeds or tokens"
     else:
         verdict, reason = PASS, f"the tokens have the target's distribution: {found.in_words}"
-    return Report(
-        verdict=verdict, reason=reason, divergences=[], rounding=None, positions=0, bitwise_equal=0,
-        largest_difference=0.0, uniformity=found, control=control, **figures,
-    )  # fmt: skip
+    return _report(verdict, reason, figures, own_pass=own, uniformity=found, control=control)
 
 
 def _uniformity(engine: Engine, cases: list[Case], answers: list[Recording]) -> Uniformity:
@@ -181,5 +283,6 @@ def _uniformity(engine: Engine, cases: list[Case], answers: list[Recording]) -> 
     places = []
     for case, answer in zip(cases, answers, strict=True):
         prompt = engine.prompt([case.prompt], (case.sampling,))
-        places.append(place_of_tokens(engine.target, prompt, answer.tokens, generator))
+        logits_NV = own_logits(engine.target.lm, case, answer)
+        places.append(place_of_tokens(logits_NV, prompt, answer.tokens, generator))
     return uniformity(torch.cat(places))

@@ -1,8 +1,9 @@
 """Where an answer parts from plain decoding, and whether rounding explains it.
 
-The logits that both sides saw at that place are compared. If they differ by no more than two harmless
-ways of computing them do (one token at a time, or several), the two candidates were a near-tie and
-rounding decided; anything larger is a fault.
+The logits that both sides saw at that place are compared. If they differ by no more than the logits of passes of one
+token and of several do over the same text, the two candidates were a near-tie and rounding decided; anything larger is
+a fault. Both kinds of passes are the audited engine's, so this difference is itself bounded from outside, by the
+model's own pass: see `paradraft.bench.reference`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paradraft.bench.recording import Case, Recording
+from paradraft.bench.recording import Case, NotNumbersError, Recording, are_numbers
+from paradraft.bench.reference import difference
+from paradraft.core import ABSENT
 from paradraft.engine import Engine
 from paradraft.sampler import Sampler
 
 ROUNDING_FACTOR = 4.0
-"""A difference of logits up to this many times the largest harmless one counts as rounding."""
+"""A difference of logits up to this many times that between passes of one and of several tokens counts as rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +54,15 @@ class Comparison:
 
     Args:
         divergences: the answers that part from plain decoding.
-        rounding: largest difference of logits between two harmless ways of computing them.
+        not_chosen: tokens of either side that are not those its own logits choose.
+        rounding: largest difference of logits between passes of one token and of several.
         positions: places where both sides read the same text.
         bitwise_equal: at how many of them all logits were equal to the last bit.
         largest_difference: largest difference of the logits there.
     """
 
     divergences: list[Divergence]
+    not_chosen: int
     rounding: float
     positions: int
     bitwise_equal: int
@@ -65,7 +70,7 @@ class Comparison:
 
 
 def compare(
-    engine: Engine, cases: list[Case], plain: list[Recording], drafted: list[Recording], rounding: float
+    engine: Engine, cases: list[Case], plain: list[Recording], drafted: list[Recording], rounding: float, allowed: float
 ) -> Comparison:
     """Compares answers, case by case.
 
@@ -75,23 +80,37 @@ def compare(
         plain: by plain decoding.
         drafted: with the drafter.
         rounding: the largest of `rounding_of`.
+        allowed: how far each side may be from the model's own pass.
     """
-    divergences, positions, bitwise, largest = [], 0, 0, 0.0
+    divergences, not_chosen, positions, bitwise, largest = [], 0, 0, 0, 0.0
     dtype = plain[0].logits.dtype
     scale = max(float(answer.logits[answer.logits.isfinite()].abs().max()) for answer in plain)
-    limit = ROUNDING_FACTOR * max(rounding, torch.finfo(dtype).eps * scale)
+    # Two sides that are each as near to the model's own pass as they must be are at most twice as far apart.
+    limit = min(ROUNDING_FACTOR * max(rounding, torch.finfo(dtype).eps * scale), 2 * allowed)
     for case, mine, theirs in zip(cases, plain, drafted, strict=True):
+        scores = [_scores(engine, case, answer) for answer in (mine, theirs)]
+        is_chosen = [_are_chosen(*side) for side in zip(scores, (mine, theirs), strict=True)]
+        not_chosen += sum(int((~are).sum()) for are in is_chosen)
         pairs = zip(mine.tokens, theirs.tokens, strict=True)
         split = next((place for place, (a, b) in enumerate(pairs) if a != b), len(mine.tokens))
         shared = min(split + 1, len(mine.tokens))
-        equal = (mine.logits[:shared] == theirs.logits[:shared]).all(1)
         positions += shared
-        bitwise += int(equal.sum())
-        largest = max(largest, _difference(mine.logits[:shared], theirs.logits[:shared]))
-        if split < len(mine.tokens):
-            divergences.append(_divergence(engine, case, mine, theirs, split, limit))
+        bitwise += int((mine.logits[:shared] == theirs.logits[:shared]).all(1).sum())
+        largest = max(largest, difference(mine.logits[:shared], theirs.logits[:shared]).largest)
+        if split == len(mine.tokens):
+            continue
+        apart = difference(mine.logits[split], theirs.logits[split]).largest
+        a, b = mine.tokens[split], theirs.tokens[split]
+        divergences.append(
+            Divergence(
+                prompt=case.number, seed=case.sampling.seed, position=split, plain=a, drafted=b,
+                margin=float(scores[0][split, a] - scores[0][split, b]), difference=apart,
+                is_tie=all(bool(are[split]) for are in is_chosen) and apart <= limit,
+            )
+        )  # fmt: skip
     return Comparison(
         divergences=divergences,
+        not_chosen=not_chosen,
         rounding=rounding,
         positions=positions,
         bitwise_equal=bitwise,
@@ -100,7 +119,11 @@ def compare(
 
 
 def rounding_of(engine: Engine, case: Case, answer: Recording, batch_size: int) -> float:
-    """Largest difference between logits from passes of one row and token, and of as many of both as a round has."""
+    """Largest difference between the logits of passes of one row and token, and of as many of both as a round has.
+
+    Raises:
+        NotNumbersError: logits of the larger passes are not numbers.
+    """
     lm = engine.target.lm
     width = min(lm.width, 1 + (engine.k if engine.tree is None else engine.tree.nodes))
     device = answer.logits.device
@@ -111,29 +134,23 @@ def rounding_of(engine: Engine, case: Case, answer: Recording, batch_size: int) 
         tokens = torch.tensor([reading[start : start + width]] * batch_size, device=device)
         logits = lm.forward(tokens)
         lm.keep([tokens.shape[1]] * batch_size)
+        if not bool((are := are_numbers(logits).all(0)).all()):
+            raise NotNumbersError(case, start + int(are.int().argmin()), "in passes of several tokens and rows")
         expected = answer.logits[start : start + width].expand_as(logits)
-        largest = max(largest, _difference(logits, expected))
+        largest = max(largest, difference(logits, expected).largest)
     return largest
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
-    """Largest difference; forbidden tokens, -inf on both sides, are equal."""
-    return float(torch.where(a == b, 0.0, (a.double() - b.double()).abs()).max())
-
-
-def _divergence(
-    engine: Engine, case: Case, plain: Recording, drafted: Recording, place: int, limit: float
-) -> Divergence:
-    a, b = plain.tokens[place], drafted.tokens[place]
-    path = torch.tensor([[plain.tokens[:place]]], device=plain.logits.device).long()
-    depth = torch.tensor([[place]], device=plain.logits.device)
+def _scores(engine: Engine, case: Case, answer: Recording) -> Tensor:
+    """What each token of an answer should be the largest of, `[N, V]`, going by the logits recorded for it."""
+    N, device = len(answer.tokens), answer.logits.device
+    before_NN = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
+    texts_NN = torch.where(before_NN, torch.tensor(answer.tokens, device=device), ABSENT)
     sampler = Sampler(engine.prompt([case.prompt], (case.sampling,)))
-    mine, theirs = (
-        sampler.scores(answer.logits[None, place : place + 1], depth, path)[0, 0] for answer in (plain, drafted)
-    )
-    difference = _difference(plain.logits[place], drafted.logits[place])
-    is_honest = int(mine.argmax()) == a and int(theirs.argmax()) == b
-    return Divergence(
-        prompt=case.number, seed=case.sampling.seed, position=place, plain=a, drafted=b,
-        margin=float(mine[a] - mine[b]), difference=difference, is_tie=is_honest and difference <= limit,
-    )  # fmt: skip
+    return sampler.scores(answer.logits[None], torch.arange(N, device=device)[None], texts_NN[None])[0]
+
+
+def _are_chosen(scores_NV: Tensor, answer: Recording) -> Tensor:
+    """Which tokens of an answer have the largest score of their place, `[N]`."""
+    tokens_N1 = torch.tensor(answer.tokens, device=scores_NV.device)[:, None]
+    return scores_NV.gather(1, tokens_N1)[:, 0] == scores_NV.amax(1)

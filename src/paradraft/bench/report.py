@@ -135,11 +135,17 @@ def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         f"{report.verdict}: {report.reason}",
         f"  {report.answers} answers, {report.tokens} tokens, acceptance length {report.acceptance_length:.2f}",
     ]
+    if (own := report.own_pass) is not None:
+        plain = "" if own.plain is None else f"plain decoding differs by {own.plain}, "
+        lines.append(f"  beside the model's own pass: {plain}with the drafter logits differ by {own.drafted}")
+        lines.append(f"  allowed are {own.allowed}: {own.source}")
     if report.uniformity is not None and report.control is not None:
         caught = "was not caught" if report.control.is_uniform else "was caught"
         lines.append(f"  control, a rule that takes every drafted token: {caught}; {report.control.in_words}")
         return lines
-    share = report.bitwise_equal / max(report.positions, 1)
+    if not report.positions:
+        return lines
+    share = report.bitwise_equal / report.positions
     lines.append(
         f"  logits of {report.positions} places compared: {share:.0%} equal to the last bit, largest difference "
         f"{report.largest_difference:.2g}; passes of one and of several tokens differ by {report.rounding:.2g}"

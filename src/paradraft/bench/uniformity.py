@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from paradraft.core import ABSENT, Prompt
-from paradraft.models.target import Target
 from paradraft.sampler import Sampler
 
 FALSE_ALARM = 1e-6
@@ -79,28 +78,23 @@ def uniformity(places: Tensor) -> Uniformity:
 
 
 @torch.no_grad()
-def place_of_tokens(target: Target, prompt: Prompt, tokens: list[int], generator: torch.Generator) -> Tensor:
-    """The number u of each token of one answer, `[n]` in float64; 2 where the token is impossible.
-
-    The probabilities come from one ordinary pass of the `transformers` model over the whole text,
-    without our cache, masks and positions.
+def place_of_tokens(logits_NV: Tensor, prompt: Prompt, tokens: list[int], generator: torch.Generator) -> Tensor:
+    """The number u of each token of one answer, `[N]` in float64; 2 where the token is impossible.
 
     Args:
-        target: the model.
+        logits_NV: `[N, V]` of the model's own pass over the whole text.
         prompt: of one row.
         tokens: its answer.
         generator: of the place within each token's piece.
     """
-    device, n = prompt.tokens.device, len(tokens)
+    device, N = prompt.tokens.device, len(tokens)
     answer = torch.tensor(tokens, device=device)
-    text = torch.cat([prompt.tokens[0], answer[:-1]])
-    logits = target.lm.allowed(target.lm.model(text[None], use_cache=False).logits[:, -n:])
-    before = torch.ones(n, n, dtype=torch.bool, device=device).tril(-1)
-    p_NV = Sampler(prompt).probabilities(logits, torch.where(before, answer, ABSENT)[None])[0]
+    before = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
+    p_NV = Sampler(prompt).probabilities(logits_NV[None], torch.where(before, answer, ABSENT)[None])[0]
     p_N1 = p_NV.gather(1, answer[:, None])
     likelier = p_NV.masked_fill(p_NV <= p_N1, 0.0).sum(1, keepdim=True)
     index = torch.arange(p_NV.shape[1], device=device)
     tied = (p_NV.masked_fill((p_NV != p_N1) | (index >= answer[:, None]), 0.0)).sum(1, keepdim=True)
-    chance = torch.rand(n, 1, generator=generator, dtype=torch.float64)
+    chance = torch.rand(N, 1, generator=generator, dtype=torch.float64)
     places = likelier + tied + chance.to(device) * p_N1
     return places.masked_fill(p_N1 == 0, 2.0)[:, 0]

@@ -170,6 +170,11 @@ class CausalLM:
         return self._compute.is_traced
 
     @property
+    def is_native(self) -> bool:
+        """Whether passes are those in C++, whose logits are the same to the last bit in every cut, batch and tree."""
+        return self._native is not None
+
+    @property
     def is_replayed(self) -> bool:
         """Whether decoding passes whose shape comes again are recorded."""
         return self._compute.is_replayed
