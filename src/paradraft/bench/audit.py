@@ -175,7 +175,7 @@ class _Answering:
 
 def _report(verdict: str, reason: str, figures: dict[str, Any], **found: Any) -> Report:
     """A report in which what was not found is empty."""
-    empty = {
+    empty: dict[str, Any] = {
         "divergences": [], "rounding": None, "positions": 0, "bitwise_equal": 0, "largest_difference": 0.0,
         "own_pass": None, "uniformity": None, "control": None,
     }  # fmt: skip
@@ -235,7 +235,7 @@ def _fault_of_tokens(found: Comparison, answers: int) -> tuple[str, str] | None:
             f"logits differ by {max(one.difference for one in faults):.2g}, rounding by {found.rounding:.2g}"
         )
     if found.not_chosen:
-        return FAIL, f"{found.not_chosen} tokens are not those that the logits behind them choose"
+        return FAIL, f"{found.not_chosen} tokens are not those that their own logits choose"
     return None
 
 

@@ -54,7 +54,8 @@ def audit(
 ) -> None:
     """Check that a drafter changes nothing.
 
-    Compares tokens and logits, or with --verify rejection tests the distribution.
+    Compares tokens and logits with those of plain decoding, and logits with those of the model's own forward pass. With
+    --verify rejection it tests the distribution instead of the tokens.
 
     Says PASS, PASS UP TO NUMERICAL TIES, FAIL or INCONCLUSIVE; the exit code of the last two is 1. The last line is
     JSON.
