@@ -187,7 +187,9 @@ def main() -> None:
             median, worst = speeds["median"], speeds["worst"]
             print(f"  {name:28} {median:6.0f} tokens/s, worst turn {worst:6.0f}; {median / one:.2f} of one thread")
     if given.json:
-        write_json(given.json, {"machine": describe_machine("cpu"), **settings, "seconds": given.seconds, "loads": found})
+        write_json(
+            given.json, {"machine": describe_machine("cpu"), **settings, "seconds": given.seconds, "loads": found}
+        )
 
 
 if __name__ == "__main__":

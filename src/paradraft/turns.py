@@ -68,6 +68,8 @@ class Turns:
         is_own = holder.thread == threading.get_ident()
         if holder.is_running:
             if is_own:
-                raise ValueError("this engine is in the middle of another answer of the same thread: load a second engine")
+                raise ValueError(
+                    "this engine is in the middle of another answer of the same thread: load a second engine"
+                )
             return PATIENCE_S
         return 0.0 if is_own else max(holder.paused_s + PATIENCE_S - time.monotonic(), 0.0)

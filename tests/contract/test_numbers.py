@@ -73,7 +73,7 @@ def test_an_engine_that_met_nan_says_so_and_goes_on(
     bad = drafted.target.tokenizer("z", add_special_tokens=False)["input_ids"][0]
     unused = bad not in before
     poison(drafted.target.lm, bad, torch.nan)
-    with pytest.raises(ValueError, match="target's largest logit is NaN|states are not numbers"):
+    with pytest.raises(ValueError, match=r"target's largest logit is NaN|states are not numbers"):
         drafted.generate("az", max_new_tokens=8, sampling=sampling)
     if unused:
         assert drafted.generate("abc", max_new_tokens=8, sampling=sampling).tokens == before
@@ -91,7 +91,7 @@ def test_a_draft_model_of_nan_is_named(
     drafted = engine(family, runtime, **settings)
     bad = drafted.target.tokenizer("z", add_special_tokens=False)["input_ids"][0]
     poison(drafted.drafter.lm, bad, torch.nan)
-    with pytest.raises(ValueError, match="draft model's largest logit is NaN|states are not numbers"):
+    with pytest.raises(ValueError, match=r"draft model's largest logit is NaN|states are not numbers"):
         drafted.generate("abcz", max_new_tokens=8, sampling=Sampling(temperature=temperature, seed=1))
 
 

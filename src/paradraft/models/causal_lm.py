@@ -157,7 +157,8 @@ class CausalLM:
 
     @property
     def is_native(self) -> bool:
-        """Whether passes are in C++, with threads of their own."""
+        """Whether passes are in C++: their logits are the same to the last bit in every cut, batch and tree, and they have
+        threads of their own."""
         return isinstance(self._compute, NativePass)
 
     def stored_bytes(self, weight: Tensor) -> int:
@@ -168,11 +169,6 @@ class CausalLM:
     def is_traced(self) -> bool:
         """Whether passes go through `torch.compile`, which makes one for a single row and one for more."""
         return self._compute.is_traced
-
-    @property
-    def is_native(self) -> bool:
-        """Whether passes are those in C++, whose logits are the same to the last bit in every cut, batch and tree."""
-        return self._native is not None
 
     @property
     def is_replayed(self) -> bool:

@@ -72,8 +72,10 @@ def test_no_more_threads_than_cpus_that_may_be_used() -> None:
 def test_torch_has_one_thread_inside_only() -> None:
     """Guards the user's own setting, which must come back, also after an error."""
     before = torch.get_num_threads()
-    with pytest.raises(KeyError), one_torch_thread():
+    with one_torch_thread():
         assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+    with pytest.raises(KeyError), one_torch_thread():
         raise KeyError
     assert torch.get_num_threads() == before
 

@@ -17,7 +17,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def granted_threads() -> int:
-    """As many threads as torch uses, but no more than there are CPUs that this process may run on and has a quota for."""
+    """As many threads as torch uses, but no more than this process has CPUs, by its affinity and by its quota."""
     return max(min(torch.get_num_threads(), len(os.sched_getaffinity(0)), math.ceil(min(cpu_quota(), sys.maxsize))), 1)
 
 
