@@ -157,8 +157,8 @@ class CausalLM:
 
     @property
     def is_native(self) -> bool:
-        """Whether passes are in C++: their logits are the same to the last bit in every cut, batch and tree, and they have
-        threads of their own."""
+        """Whether passes are in C++: logits are then the same to the last bit in every cut, batch and tree, and passes
+        have threads of their own."""
         return isinstance(self._compute, NativePass)
 
     def stored_bytes(self, weight: Tensor) -> int:
