@@ -140,10 +140,22 @@ def test_empty_draft_is_plain_decoding() -> None:
     assert verdict.tokens.tolist() == [[3], [0]]
 
 
-def test_siblings_with_the_same_token_are_one_continuation() -> None:
-    """Guards against a drafter that repeats itself: two accepted siblings would commit a token nobody verified."""
-    logits = torch.eye(10)[[5, 6, 6]][None]
-    draft = Draft(tokens=torch.tensor([[5, 5]]), parents=torch.tensor([[-1, -1]]))
+@pytest.mark.parametrize(
+    ("tokens", "parents", "committed"),
+    [
+        ([5, 5], [-1, -1], [5, 6, ABSENT]),
+        ([5, 6, 6], [-1, 0, 0], [5, 6, 7, ABSENT]),
+        ([5, 6, 5], [-1, 0, -1], [5, 6, 7, ABSENT]),
+        ([5, 5, 6, 6], [-1, -1, 0, 1], [5, 6, 7, ABSENT, ABSENT]),
+    ],
+)
+def test_siblings_with_the_same_token_are_one_continuation(
+    tokens: list[int], parents: list[int], committed: list[int]
+) -> None:
+    """Guards against a drafter that repeats itself: two accepted siblings would commit a token nobody verified, and
+    the second must not cost what hangs below the first."""
+    draft = Draft(tokens=torch.tensor([tokens]), parents=torch.tensor([parents]))
+    logits = torch.eye(10)[[5, *(token + 1 for token in tokens)]][None]  # the target counts
     verdict = verify(draft, TargetOut(logits=logits, hidden={}), Sampler(prompt_of([[1, 2, 3]], GREEDY)))
-    assert verdict.accepted.tolist() == [1]
-    assert verdict.tokens.tolist() == [[5, 6, -1]]
+    assert verdict.accepted.tolist() == [len([token for token in committed if token != ABSENT]) - 1]
+    assert verdict.tokens.tolist() == [committed]
