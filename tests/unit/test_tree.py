@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,15 @@ def test_rows_of_a_batch_are_independent(batch: list[list[int]]) -> None:
     """Guards against one row's tree leaking into another's."""
     parents = torch.tensor([parents_from(choices) for choices in batch])
     assert torch.equal(ancestors(parents), torch.cat([ancestors(row[None]) for row in parents]))
+
+
+@pytest.mark.parametrize("nodes", range(1, 18))
+def test_a_chain_beside_a_tree_sees_its_whole_way(nodes: int) -> None:
+    """Guards the deepest node of all: in a batch with trees, chains do not take their fast path."""
+    chain, star = list(range(-1, nodes - 1)), [-1] * nodes
+    sees = ancestors(torch.tensor([chain, star]))
+    assert torch.equal(sees[0], torch.ones(nodes, nodes, dtype=torch.bool).tril())
+    assert torch.equal(sees[1], torch.eye(nodes, dtype=torch.bool))
 
 
 @given(CHOICES)
