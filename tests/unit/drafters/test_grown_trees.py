@@ -195,3 +195,17 @@ def test_nodes_keep_what_is_known_of_their_place(tree: Tree | None, rule: str, c
                 assert torch.equal(draft.probs[row, node], found.probs[row, depth, rank])
             if confidence:
                 assert draft.confidence[row, node] == found.confidence[row, depth]
+
+
+@pytest.mark.parametrize(("positions", "vocabulary"), [(1, 9), (2, 9), (3, 9), (3, 2), (3, 1), (2, 3)])
+def test_a_fixed_tree_has_the_paths_that_there_are_candidates_for(positions: int, vocabulary: int) -> None:
+    """Guards rounds that are shallower than the tree, near the end of an answer, and the smallest vocabularies."""
+    tree = Tree(paths=((0,), (1,), (2,), (3,), (0, 0), (0, 2), (0, 0, 0), (0, 0, 3)))
+    sampler = Sampler(prompt((GREEDY,), "match", tree))
+    found = sampler.candidates(random_logits(1, positions, vocabulary), 0, candidates_needed(tree))
+    expected = [path for path in tree.paths or () if len(path) <= positions and max(path) < vocabulary]
+    draft = assemble(found, tree, aside=0.5)
+    tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
+    assert ABSENT not in tokens
+    ranks = [found.tokens[0, len(path) - 1].tolist().index(token) for path, token in zip(expected, tokens, strict=True)]
+    assert [tuple(ranks[step] for step in path_to(parents, node)) for node in range(len(tokens))] == expected
