@@ -25,7 +25,6 @@ from paradraft.decode.sequential import VERIFY, Verify
 from paradraft.decode.stats import Clock
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
-from paradraft.models.target import Target
 from paradraft.request import requests_of
 
 PASS, TIES, FAIL, INCONCLUSIVE = "PASS", "PASS UP TO NUMERICAL TIES", "FAIL", "INCONCLUSIVE"
@@ -151,13 +150,13 @@ class _Answering:
         return self._answers(target, NoDrafter(), verify, Fixed(0), "in plain decoding", 1, Clock())
 
     def control(self, batch_size: int) -> list[Recording]:
-        """By a wrong rule, whose logits nobody reads; it drafts though a policy may have learnt not to."""
-        engine, lengths = self.engine, Fixed(self.engine.deepest)
-        return self._answers(engine.target, engine.drafter, accept_all, lengths, "control", batch_size, Clock())
+        """By a wrong rule; it drafts even where a length policy has learnt not to."""
+        engine, target, lengths = self.engine, Recorder(self.engine.target), Fixed(self.engine.deepest)
+        return self._answers(target, engine.drafter, accept_all, lengths, "with the control", batch_size, Clock())
 
     def _answers(
         self,
-        target: Target,
+        target: Recorder,
         drafter: Drafter,
         verify: Verify,
         lengths: LengthPolicy,

@@ -31,7 +31,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """New tokens `[N]`, and the logits `[N, V]` they were chosen by; `[0, 0]` if they were not recorded."""
+    """New tokens `[N]`, and the logits `[N, V]` they were chosen by."""
 
     tokens: list[int]
     logits: Tensor
@@ -114,7 +114,7 @@ class Recorder(Target):
 
 def record(
     engine: Engine,
-    target: Target,
+    target: Recorder,
     drafter: Drafter,
     verify: Verify,
     lengths: LengthPolicy,
@@ -127,7 +127,7 @@ def record(
 
     Args:
         engine: makes the prompts.
-        target: the engine's, or a `Recorder` of it.
+        target: records the engine's.
         drafter: the engine's, or none.
         verify: the rule.
         lengths: how many tokens to draft.
@@ -137,8 +137,7 @@ def record(
         name: what this way of answering is called.
 
     Raises:
-        NotNumbersError: a `Recorder` saw a token chosen by logits that are not numbers, or the engine would not choose
-            one.
+        NotNumbersError: a token was chosen by logits that are not numbers, or the engine refused to choose one.
     """
     prompt = engine.prompt([case.prompt for case in cases], tuple(case.sampling for case in cases))
     stops = Stops(limits=[max_new_tokens] * len(cases), eos_ids=frozenset())
@@ -151,15 +150,13 @@ def record(
     except ValueError:
         _check_numbers(target, cases, name)
         raise
-    if not isinstance(target, Recorder):
-        return [Recording(tokens=new, logits=torch.empty(0, 0)) for new in tokens]
     return [
         Recording(tokens=new, logits=torch.stack(rows[: len(new)]))
         for new, rows in zip(tokens, target.rows, strict=True)
     ]
 
 
-def _check_numbers(target: Target, cases: list[Case], name: str) -> None:
-    if isinstance(target, Recorder) and target.not_numbers:
+def _check_numbers(target: Recorder, cases: list[Case], name: str) -> None:
+    if target.not_numbers:
         number, position = min(target.not_numbers, key=lambda found: found[1])
         raise NotNumbersError(cases[number], position, name) from None
