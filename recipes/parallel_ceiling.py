@@ -1,13 +1,19 @@
-"""How many tokens a perfect parallel drafter would yield at a temperature, beside the drafters that there are.
+"""How many tokens an ideal parallel drafter would yield at a temperature, beside the drafters that there are.
 
     python recipes/parallel_ceiling.py --json FILE.json
 
-A parallel drafter says at once what stands at each of K places, so at the second place it cannot know which token was
-drawn at the first one. The best it can learn is the mean of what the target says there, over all that may stand before.
-Here the target itself is asked: from places in its own answers it goes on many times, and the mean at a place is that
-over the other continuations whose drafts have been accepted so far, to the power that is best there (1 is the mean
-itself). The power is chosen on the continuations that it is judged by, which flatters a little. Draft and PARD drafter
-are judged at the same places, by the same noise and the same rule (match).
+A parallel drafter guesses the tokens at K places at once, so at the second place it does not know which token was
+drawn at the first one. The best it can learn is a mean of next-token distributions, over all tokens that may stand
+before. The script computes two such means, from many continuations that the target draws after places in its own
+answers:
+
+- `perfect`: the mean of the target's distributions, about the most that a parallel drafter of any size can yield.
+- `ideal`: the mean of the draft model's distributions. It knows as much as the draft, and lacks only the drawn tokens.
+  So `draft` against `ideal` is what independent guesses cost, and `ideal` against `pard` is what PARD has not learnt.
+
+Each mean is over the other continuations whose drafts have been accepted so far, to the power that is best at that
+place (1 is the mean itself). The power is chosen on the continuations that it is judged by, which flatters a little.
+All drafters are judged at the same places, with the same noise, by the same rule (match).
 
 Shape letters: M continuations, K places, V vocabulary.
 """
@@ -79,11 +85,11 @@ class Round:
         matches_MK = (log_q_MKV + self.noise_MKV).argmax(-1) == self.tokens_MK
         return list(map(float, matches_MK.cumprod(1).float().mean(0)))
 
-    def accepted_of_draft(self, draft: PreTrainedModel) -> list[float]:
-        """The same of an ordinary draft model, which sees the tokens before each place."""
+    def log_probs_of_draft(self, draft: PreTrainedModel) -> Tensor:
+        """What an ordinary draft model says at each place, `[M, K, V]`; it sees the tokens before that place."""
         M, n = len(self.tokens_MK), len(self.context)
         text = torch.cat([self.context.expand(M, n), self.tokens_MK[:, :-1]], dim=1)
-        return self.accepted(self.log_probs(draft(text, logits_to_keep=self.tokens_MK.shape[1]).logits))
+        return self.log_probs(draft(text, logits_to_keep=self.tokens_MK.shape[1]).logits)
 
     def accepted_of_pard(self, pard: PreTrainedModel) -> list[float]:
         """The same of a PARD drafter, which sees masks in their stead."""
@@ -92,12 +98,12 @@ class Round:
         log_q_1KV = self.log_probs(pard(text[None], logits_to_keep=K).logits)
         return self.accepted(log_q_1KV.expand_as(self.noise_MKV))
 
-    def accepted_of_perfect(self) -> list[float]:
-        """The same of the mean of the other continuations that have been accepted so far, to the best power."""
+    def accepted_of_mean(self, log_probs_MKV: Tensor) -> list[float]:
+        """The same of a model's mean over the other continuations that have been accepted so far, to the best power."""
         is_alive_M = torch.ones(len(self.tokens_MK), dtype=torch.bool)
         shares = []
         for place in range(self.tokens_MK.shape[1]):
-            probs_MV = self.log_probs_MKV[:, place].exp()
+            probs_MV = log_probs_MKV[:, place].exp()
             log_q_MV = (probs_MV[is_alive_M].sum(0) - probs_MV).clamp(min=1e-30).log()
             ways = []
             for power in POWERS:
@@ -148,9 +154,11 @@ def main() -> None:
         positions = (len(context) + torch.arange(args.k)).expand(len(seeds), args.k)
         noise = gumbel_noise(seeds, positions, engine.target.lm.vocab_size).float()
         found = Round(target, context, noise, args.temperature, mask_id)
-        shares.setdefault("draft", []).append(found.accepted_of_draft(draft))
+        of_draft = found.log_probs_of_draft(draft)
+        shares.setdefault("draft", []).append(found.accepted(of_draft))
+        shares.setdefault("ideal", []).append(found.accepted_of_mean(of_draft))
         shares.setdefault("pard", []).append(found.accepted_of_pard(pard))
-        shares.setdefault("perfect", []).append(found.accepted_of_perfect())
+        shares.setdefault("perfect", []).append(found.accepted_of_mean(found.log_probs_MKV))
     results: dict[str, Any] = {}
     for name, each in shares.items():
         mean = torch.tensor(each).mean(0)
