@@ -196,7 +196,7 @@ def test_settings_are_checked_before_any_work(family: Path, name: str) -> None:
     """Guards against mistakes that are found when half of the work is done."""
     drafted = engine(family, name)
     passes = []
-    drafted.target.lm._pass = drafted.target.lm._read = lambda *args: passes.append(args)
+    drafted.target.lm._pass = lambda *args: passes.append(args)
     for settings, named in [
         ({"max_new_tokens": [5, 5]}, "2 values for 4 prompts"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),

@@ -117,10 +117,10 @@ def test_whole_numbers_of_numpy_are_token_ids(engine: Engine) -> None:
 def test_settings_of_other_types_are_refused(engine: Engine, setting: str, value: object, named: str) -> None:
     """Guards against settings that are read as something else, and found when half of the work is done."""
     passes = []
-    engine.target.lm._read, kept = lambda *args: passes.append(args), engine.target.lm._read
+    engine.target.lm._pass, kept = lambda *args: passes.append(args), engine.target.lm._pass
     try:
         with pytest.raises(ValueError, match=f"^{re.escape(named)}"):
             engine.generate(["a", "b"], **{"max_new_tokens": 4, setting: value})
         assert not passes
     finally:
-        engine.target.lm._read = kept
+        engine.target.lm._pass = kept

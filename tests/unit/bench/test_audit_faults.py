@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from paradraft.bench.report import findings
 from paradraft.core import ABSENT, GREEDY, Draft, TargetOut, Tree, Verdict
 from paradraft.decode import sequential
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.native.forward import NativePass
 from paradraft.models.runtime import Runtime
 from paradraft.sampler import Sampler
 from paradraft.verify import match
@@ -109,7 +111,7 @@ def blind_drafts(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(lm, "_pass", without_parents)
         return
-    inputs = lm._inputs
+    inputs = lm._compute._inputs
 
     def masked(*arguments: object) -> tuple[Tensor, ...]:
         *others, sees = inputs(*arguments)
@@ -118,7 +120,7 @@ def blind_drafts(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
             sees[:, :, 0] = True
         return *others, sees
 
-    monkeypatch.setattr(lm, "_inputs", masked)
+    monkeypatch.setattr(lm._compute, "_inputs", masked)
 
 
 def rejected_tokens_stay(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,28 +147,25 @@ def positions_off_by_one(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens of wide passes are rotated as if they stood one place further."""
     if lm.is_native:
         inside = around_wide_passes(lm, monkeypatch, lambda _: None)
-        native = lm._native
-        assert native is not None
-        table_bytes = 4 * native._model.head_size // 2
 
-        def further(*arguments: object) -> Tensor:
-            turned = inside[0] * table_bytes
-            native._model.cosines, native._model.sines = native._model.cosines + turned, native._model.sines + turned
-            logits = native(*arguments)  # type: ignore[arg-type]
-            native._model.cosines, native._model.sines = native._model.cosines - turned, native._model.sines - turned
-            return logits
+        class Further(NativePass):
+            def __call__(self, *arguments: Any) -> Tensor:
+                turned = inside[0] * 4 * self._model.head_size // 2
+                self._model.cosines, self._model.sines = self._model.cosines + turned, self._model.sines + turned
+                logits = super().__call__(*arguments)
+                self._model.cosines, self._model.sines = self._model.cosines - turned, self._model.sines - turned
+                return logits
 
-        monkeypatch.setattr(further, "forget", native.forget, raising=False)
-        monkeypatch.setattr(lm, "_native", further)
+        monkeypatch.setattr(lm._compute, "__class__", Further)
         return
     inside = around_wide_passes(lm, monkeypatch, lambda _: None)
-    inputs = lm._inputs
+    inputs = lm._compute._inputs
 
     def moved(*arguments: object) -> tuple[Tensor, ...]:
         *others, depth, sees = inputs(*arguments)
         return *others, depth + inside[0], sees
 
-    monkeypatch.setattr(lm, "_inputs", moved)
+    monkeypatch.setattr(lm._compute, "_inputs", moved)
 
 
 def other_rows_cache(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

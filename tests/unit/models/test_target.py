@@ -20,11 +20,12 @@ def test_every_prompt_begins_another_request() -> None:
 
 
 def test_end_tokens_are_found_wherever_a_model_names_them() -> None:
-    """Guards answers that never end: one id, several, in either config, or none; 0 is an id."""
+    """Guards answers that never end: one id, several, or none; 0 is an id. As for `generate`, the generation config
+    alone says so: a model's config counts where it was made into a generation config, when the model was loaded."""
     model = tiny_model(1)
     target = Target(CausalLM(model, vocab_size=VOCAB, compiled=False), tiny_tokenizer())
     for generation, config, found in [
-        (7, 3, {7}), ([7, 0], 3, {7, 0}), (None, 3, {3}), (None, [3, 4], {3, 4}), (0, 3, {0}), (None, None, set()),
+        (7, 3, {7}), ([7, 0], 3, {7, 0}), (None, 3, set()), (None, [3, 4], set()), (0, 3, {0}), (None, None, set()),
     ]:  # fmt: skip
         model.generation_config.eos_token_id, model.config.eos_token_id = generation, config
         assert target.eos_ids == found

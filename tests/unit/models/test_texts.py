@@ -149,13 +149,15 @@ def test_text_that_grows_is_the_text_of_all_tokens(kind: str, data: st.DataObjec
 
 
 def is_valid_around(tokens: list[int], cut: int, kind: str) -> bool:
-    """Whether the run of bytes on both sides of a place is text, half a character at its end apart."""
+    """Whether the run of bytes on both sides of a place is text; half a character may end it at the very end."""
     parts = [bytes_of(token, kind) for token in tokens if token not in detokenizer(kind).special.values()]
     cut = sum(token not in detokenizer(kind).special.values() for token in tokens[:cut])
     before = b"".join(reversed(list(takewhile(bool, reversed(parts[:cut])))))
-    run = before + b"".join(takewhile(bool, parts[cut:]))
+    after = list(takewhile(bool, parts[cut:]))
+    run = before + b"".join(after)
+    is_last = cut + len(after) == len(parts)
     try:
-        run[: len(run) - half_bytes(run)].decode()
+        run[: len(run) - half_bytes(run) * is_last].decode()
     except UnicodeDecodeError:
         return not before
     return True
