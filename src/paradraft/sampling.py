@@ -166,8 +166,8 @@ def probabilities(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
 def best_token(scores_BNV: Tensor) -> Tensor:
     """The token `[B, N]` with the largest score at each position, of equal ones the first.
 
-    It is `INVALID` where the largest score is not a finite number; NaN counts as larger than all numbers. On a CPU NumPy
-    finds it, because torch takes eight times as long for nine positions of 151,936 tokens.
+    It is `INVALID` where the largest score is not a finite number; NaN counts as larger than all numbers. On CPUs NumPy
+    does this, because torch takes eight times as long for nine positions of 151,936 tokens.
 
     >>> best_token(torch.tensor([[[0.0, 2.0, 1.0], [0.0, 1.0, torch.nan], [-torch.inf] * 3]])).tolist()
     [[1, -2, -2]]

@@ -17,6 +17,7 @@ from paradraft.decode.stats import Clock
 from paradraft.decode.stops import Stops
 from paradraft.engine import Engine
 from paradraft.models.target import Target
+from paradraft.models.torch_pass import NotFiniteError
 from paradraft.ragged import to_lists
 
 
@@ -147,6 +148,8 @@ def record(
             for row, new in zip(step.rows, step.tokens, strict=True):
                 tokens[row] += new
             _check_numbers(target, cases, name)
+    except NotFiniteError as error:
+        raise NotNumbersError(cases[error.row], 0, name) from None
     except ValueError:
         _check_numbers(target, cases, name)
         raise

@@ -26,6 +26,18 @@ REPLAYED_BUCKET = 256
 """The same for passes that are replayed: each step is one more to record."""
 
 
+class NotFiniteError(ValueError):
+    """While a prompt was read, the model's states became NaN or infinite.
+
+    Args:
+        row: of the batch; the first of them.
+    """
+
+    def __init__(self, row: int) -> None:
+        super().__init__("the model's states are not numbers: its weights are damaged, or its dtype overflows")
+        self.row = row
+
+
 class TorchPass:
     """Computes the forward pass of a model with torch.
 
@@ -77,7 +89,7 @@ class TorchPass:
                 not recorded.
 
         Raises:
-            ValueError: while a prompt was read, states became NaN or infinite.
+            NotFiniteError: while a prompt was read, states became NaN or infinite.
         """
         R = rows_BR.shape[1]
         if not R:
@@ -102,8 +114,8 @@ class TorchPass:
             inputs = self._inputs(lengths, tokens_BN, parents_BN, BUCKET)
             hidden_BND = model_pass.hidden_states(self._model, storage, *inputs)
             is_nan_B = hidden_BND[torch.arange(len(last_B1)), last_B1[:, 0]].isnan().any(1)
-        if (is_nan_B & (tokens_BN[:, 0] != ABSENT)).any():
-            raise ValueError("the model's states are not numbers: its weights are damaged, or its dtype overflows")
+        if (rows := (is_nan_B & (tokens_BN[:, 0] != ABSENT)).nonzero()).numel():
+            raise NotFiniteError(int(rows[0]))
 
     def _filled(
         self, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor, *, replayed: bool
