@@ -97,6 +97,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_all_processes_stop_after_the_same_step(family: Path, tmp_path: Path) -> None:
     """Guards against processes that wait for one that has stopped, and against a checkpoint that some did not reach:
     one process alone is asked to stop, all do, and the run goes on as one that was never stopped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _ctypes
 import errno
+import itertools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -252,29 +253,26 @@ def test_processes_at_the_same_time_do_no_harm(new_machine: Path, compiled: byte
 
 
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("fma3", False), reason="of CPUs that fuse, in that way")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("are_rounded", [False, True])
-def test_other_cpus_compute_the_same_and_in_one_order(
-    new_machine: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, are_rounded: bool
-) -> None:
+def test_other_cpus_compute_the_same_and_in_one_order(new_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards CPUs with half as many registers and no products of bfloat16, and equal bits on those for which GCC
     fuses products and sums in some loops and not in others."""
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-march=haswell", "-mtune=znver2"))
-    model = random_model()
-    if are_rounded:
-        model = model.to(torch.bfloat16)
-    lm, text = CausalLM(model.to(dtype), vocab_size=80), torch.arange(1, 31)[None]
-    lm.clear(1)
-    whole = lm.forward(text)
-    expected = lm.model.double()(text).logits
-    error = 1e-4 if dtype == torch.float32 else 0.02
-    assert (whole - expected).square().mean().sqrt() < error * expected.std()
-    lm.clear(1)
-    parts = []
-    for part in text.split([7, 1, 9, 13], dim=1):
-        parts.append(lm.forward(part))
-        lm.keep([part.shape[1]])
-    assert isinstance(lm._compute, NativePass) and torch.equal(torch.cat(parts, dim=1), whole)
+    for dtype, are_rounded in itertools.product([torch.float32, torch.bfloat16], [False, True]):
+        model = random_model()
+        if are_rounded:
+            model = model.to(torch.bfloat16)
+        lm, text = CausalLM(model.to(dtype), vocab_size=80), torch.arange(1, 31)[None]
+        lm.clear(1)
+        whole = lm.forward(text)
+        expected = lm.model.double()(text).logits
+        error = 1e-4 if dtype == torch.float32 else 0.02
+        assert (whole - expected).square().mean().sqrt() < error * expected.std()
+        lm.clear(1)
+        parts = []
+        for part in text.split([7, 1, 9, 13], dim=1):
+            parts.append(lm.forward(part))
+            lm.keep([part.shape[1]])
+        assert isinstance(lm._compute, NativePass) and torch.equal(torch.cat(parts, dim=1), whole)
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/g++", "false", "g++ --no-such-option"])
