@@ -121,8 +121,8 @@ class OwnPass:
                 f"the limit for {self.dtype}; its rounding could not be measured with these weights or on this device"
             )
         return (
-            f"{self.factor:g} times the largest and {TYPICAL_FACTOR:g} times the mean rounding of {self.dtype}, "
-            "measured on the model's own pass" + ("" if self.allowed == self.explained else ", up to a limit")
+            f"{self.factor:g} times the largest and {TYPICAL_FACTOR:g} times the root mean square of what {self.dtype} "
+            "rounds away in the model's own pass" + ("" if self.allowed == self.explained else ", up to a limit")
         )
 
     def as_json(self) -> dict[str, Any]:

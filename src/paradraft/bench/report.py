@@ -136,9 +136,10 @@ def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         f"  {report.answers} answers, {report.tokens} tokens, acceptance length {report.acceptance_length:.2f}",
     ]
     if (own := report.own_pass) is not None:
-        plain = "" if own.plain is None else f"plain decoding differs by {own.plain}, "
-        lines.append(f"  beside the model's own pass: {plain}with the drafter logits differ by {own.drafted}")
-        lines.append(f"  allowed are {own.allowed}: {own.source}")
+        sides = {"in plain decoding": own.plain, "with the drafter": own.drafted}
+        differ = ", ".join(f"{side} by {apart}" for side, apart in sides.items() if apart is not None)
+        lines.append(f"  from those of the model's own pass logits differ {differ}")
+        lines.append(f"  up to {own.allowed} is allowed: {own.source}")
     if report.uniformity is not None and report.control is not None:
         caught = "was not caught" if report.control.is_uniform else "was caught"
         lines.append(f"  control, a rule that takes every drafted token: {caught}; {report.control.in_words}")

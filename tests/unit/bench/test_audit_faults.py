@@ -264,8 +264,8 @@ def test_an_honest_engine_passes(loaded: Load, dtype: str) -> None:
         assert own.places == report.tokens == 48
         assert 0 < own.rounding.root_mean_square < own.allowed.root_mean_square <= own.limit.root_mean_square
         lines = findings(report, loaded(dtype, tree=tree).target.tokenizer)
-        assert any("beside the model's own pass: plain decoding differs by" in line for line in lines)
-        assert any(line.startswith("  allowed are") and own.dtype in line for line in lines)
+        assert any("from those of the model's own pass logits differ in plain decoding by" in line for line in lines)
+        assert any(line.startswith("  up to ") and own.dtype in line for line in lines)
 
 
 def test_rounding_without_bounds_is_inconclusive(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
