@@ -58,6 +58,7 @@ def test_the_root_is_one_more_node_above_all(choices: list[int]) -> None:
     parents = torch.tensor([parents_from(choices)]).long()
     assert torch.equal(depths(with_root(parents))[:, 1:], depths(parents) + 1)
     assert bool(ancestors(with_root(parents))[:, :, 0].all())
+    assert with_root(parents)[0].tolist() == [ABSENT, *(parent + 1 for parent in parents[0].tolist())]
 
 
 @given(CHOICES)
