@@ -69,7 +69,8 @@ class Engine:
     """A target, a drafter, and how to draft and verify.
 
     Any number of threads may use one engine. It answers one call of `generate`, or one stream, after the other; a
-    stream that its reader leaves waiting makes room, and goes on with the same text later.
+    stream that its reader leaves waiting makes room and goes on later: with the match rule with the same text, with the
+    rejection rule with a text of the same distribution.
 
     Build one with `load`, which explains the settings.
     """
@@ -194,8 +195,10 @@ class Engine:
         return self._chunks(self._streamed(requests[0], self._stops(requests, strings), self.clock), text)
 
     def _streamed(self, request: Request, stops: Stops, clock: Clock) -> Iterator[Step]:
-        """The rounds of one request. If others have used the engine since the last one, its text so far is read again,
-        which changes nothing: every position has its own random numbers."""
+        """The rounds of one request. If others have used the engine since the last one, its text so far is read again.
+
+        With the match rule this changes no token, because every position has its own random numbers.
+        """
         turn, tokens = Turn(), list[int]()
         steps: Iterator[Step] = iter(())
         try:
@@ -207,6 +210,8 @@ class Engine:
                         steps = self._steps([so_far], stops, clock, answered=(len(tokens),))
                     step = next(steps)
                 tokens += step.tokens[0]
+                if stops.all_finished:
+                    self._turns.end(turn)  # whether or not the reader comes back
                 yield step
         finally:
             self._turns.end(turn)

@@ -44,8 +44,9 @@ def penalized_logits(
         texts_BNT: `[B, N, T]` for each position the tokens before it, prompt first; `ABSENT` may
             stand anywhere. Not looked at unless `sampling.reads_text`.
         prompt_lengths_B: `[B]` how many of them are the prompt.
-        eos_ids: tokens that end an answer. Processors are not asked about texts that go on after one: decoding never
-            gets there, so these logits are not used, and a processor need not know what to do.
+        eos_ids: tokens that end an answer. Processors are not asked about texts that go on after one, or after a place
+            without a token to choose: decoding never gets there, so these logits are not used, and a processor need
+            not know what to do.
         limits_B: `[B]` most tokens of an answer, of which the same is true; None for no limit.
     """
     logits = logits_BNV if logits_BNV.dtype == torch.float64 else logits_BNV.float()
@@ -67,7 +68,8 @@ def penalized_logits(
         texts = [[token for token in text if token != ABSENT] for text in texts_BNT.flatten(0, 1).tolist()]
         answers = [text[length:] for text, length in zip(texts, _per_text(prompt_lengths_B, N), strict=True)]
         limits = [math.inf] * len(texts) if limits_B is None else _per_text(limits_B, N)
-        is_over = [len(new) >= limit or not eos_ids.isdisjoint(new) for new, limit in zip(answers, limits, strict=True)]
+        ends = eos_ids | {INVALID}
+        is_over = [len(new) >= limit or not ends.isdisjoint(new) for new, limit in zip(answers, limits, strict=True)]
         flat_MV = logits.view(B * N, V)
         # Texts of one length are given together, as rows of one batch.
         for length in {len(text) for text, over in zip(texts, is_over, strict=True) if not over}:
@@ -88,7 +90,8 @@ def _per_text(numbers_B: Tensor, N: int) -> list[int]:
 def _counts(texts_BNT: Tensor, vocab_size: int) -> Tensor:
     """`[B, N, V]` how often each token occurs in each text."""
     B, N, _ = texts_BNT.shape
-    places = torch.where(texts_BNT < vocab_size, texts_BNT, ABSENT) % (vocab_size + 1)  # ABSENT counts behind the end
+    is_token = (texts_BNT >= 0) & (texts_BNT < vocab_size)
+    places = texts_BNT.where(is_token, vocab_size)  # what is no token counts behind the end
     ones = torch.ones_like(places)
     return torch.zeros(B, N, vocab_size + 1, dtype=torch.long, device=places.device).scatter_add(2, places, ones)[
         ..., :-1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paradraft import Sampling, Tree, load
-from paradraft.core import ABSENT
+from paradraft.core import ABSENT, LogitsProcessor
 from paradraft.drafters.ngram import Config, NgramDrafter
 from paradraft.engine import Engine
 from paradraft.models.causal_lm import CausalLM
@@ -105,3 +105,43 @@ def test_a_processor_that_forbids_every_token(family: Path, runtime: Runtime, te
     sampling = Sampling(temperature=temperature, processors=[lambda ids, scores: torch.full_like(scores, -torch.inf)])
     with pytest.raises(ValueError, match="forbids every token"):
         drafted.generate("abcabcabc", max_new_tokens=8, sampling=sampling)
+
+
+def forbids_after(token: int) -> LogitsProcessor:
+    """A processor that knows no way on after a token of the answer."""
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert int(ids.min()) >= 0, "processors are asked about tokens only"
+        return scores.masked_fill((ids[:, 1:] == token).any(1, keepdim=True), -torch.inf)
+
+    return process
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES, ids=["torch", "C++"])
+@pytest.mark.parametrize("drafter", ["autoregressive", "pard"])
+def test_guesses_may_lead_where_no_token_is_left(family: Path, runtime: Runtime, drafter: str) -> None:
+    """Guards constraints with dead ends: the drafter goes into one where the target does not, or behind the stop string
+    that ends the text. In a batch, rows that have ended go on beside the others."""
+    folder = str(family / "pard")
+    drafted = load(str(family / "target"), drafter=drafter, draft=folder, k=4, runtime=runtime)
+    plain = load(str(family / "target"), runtime=runtime)
+    prompts = ["a", "b", "c", "d", "e", "f"]
+    free = [answer.tokens for answer in plain.generate(prompts, max_new_tokens=12)]
+    ends = free[0][3]
+    stop = drafted.target.tokenizer.decode([ends])
+    for token in {ends, 7, 20, 33}:
+        samplings = [Sampling(temperature=0.5, seed=seed, processors=[forbids_after(token)]) for seed in range(6)]
+        for prompt, sampling in zip(prompts, samplings, strict=True):
+            settings = {"max_new_tokens": 12, "sampling": sampling, "stop": stop}
+            try:
+                expected = plain.generate(prompt, **settings).tokens
+            except ValueError:
+                with pytest.raises(ValueError, match=r"target's .* forbids every token"):
+                    drafted.generate(prompt, **settings)
+            else:
+                assert drafted.generate(prompt, **settings).tokens == expected
+    sampling = Sampling(processors=[forbids_after(ends)])
+    together = drafted.generate(prompts, max_new_tokens=12, sampling=[sampling] + [Sampling()] * 5, stop=stop)
+    assert together[0].finish_reason == "stop"
+    alone = plain.generate(prompts, max_new_tokens=12, stop=stop)
+    assert [answer.tokens for answer in together[1:]] == [answer.tokens for answer in alone[1:]]

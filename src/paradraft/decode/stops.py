@@ -90,12 +90,13 @@ class Stops:
         parts = (verdict.tokens, verdict.accepted, draft.tokens, depths(draft.parents))
         for row, committed, kept, guessed, depth in zip(self._rows, *(part.tolist() for part in parts), strict=True):
             emitted = self._emit(row, [token for token in committed if token != ABSENT][: self._left[row]])
-            if emitted and INVALID in guessed:
+            # Deeper in the draft a processor may have forbidden every token, after a guess that does not become text.
+            if emitted and any(token == INVALID and not above for token, above in zip(guessed, depth, strict=True)):
                 raise ValueError(NOT_NUMBERS.format(model="draft model"))
             tokens.append(emitted)
             accepted.append(min(kept, len(emitted)))
             # Nobody drafts for a row that had ended before.
-            deep = [deep + 1 for token, deep in zip(guessed, depth, strict=True) if token != ABSENT] if emitted else []
+            deep = [deep + 1 for token, deep in zip(guessed, depth, strict=True) if token >= 0] if emitted else []
             drafted.append(max(deep, default=0))
             nodes.append(len(deep))
             finished.append(self._left[row] == 0)

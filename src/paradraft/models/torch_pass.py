@@ -34,7 +34,9 @@ class NotFiniteError(ValueError):
     """
 
     def __init__(self, row: int) -> None:
-        super().__init__("the model's states are not numbers: its weights are damaged, or its dtype overflows")
+        super().__init__(
+            "states of the target or the draft model are not numbers: its weights are damaged, or its dtype overflows"
+        )
         self.row = row
 
 

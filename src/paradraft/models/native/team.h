@@ -62,8 +62,8 @@ struct Range {
 
 class Team {
   public:
-    /// Calls `work(share, worker)` for shares of `count` items that are all of them together, each of at most `items`, and
-    /// returns when they are done. `worker` is below `MOST_WORKERS`, and no two threads have the same.
+    /// Calls `work(share, worker)` for shares of about `items` items that together are all `count` of them, and returns when
+    /// they are done. `worker` is below `MOST_WORKERS`, and no two threads have the same.
     template <class Work> void each(int64_t count, int64_t items, Work work) {
         int64_t chunks = std::min<int64_t>((count + items - 1) / items, UINT16_MAX);
         if (size == 1 || chunks <= 1) return work(Share(count, 0, 1), 0);
@@ -79,6 +79,7 @@ class Team {
             Range range = {step, uint16_t(share.first), uint16_t(share.last)};
             workers[worker].range.store(same_bits<uint64_t>(range), std::memory_order_release);
         }
+        if (asleep.load(std::memory_order_relaxed)) wake(); // in a step that took long, helpers without work fall asleep
         ordered += chunks;
         int64_t begun = clock_ns(CLOCK_MONOTONIC);
         int64_t own = std::max<int64_t>(take_part(0, step), 1);
@@ -182,6 +183,10 @@ class Team {
         size = wanted;
         if (size == 1) return;
         if (helpers + 1 < size) hire();
+        wake();
+    }
+
+    void wake() {
         bell.fetch_add(1);
         if (asleep.load()) futex(bell, FUTEX_WAKE_PRIVATE, INT_MAX);
     }

@@ -63,6 +63,7 @@ def one_torch_thread() -> Iterator[None]:
     What it computes between passes is little. OpenMP's threads would spin for milliseconds after each operation, on the
     CPUs that the threads of the next pass need.
     """
+    torch.get_num_threads()  # asked for the first time in a thread, torch sets OpenMP's number itself
     before = library().set_openmp_threads(1)
     try:
         yield
