@@ -71,7 +71,6 @@ def _library() -> ctypes.CDLL | CannotBuildError:
     found.multiply_all.restype = ctypes.c_int64
     found.set_openmp_threads.argtypes = [ctypes.c_int]
     found.set_openmp_threads.restype = ctypes.c_int
-    found.stalls.restype = ctypes.c_int64
     found.new_scratch.restype = ctypes.c_void_p
     found.delete_scratch.argtypes = [ctypes.c_void_p]
     found.forward.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]

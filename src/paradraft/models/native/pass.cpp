@@ -317,9 +317,6 @@ int set_openmp_threads(int threads) {
     return before;
 }
 
-/// How often passes of this process had to wait for a thread that did not run.
-int64_t stalls() { return Team::stalls(); }
-
 Scratch* new_scratch() { return new Scratch; }
 
 void delete_scratch(Scratch* scratch) { delete scratch; }

@@ -112,9 +112,6 @@ class Team {
         pool.passes.fetch_sub(1);
     }
 
-    /// How often passes were set back by threads that did not run.
-    static int64_t stalls() { return Pool::get().stalls; }
-
   private:
     struct alignas(64) Worker {
         std::atomic<uint64_t> range{0};
@@ -131,7 +128,7 @@ class Team {
     struct Pool {
         std::atomic<int64_t> passes{0}; // that run now
         std::atomic<int64_t> alone_until{0};
-        std::atomic<int64_t> credit_ns{0}, stalls{0};
+        std::atomic<int64_t> credit_ns{0};
         std::mutex mutex;
         std::vector<Team*> free;
 
@@ -148,7 +145,6 @@ class Team {
         /// Decides after a pass whether helpers pay: other programs take a CPU away for as long as they leave it.
         void judge(int64_t now, int64_t ran, int64_t lost) {
             int64_t credit = std::min(credit_ns.load(std::memory_order_relaxed) + ran, MOST_CREDIT_NS) - WORTH * lost;
-            stalls.fetch_add(lost > 0, std::memory_order_relaxed);
             if (credit < 0) alone_until = now + std::min(lost * ALONE_PER_STALL, LONGEST_ALONE_NS);
             credit_ns.store(std::max<int64_t>(credit, 0), std::memory_order_relaxed);
         }
