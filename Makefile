@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup ## Adapt a drafter, decode with it and compare; DEMO_ARGS=--short for a brief run.
-	$(BIN)/python -m paradraft.bench.demo $(DEMO_ARGS)
+	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: setup ## Run the quick tests, one on each core.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu"
@@ -44,7 +44,7 @@ check: setup ## Check format, lint, types and the direction of imports.
 mutants: setup ## List the small faults in the core that no test notices (hours); MUTANTS='paradraft.tree.*' for some.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
 	OMP_NUM_THREADS=1 nice $(BIN)/mutmut run $(MUTANTS)
-	$(BIN)/python recipes/mutants.py
+	$(BIN)/python tests/mutants.py
 
 pocket: setup ## Train the pocket family again, from nothing, into build/pocket (about six hours on two cores).
 	$(BIN)/python recipes/pocket/build.py

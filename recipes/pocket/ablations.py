@@ -18,14 +18,14 @@ from transformers import AutoTokenizer
 
 import corpus
 from build import POCKET
-from paradraft.bench.report import write_json
-from paradraft.machine import describe_machine
+from paradraft.bench.summary import write_json
+from paradraft.cli.train import run_with_display
+from paradraft.environment import describe_machine
 from paradraft.models.runtime import Runtime
+from paradraft.train.acceptance import AcceptanceMeter
 from paradraft.train.curves import read_history
-from paradraft.train.evaluation import AcceptanceMeter
 from paradraft.train.progress import Progress
 from paradraft.train.recipe import PardRecipe
-from paradraft.train.run import run_with_display
 
 TAUGHT = {"teacher": "target"}
 ADAPTED = {"model": "pard"}

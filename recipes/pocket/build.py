@@ -16,13 +16,13 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import corpus
+from paradraft.cli.train import run_with_display
 from paradraft.models.loading import load_model, load_target
 from paradraft.models.runtime import Runtime, computes_bf16
 from paradraft.train.checkpoint import save_model
-from paradraft.train.new_draft import make
-from paradraft.train.origin import Cut
+from paradraft.train.init_draft import make
+from paradraft.train.init_from import Cut
 from paradraft.train.recipe_file import load_recipe
-from paradraft.train.run import run_with_display
 from pretrain import PretrainConfig, pretrain, windows
 from tokenizer import train_tokenizer
 from write_text import ANSWER_TOKENS, PROMPT_TOKENS, save_jsonl, write_text

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 import corpus
 from build import POCKET, tokenized
 from paradraft.bench.harness import distinct_share
-from paradraft.bench.report import write_json
-from paradraft.machine import describe_machine
+from paradraft.bench.summary import write_json
+from paradraft.environment import describe_machine
 from paradraft.models.loading import load_model
 from paradraft.models.runtime import Runtime
 from pretrain import evaluate

@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.core import Prompt, Sampling
-from paradraft.decode.lengths import Fixed
+from paradraft.core import Prompt
+from paradraft.decode.draft_length import Fixed
+from paradraft.decode.generation import Stops
 from paradraft.decode.sequential import decode
 from paradraft.decode.stats import Clock
-from paradraft.decode.stops import Stops
 from paradraft.drafters.none import NoDrafter
 from paradraft.models.target import Target
+from paradraft.sampling_params import Sampling
 from paradraft.verify import match
 
 PROMPT_TOKENS = 64

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from paradraft.machine import without_folder
+from paradraft.environment import without_folder
 
 Row = dict[str, Any]
 TASK_NAMES = {"math500": "MATH500", "humaneval": "HumanEval", "gsm8k": "GSM8K"}

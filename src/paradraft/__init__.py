@@ -1,10 +1,7 @@
 """Parallel drafting for language models: lossless, fast, measurable."""
 
-from paradraft import quiet as quiet
-
-# isort: split
-from paradraft.api import load
-from paradraft.core import Sampling, Tree
-from paradraft.engine import Engine, Result
+from paradraft.engine import Engine, Result, load
+from paradraft.sampling_params import Sampling
+from paradraft.tree import Tree
 
 __all__ = ["Engine", "Result", "Sampling", "Tree", "load"]

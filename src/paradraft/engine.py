@@ -8,17 +8,63 @@ from dataclasses import dataclass, replace
 from typing import overload
 
 from paradraft import ragged
-from paradraft.core import GREEDY, RULES, Drafter, Prompt, Sampling, Step, Tree, whole_number
-from paradraft.decode.lengths import POLICIES, Fixed, LengthPolicy
+from paradraft.core import RULES, Drafter, Prompt, Step
+from paradraft.decode.draft_length import POLICIES, Fixed, LengthPolicy
+from paradraft.decode.generation import AnswerText, Stops, StopStrings, stop_strings
 from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock, Stats
-from paradraft.decode.stops import AnswerText, Stops, StopStrings, stop_strings
+from paradraft.drafters import check_draft, load_drafter
+from paradraft.errors import whole_number
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.native.threads import one_torch_thread
+from paradraft.models.forward.cpu.threads import one_torch_thread
+from paradraft.models.loading import load_target
+from paradraft.models.presets import check_has_weights
+from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.models.texts import Detokenizer
+from paradraft.models.tokenization import Detokenizer
 from paradraft.request import Request, requests_of
+from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.tree import Tree
 from paradraft.turns import Turn, Turns
+
+CPU = Runtime()
+
+
+def load(
+    target: str,
+    *,
+    drafter: str = "none",
+    draft: str | None = None,
+    k: int = 8,
+    verify: str = "match",
+    tree: Tree | int | None = None,
+    lengths: str = "fixed",
+    runtime: Runtime = CPU,
+) -> Engine:
+    """Loads a target and a drafter.
+
+    Args:
+        target: a Hugging Face id, a folder, or "pocket".
+        drafter: one of `drafter_names()`; "none" decodes plainly.
+        draft: the draft model, for drafters that have one; the pocket target brings its own.
+        k: most tokens drafted per round, one behind the other, at least 1.
+        verify: "match" gives the same tokens with every drafter; "rejection" gives the same
+            distribution and accepts more when sampling.
+        tree: let drafts branch: a `Tree`, or a number of nodes to grow to. None drafts chains.
+        lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success,
+            "confidence" while the drafter is sure, "expected" what pays on this machine.
+        runtime: device, dtype, compilation.
+
+    Raises:
+        ValueError: a name or setting is unknown, or the draft does not fit the target.
+    """
+    check_draft(drafter, draft, target)
+    for name in (target, draft or ""):
+        check_has_weights(name)
+    loaded = load_target(target, runtime)
+    model = load_drafter(drafter, loaded, draft=draft, runtime=runtime)
+    shape = Tree(budget=tree) if isinstance(tree, int) else tree
+    return Engine(loaded, model, k=k, verify=verify, tree=shape, lengths=lengths)
 
 
 @dataclass(frozen=True, kw_only=True)

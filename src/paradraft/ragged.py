@@ -7,11 +7,23 @@ Shape letters: B rows, M and N tokens of the longest row.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from paradraft.core import ABSENT
-from paradraft.upload import upload
+from paradraft.tree import ABSENT
+
+
+def upload(numbers: Any, device: torch.device | None) -> Tensor:
+    """An int64 tensor of nested sequences of numbers. A GPU is not waited for, as `torch.tensor` does.
+
+    >>> upload([[1, 2], [3, 4]], torch.device("cpu")).tolist()
+    [[1, 2], [3, 4]]
+    """
+    if device is None or device.type != "cuda":
+        return torch.tensor(numbers, dtype=torch.long, device=device)
+    return torch.tensor(numbers, dtype=torch.long, pin_memory=True).to(device, non_blocking=True)
 
 
 def from_lists(rows: list[list[int]], device: torch.device | None = None) -> Tensor:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paradraft.core import Sampling, one_line, whole_number
+from paradraft.errors import one_line, whole_number
 from paradraft.models.target import Target
-from paradraft.models.texts import opening
+from paradraft.models.tokenization import opening
+from paradraft.sampling_params import Sampling
 
 _T = TypeVar("_T")
 

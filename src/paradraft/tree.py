@@ -8,12 +8,73 @@ Shape letters: B rows of a batch, N nodes of a tree, M = N + 1 with the root beh
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from paradraft.core import ABSENT, parents_of_chains
+ABSENT = -1
+"""Token id and node index that mean "nothing here". Never 0, which is a real token."""
+MOST_CANDIDATES = 16
+"""Most children of one node of a tree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """The shape of drafts that branch: either a budget or fixed paths.
+
+    A path names a node by the rank of the candidate taken at each depth: `(0,)` is the drafter's
+    best first token, `(0, 1)` the second best behind it.
+
+    Args:
+        budget: grow each draft to this many nodes, the most promising first; at least 1.
+        paths: these nodes in every round; every path's parent must be there too.
+
+    Raises:
+        ValueError: neither or both are given, or a path is empty, repeated or without its parent.
+
+    >>> Tree(paths=((0,), (1,), (0, 0))).depth
+    2
+    """
+
+    budget: int | None = None
+    paths: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.budget is None) == (self.paths is None):
+            raise ValueError("a tree has either a budget or paths")
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"tree budget {self.budget}: use at least 1 node")
+        if self.paths is not None:
+            object.__setattr__(self, "paths", tuple(tuple(path) for path in self.paths))
+            known = set(self.paths)
+            if len(known) < len(self.paths) or not self.paths:
+                raise ValueError("tree paths: name at least one, and each only once")
+            for path in self.paths:
+                if not path or min(path) < 0 or max(path) >= MOST_CANDIDATES:
+                    raise ValueError(f"tree path {path}: use ranks from 0 to {MOST_CANDIDATES - 1}, at least one")
+                if path[:-1] and path[:-1] not in known:
+                    raise ValueError(f"tree path {path} is there without its parent {path[:-1]}: add it")
+            # By depth, then rank: parents come before children, better siblings before worse ones.
+            object.__setattr__(self, "paths", tuple(sorted(known, key=lambda path: (len(path), path))))
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes of a draft."""
+        return len(self.paths or ()) if self.budget is None else self.budget
+
+    @property
+    def depth(self) -> int | None:
+        """Depth of the fixed paths; None for a budget, which K bounds."""
+        return None if self.paths is None else max(map(len, self.paths))
+
+
+@lru_cache(maxsize=256)
+def parents_of_chains(batch_size: int, nodes: int, device: torch.device) -> Tensor:
+    """`[B, N]` parents -1, 0, 1, … for every row; not to be changed, because everybody gets the same tensor."""
+    return torch.arange(-1, nodes - 1, device=device).repeat(batch_size, 1)
+
 
 _kept = lru_cache(maxsize=64)  # tensors are equal as keys only if they are the same object
 

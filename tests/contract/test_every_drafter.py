@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft import Sampling, Tree, load
-from paradraft.api import drafter_names, takes_draft
-from paradraft.core import LogitsProcessor
-from paradraft.engine import Engine
+from paradraft.drafters import drafter_names, takes_draft
+from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import LogitsProcessor, Sampling
+from paradraft.tree import Tree
 from tests.conftest import VOCAB
-from tests.replays import replay_everything
+from tests.support.replays import replay_everything
 
 REPLAYED = "replayed, float64"
 RUNTIMES = {
@@ -119,9 +119,9 @@ def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str) ->
 def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
     """Guards against drafters that forget to read the tokens of rounds with K = 0."""
     from paradraft.decode import sequential
-    from paradraft.decode.lengths import Fixed
+    from paradraft.decode.draft_length import Fixed
+    from paradraft.decode.generation import Stops
     from paradraft.decode.stats import Clock
-    from paradraft.decode.stops import Stops
     from paradraft.verify.match import verify
 
     class Alternating(Fixed):

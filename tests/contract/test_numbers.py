@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft import Sampling, Tree, load
-from paradraft.core import ABSENT, LogitsProcessor
 from paradraft.drafters.ngram import Config, NgramDrafter
-from paradraft.engine import Engine
+from paradraft.engine import Engine, load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
-from tests.unit.models.random_models import random_model
+from paradraft.sampling_params import LogitsProcessor, Sampling
+from paradraft.tree import ABSENT, Tree
+from tests.support.random_models import random_model
 
 RUNTIMES = [Runtime(dtype="float64", compiled=False), Runtime(dtype="float32")]
 """By torch, and in C++."""

@@ -11,19 +11,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paradraft import Engine, Sampling, Tree
 from paradraft.core import RULES, Step
+from paradraft.decode.generation import Stops
 from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock
-from paradraft.decode.stops import Stops
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.pard import PardDrafter
+from paradraft.engine import Engine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
-from paradraft.sampler import Candidates, Sampler
+from paradraft.sampling.candidates import Candidates
+from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import Sampling
+from paradraft.tree import Tree
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.contract.test_random_configurations import never_twice
-from tests.unit.models.random_models import random_model
+from tests.support.random_models import random_model
 
 OPENINGS = [1, 2, 3, 4]
 """Tokens that only prompts contain; what follows is a function of them and of the position."""

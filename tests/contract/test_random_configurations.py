@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft import Engine, Sampling, Tree, load
-from paradraft.api import drafter_names, takes_draft
-from paradraft.bench.control import accept_all
+from paradraft.audit.audit import accept_all
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode import sequential
-from paradraft.decode.lengths import POLICIES
+from paradraft.decode.draft_length import POLICIES
+from paradraft.drafters import drafter_names, takes_draft
+from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
-from paradraft.sampler import Sampler
+from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import Sampling
+from paradraft.tree import Tree
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 RUNTIMES = [Runtime(dtype="float64", width=40), Runtime(dtype="bfloat16", compiled=True, width=40)]

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from paradraft import Engine, Sampling, Tree
-from paradraft.api import branches, drafter_names
-from paradraft.bench.audit import PASS, audit
+from paradraft.audit.audit import PASS, audit
+from paradraft.drafters import branches, drafter_names
+from paradraft.engine import Engine
+from paradraft.sampling_params import Sampling
+from paradraft.tree import Tree
 from tests.contract.test_every_drafter import PROMPTS, engine
 
 DRAFTERS = [name for name in drafter_names() if name != "none"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paradraft import cli
-from paradraft.api import takes_draft
+from paradraft.drafters import takes_draft
 
 EXACT = ["--dtype", "float64"]
 MISTAKE, INTERRUPTED = 2, 130

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft.bench.control import accept_all
+from paradraft.audit.audit import accept_all
 from paradraft.decode import sequential
 from paradraft.models.causal_lm import CausalLM
 from tests.e2e.conftest import Paradraft, drafting
-from tests.jsonl import write_lines
+from tests.support.jsonl import write_lines
 
 
 def audit_options(family: Path, tmp_path: Path) -> list[object]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipes import floor_in_turns, shapes_on_gpu
+from benchmarks.scripts import floor_in_turns, shapes_on_gpu
 
-from paradraft.train.contents import of_model
+from paradraft.digests import model_digest
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
 
 
@@ -160,6 +160,6 @@ def test_a_report_tells_which_weights_were_measured(family: Path, paradraft: Par
     assert paradraft("bench", "--target", family / "target", *methods, *asked).code == 0
     report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     plain, drafted = (figures["weights"] for figures in report["methods"].values())
-    assert plain == {"target": of_model(family / "target")[:16]}
-    assert drafted == plain | {"draft": of_model(family / "pard")[:16]}
+    assert plain == {"target": model_digest(family / "target")[:16]}
+    assert drafted == plain | {"draft": model_digest(family / "pard")[:16]}
     assert report["machine"]["git_revision"] != ""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.api import drafter_names
 from paradraft.cli.options import MOST_DRAFTED
+from paradraft.drafters import drafter_names
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake, drafting
-from tests.jsonl import write_lines
+from tests.support.jsonl import write_lines
 
 
 @pytest.mark.parametrize("name", drafter_names())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake, drafting
-from tests.jsonl import write_lines
+from tests.support.jsonl import write_lines
 
 
 @pytest.fixture

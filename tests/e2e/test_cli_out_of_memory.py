@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paradraft.models import kv_cache, quantization
-from paradraft.train.loop import Loop
+from paradraft.models import kv_cache, runtime
+from paradraft.train.trainer import Loop
 from tests.e2e.conftest import EXACT, MISTAKE, Paradraft, assert_mistake
 from tests.e2e.test_cli_train import recipe as recipe
 
@@ -43,7 +43,7 @@ def test_weights_that_do_not_fit_are_not_called_damaged(
 ) -> None:
     """Guards against advice to load a file again that is whole, or to use a dtype that takes more memory."""
     asked = ["--target", family / "target", "--prompt", "x", "--dtype", "int8"]
-    monkeypatch.setattr(quantization, "_torchao", lambda bits: (take_all, None))
+    monkeypatch.setattr(runtime, "_torchao", lambda bits: (take_all, None))
     assert_mistake(paradraft("generate", *asked), f"out of memory: {LESS}")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", take_all)
     assert_mistake(paradraft("generate", *asked), f"out of memory: {LESS}")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.bench.vllm_process import DEFAULT_PYTHON
-from tests.bench_result import result
+from paradraft.bench.baselines.vllm import DEFAULT_PYTHON
 from tests.conftest import tiny_model
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
-from tests.jsonl import write_lines
-from tests.unit.bench import fake_vllm
+from tests.support import fake_vllm
+from tests.support.bench_result import result
+from tests.support.jsonl import write_lines
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.bench import round_times
+from paradraft.plan import costs
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
 
 
@@ -22,8 +22,8 @@ def test_plan_from_a_benchmark(
     family: Path, paradraft: Paradraft, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the whole way: the file that `bench` writes is read, and what is written can be read."""
-    monkeypatch.setattr(round_times, "VISITS", 1)
-    monkeypatch.setattr(round_times, "LEAST_S", 0.0)
+    monkeypatch.setattr(costs, "VISITS", 1)
+    monkeypatch.setattr(costs, "LEAST_S", 0.0)
     report, result, picture = tmp_path / "bench.json", tmp_path / "plan.json", tmp_path / "plan.png"
     models = ["--target", family / "target", "--draft", family / "pard", "--prompts", prompts, "--no-compile", *EXACT]
     size = ["--num-prompts", 2, "--max-new-tokens", 8]

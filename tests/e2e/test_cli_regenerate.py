@@ -14,15 +14,14 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from paradraft import sources
-from paradraft.train import endpoint
-from paradraft.train.data import load_samples
-from paradraft.train.questions import ID
+from paradraft.data import endpoint, records
+from paradraft.data.dataset import load_samples
+from paradraft.data.questions import ID
 from tests.conftest import tiny_tokenizer
 from tests.e2e.conftest import EXACT, INTERRUPTED, Paradraft, assert_mistake
-from tests.endpoint_server import MODEL, Reply, Server
-from tests.interruption import interrupted
-from tests.jsonl import read_lines, write_lines
+from tests.support.endpoint_server import MODEL, Reply, Server
+from tests.support.interruption import interrupted
+from tests.support.jsonl import read_lines, write_lines
 
 LINES = [{"prompt": "hello", "task": {"id": "7"}}, {"prompt": "abcabc"}, {"prompt": "x"}]
 
@@ -118,7 +117,7 @@ def test_an_unknown_dataset(paradraft: Paradraft, out: Path, monkeypatch: pytest
     def unreachable(*_: object, **__: object) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(sources.HfApi, "dataset_info", unreachable)
+    monkeypatch.setattr(records.HfApi, "dataset_info", unreachable)
     asked = ["--endpoint", "http://127.0.0.1:9/v1", "--model", "m", "--out", out, "--prompts", "no-such/data:test"]
     assert_mistake(paradraft("regenerate", *asked), "prompt file 'no-such/data'", "no network")
 

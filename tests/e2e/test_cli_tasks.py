@@ -10,10 +10,10 @@ import pytest
 import yaml
 from recipes.tables import run as paper_tables
 
-from paradraft.machine import without_folder
+from paradraft.environment import without_folder
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
-from tests.jsonl import write_lines
-from tests.tasks import write_task
+from tests.support.jsonl import write_lines
+from tests.support.tasks import write_task
 
 TABLES = Path(__file__).parents[2] / "recipes" / "tables"
 QUICK = ["--methods", "ar,ngram:k=2", "--runs", 1, "--no-compile", *EXACT]
@@ -120,7 +120,7 @@ def test_recipes_of_tables_are_commands(
     assert all(len(paper) == len(table["tasks"]) for row in table["rows"] for paper in row["paper"].values())
     assert all(f"draft={row['pard']}" in line for row, line in zip(table["rows"], lines, strict=True))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paradraft.cli.bench_tasks.locate", lambda target, _: refuse(target))
+    monkeypatch.setattr("paradraft.cli.bench.locate", lambda target, _: refuse(target))
     paper_tables.main([str(file), "--out", ".", "--dry-run", "--models", "pocket"])
     command = capsys.readouterr().out.split()
     assert "--task" in command and "draft=" not in " ".join(command)

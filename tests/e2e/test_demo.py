@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from paradraft.bench.demo import Size, demo
+from examples.demo import Size, demo
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from paradraft.train.launch import train_pard
 from paradraft.train.recipe import PardRecipe
-from paradraft.train.trainer import train_pard
 
 PARADRAFT = str(Path(sys.executable).with_name("paradraft"))
 

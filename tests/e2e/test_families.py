@@ -17,12 +17,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from paradraft import Sampling, load
-from paradraft.engine import Engine
+from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import Sampling
+from paradraft.train.launch import train_pard
 from paradraft.train.recipe import PardRecipe
 from paradraft.train.recipe_file import load_recipe
-from paradraft.train.trainer import train_pard
 from tests.conftest import VOCAB, tiny_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -8,21 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes import shapes_on_gpu
+from benchmarks.scripts import shapes_on_gpu
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from paradraft import Sampling, Tree, load
-from paradraft.api import drafter_names, takes_draft
+from paradraft.bench.bandwidth import Speeds
 from paradraft.bench.roofline import Size
-from paradraft.bench.speeds import Speeds
 from paradraft.core import Draft, TargetOut
-from paradraft.engine import Engine
-from paradraft.models import torch_pass
+from paradraft.data.samples import Sample
+from paradraft.drafters import drafter_names, takes_draft
+from paradraft.engine import Engine, load
+from paradraft.errors import is_out_of_memory
+from paradraft.models.forward import eager
 from paradraft.models.runtime import Runtime
-from paradraft.out_of_memory import is_out_of_memory
+from paradraft.sampling_params import Sampling
 from paradraft.train.batch import Drop, collate
 from paradraft.train.pard import Objective
-from paradraft.train.sample import Sample
+from paradraft.tree import Tree
 from tests.e2e.conftest import Paradraft
 from tests.e2e.conftest import paradraft as paradraft
 
@@ -46,7 +47,7 @@ def test_text_equals_plain_decoding_on_the_cpu(family: Path, name: str) -> None:
 def test_recorded_passes_are_replayed_and_change_no_token(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards CUDA graphs: that they are recorded at all, in this torch and with these kernels, for batches, trees and
     texts that outgrow a step of the cache, and that they say what the passes say that they were recorded from."""
-    monkeypatch.setattr(torch_pass, "REPLAYED_BUCKET", 64)
+    monkeypatch.setattr(eager, "REPLAYED_BUCKET", 64)
     replays: list[object] = []
     again = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), again(graph)))

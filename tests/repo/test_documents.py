@@ -23,9 +23,11 @@ import torch
 import yaml
 from examples import new_drafter, quickstart
 
-from paradraft import Engine, Sampling, drafters, load
-from paradraft.api import drafter_names
+from paradraft import drafters
+from paradraft.drafters import drafter_names
+from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import Sampling
 from paradraft.train.recipe import PardRecipe
 from tests.contract import test_every_drafter as contract
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from paradraft.bench.page import read_result
+from paradraft.bench.page.page import read_result
 from paradraft.bench.plot import description
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,9 @@ import numpy
 import pytest
 import torch
 
-from paradraft.core import GREEDY, Draft, Prompt, Sampling, Tree
+from paradraft.core import Draft, Prompt
+from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.tree import Tree
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paradraft import ragged
-from paradraft.core import ABSENT
+from paradraft.tree import ABSENT
 
 ROWS = st.lists(st.tuples(*[st.lists(st.integers(0, 3), max_size=4)] * 2), min_size=1, max_size=4)
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from paradraft import Engine, Sampling, load
+from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.core import ABSENT
-from paradraft.tree import ancestors, depths, is_chain, row_behind, texts_before, with_root
-from tests.unit.trees import parents_from, path_to
+from paradraft.tree import ABSENT, ancestors, depths, is_chain, row_behind, texts_before, with_root
+from tests.support.trees import parents_from, path_to
 
 CHOICES = st.lists(st.integers(0, 1000), max_size=9)
 

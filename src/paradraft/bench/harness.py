@@ -1,9 +1,13 @@
-"""Runs several methods on the same prompts, interleaved, and sums up.
+"""Runs several methods on the same prompts, interleaved, and sums up times and peak memory.
 
-Every method answers as many prompts as the largest batch has before any goes on to the next ones, and
-the order rotates, so that a slow moment of the machine hits all of them alike. Times include prefill
-and the first draft. Before the clock starts every method has answered the longest and the shortest
-prompt once, and a batch method a whole batch (compilation).
+Every method answers as many prompts as the largest batch has before any goes on to the next ones, and the order
+rotates, so that a slow moment of the machine hits all of them alike. Times include prefill and the first draft.
+Before the clock starts every method has answered the longest and the shortest prompt once, and a batch method a whole
+batch (compilation).
+
+Peak memory is that of the process, with every model that is loaded: compare two methods of one run. Linux keeps the
+peak of resident memory and resets it on demand in less than 0.1 ms. Elsewhere, or where it refuses, the resident
+memory at the end stands for it.
 """
 
 from __future__ import annotations
@@ -13,18 +17,61 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from paradraft.bench.answer import Answer, Answerer, Counts, by_round, first_length
-from paradraft.bench.methods import AR, SETTINGS, Method
-from paradraft.bench.peak_memory import PeakMemory
-from paradraft.bench.peers import PEERS
-from paradraft.bench.speedups import KEYS, speedups
-from paradraft.core import Sampling
+from paradraft.bench.baselines import PEERS
+from paradraft.bench.result import Answer, Answerer, Counts, by_round, first_length
+from paradraft.bench.result_file import KEYS, speedups
+from paradraft.bench.spec import AR, SETTINGS, Method
 from paradraft.decode.stats import Stats
 from paradraft.models.runtime import QUANTIZED
+from paradraft.sampling_params import Sampling
+
+_FORGETS = Path("/proc/self/clear_refs")
+_KNOWS = Path("/proc/self/status")
+
+
+class PeakMemory:
+    """The peaks from here on.
+
+    Args:
+        device: where the models are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._has_begun_anew = _begin_anew()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    @property
+    def rss_bytes(self) -> int:
+        """Resident memory at its peak."""
+        known = _peak_bytes() if self._has_begun_anew else None
+        return int(psutil.Process().memory_info().rss) if known is None else known
+
+    @property
+    def gpu_bytes(self) -> int:
+        """What tensors took of the GPU's memory at its peak; 0 if the models are on none."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+
+def _begin_anew() -> bool:
+    """Lets the kernel forget the peak; whether it did."""
+    try:
+        _FORGETS.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _peak_bytes() -> int | None:
+    lines = _KNOWS.read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +169,7 @@ def check_batches(methods: list[Method], num_prompts: int) -> None:
 def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[str, Any]]:
     """The figures of each method, by its spec.
 
-    For speedups see `paradraft.bench.speedups`. `identical_to_ar` compares with the `ar` of the same dtype if there is
+    For speedups see `result_file.py`. `identical_to_ar` compares with the `ar` of the same dtype if there is
     one, else with the fastest of the same batch size, or of any; rounded weights are another target, and count only
     where there are no others. It is None for what is sampled with other random numbers (peers, and the rejection rule),
     and where no `ar` ran. Settings that a method does not have are None.

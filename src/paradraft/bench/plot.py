@@ -7,9 +7,9 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paradraft.bench.report import label, title_of
-from paradraft.bench.speedups import has_faster_baselines, mark
-from paradraft.output import write_output
+from paradraft.bench.result_file import has_faster_baselines, mark
+from paradraft.bench.summary import label, title_of
+from paradraft.files import write_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,30 +1,91 @@
 """Where the time of a round goes, by what runs in it. For shares alone: a profiler slows down what it watches.
 
-On a GPU the kernels are counted, and what is left of the time is the GPU's waiting: for the host that
-has not yet seen that it is ready, and for Python and launches. On a CPU the operations are counted,
-each without those it calls; a compiled pass is one of them there, so its products cannot be told from
-the rest of it.
+On a GPU the kernels are counted. What is left of the time is the GPU's idle time: until the host sees that it is
+ready (only the end of a wait costs, from the GPU's last work until the host continues), and for Python and launches.
+On a CPU the operations are counted, each without those it calls; a compiled pass is one of them there, so its
+products cannot be told from the rest of it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from rich import box
 from rich.table import Table
-from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch forgets to export it
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch does not export it
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 
-from paradraft.bench.waits import waited_s
 from paradraft.core import Step
-from paradraft.models.native.forward import PROFILED_AS
+from paradraft.models.forward.cpu.model import PROFILED_AS
+
+Span = tuple[float, float]
+"""Its start and its end, in microseconds."""
+_WAITS = re.compile(r"^cuda(Device|Stream|Event)Synchronize$|^aten::_local_scalar_dense$")
+"""Calls that return when the GPU is ready; the second is what `item` calls."""
+
+
+def waited_s(events: Iterable[FunctionEvent]) -> float:
+    """The seconds that the ends of all waits took.
+
+    A copy to the host is a wait too, and is known by the copy on the GPU that has its number.
+
+    Args:
+        events: of a profiler that watched host and GPU.
+    """
+    found = list(events)
+    works = [event for event in found if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    to_host = {event.id for event in works if event.name.startswith("Memcpy DtoH")}
+    waits = [
+        event
+        for event in found
+        if event.device_type == DeviceType.CPU
+        and (_WAITS.search(event.name) or (event.name.startswith("cudaMemcpy") and event.id in to_host))
+    ]
+    return covered(ends_of([_span(wait) for wait in waits], [_span(work) for work in works])) / 1e6
+
+
+def _span(event: FunctionEvent) -> Span:
+    return event.time_range.start, event.time_range.end
+
+
+def ends_of(waits: Sequence[Span], works: Sequence[Span]) -> list[Span]:
+    """The part of each wait that lies behind all work that had begun; none if some goes on.
+
+    Worked example: kernels run from 2 to 5 and from 6 to 7. A wait from 4 to 10 ends with 3 in which nothing runs; one
+    from 12 to 14 finds the GPU ready, and is all for nothing.
+
+    >>> ends_of([(4, 10), (12, 14)], [(2, 5), (6, 7)])
+    [(7, 10), (12, 14)]
+    """
+    ends = []
+    for start, end in waits:
+        ready = max((work_end for work_start, work_end in works if work_start < end), default=-math.inf)
+        if ready < end:
+            ends.append((max(start, ready), end))
+    return ends
+
+
+def covered(spans: Sequence[Span]) -> float:
+    """How much of the time lies in any of some spans: a wait may be part of another.
+
+    >>> covered([(2, 6), (3, 4), (5, 7), (9, 10)])
+    6.0
+    """
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
+
 
 KINDS = {
     "compiled": rf"CompiledFxGraph|^triton_|cpp_fused|^{PROFILED_AS}$",

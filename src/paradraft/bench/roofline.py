@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paradraft.bench.speeds import Speeds
+from paradraft.bench.bandwidth import Speeds
 from paradraft.core import Drafter
-from paradraft.models.causal_lm import CausalLM
+from paradraft.models.causal_lm import CausalLM, Pass
 from paradraft.models.kv_cache import head_size
-from paradraft.models.passes import Pass
-from paradraft.models.quantization import stored_bytes
+from paradraft.models.runtime import stored_bytes
 
 Passes = dict[str, Counter[Pass]]
 """What models did, by what they are: "target", or "draft"."""

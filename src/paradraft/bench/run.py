@@ -8,27 +8,23 @@ from typing import Any
 
 import torch
 
-from paradraft.bench.answer import by_round
-from paradraft.bench.benchmark import Benchmark
+from paradraft.bench.bandwidth import Speeds
+from paradraft.bench.baselines import HF
+from paradraft.bench.baselines.vllm import running
 from paradraft.bench.harness import Measured, measure, summarize
-from paradraft.bench.methods import AR, Method
-from paradraft.bench.origins import Piece, pieces
-from paradraft.bench.peers import HF
-from paradraft.bench.preparation import Preparation, check, prepare
 from paradraft.bench.profile import profile
+from paradraft.bench.result import Piece, by_round, pieces
 from paradraft.bench.roofline import Size, added, reached, speeds_for
-from paradraft.bench.rounds import rounds
-from paradraft.bench.speeds import Speeds
-from paradraft.bench.synthetic import SyntheticAcceptance
-from paradraft.bench.vllm_methods import running
-from paradraft.bench.work import Work
+from paradraft.bench.setup import Preparation, Work, check, prepare
+from paradraft.bench.spec import AR, Benchmark, Method
+from paradraft.bench.synthetic import SyntheticAcceptance, rounds
 from paradraft.decode.sequential import VERIFY
 from paradraft.decode.stats import Clock
+from paradraft.digests import model_digest
 from paradraft.engine import Engine
-from paradraft.machine import describe_machine
+from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
-from paradraft.train.contents import of_model
 
 
 def run_benchmark(benchmark: Benchmark, works: Sequence[Work], report: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -43,7 +39,7 @@ def run_benchmark(benchmark: Benchmark, works: Sequence[Work], report: Callable[
         For each work a report of plain values: `machine`, `arguments`, `speeds` (of the machine), `methods` (the
         summary), `profile` if it was asked for, `answers` with every raw time, the tokens of the first run and how
         many each target pass gave, and `example`: the first prompt, and for each method that tells how its tokens
-        came the pieces of its answer, see `paradraft.bench.origins`.
+        came the pieces of its answer, see `paradraft.bench.result`.
 
     Raises:
         ValueError: a model cannot be loaded, two methods are the same, prompts do not fit, or shapes are to accept
@@ -157,7 +153,7 @@ def _floor(one: Measured, figures: dict[str, Any], models: dict[str, CausalLM], 
 def _weights(models: dict[str, CausalLM]) -> dict[str, str]:
     """What tells the weights of a method's models, if they are in a folder here, from others of the same name."""
     folders = {part: Path(lm.model.name_or_path) for part, lm in models.items() if lm.model.name_or_path}
-    return {part: of_model(folder)[:16] for part, folder in folders.items() if folder.is_dir()}
+    return {part: model_digest(folder)[:16] for part, folder in folders.items() if folder.is_dir()}
 
 
 def _drawn(method: Method, acceptance: SyntheticAcceptance | None) -> dict[str, Any]:

@@ -11,19 +11,47 @@ Shape letters: B rows of a batch, N nodes of a draft, K positions.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from paradraft.bench.answer import Answer, Answerer
+from paradraft.bench.result import Answer, Answerer
 from paradraft.bench.roofline import models_of, passes_of
-from paradraft.bench.rounds import rounds
-from paradraft.core import ABSENT, Draft, Sampling, TargetOut, Verdict
-from paradraft.decode.sequential import VERIFY, Verify
+from paradraft.core import Draft, Step, TargetOut, Verdict
+from paradraft.decode.generation import Stops
+from paradraft.decode.sequential import VERIFY, Verify, decode
 from paradraft.decode.stats import Clock
 from paradraft.engine import Engine
 from paradraft.models.target import Target
-from paradraft.sampler import Sampler
+from paradraft.request import requests_of
+from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import Sampling
+from paradraft.tree import ABSENT
+
+
+def rounds(
+    engine: Engine, prompts: list[str], max_new_tokens: int, samplings: list[Sampling], verify: Verify, clock: Clock
+) -> Iterator[Step]:
+    """Answers one batch with the engine's target, drafter and lengths.
+
+    Args:
+        engine: how to draft.
+        prompts: texts.
+        max_new_tokens: tokens of each answer.
+        samplings: for each prompt.
+        verify: the rule, which need not be the engine's.
+        clock: takes the times.
+
+    Raises:
+        ValueError: a prompt and its answer do not fit into the model.
+    """
+    requests = requests_of(engine.target, prompts, max_new_tokens, samplings)
+    stops = Stops(limits=[max_new_tokens] * len(requests), eos_ids=frozenset())
+    prompt = engine.prompt([request.tokens for request in requests], tuple(samplings))
+    clock.skip()
+    return decode(engine.target, engine.drafter, prompt, verify, stops=stops, lengths=engine.lengths, clock=clock)
+
 
 LOSSLESS = False
 

@@ -18,9 +18,10 @@ from paradraft.cli.init_draft import init_draft
 from paradraft.cli.plan import plan
 from paradraft.cli.regenerate import regenerate
 from paradraft.cli.report import report
+from paradraft.cli.terminal import hide_progress_bars
 from paradraft.cli.train import pard
-from paradraft.out_of_memory import is_out_of_memory
-from paradraft.terminal import hide_progress_bars, speaks
+from paradraft.environment import speaks
+from paradraft.errors import is_out_of_memory
 
 INTERRUPTED = 130
 """What typer makes of Ctrl-C."""

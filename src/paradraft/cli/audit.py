@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paradraft.api import load
 from paradraft.cli import options
-from paradraft.cli.ignored import warn_ignored, without_chance, without_drafter
-from paradraft.core import Sampling
-from paradraft.output import check_outputs
+from paradraft.cli.options import warn_ignored, without_chance, without_drafter
+from paradraft.engine import load
+from paradraft.files import check_outputs
+from paradraft.sampling_params import Sampling
 
 
 def audit(
@@ -60,10 +60,10 @@ def audit(
     Says PASS, PASS UP TO NUMERICAL TIES, FAIL or INCONCLUSIVE; the exit code of the last two is 1. The last line is
     JSON.
     """
-    from paradraft.bench.audit import PASS, TIES, audit
-    from paradraft.bench.prompt_choice import held_out_prompts
-    from paradraft.bench.report import findings, write_json
-    from paradraft.machine import describe_machine
+    from paradraft.audit.audit import PASS, TIES, audit, findings
+    from paradraft.bench.setup import held_out_prompts
+    from paradraft.bench.summary import write_json
+    from paradraft.environment import describe_machine
 
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,16 +13,91 @@ import typer
 from rich.console import Console
 
 from paradraft.cli import options
-from paradraft.cli.bench_tasks import check_alone, questions_for, report_mean
-from paradraft.cli.ignored import warn_ignored, without_chance
-from paradraft.core import Sampling
+from paradraft.cli.options import warn_ignored, without_chance
+from paradraft.files import check_outputs
+from paradraft.models.loading import load_config, load_tokenizer, locate, room
+from paradraft.models.presets import is_shape
 from paradraft.models.runtime import Runtime
-from paradraft.models.shapes import is_shape
-from paradraft.output import check_outputs
+from paradraft.sampling_params import Sampling
 
 if TYPE_CHECKING:
-    from paradraft.bench.methods import Method
-    from paradraft.bench.questions import Questions
+    from paradraft.bench.spec import Method
+    from paradraft.bench.tasks import Questions
+
+
+def check_alone(names: str, target: str, prompts: Path | None, *, drawn: Sequence[Path | None]) -> None:
+    """Raises ValueError for what does not go together with tasks.
+
+    Args:
+        names: of the tasks.
+        target: whom they are asked.
+        prompts: a prompt file.
+        drawn: files and folders for what shows one task.
+    """
+    if prompts is not None:
+        raise ValueError(f"--prompts {prompts}: --task {names} has prompts of its own; give one or the other")
+    if is_shape(target):
+        raise ValueError(f"--task {names}: {target!r} reads no texts, its prompts are random: give --prompt-tokens")
+    if "," in names and any(drawn):
+        raise ValueError(f"--task {names}: --plot and --report show one task; name one, or use --json")
+
+
+def questions_for(
+    target: str,
+    names: str,
+    data: Sequence[str],
+    *,
+    number: int | None,
+    max_new_tokens: int | None,
+    system: str | None,
+    capacity: int | None,
+) -> list[Questions]:
+    """The questions of all tasks, chosen before any weights are loaded; says which of them are left out.
+
+    Raises:
+        ValueError: an unknown task or target, data that cannot be read, or too few questions.
+    """
+    from paradraft.bench.tasks import Questions, files_of, read_questions, tasks_of
+
+    tasks = tasks_of(names)
+    files = files_of(tasks, data)
+    folder = locate(target, "target")
+    config, tokenizer = load_config(folder), load_tokenizer(folder)
+    found = [
+        Questions.choose(
+            task,
+            read_questions(task, files.get(task.name)),
+            number,
+            max_new_tokens=max_new_tokens,
+            tokenizer=tokenizer,
+            system=system,
+            capacity=room(config, capacity),
+        )
+        for task in tasks
+    ]
+    for warning in filter(None, (one.warning() for one in found)):
+        print(f"warning: {warning}", file=sys.stderr)
+    return found
+
+
+def report_mean(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Prints what several tasks have in common, and gives what their file holds of it.
+
+    Args:
+        results: of each task.
+
+    Returns:
+        What the file holds: the title, the result of each task, and the mean; and the summaries alone.
+    """
+    from paradraft.bench.summary import marked, mean_of, mean_table
+
+    arguments = next(iter(results.values()))["arguments"]
+    title = marked(f"{', '.join(results)}: {arguments['target']}", arguments)
+    summaries = {name: result["methods"] for name, result in results.items()}
+    mean = mean_of(summaries)
+    Console().print(mean_table(summaries, mean, title))
+    return {"title": title, "tasks": results, "mean": mean}, {**summaries, "mean": mean}
+
 
 DEFAULTS = {
     "k": "k",
@@ -117,17 +193,15 @@ def bench(
     page_folder: Annotated[Path | None, typer.Option("--report", help="Write an HTML page into this folder.")] = None,
 ) -> None:
     """Compare methods on the same prompts, interleaved. The last line of the output is JSON."""
-    from paradraft.bench.benchmark import Benchmark
-    from paradraft.bench.methods import Method
-    from paradraft.bench.page import check_folder, write_page
-    from paradraft.bench.peers import is_vllm
+    from paradraft.bench.baselines import is_vllm
+    from paradraft.bench.baselines.vllm import without_vllm
+    from paradraft.bench.page.page import check_folder, write_page
     from paradraft.bench.plot import plot
-    from paradraft.bench.prompt_choice import prompts_for
-    from paradraft.bench.report import write_json
     from paradraft.bench.run import run_benchmark
+    from paradraft.bench.setup import Work, prompts_for
+    from paradraft.bench.spec import Benchmark, Method
+    from paradraft.bench.summary import write_json
     from paradraft.bench.synthetic import SyntheticAcceptance
-    from paradraft.bench.vllm_methods import without_vllm
-    from paradraft.bench.work import Work
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     specs = _with_batches([spec.strip() for spec in methods.split(",")], batch_sizes)
@@ -209,7 +283,7 @@ def _show(results: dict[str, dict[str, Any]], console: Console) -> tuple[dict[st
         What the file holds, with the title; and the summary, that of each task and their mean if there are several.
     """
     from paradraft.bench.profile import profile_table
-    from paradraft.bench.report import notes, table, title_of
+    from paradraft.bench.summary import notes, table, title_of
 
     titled = {name: {"title": title_of(one), **one} for name, one in results.items()}
     for one in titled.values():

@@ -10,13 +10,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paradraft.api import load
 from paradraft.cli import options
-from paradraft.cli.ignored import warn_ignored, without_chance, without_drafter
-from paradraft.core import Sampling
-from paradraft.engine import Result
-from paradraft.prompts import read_prompts
-from paradraft.terminal import stream_answer
+from paradraft.cli.options import warn_ignored, without_chance, without_drafter
+from paradraft.cli.terminal import stream_answer
+from paradraft.data.records import read_prompts
+from paradraft.engine import Result, load
+from paradraft.sampling_params import Sampling
 
 
 def generate(

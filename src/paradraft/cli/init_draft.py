@@ -12,8 +12,8 @@ from paradraft.cli import options
 from paradraft.models.runtime import DTYPES
 
 if TYPE_CHECKING:
-    from paradraft.train.new_draft import NewDraft
-    from paradraft.train.origin import Cut, Fresh, Sibling
+    from paradraft.train.init_draft import NewDraft
+    from paradraft.train.init_from import Cut, Fresh, Sibling
 
 
 def init_draft(
@@ -53,7 +53,7 @@ def init_draft(
 
     Its tokenizer is the target's, and so is the number of rows of its embedding.
     """
-    from paradraft.train.new_draft import make
+    from paradraft.train.init_draft import make
 
     origin = _origin(
         fresh, source, layers=layers, every=every, hidden_size=hidden_size, intermediate_size=intermediate_size,
@@ -66,7 +66,7 @@ def init_draft(
 
 def _origin(fresh: bool, source: str | None, **settings: int | None) -> Cut | Fresh | Sibling:
     """Where the options say that the draft comes from; one that would be ignored is a mistake."""
-    from paradraft.train.origin import Cut, Fresh, Sibling
+    from paradraft.train.init_from import Cut, Fresh, Sibling
 
     given = {name: value for name, value in settings.items() if value is not None}
     options = {name: f"--{name.replace('_', '-')}" for name in given} | ({} if source is None else {"source": "--from"})
@@ -88,7 +88,7 @@ def _origin(fresh: bool, source: str | None, **settings: int | None) -> Cut | Fr
 
 def _report(target: str, out: Path, origin: Cut | Fresh | Sibling, made: NewDraft) -> list[str]:
     """What was made, and what to do next."""
-    from paradraft.train.origin import Fresh, Sibling
+    from paradraft.train.init_from import Fresh, Sibling
 
     match origin:
         case Sibling():

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 
 from paradraft.cli import options
-from paradraft.cli.ignored import warn_ignored, without_chance
-from paradraft.core import Sampling
+from paradraft.cli.options import warn_ignored, without_chance
+from paradraft.files import check_outputs
 from paradraft.models.runtime import Runtime
-from paradraft.output import check_outputs
+from paradraft.sampling_params import Sampling
 
 MOST = 4096
 """Largest number that a list of lengths, budgets or batch sizes may have."""
@@ -78,14 +78,14 @@ def plan(
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
 ) -> None:
     """Choose how many tokens to draft at each batch size. The last line of the output is JSON."""
-    from paradraft.bench.acceptance import PARTS, asked_of
-    from paradraft.bench.plan import DRAFT, run_plan
-    from paradraft.bench.plan_report import plot, table
-    from paradraft.bench.plan_task import Task, doubts, known_of, ways_of
-    from paradraft.bench.prompt_choice import held_out_prompts
-    from paradraft.bench.report import marked, write_json
     from paradraft.bench.result_file import read_result_file
-    from paradraft.bench.schedule import lines
+    from paradraft.bench.setup import held_out_prompts
+    from paradraft.bench.summary import marked, write_json
+    from paradraft.export.engines import lines
+    from paradraft.plan.acceptance import PARTS, asked_of
+    from paradraft.plan.plan import DRAFT, run_plan
+    from paradraft.plan.report import plot, table
+    from paradraft.plan.task import Task, doubts, known_of, ways_of
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     found = None if acceptance is None else (read_result_file(acceptance, PARTS), acceptance.name)

@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import progress as bars
 from rich.console import Console
 
-from paradraft.api import drafter_names, load
 from paradraft.cli import options
-from paradraft.cli.ignored import given, warn_ignored, without_chance, without_drafter
-from paradraft.core import Sampling
-from paradraft.json_object import read_object
-from paradraft.output import check_outputs
+from paradraft.cli.options import given, warn_ignored, without_chance, without_drafter
+from paradraft.data.records import read_object
+from paradraft.data.regenerate import Progress
+from paradraft.drafters import drafter_names
+from paradraft.engine import load
+from paradraft.files import check_outputs
+from paradraft.sampling_params import Sampling
 
 if TYPE_CHECKING:
-    from paradraft.train.regenerate import Progress
+    from paradraft.data.regenerate import Progress
+
+EVERY_S = 10.0
+"""Seconds between two lines where there is no terminal."""
+
+
+@contextmanager
+def shown(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """Gives a report for `regenerate`: a bar on a terminal, elsewhere a line now and then."""
+    if console.is_terminal:
+        with bars.Progress(bars.BarColumn(), bars.TextColumn("{task.description}"), console=console) as bar:
+            task = bar.add_task("")
+            yield lambda progress: bar.update(
+                task, total=progress.total, completed=progress.total - progress.missing, description=line_of(progress)
+            )
+        return
+    last_s = -math.inf
+
+    def report(progress: Progress) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= EVERY_S:
+            last_s = time.monotonic()
+            console.print(line_of(progress), soft_wrap=True)
+
+    yield report
+
+
+def line_of(progress: Progress) -> str:
+    """Done, speed, and time left."""
+    parts = [f"{progress.total - progress.missing}/{progress.total} answers"]
+    elapsed_s = time.monotonic() - progress.started_s
+    if progress.written and elapsed_s > 0:
+        left_s = elapsed_s / progress.written * (progress.missing - len(progress.failed))
+        parts += [f"{progress.tokens / elapsed_s:.0f} tokens/s", f"{timedelta(seconds=round(left_s))} left"]
+    if progress.failed:
+        parts.append(f"{len(progress.failed)} failed")
+    return "  ".join(parts)
+
 
 HERE = ("drafter", "draft", "k", "tree_budget", "lengths", "batch_size", "device", "dtype", "compile", "capacity")
 THERE = ("model", "concurrency", "retries", "timeout", "api_key_env", "request_fields")
@@ -87,10 +132,10 @@ def regenerate(
     whatever the drafter, the batch size, or how often the run was stopped. If a prompt gets no answer, the
     exit code is 1, and the same command asks for it again.
     """
-    from paradraft.train.display import shown
-    from paradraft.train.questions import read_questions
-    from paradraft.train.record import check_columns
-    from paradraft.train.regenerate import Answerer, regenerate
+    from paradraft.cli.regenerate import shown
+    from paradraft.data.questions import read_questions
+    from paradraft.data.records import check_columns
+    from paradraft.data.regenerate import Answerer, regenerate
 
     if (target is None) == (endpoint is None):
         raise ValueError("give either --target (a model to run here) or --endpoint (a server's address)")
@@ -107,7 +152,7 @@ def regenerate(
     variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
     answerer: Answerer
     if target is not None:
-        from paradraft.train.in_process import InProcess
+        from paradraft.data.local import InProcess
 
         tree = options.tree_of(tree_budget, None)
         runtime = options.runtime_of(device, dtype, compile, capacity, k=k, tree=tree)
@@ -117,7 +162,7 @@ def regenerate(
             chat_template_kwargs=variables,
         )  # fmt: skip
     else:
-        from paradraft.train.endpoint import Endpoint
+        from paradraft.data.endpoint import Endpoint
 
         assert endpoint is not None
         if model is None:

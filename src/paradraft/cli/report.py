@@ -24,11 +24,11 @@ def report(
     """Show a result of paradraft bench again: as an HTML page, as a picture, or without either as the table."""
     from rich.console import Console
 
-    from paradraft.bench.page import check_folder, read_result, write_page
+    from paradraft.bench.page.page import check_folder, read_result, write_page
     from paradraft.bench.plot import plot
-    from paradraft.bench.report import notes, table, title_of
     from paradraft.bench.result_file import selected
-    from paradraft.output import check_outputs
+    from paradraft.bench.summary import notes, table, title_of
+    from paradraft.files import check_outputs
 
     check_folder(out)
     check_outputs(plot_file)

@@ -1,4 +1,4 @@
-"""`paradraft train`."""
+"""`paradraft train`: runs a recipe with live progress on the terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,102 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from paradraft.environment import speaks
+from paradraft.train.checkpoint import STATE
+from paradraft.train.launch import CHECKPOINT, train_pard
+from paradraft.train.progress import Evaluation, Progress, Report
+from paradraft.train.recipe import PardRecipe
+from paradraft.train.stopping import StoppedError
+
+
+def run_with_display(recipe: PardRecipe) -> None:
+    """Trains, showing loss, per-depth accuracy and time left; says so if it was done before.
+
+    On a terminal one table is kept up to date; elsewhere every report is a line.
+
+    Raises:
+        ValueError, OSError, StoppedError: see `train_pard`.
+    """
+    console = Console(highlight=False, quiet=not speaks())
+    try:
+        if console.is_terminal:
+            with Live(console=console, auto_refresh=False) as live:
+                is_new = train_pard(recipe, _Screen(live).show)
+        else:
+            is_new = train_pard(recipe, lambda report: console.print(_line(report), soft_wrap=True))
+    except StoppedError as stop:
+        console.print(
+            f"stopped after step {stop.step} of {stop.steps}, with a checkpoint in {recipe.out / CHECKPOINT}: the same "
+            "command goes on from there",
+            soft_wrap=True,
+        )
+        raise
+    except KeyboardInterrupt:
+        folder = recipe.out / CHECKPOINT
+        saved = (
+            f"goes on from the last checkpoint in {folder}"
+            if any(folder.glob(f"step-*/{STATE}"))
+            else "starts again: no checkpoint yet"
+        )
+        console.print(f"stopped; the same command {saved}", soft_wrap=True)
+        raise
+    said = (
+        f"drafter written to {recipe.out}" if is_new else f"{recipe.out} is already trained; delete it to train again"
+    )
+    console.print(said, soft_wrap=True)
+
+
+def _line(report: Report) -> str:
+    accuracy = " ".join(f"{share:.2f}" for share in report.accuracy)
+    if isinstance(report, Evaluation):
+        length = report.acceptance_length
+        said = "" if length is None else f"  {length:.2f} tokens per target pass"
+        best = "  (best so far)" if report.is_best else ""
+        return f"step {report.step}: held-out loss {report.loss:.3f}  accuracy by depth {accuracy}{said}{best}"
+    norm = "" if report.grad_norm is None else f"gradient norm {report.grad_norm:.1f}  "
+    return (
+        f"step {report.step}/{report.steps}  loss {report.loss:.3f}  accuracy by depth {accuracy}  {norm}"
+        f"{report.rows_per_s:.0f} rows/s  {_minutes(report.left_s)} left"
+    )
+
+
+class _Screen:
+    """One table, kept up to date: the last report and the last evaluation."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._progress: Progress | None = None
+        self._evaluation: Evaluation | None = None
+
+    def show(self, report: Report) -> None:
+        if isinstance(report, Evaluation):
+            self._evaluation = report
+        else:
+            self._progress = report
+        self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> Table:
+        table = Table()
+        shown = [report for report in (self._progress, self._evaluation) if report is not None]
+        for name in ("", "loss", *(f"depth {depth}" for depth in range(len(shown[0].accuracy))), "tokens per pass"):
+            table.add_column(name, justify="right")
+        if (progress := self._progress) is not None:
+            table.title = f"step {progress.step}/{progress.steps} · {_minutes(progress.left_s)} left"
+            table.add_row("training", f"{progress.loss:.3f}", *(f"{share:.0%}" for share in progress.accuracy))
+        if (held_out := self._evaluation) is not None:
+            length = "" if held_out.acceptance_length is None else f"{held_out.acceptance_length:.2f}"
+            accuracy = (f"{share:.0%}" for share in held_out.accuracy)
+            table.add_row(f"held out, step {held_out.step}", f"{held_out.loss:.3f}", *accuracy, length)
+        return table
+
+
+def _minutes(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
 
 
 def _list_settings(wanted: bool) -> None:
@@ -36,8 +132,8 @@ def pard(
     Ctrl-C and SIGTERM write a checkpoint after the current step and leave, with exit code 130 or 143; a second Ctrl-C
     leaves at once.
     """
+    from paradraft.cli.train import run_with_display
     from paradraft.train.recipe_file import load_recipe
-    from paradraft.train.run import run_with_display
     from paradraft.train.stopping import StoppedError
 
     try:

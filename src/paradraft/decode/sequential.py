@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from paradraft.core import Draft, Drafter, Prompt, Step, TargetOut, Verdict
-from paradraft.decode.lengths import LengthPolicy
+from paradraft.decode.draft_length import LengthPolicy
+from paradraft.decode.generation import Stops
 from paradraft.decode.stats import Clock
-from paradraft.decode.stops import Stops
 from paradraft.models.target import Target
-from paradraft.sampler import Sampler
+from paradraft.sampling.sampler import Sampler
 from paradraft.verify import match, rejection
 
 Verify = Callable[[Draft, TargetOut, Sampler], Verdict]

@@ -1,19 +1,69 @@
 """Counts and times of one decoded batch.
 
-Acceptance length is emitted tokens per target pass: the target's own token of each round counts,
-tokens cut at a stop do not. Prefill and the drafter's first pass are part of the times.
+Acceptance length is emitted tokens per target pass: the target's own token of each round counts, tokens cut at a stop
+do not. Prefill and the drafter's first pass are part of the times. On a GPU, times are taken from events in its work,
+so that it is not waited for.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from paradraft.core import Step
-from paradraft.decode.marks import HostMarks, Marks, marks_on
+
+
+class Marks(Protocol):
+    """Sets marks, and says how much time lies between two."""
+
+    def mark(self) -> Any:
+        """A mark behind everything that has been asked for so far."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """The time from one mark to a later one; waits until the later one is reached."""
+
+
+class HostMarks:
+    """On the host, which is where a CPU works."""
+
+    def mark(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """The time between two marks."""
+        return end - start
+
+
+class GpuMarks:
+    """In the work of a GPU: a mark is reached when it has done all that was asked for before.
+
+    Args:
+        device: which GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        """A mark behind all that this GPU was asked for."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """The time between two marks; waits for the later one."""
+        end.synchronize()
+        return start.elapsed_time(end) / 1000.0
+
+
+def marks_on(device: torch.device) -> Marks:
+    """The marks for what a device does."""
+    return GpuMarks(device) if device.type == "cuda" else HostMarks()
 
 
 @dataclass(frozen=True, kw_only=True)

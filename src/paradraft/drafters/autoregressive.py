@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from paradraft import ragged
-from paradraft.core import Draft, Prompt, TargetOut, Tree, Verdict
-from paradraft.drafting import assemble, candidates_needed
+from paradraft.core import Draft, Prompt, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_draft_lm, locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.sampler import Candidates, Sampler, joined
-from paradraft.upload import upload
+from paradraft.ragged import upload
+from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)

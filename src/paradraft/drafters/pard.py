@@ -17,15 +17,16 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from paradraft import ragged
-from paradraft.core import Draft, Prompt, TargetOut, Tree, Verdict
-from paradraft.drafting import assemble, candidates_needed
+from paradraft.core import Draft, Prompt, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_draft_lm, locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.models.texts import text_of
-from paradraft.sampler import Sampler
-from paradraft.upload import upload
+from paradraft.models.tokenization import text_of
+from paradraft.ragged import upload
+from paradraft.sampling.candidates import assemble, candidates_needed
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import Tree
 
 CONFIG_KEYS = ("pard_token", "mask_token_id", "spd_type", "pard_masks")
 """What the config of a trained PARD model has and that of an ordinary one has not; `pard_masks` is read here only."""

@@ -1,30 +1,48 @@
 """A Hugging Face causal LM that reads several tokens per row in one pass and can go back.
 
-On CPUs the forward pass is one in C++, built once for all models (`native/`). Where that does not serve, torch
-computes it (`torch_pass.py`). Prompts are read by the same pass. Attention reads the used part of the cache only.
+On CPUs the forward pass is one in C++, built once for all models (`forward/cpu`). Where that does not serve, torch
+computes it (`forward/eager.py`). Prompts are read by the same pass. Attention reads the used part of the cache only.
 
-Shape letters: B rows of a batch, N tokens of a pass, R rows whose logits are wanted, V vocabulary.
+Shape letters: B rows of a batch, N tokens of a pass, R tokens whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paradraft.core import ABSENT, Prompt, parents_of_chains
-from paradraft.models import kv_cache, replay
+from paradraft.core import Prompt
+from paradraft.models import kv_cache
 from paradraft.models.architecture import check_architecture
-from paradraft.models.native.build import CannotBuildError
-from paradraft.models.native.forward import NativePass, can_serve
-from paradraft.models.passes import Pass
-from paradraft.models.torch_pass import BUCKET, TorchPass
-from paradraft.ragged import from_lists
-from paradraft.tree import depths
-from paradraft.upload import upload
+from paradraft.models.forward.cpu.build import CannotBuildError
+from paradraft.models.forward.cpu.model import NativePass, can_serve
+from paradraft.models.forward.cuda_graphs import graph_size
+from paradraft.models.forward.eager import BUCKET, TorchPass
+from paradraft.ragged import from_lists, upload
+from paradraft.tree import ABSENT, depths, parents_of_chains
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One pass of a causal LM over a batch.
+
+    Args:
+        rows: texts of the batch.
+        tokens: new tokens of each.
+        logits: tokens of each whose logits are wanted; 0 while a prompt is read.
+        context: tokens that the longest row had before.
+    """
+
+    rows: int
+    tokens: int
+    logits: int
+    context: int
+
 
 PREFILL_CHUNK = 256
 
@@ -70,7 +88,7 @@ class CausalLM:
         self.capacity = capacity or most
         self.width = max(width, pad_to, 2)
         self.device = model.device
-        self._slots = -(-(self.capacity + replay.filled(self.width)) // BUCKET) * BUCKET
+        self._slots = -(-(self.capacity + graph_size(self.width)) // BUCKET) * BUCKET
         self._compute = (None if compiled is False else _native_pass(model, self._slots)) or TorchPass(
             model, self._slots, compiled=compiled is True, cuda_graphs=cuda_graphs, pad_to=pad_to
         )

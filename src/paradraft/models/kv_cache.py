@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PretrainedConfig
 
-from paradraft.core import ABSENT
+from paradraft.tree import ABSENT
 
 Storage = list[tuple[Tensor, Tensor]]
 """For each layer its keys and its values, both `[B, C, H, D]`. One tensor each, so that a compiled

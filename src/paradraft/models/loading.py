@@ -25,14 +25,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from paradraft.errors import is_out_of_memory
 from paradraft.models.architecture import check_architecture
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.generation import complaint, end_ids, suppressed_ids
-from paradraft.models.quantization import quantize
-from paradraft.models.runtime import QUANTIZED, Runtime
-from paradraft.models.shapes import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
+from paradraft.models.presets import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
+from paradraft.models.runtime import QUANTIZED, Runtime, quantize
 from paradraft.models.target import Target
-from paradraft.out_of_memory import is_out_of_memory
 
 POCKET = "pocket"
 ATTENTION = "sdpa"

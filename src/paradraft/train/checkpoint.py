@@ -17,20 +17,44 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.train import contents
+from paradraft.digests import file_digest
 from paradraft.train.disk import sync, sync_entries
-from paradraft.train.learnt import Learnt
-from paradraft.train.progress import Sums
-from paradraft.train.standing import Standing, Worth
+from paradraft.train.progress import Standing, Sums, Worth
+from paradraft.train.provenance import Learnt
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of a folder, which need not exist.
+
+    The lock is `<folder>.lock` beside it; the file stays, the lock goes with the process that holds it.
+
+    Raises:
+        ValueError: another run is in it.
+    """
+    folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(f"{folder.name}.lock"), blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"{folder} is in use by another run: wait for it, or choose another `out`") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
 
 STATE = "run.json"
 """Inside a checkpoint: which run and how far, and digests."""
@@ -138,7 +162,7 @@ class Checkpoints:
                 # A run that was stopped while it put the result in its place has moved some files already.
                 file = self.folder.parent.joinpath(*Path(name).parts[1:])
             try:
-                found = contents.of_file(file)
+                found = file_digest(file)
             except FileNotFoundError:
                 raise _DamagedError(f"{self.folder / name} is missing") from None
             except OSError as error:
@@ -173,10 +197,10 @@ class Checkpoints:
 
     def _seal(self, new: Path, place: Path, state: State) -> None:
         """Writes the state and the digests, forces all of it to the disk, and gives the checkpoint its name."""
-        digests = {f"{place.name}/{file.relative_to(new).as_posix()}": contents.of_file(file) for file in _files(new)}
+        digests = {f"{place.name}/{file.relative_to(new).as_posix()}": file_digest(file) for file in _files(new)}
         if state.standing.best is not None:
             drafter = self.drafter(state.standing.best.step)
-            digests |= {file.relative_to(self.folder).as_posix(): contents.of_file(file) for file in _files(drafter)}
+            digests |= {file.relative_to(self.folder).as_posix(): file_digest(file) for file in _files(drafter)}
         written = _Written(state=state, digests=digests)
         (new / STATE).write_text(json.dumps(asdict(written)), encoding="utf-8")
         sync(new)

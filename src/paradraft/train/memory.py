@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from paradraft.models.kv_cache import head_size
 from paradraft.models.loading import load_skeleton, locate
 from paradraft.models.runtime import computes_bf16
-from paradraft.train.attention import FLEX
 from paradraft.train.pard import LOGITS
 from paradraft.train.recipe import PardRecipe
+from paradraft.train.rows import FLEX
 from paradraft.train.teacher import teacher_folder
 
 

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.drafters.pard import check_ends_nothing, declare_masks, declared_mask_id
-from paradraft.models.texts import text_of
-from paradraft.train.attention import attention_mask
+from paradraft.models.tokenization import text_of
 from paradraft.train.batch import Batch
 from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence
+from paradraft.train.rows import attention_mask
 from paradraft.train.teacher import Teacher
 from paradraft.train.vocabulary import end_ids, free_id, resize, set_to_mean, used_rows
 

@@ -1,13 +1,18 @@
-"""What a training run says of itself every few steps."""
+"""What a training run reports every few steps, the best drafter so far, and the trackers that are told."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import is_mlflow_available, is_tensorboard_available, is_trackio_available, is_wandb_available
 from torch import Tensor
+
+from paradraft.train.recipe import PardRecipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,3 +142,90 @@ class Meter:
 def shares(right_K: Tensor, labels_K: Tensor) -> tuple[float, ...]:
     """Of the rows of each depth, the share that was right; 0 where there are none."""
     return tuple((right_K.cpu() / labels_K.cpu().clamp(min=1)).tolist())
+
+
+PROJECT = "paradraft"
+INSTALLED = {
+    "tensorboard": is_tensorboard_available,
+    "wandb": is_wandb_available,
+    "mlflow": is_mlflow_available,
+    "trackio": is_trackio_available,
+}
+"""What says whether a tracker is there."""
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raises ValueError if a tracker is not there; accelerate only warns."""
+    missing = [name for name in names if not INSTALLED[name]()]
+    if missing:
+        raise ValueError(f"report_to: {missing[0]} is not installed, pip install {missing[0]}")
+
+
+def start(accelerator: Accelerator, recipe: PardRecipe) -> None:
+    """Tells the recipe's trackers that a run begins."""
+    if recipe.report_to:
+        accelerator.init_trackers(PROJECT, config={"out": str(recipe.out), "fingerprint": recipe.fingerprint})
+
+
+def figures(report: Report) -> dict[str, float]:
+    """A report as trackers want it."""
+    prefix = "held_out/" if isinstance(report, Evaluation) else "train/"
+    found = {f"{prefix}loss": report.loss}
+    found |= {f"{prefix}accuracy_{depth}": share for depth, share in enumerate(report.accuracy)}
+    if isinstance(report, Evaluation) and report.acceptance_length is not None:
+        found["held_out/acceptance_length"] = report.acceptance_length
+    if isinstance(report, Progress) and report.grad_norm is not None:
+        found["train/grad_norm"] = report.grad_norm
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worth:
+    """What a drafter is worth: the larger acceptance length wins, and of equal lengths the smaller loss.
+
+    Args:
+        step: steps that were done when it was measured.
+        acceptance_length: tokens per target pass; None without a target.
+        held_out_loss: mean loss on held-out samples.
+
+    Example:
+        >>> first = Worth(step=1, acceptance_length=2.5, held_out_loss=1.0)
+        >>> first < Worth(step=2, acceptance_length=3.0, held_out_loss=4.0)
+        True
+        >>> first < Worth(step=2, acceptance_length=2.5, held_out_loss=0.9)
+        True
+    """
+
+    step: int
+    acceptance_length: float | None
+    held_out_loss: float
+
+    def __lt__(self, other: Worth) -> bool:
+        return self._rank < other._rank
+
+    @property
+    def _rank(self) -> tuple[float, float]:
+        return self.acceptance_length or 0.0, -self.held_out_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """The best drafter of a run so far.
+
+    Args:
+        best: what it is worth; None before the first evaluation.
+        stale: evaluations since then, none of them better.
+    """
+
+    best: Worth | None = None
+    stale: int = 0
+
+    def after(self, worth: Worth) -> Standing:
+        """How the run stands after one more evaluation."""
+        if self.best is None or self.best < worth:
+            return Standing(best=worth)
+        return replace(self, stale=self.stale + 1)
+
+    def is_over(self, patience: int | None) -> bool:
+        """Whether a run with this patience stops here."""
+        return patience is not None and self.stale >= patience

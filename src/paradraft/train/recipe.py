@@ -1,21 +1,27 @@
-"""A recipe: everything that decides one training run."""
+"""A recipe: everything that decides one training run.
+
+A recipe that contradicts itself is refused. One that configures a part which is switched off runs, with a warning, so
+that a published recipe can be tried with `k=1` or `optimizer=adamw`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
+from paradraft.data.dataset import Long
+from paradraft.data.records import check_columns
+from paradraft.digests import file_digest, model_digest
 from paradraft.models.loading import POCKET, pocket_folder
-from paradraft.train import contents
-from paradraft.train.data import Long
 from paradraft.train.losses import Divergence, Reduction
 from paradraft.train.optimizers import Schedule
-from paradraft.train.record import check_columns
 
 Loss = Literal["cross_entropy", Divergence]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -228,7 +234,7 @@ class PardRecipe(BaseModel):
     @cached_property
     def data_hashes(self) -> dict[str, str]:
         """SHA-256 of every local file of the data, by its name."""
-        return {str(file): contents.of_file(file) for file in self.data if file.is_file()}
+        return {str(file): file_digest(file) for file in self.data if file.is_file()}
 
     @cached_property
     def model_hashes(self) -> dict[str, str]:
@@ -238,4 +244,66 @@ class PardRecipe(BaseModel):
             for role in POCKET_ROLES
             if (name := getattr(self, role)) is not None
         }
-        return {role: contents.of_model(folder) for role, folder in folders.items() if folder.is_dir()}
+        return {role: model_digest(folder) for role, folder in folders.items() if folder.is_dir()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a run that can be switched off.
+
+    Args:
+        settings: what only this part reads.
+        wanted: what switches it on.
+        is_on: whether it is, in a recipe.
+    """
+
+    settings: tuple[str, ...]
+    wanted: str
+    is_on: Callable[[PardRecipe], bool]
+
+
+PARTS = (
+    Part(settings=("muon_lr",), wanted="optimizer=muon", is_on=lambda recipe: recipe.optimizer == "muon"),
+    Part(
+        settings=("r", "r_min", "mask_token_id", "distinct_masks", "depth_weights"),
+        wanted="k=2 or more",
+        is_on=lambda recipe: recipe.k > 1,
+    ),
+    Part(
+        settings=("prompts", "prompt_tokens", "answer_tokens"),
+        wanted="a target or a teacher",
+        is_on=lambda recipe: recipe.target is not None or recipe.teacher is not None,
+    ),
+    Part(
+        settings=("pack",),
+        wanted="samples_per_pass=2 or more",
+        is_on=lambda recipe: (recipe.samples_per_pass or recipe.samples_per_step) > 1,
+    ),
+)
+
+
+def complaints(recipe: PardRecipe, *, steps: int) -> list[str]:
+    """One line for each setting that has nothing to act on.
+
+    Args:
+        recipe: only what it was given counts, and was not switched off by hand.
+        steps: optimizer steps of the whole run.
+
+    Example:
+        >>> settings = {"model": "m", "data": ["d"], "out": "o", "steps": 9, "warmup_steps": 9}
+        >>> for line in complaints(PardRecipe(**settings, k=1, r=0.5, distinct_masks=False), steps=9):
+        ...     print(line)
+        r=0.5 is ignored without k=2 or more
+        warmup_steps=9: the run has 9 steps, so the learning rate never falls
+    """
+    found = [
+        f"{name}={value} is ignored without {part.wanted}"
+        for part in PARTS
+        if not part.is_on(recipe)
+        for name in part.settings
+        if name in recipe.model_fields_set and not ((value := getattr(recipe, name)) is None or value is False)
+    ]
+    warmup = recipe.warmup_steps
+    if "warmup_steps" in recipe.model_fields_set and warmup >= steps and recipe.schedule != "constant":
+        found.append(f"warmup_steps={warmup}: the run has {steps} steps, so the learning rate never falls")
+    return found

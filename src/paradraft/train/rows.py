@@ -1,10 +1,14 @@
-"""Training rows of parallel drafters, and which row may attend to which.
+"""Training rows of parallel drafters, which row may attend to which, and COD, which drops most of them.
 
-A sample of tokens becomes rows (position, depth). A row of depth 0 is the real token at its
-position. A row of depth i is the mask token at its position, i steps behind its *anchor*, the last
-real token it sees: anchor = position - depth. Every row predicts the token after its position. In
-PARD a chain of rows with one anchor is what a draft pass looks like after that anchor
-(An et al. 2025, section 3.2.1 and Fig. 4); ParallelSpec and PPD share the rule.
+A sample of tokens becomes rows (position, depth). A row of depth 0 is the real token at its position. A row of depth
+i is the mask token at its position, i steps after its *anchor*, the last real token it sees: anchor = position -
+depth. Every row predicts the token after its position. In PARD a chain of rows with one anchor is what a draft pass
+looks like after that anchor (An et al. 2025, section 3.2.1 and Fig. 4); ParallelSpec and PPD share the rule.
+
+All rows of K depths would be K times the tokens. Later depths matter less, so COD (conditional drop, section 3.2.2,
+Alg. 1) keeps only N * max(r^i, r_min) rows of depth i (Eq. 9-11; the paper counts depths from 1, we from 0). A row is
+kept only if the row before it in its chain, (position - 1, depth - 1), was kept: then every kept row finds all its
+keys.
 
 Shape letters: R rows; `…` stands for no axis or one for the batch.
 """
@@ -16,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import PreTrainedModel
 
 FILLING = -1
 """The document of rows that only fill a batch up."""
@@ -90,4 +96,68 @@ def mask_function(rows: Rows) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tens
         own = position[batch, query] - depth[batch, query], depth[batch, query], document[batch, query]
         return may_attend(*own, position[batch, key], depth[batch, key], document[batch, key])
 
+    return sees
+
+
+def conditional_drop(
+    n: int, *, k: int, r: float, r_min: float, generator: torch.Generator, may_draft: Tensor | None = None
+) -> Rows:
+    """Draws the rows of a sample.
+
+    Args:
+        n: positions that have a next token to predict, at least 1.
+        k: depths, 0 to k - 1; as many tokens as a draft pass predicts.
+        r: share of rows that each depth keeps of the one before, in (0, 1].
+        r_min: least share that a depth keeps of the positions that masks may stand behind, in [0, 1].
+        generator: source of the random choice.
+        may_draft: `[n]` whether masks may stand behind each position; everywhere by default. Only the
+            positions before an answer's tokens need them: nothing is drafted inside a prompt.
+
+    Returns:
+        Rows ordered by depth, then position.
+
+    Worked example: 8 positions, 3 depths, r = 0.5. Depth 0 keeps all 8, depth 1 keeps 4 of the 7
+    rows that stand behind a kept one, depth 2 keeps 2 of those that stand behind these 4.
+
+    >>> rows = conditional_drop(8, k=3, r=0.5, r_min=0.2, generator=torch.Generator().manual_seed(0))
+    >>> rows.position[rows.depth == 0].tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    >>> rows.position[rows.depth == 1].tolist(), rows.position[rows.depth == 2].tolist()
+    ([1, 4, 5, 6], [6, 7])
+    """
+    position = torch.arange(n)
+    positions, depths = [position], [torch.zeros_like(position)]
+    if may_draft is not None:
+        position = position[may_draft]
+    anchors = len(position)
+    for depth in range(1, k):
+        candidates = position[position + 1 < n] + 1
+        kept = min(len(candidates), round(anchors * max(r**depth, r_min)))
+        choice = torch.randperm(len(candidates), generator=generator)[:kept].sort().values
+        position = candidates[choice]
+        positions.append(position)
+        depths.append(torch.full_like(position, depth))
+    return Rows.of_sample(torch.cat(positions), torch.cat(depths))
+
+
+FLEX = "flex_attention"
+"""The implementation that skips whole blocks of rows which see nothing of each other. On a CPU it has no backward
+pass; SDPA with a dense mask is its twin there."""
+
+
+def attention_mask(rows: Rows, model: PreTrainedModel) -> Tensor | BlockMask:
+    """The mask of a pass over rows `[S, R]`.
+
+    Returns:
+        A block mask for flex_attention; else `[S, 1, R, R]`: booleans for SDPA, numbers that are
+        added to the scores for eager attention.
+    """
+    implementation = model.config._attn_implementation
+    if implementation == FLEX:
+        S, R = rows.position.shape
+        return create_block_mask(mask_function(rows), S, None, R, R, device=rows.position.device)
+    sees = attention_rule(rows)[:, None]
+    if implementation == "eager":
+        # Booleans would be taken for 0 and 1.
+        return torch.zeros_like(sees, dtype=model.dtype).masked_fill(~sees, torch.finfo(model.dtype).min)
     return sees

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from paradraft.terminal import speaks
+from paradraft.environment import speaks
 
 ASKED_BY = (signal.SIGINT, signal.SIGTERM)
 

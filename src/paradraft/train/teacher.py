@@ -19,10 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.models.loading import load_model, load_tokenizer, locate
 from paradraft.models.runtime import Runtime
-from paradraft.train.attention import attention_mask
 from paradraft.train.batch import Texts
 from paradraft.train.losses import IMPOSSIBLE
-from paradraft.train.rows import Rows
+from paradraft.train.rows import Rows, attention_mask
 from paradraft.train.vocabulary import check_rows, of_one_family
 
 

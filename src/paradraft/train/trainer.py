@@ -1,137 +1,311 @@
-"""From a recipe to a drafter folder; can be stopped and goes on where it was.
+"""The training loop: from the last checkpoint to the finished drafter.
 
-Devices and processes are accelerate's: start it with `accelerate launch` or `torchrun` for more than one.
+What a step sees is a function of (seed, step), so a resumed run takes the same steps as one that was never stopped;
+and every sum is over the samples of all processes, so several processes take the same steps as one.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from contextlib import ExitStack
-from datetime import date
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 
-from paradraft.train import provenance, trackers
-from paradraft.train.checkpoint import Checkpoints, State
-from paradraft.train.disk import estimate, told_when_full
-from paradraft.train.learnt import difference
-from paradraft.train.lock import alone_in
-from paradraft.train.loop import Loop
-from paradraft.train.preparation import Preparation, prepare
-from paradraft.train.processes import as_one
-from paradraft.train.progress import Report
-from paradraft.train.recipe import PardRecipe
-from paradraft.train.stopping import stop_requests
-
-CHECKPOINT = "checkpoint"
-"""Inside `out`: the state of an unfinished run."""
+from paradraft.data.samples import Sample
+from paradraft.train import curves, progress
+from paradraft.train.acceptance import AcceptanceMeter
+from paradraft.train.batch import Batch, Order
+from paradraft.train.checkpoint import Checkpoints, State, put_in_place, save_model
+from paradraft.train.losses import row_weights
+from paradraft.train.optimizers import Optimizers
+from paradraft.train.progress import Evaluation, Meter, Report, Standing, Worth, shares
+from paradraft.train.provenance import write_record
+from paradraft.train.setup import Preparation
+from paradraft.train.stopping import ASKED_BY, StoppedError, StopRequest
 
 
-def is_trained(recipe: PardRecipe) -> bool:
-    """Whether `recipe.out` already holds this recipe's drafter.
+@contextmanager
+def as_one(accelerator: Accelerator) -> Iterator[None]:
+    """Lets a mistake that one process finds end all of them, with the same words.
+
+    Otherwise the others would wait for it, and only the main process speaks. What is done inside must not wait for
+    other processes itself.
 
     Raises:
-        ValueError: it holds another model, or other files, which training would overwrite.
+        ValueError: one was raised inside, in any process; of several that of the first process.
     """
-    if not recipe.out.exists() or not any(recipe.out.iterdir()):
-        return False
-    if not (recipe.out / provenance.RECORD).exists():
-        raise ValueError(f"{recipe.out} holds files of something else: choose another `out`")
-    if not (recipe.out / "config.json").exists():
-        return False
-    if provenance.read_record(recipe.out).get("fingerprint") != recipe.fingerprint:
-        raise ValueError(
-            f"{recipe.out} holds a model of another recipe, or of other data: delete it, or choose another `out`"
-        )
-    return True
+    if accelerator.num_processes == 1:
+        yield
+        return
+    mistake: str | None = None
+    try:
+        yield
+    except ValueError as error:
+        mistake = str(error)
+    mistakes = [found for found in gather_object([mistake]) if found is not None]
+    if mistakes:
+        raise ValueError(mistakes[0])
 
 
-def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
-    """Runs a recipe to its end, from its last checkpoint if there is one.
+def close(accelerator: Accelerator) -> None:
+    """Closes what a run has open: its trackers, and NCCL's process group, which complains if it is left.
+
+    Gloo's group is left to the end of the process. Its threads may still hold tensors of the last exchange; to let go
+    of them they need the interpreter, and whoever deletes the group keeps it and waits for them.
+    """
+    if accelerator.device.type == "cuda":
+        accelerator.end_training()
+        return
+    for tracker in accelerator.trackers:
+        tracker.finish()
+
+
+EVALUATIONS = 10
+"""How often a run is evaluated where the recipe does not say."""
+PICTURE_S = 60.0
+"""Seconds between two pictures of the curves, at least: one takes half a second."""
+
+
+class Loop:
+    """One process's part of a run.
 
     Args:
-        recipe: the run.
-        report: called in the main process, every `recipe.log_every` steps, after the last one, and
-            after each evaluation.
-
-    Ctrl-C and SIGTERM end the step, write a checkpoint and stop the run; see `paradraft.train.stopping`.
-
-    Returns:
-        False if `recipe.out` held the drafter already.
-
-    Raises:
-        ValueError: model, data or teacher cannot be used, there is not enough memory or room on the disk, all
-            checkpoints are damaged, or `recipe.out` belongs to something else or is in use by another run.
-        OSError: the disk is full.
-        StoppedError: the run was asked to stop, and has written a checkpoint.
+        prepared: what it works with.
+        acceptance: what measures acceptance lengths, in the main process, if anything does.
+        accelerator: what holds model and optimizers.
+        checkpoints: where it left off.
+        state: what the run goes on from; None begins it.
+        request: whether this process was asked to stop.
+        report: called in the main process.
     """
-    accelerator = _accelerator(recipe)
-    recipe.check_device(accelerator.device.type)
-    checkpoints = Checkpoints(recipe.out / CHECKPOINT, accelerator, recipe.identity)
-    with ExitStack() as held:
-        held.enter_context(told_when_full(recipe.out))
-        state: State | None = None
-        with as_one(accelerator):
-            if accelerator.is_main_process:
-                held.enter_context(alone_in(recipe.out))
-        with as_one(accelerator):
-            if is_trained(recipe):
-                # What stopped the run that put the drafter in place may have come before it had tidied up.
-                if accelerator.is_main_process:
-                    checkpoints.delete()
-                return False
-            if accelerator.is_main_process:  # it reads whole checkpoints
-                state = checkpoints.state()
-        # A run keeps the day on which it began, and so do processes that begin around midnight.
-        began = date.today().isoformat() if state is None else state.began
-        state, began = broadcast_object_list([state, began])
-        with as_one(accelerator):
-            prepared = _prepared(recipe, accelerator, state, began)
-            acceptance = prepared.acceptance(accelerator.device) if accelerator.is_main_process else None
-            if accelerator.is_main_process:
-                need = estimate(recipe, prepared.objective, steps=prepared.steps, measures=bool(prepared.held_out))
-                need.check(recipe.out, checkpoints.folder)
-        with stop_requests() as request:
-            Loop(prepared, acceptance, accelerator, checkpoints, state, request, report).to_the_end()
-        return True
 
-
-def _prepared(recipe: PardRecipe, accelerator: Accelerator, state: State | None, began: str) -> Preparation:
-    prepared = prepare(recipe, accelerator.device, processes=accelerator.num_processes, began=began)
-    if state is None:
-        return prepared
-    if state.bf16 != prepared.bf16:
-        before = str(state.bf16).lower()
-        raise ValueError(f"the run in {recipe.out} began with bf16={before}, and here it is not: set bf16={before}")
-    changed = None if state.learnt is None else difference(state.learnt, prepared.learnt)
-    if changed is not None:
-        raise ValueError(
-            f"the run in {recipe.out} began with other training tokens, {changed}; bring back what was there, delete "
-            f"{recipe.out}, or choose another `out`"
+    def __init__(
+        self,
+        prepared: Preparation,
+        acceptance: AcceptanceMeter | None,
+        accelerator: Accelerator,
+        checkpoints: Checkpoints,
+        state: State | None,
+        request: StopRequest,
+        report: Callable[[Report], None],
+    ) -> None:
+        recipe = prepared.recipe
+        self.recipe = recipe
+        self.prepared = prepared
+        self.acceptance = acceptance
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        self.checkpoints = checkpoints
+        self._begins_with = state
+        self._request = request
+        self.steps = self.prepared.steps
+        self.evaluate_every = recipe.evaluate_every or max(self.steps // EVALUATIONS, 1)
+        weights = recipe.depth_weights or [1.0] * recipe.k
+        self.importance_K = torch.tensor(weights, device=self.device)
+        self.optimizers = Optimizers(
+            self.prepared.objective,
+            muon_lr=recipe.muon_lr if recipe.optimizer == "muon" else None,
+            lr=recipe.lr,
+            weight_decay=recipe.weight_decay,
+            warmup_steps=recipe.warmup_steps,
+            steps=self.steps,
+            schedule=recipe.schedule,
+            betas=recipe.betas,
+            max_grad_norm=recipe.max_grad_norm,
         )
-    return prepared
+        self.objective = self.optimizers.prepare(self.accelerator, self.prepared.objective)
+        self._report = report
+        self._standing: Standing
+        self._meter: Meter
+        self._drawn_s = time.monotonic()
 
+    def to_the_end(self) -> None:
+        """Takes all steps that are left, and writes the drafter.
 
-def _accelerator(recipe: PardRecipe) -> Accelerator:
-    if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda: there is no GPU here, use device=cpu")
-    trackers.check_installed(recipe.report_to)
-    try:
-        accelerator = Accelerator(
-            # Unless it is told so, accelerate does not join processes on CPUs: each would train all by itself.
-            cpu=recipe.device == "cpu" or not torch.accelerator.is_available(),
-            log_with=list(recipe.report_to) or None,
-            project_dir=str(recipe.out / "logs") if recipe.report_to else None,
+        Raises:
+            StoppedError: some process was asked to stop; a checkpoint is written.
+        """
+        recipe, main = self.recipe, self.accelerator.is_main_process
+        if self._begins_with is not None:
+            self.checkpoints.load(self._begins_with)
+        state = self._begins_with or State(identity=self.checkpoints.identity, step=0, bf16=self.prepared.bf16)
+        self._standing = state.standing
+        self._meter = Meter(steps=self.steps, first=state.step, k=recipe.k, sums=state.sums)
+        if main:
+            write_record(recipe, str(self.device), **self._origin)
+            curves.forget_after(recipe.out, state.step)
+        self.accelerator.wait_for_everyone()
+        progress.start(self.accelerator, recipe)
+        self._finish(self._take_steps(state.step, is_evaluated=state.is_evaluated))
+        self.accelerator.wait_for_everyone()
+        close(self.accelerator)
+
+    def _finish(self, done: int) -> None:
+        """Puts the result together after so many steps.
+
+        With `config.json`, the last file of the drafter, the run is over; until then a stopped run comes here again
+        from its last checkpoint, and writes the same.
+        """
+        best = self._standing.best
+        if best is None:
+            self._save_drafter(done)
+        if self.accelerator.is_main_process:
+            out = self.recipe.out
+            curves.draw(out)
+            results = {"steps_done": done, "best": None if best is None else asdict(best)}
+            write_record(self.recipe, str(self.device), **self._origin, **results)
+            put_in_place(self.checkpoints.drafter(done if best is None else best.step), out)
+            self.checkpoints.delete()
+
+    @property
+    def _origin(self) -> dict[str, object]:
+        """What the record says of the samples."""
+        return {"began": self.prepared.began, "learnt": asdict(self.prepared.learnt)}
+
+    def _take_steps(self, first: int, *, is_evaluated: bool) -> int:
+        """Returns how many steps the whole run has taken.
+
+        Args:
+            first: steps that are done.
+            is_evaluated: False if the evaluation after the last of them is still to be made.
+        """
+        if self._standing.is_over(self.recipe.patience) or (not is_evaluated and self._evaluate(first)):
+            return first
+        order = Order(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
+        self.objective.train()
+        with ThreadPoolExecutor(1) as ahead:
+            coming = ahead.submit(self._batches_of, order, first)
+            for step in range(first, self.steps):
+                batches = coming.result()
+                coming = ahead.submit(self._batches_of, order, step + 1)
+                loss, right_K, labels_K, norm, asked_by = self._step(step, batches)
+                rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
+                self._meter.add(loss, right_K, labels_K, rows, norm)
+                done = step + 1
+                if done % self.recipe.log_every == 0 or done == self.steps:
+                    self._tell(self._meter.progress(done))
+                evaluates = bool(self.prepared.held_out) and (done % self.evaluate_every == 0 or done == self.steps)
+                if asked_by is not None and (done < self.steps or evaluates):
+                    # An evaluation may take longer than whoever sent SIGTERM waits.
+                    self.checkpoints.save(self._state(done, is_evaluated=not evaluates))
+                    raise StoppedError(asked_by, step=done, steps=self.steps)
+                stops = self._evaluate(done) if evaluates else False
+                if done % self.recipe.save_every == 0 and done < self.steps:
+                    self.checkpoints.save(self._state(done))
+                if stops:
+                    return done
+        return self.steps
+
+    def _state(self, done: int, *, is_evaluated: bool = True) -> State:
+        return State(
+            identity=self.checkpoints.identity,
+            step=done,
+            bf16=self.prepared.bf16,
+            began=self.prepared.began,
+            learnt=self.prepared.learnt,
+            is_evaluated=is_evaluated,
+            standing=self._standing,
+            sums=self._meter.sums,
         )
-    except (ValueError, ImportError) as error:
-        raise ValueError(f"accelerate cannot begin: {error}") from None
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != accelerator.num_processes:
-        raise ValueError(
-            f"{started} processes were started, and accelerate joined {accelerator.num_processes} of them on "
-            f"{accelerator.device}: set device=cpu, or start one process"
-        )
-    return accelerator
+
+    def _batches_of(self, order: Order, step: int) -> list[Batch]:
+        """This process's passes of a step."""
+        mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        chosen = order.samples_of(step)
+        seed = self.recipe.seed * 1_000_003 + step
+        seeds = [seed * 8191 + index for index in range(len(chosen))]
+        return self.prepared.batches(chosen[mine], seeds[mine])
+
+    def _weights(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+        """`[K]` what rows weigh in this process's loss, and `[K]` rows with a label in all processes."""
+        own_K = sum((batch.labels_by_depth(self.recipe.k) for batch in batches), torch.zeros(self.recipe.k))
+        labels_K: Tensor = self.accelerator.reduce(own_K.to(self.device), "sum")
+        # Gradients are averaged over the processes; the loss is a sum over them.
+        weights_K = row_weights(labels_K, self.recipe.average, self.importance_K) * self.accelerator.num_processes
+        return weights_K, labels_K
+
+    def _step(self, step: int, batches: list[Batch]) -> tuple[float, Tensor, Tensor, float | None, int | None]:
+        """One update.
+
+        Returns:
+            Its loss, `[K]` rows predicted correctly, `[K]` rows with a label, the norm of the gradients, and the signal
+            that asked any of the processes to stop.
+        """
+        torch.manual_seed(self.recipe.seed * 1_000_003 + step)  # for models with dropout
+        weights_K, labels_K = self._weights(batches)
+        loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
+        for number, batch in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            with nullcontext() if is_last else self.accelerator.no_sync(self.objective):
+                part, right = self.objective(batch.to(self.device), weights_K)
+                self.accelerator.backward(part)
+            loss += part.detach()
+            right_K += right
+        norm = self.optimizers.step(step)
+        # All processes must stop after the same step, so each tells the others whether it was asked to.
+        asked = right_K.new_tensor([self._request.number == number for number in ASKED_BY])
+        sums = self.accelerator.reduce(torch.cat([right_K, asked]), "sum")
+        asked_by = next((int(number) for number, count in zip(ASKED_BY, sums[-2:], strict=True) if count), None)
+        return self.accelerator.reduce(loss, "mean").item(), sums[:-2], labels_K, norm, asked_by
+
+    def _evaluate(self, done: int) -> bool:
+        """Measures, keeps the drafter while it is the best, and says whether to stop early."""
+        loss, accuracy = self._held_out()
+        if not math.isfinite(loss):
+            raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
+        self._save_drafter(done)
+        length = None if self.acceptance is None else self.acceptance.of(self.checkpoints.drafter(done))
+        (length,) = broadcast_object_list([length])  # only the main process measures it
+        self._standing = self._standing.after(Worth(step=done, acceptance_length=length, held_out_loss=loss))
+        is_best = self._standing.stale == 0
+        if self.accelerator.is_main_process:
+            self.checkpoints.keep_drafters(self._standing.best)
+        self.accelerator.wait_for_everyone()
+        self._tell(Evaluation(step=done, loss=loss, accuracy=accuracy, acceptance_length=length, is_best=is_best))
+        if self.accelerator.is_main_process and time.monotonic() - self._drawn_s > PICTURE_S:
+            curves.draw(self.recipe.out)
+            self._drawn_s = time.monotonic()
+        return self._standing.is_over(self.recipe.patience)
+
+    @torch.no_grad()
+    def _held_out(self) -> tuple[float, tuple[float, ...]]:
+        """Loss and accuracy by depth on all held-out samples, with the same rows dropped every time."""
+        self.objective.eval()
+        processes = self.accelerator.num_processes
+        held_out = self.prepared.held_out
+        # All processes take as many passes; what is missing is filled up with a sample in which nothing is a label.
+        filling = Sample(tokens=held_out[0].tokens, is_label=[False] * len(held_out[0].tokens))
+        held_out = held_out + [filling] * (-len(held_out) % processes)
+        mine = slice(self.accelerator.process_index, None, processes)
+        batches = self.prepared.batches(held_out[mine], range(len(held_out))[mine])
+        weights_K, labels_K = self._weights(batches)
+        loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
+        for batch in batches:
+            part, right = self.objective(batch.to(self.device), weights_K)
+            loss += part
+            right_K += right
+        self.objective.train()
+        accuracy = shares(self.accelerator.reduce(right_K, "sum"), labels_K)
+        return self.accelerator.reduce(loss, "mean").item(), accuracy
+
+    def _save_drafter(self, done: int) -> None:
+        """Writes the drafter as it is now, after so many steps, as it would be shipped."""
+        weights = self.accelerator.get_state_dict(self.objective)
+        if self.accelerator.is_main_process:
+            save_model(self.checkpoints.drafter(done), self.prepared.finished_model(weights), self.prepared.tokenizer)
+        self.accelerator.wait_for_everyone()
+
+    def _tell(self, report: Report) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        curves.append(self.recipe.out, report)
+        if self.recipe.report_to:
+            self.accelerator.log(progress.figures(report), step=report.step)
+        self._report(report)

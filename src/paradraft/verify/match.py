@@ -11,10 +11,10 @@ Shape letters: B rows of a batch, N nodes of a draft, V vocabulary.
 
 from __future__ import annotations
 
-from paradraft.core import ABSENT, Draft, TargetOut, Verdict
-from paradraft.sampler import Sampler
-from paradraft.tree import depths, texts_before, with_root
-from paradraft.upload import upload
+from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.ragged import upload
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import ABSENT, depths, texts_before, with_root
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
@@ -29,7 +29,8 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     5, and 9 after 6. Tokens 5 and 6 are accepted and 9 is recovered.
 
     >>> import torch
-    >>> from paradraft.core import GREEDY, Prompt
+    >>> from paradraft.core import Prompt
+    >>> from paradraft.sampling_params import GREEDY
     >>> logits = torch.eye(10)[[5, 6, 9, 0]][None]
     >>> draft = Draft.chain(torch.tensor([[5, 6, 7]]))
     >>> sampler = Sampler(Prompt(tokens=torch.tensor([[1, 2, 3, 4]]), sampling=(GREEDY,)))

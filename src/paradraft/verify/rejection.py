@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import torch
 
-from paradraft.core import ABSENT, Draft, TargetOut, Verdict
-from paradraft.sampler import Sampler
-from paradraft.tree import texts_before
+from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import ABSENT, texts_before
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
@@ -33,7 +33,8 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     Worked example: p is 0.5 for the drafted token and q is 1, because it was chosen
     deterministically. It is kept in half of all rounds; else p without it is drawn from.
 
-    >>> from paradraft.core import Prompt, Sampling
+    >>> from paradraft.core import Prompt
+    >>> from paradraft.sampling_params import Sampling
     >>> logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1000, 2, 3)
     >>> draft = Draft.chain(torch.zeros(1000, 1, dtype=torch.long))
     >>> samplings = tuple(Sampling(temperature=1.0, seed=seed) for seed in range(1000))

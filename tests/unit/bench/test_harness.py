@@ -8,11 +8,11 @@ import psutil
 import pytest
 import torch
 
-from paradraft.bench import peak_memory
-from paradraft.bench.answer import Answer, Counts
+from paradraft.bench import harness
 from paradraft.bench.harness import Measured, measure, summarize
-from paradraft.bench.methods import Method
-from paradraft.core import GREEDY, Sampling
+from paradraft.bench.result import Answer, Counts
+from paradraft.bench.spec import Method
+from paradraft.sampling_params import GREEDY, Sampling
 
 SIZE = 2**27
 
@@ -40,7 +40,7 @@ def test_the_memory_is_that_of_the_gpu_that_was_used(monkeypatch: pytest.MonkeyP
     assert [one.peak_gpu_bytes for one in measured(answer)] == [None]
 
 
-@pytest.mark.skipif(not peak_memory._begin_anew(), reason="the kernel keeps no peaks, or does not forget them")
+@pytest.mark.skipif(not harness._begin_anew(), reason="the kernel keeps no peaks, or does not forget them")
 def test_each_method_has_the_peak_of_its_own_answers() -> None:
     """Guards against one number for all methods of a process, and against what is resident when an answer is over."""
 
@@ -64,7 +64,7 @@ def test_without_the_kernel_it_is_what_is_resident(
 ) -> None:
     """Guards systems that keep no peak, or none that begins anew: the peak of the whole run would be no method's."""
     (tmp_path / "status").write_text("Name: paradraft\n")
-    monkeypatch.setattr(peak_memory, refused, {"_FORGETS": tmp_path, "_KNOWS": tmp_path / "status"}[refused])
+    monkeypatch.setattr(harness, refused, {"_FORGETS": tmp_path, "_KNOWS": tmp_path / "status"}[refused])
     torch.ones(SIZE, dtype=torch.uint8)
     (one,) = measured(answer)
     assert one.peak_rss_bytes == pytest.approx(psutil.Process().memory_info().rss, abs=SIZE / 2)

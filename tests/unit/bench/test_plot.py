@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from paradraft.bench.page import read_result
+from paradraft.bench.page.page import read_result
 from paradraft.bench.plot import draw, plot
 from paradraft.bench.result_file import selected
-from tests.bench_result import figures, result
+from tests.support.bench_result import figures, result
 
 ROOT = Path(__file__).parents[3]
 GREEDY = ROOT / "benchmarks" / "cpp-greedy_epyc-avx512-2cores_2026-11-22.json"

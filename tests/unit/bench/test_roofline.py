@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from paradraft import load
-from paradraft.api import takes_draft
-from paradraft.bench.methods import Method
+from paradraft.bench.bandwidth import Speeds
 from paradraft.bench.roofline import Size, added, models_of, plain_passes, reached, total
-from paradraft.bench.speeds import Speeds
-from paradraft.core import GREEDY
-from paradraft.models.passes import Pass
+from paradraft.bench.spec import Method
+from paradraft.drafters import takes_draft
+from paradraft.engine import load
+from paradraft.models.causal_lm import Pass
+from paradraft.models.presets import random_model
 from paradraft.models.runtime import Runtime
-from paradraft.models.shapes import random_model
+from paradraft.sampling_params import GREEDY
 from tests.conftest import tiny_model
 
 CPU = torch.device("cpu")

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft import load
 from paradraft.bench import synthetic
-from paradraft.bench.methods import Method
+from paradraft.bench.spec import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
-from paradraft.core import ABSENT, GREEDY, RULES, Draft, Prompt, Sampling, TargetOut, Verdict
+from paradraft.core import RULES, Draft, Prompt, TargetOut, Verdict
 from paradraft.decode.sequential import VERIFY
+from paradraft.engine import load
 from paradraft.models.runtime import Runtime
-from paradraft.sampler import Sampler
+from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.tree import ABSENT
 from paradraft.verify import match
 
 RATES = (0.9, 0.6, 0.2)

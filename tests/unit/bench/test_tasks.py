@@ -9,14 +9,12 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from paradraft.bench.chat import prompt_of
-from paradraft.bench.mean import mean_of
-from paradraft.bench.questions import Questions
-from paradraft.bench.tasks import TASKS, files_of, read_questions, tasks_of
-from paradraft.models.texts import opening
+from paradraft.bench.summary import mean_of
+from paradraft.bench.tasks import TASKS, Questions, files_of, prompt_of, read_questions, tasks_of
+from paradraft.models.tokenization import opening
 from tests.conftest import tiny_tokenizer
-from tests.jsonl import write_lines
-from tests.tasks import RECORDS, write_task
+from tests.support.jsonl import write_lines
+from tests.support.tasks import RECORDS, write_task
 
 BOS, ASKS = 52, "A"
 TEMPLATE = (

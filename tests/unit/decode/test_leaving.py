@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paradraft.core import Draft, Verdict
-from paradraft.decode.stops import Stops
+from paradraft.decode.generation import Stops
 
 
 def after_one_round(limits: list[int]) -> Stops:

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import torch
 
-from paradraft.core import ABSENT, Draft, Prompt, Sampling, Step, TargetOut, Verdict
-from paradraft.decode.lengths import Fixed
+from paradraft.core import Draft, Prompt, Step, TargetOut, Verdict
+from paradraft.decode.draft_length import Fixed
+from paradraft.decode.generation import Stops
 from paradraft.decode.sequential import decode
 from paradraft.decode.stats import Clock
-from paradraft.decode.stops import Stops
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
+from paradraft.sampling_params import Sampling
+from paradraft.tree import ABSENT
 from paradraft.verify.match import verify
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paradraft.core import Step
-from paradraft.decode import marks
+from paradraft.decode import stats as stats_module
 from paradraft.decode.stats import Clock
 
 
@@ -71,7 +71,7 @@ class Gpu:
 def test_every_second_is_booked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against time left out (the first draft, prefill) or the reader's own time counted in."""
     now_s = [100.0]
-    monkeypatch.setattr(marks.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(stats_module.time, "perf_counter", lambda: now_s[0])
     clock = Clock()
     for name, seconds in [("prefill", 1.0), ("draft", 2.0), ("verify", 4.0), ("other", 8.0)]:
         now_s[0] += seconds

@@ -5,8 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.core import ABSENT, GREEDY, Prompt, Verdict
+from paradraft.core import Prompt, Verdict
 from paradraft.drafters.ngram import Config, NgramDrafter, lookup
+from paradraft.sampling_params import GREEDY
+from paradraft.tree import ABSENT
 
 
 def naive(text: list[int], k: int, max_ngram: int) -> list[int]:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from paradraft import load
-from paradraft.core import ABSENT, GREEDY, Drafter, Prompt, Tree, Verdict
+from paradraft.core import Drafter, Prompt, Verdict
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.pard import PardDrafter, mask_token_id
+from paradraft.engine import load
 from paradraft.models.causal_lm import CausalLM
+from paradraft.sampling_params import GREEDY
+from paradraft.tree import ABSENT, Tree
 from tests.conftest import VOCAB, tiny_model
 
 MASK = VOCAB + 1

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from paradraft import load
+from paradraft.engine import load
 from paradraft.models.architecture import check_architecture
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_config, load_model
 from paradraft.models.runtime import Runtime
 from tests.conftest import tiny_model, tiny_tokenizer
-from tests.unit.models.random_models import LLAMA3_ROPE
+from tests.support.random_models import LLAMA3_ROPE
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,12 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.core import ABSENT, GREEDY, Prompt
-from paradraft.models import causal_lm, torch_pass
+from paradraft.core import Prompt
+from paradraft.models import causal_lm
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward import eager
 from paradraft.models.kv_cache import SlotCache
+from paradraft.sampling_params import GREEDY
+from paradraft.tree import ABSENT
 from tests.conftest import VOCAB, tiny_model
-from tests.unit.trees import path_to, random_parents
+from tests.support.trees import path_to, random_parents
 
 PROMPTS = [[7], [3, 1, 4, 1, 5], [2, 0, 9, 9, 0, 1, 2, 3, 4]]
 
@@ -222,7 +225,7 @@ def test_sliding_windows_are_refused() -> None:
 def test_an_ended_row_may_outgrow_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a crash, and against writing into the rows beside it, where a row that has ended at the capacity
     is read on, by more tokens than the cache has to spare, until its batch has ended."""
-    for module in (causal_lm, torch_pass):
+    for module in (causal_lm, eager):
         monkeypatch.setattr(module, "BUCKET", 16)
     lm, alone = causal(capacity=40), causal(capacity=40)
     lm.start(prompt_of([[7] * 40, [3]]))

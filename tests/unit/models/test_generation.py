@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, WatermarkingConfig
 
-from paradraft import Engine, load
+from paradraft.engine import Engine, load
 from paradraft.models.generation import (
     GIVEN_OR_OBEYED,
     IGNORED,

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from paradraft.core import ABSENT
 from paradraft.models import kv_cache
 from paradraft.models.kv_cache import SlotCache, Storage, allocate, compact, first_rows, keep_rows
+from paradraft.tree import ABSENT
 
 B, H, C, D = 2, 2, 12, 3
 

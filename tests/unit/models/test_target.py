@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import torch
 
-from paradraft.core import GREEDY, Prompt
+from paradraft.core import Prompt
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
+from paradraft.sampling_params import GREEDY
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paradraft.data.samples import Sample
 from paradraft.train.batch import Drop, collate, pack
 from paradraft.train.losses import IGNORED
 from paradraft.train.rows import FILLING, attention_rule
-from paradraft.train.sample import Sample
 from tests.conftest import VOCAB
 
 MASK = VOCAB + 1

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from paradraft.train import checkpoint
 from paradraft.train.checkpoint import Checkpoints, State, save_model
-from paradraft.train.standing import Standing, Worth
+from paradraft.train.progress import Standing, Worth
 from tests.conftest import tiny_model, tiny_tokenizer
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from paradraft.data.samples import Sample
 from paradraft.models.loading import load_tokenizer
-from paradraft.train import memory, preparation
+from paradraft.train import memory, setup
 from paradraft.train.batch import Drop, collate
-from paradraft.train.drafter import drafter_skeleton
 from paradraft.train.pard import Objective
 from paradraft.train.recipe import PardRecipe
-from paradraft.train.sample import Sample
+from paradraft.train.setup import drafter_skeleton
 from tests.unit.train.test_trainer import recipe_for
 
 N, VOCAB, SAMPLES = 200, 500, 2
@@ -84,12 +84,12 @@ def test_weights_are_counted_as_they_will_be_loaded(
     base is taken for trained."""
     cpu = torch.device("cpu")
     monkeypatch.setattr(memory, "computes_bf16", lambda device: True)
-    monkeypatch.setattr(preparation, "computes_bf16", lambda device: True)
+    monkeypatch.setattr(setup, "computes_bf16", lambda device: True)
     target, draft = str(family / "target"), str(family / "draft")
     recipe = recipe_for(family, tmp_path, teacher=target, bf16=True, held_out=2, **settings)
     skeleton = drafter_skeleton(recipe, load_tokenizer(draft), "cpu")
     assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
-    prepared = preparation.prepare(recipe, cpu, processes=1)
+    prepared = setup.prepare(recipe, cpu, processes=1)
     model, teacher = prepared.objective.model, prepared.objective.teacher
     meter = prepared.acceptance(cpu)
     assert teacher is not None and meter is not None

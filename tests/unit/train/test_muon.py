@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paradraft.train import muon
-from paradraft.train.muon import Muon, orthogonalize
+from paradraft.train import optimizers as optimizers_module
+from paradraft.train.optimizers import Muon, orthogonalize
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (4, 11), (11, 4)])
@@ -25,8 +25,8 @@ def test_orthogonalize_keeps_directions_and_levels_singular_values(shape: tuple[
 @pytest.mark.parametrize(("bf16", "together"), [(False, 2**25), (True, 2**25), (False, 1)])
 def test_muon_is_the_one_of_torch(bf16: bool, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards momentum, Nesterov, decay and the scale of tall matrices against torch's Muon, which rounds to bf16."""
-    monkeypatch.setattr(muon, "computes_bf16", lambda device: bf16)
-    monkeypatch.setattr(muon, "_TOGETHER", together)
+    monkeypatch.setattr(optimizers_module, "computes_bf16", lambda device: bf16)
+    monkeypatch.setattr(optimizers_module, "_TOGETHER", together)
     shapes = [(8, 8), (20, 8), (8, 20), (8, 8)]
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
     optimizers = Muon(ours, lr=0.1, weight_decay=0.2), torch.optim.Muon(theirs, lr=0.1, weight_decay=0.2)

@@ -6,14 +6,15 @@ import argparse
 
 import pytest
 import torch
-from recipes import cod_cost
+from benchmarks.scripts import cod_cost
 
-from paradraft.core import Prompt, Sampling
+from paradraft.core import Prompt
+from paradraft.data.samples import Sample
 from paradraft.models.causal_lm import CausalLM
+from paradraft.sampling_params import Sampling
 from paradraft.train.batch import Batch, Drop, collate
 from paradraft.train.losses import IGNORED
 from paradraft.train.pard import Objective, _labelled_by_place, add_mask_token
-from paradraft.train.sample import Sample
 from paradraft.train.teacher import Teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paradraft.train import memory, preparation, trackers
+from paradraft.train import memory, progress, setup
+from paradraft.train.launch import train_pard
 from paradraft.train.progress import Progress
-from paradraft.train.trainer import train_pard
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.unit.train.test_trainer import StoppedError, recipe_for, stop_after
 
@@ -21,10 +21,10 @@ def test_a_run_goes_on_in_the_precision_it_began_with(family: Path, tmp_path: Pa
     """Guards against a run that is moved between machines with and without bf16 and changes midway without a word."""
     recipe = recipe_for(family, tmp_path, bf16=None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparation, "computes_bf16", lambda device: False)
+        patch.setattr(setup, "computes_bf16", lambda device: False)
         with pytest.raises(StoppedError):
             train_pard(recipe, stop_after(3))
-        patch.setattr(preparation, "computes_bf16", lambda device: True)
+        patch.setattr(setup, "computes_bf16", lambda device: True)
         with pytest.raises(ValueError, match="began with bf16=false, and here it is not: set bf16=false"):
             train_pard(recipe, lambda progress: None)
         assert train_pard(recipe.model_copy(update={"bf16": False}), lambda progress: None)
@@ -90,7 +90,7 @@ def test_samples_that_cannot_be_shared_are_a_mistake(family: Path, tmp_path: Pat
     """Guards against processes that wait for each other for ever, because one has a pass more."""
     recipe = recipe_for(family, tmp_path, samples_per_step=3)
     with pytest.raises(ValueError, match="samples_per_step=3 cannot be shared evenly by 2 processes: use 4"):
-        preparation.prepare(recipe, torch.device("cpu"), processes=2)
+        setup.prepare(recipe, torch.device("cpu"), processes=2)
 
 
 def test_a_run_that_does_not_fit_is_refused(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +184,6 @@ def test_a_target_that_does_not_fit_is_refused_before_the_first_step(family: Pat
 def test_trackers_that_are_not_installed_are_named(family: Path, tmp_path: Path) -> None:
     """Guards against a run of days that was never logged: accelerate only warns."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(trackers.INSTALLED, "wandb", lambda: False)
+        patch.setitem(progress.INSTALLED, "wandb", lambda: False)
         with pytest.raises(ValueError, match="wandb is not installed"):
             train_pard(recipe_for(family, tmp_path, report_to=["tensorboard", "wandb"]), lambda report: None)

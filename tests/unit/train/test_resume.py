@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from paradraft.train import evaluation
+from paradraft.train import acceptance
+from paradraft.train.launch import train_pard
 from paradraft.train.progress import Report
 from paradraft.train.recipe import PardRecipe
-from paradraft.train.trainer import train_pard
 from tests.unit.train.test_trainer import recipe_for
 
 
@@ -95,7 +95,7 @@ def stopped(recipe: PardRecipe, step: int) -> None:
 def measuring(patch: pytest.MonkeyPatch, lengths: Sequence[float]) -> None:
     """Lets the evaluation after step n measure the n-th length."""
     patch.setattr(
-        evaluation.AcceptanceMeter, "of", lambda self, folder: lengths[int(folder.name.partition("-")[2]) - 1]
+        acceptance.AcceptanceMeter, "of", lambda self, folder: lengths[int(folder.name.partition("-")[2]) - 1]
     )
 
 

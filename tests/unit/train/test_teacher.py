@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from paradraft.data.samples import Sample
 from paradraft.models.runtime import Runtime
 from paradraft.train.batch import Drop, collate
 from paradraft.train.losses import IMPOSSIBLE
-from paradraft.train.sample import Sample
 from paradraft.train.teacher import Teacher, load_teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 

@@ -8,14 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paradraft.core import ABSENT, GREEDY, Draft, Prompt, Sampling, TargetOut, Verdict
+from paradraft.core import Draft, Prompt, TargetOut, Verdict
 from paradraft.ragged import from_lists
-from paradraft.sampler import Sampler
-from paradraft.sampling import draw
-from paradraft.tree import depths
+from paradraft.sampling.distribution import draw
+from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.tree import ABSENT, depths
 from paradraft.verify.match import verify
-from tests.unit.trees import path_to, random_parents
-from tests.unit.verify.bonus import with_bonus
+from tests.support.bonus import with_bonus
+from tests.support.trees import path_to, random_parents
 
 VOCAB = 6
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4), Sampling(temperature=0.8, top_k=4, top_p=0.9, seed=-1)]

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paradraft.core import ABSENT, Draft, TargetOut, Verdict
+from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.tree import ABSENT
 from paradraft.verify.rejection import verify
-from tests.unit.verify.bonus import with_bonus
+from tests.support.bonus import with_bonus
 
 VOCAB, LENGTH = 4, 4
 """Texts of so many tokens are compared; no draft here is as deep."""

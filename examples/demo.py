@@ -1,0 +1,158 @@
+"""`make demo`: the main job on the shipped pocket family, in a few minutes on two CPU cores.
+
+It adapts the ordinary draft into a PARD drafter for a short while, streams one answer, compares
+plain `generate` (AR), our decoding without a drafter (AR+), the ordinary draft (VSD), the drafter
+just trained and the fully trained one that is shipped, and checks that all texts are the same. A
+second run skips what is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from paradraft.bench.plot import plot
+from paradraft.bench.result_file import completed
+from paradraft.bench.run import run_benchmark
+from paradraft.bench.setup import Work, held_out_prompts
+from paradraft.bench.spec import Benchmark, Method
+from paradraft.bench.summary import notes, table, write_json
+from paradraft.cli.terminal import hide_progress_bars, stream_answer
+from paradraft.cli.train import run_with_display
+from paradraft.digests import model_digest
+from paradraft.engine import load
+from paradraft.models.loading import POCKET, pocket_folder
+from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import GREEDY
+from paradraft.train.recipe import PardRecipe
+
+DTYPE = "float32"
+"""In float32 near-ties are too rare to flip a token, so texts can be compared with `generate`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much the demo does."""
+
+    steps: int
+    prompts: int
+    tokens: int
+
+
+FULL = Size(steps=60, prompts=8, tokens=128)
+SHORT = Size(steps=4, prompts=2, tokens=48)
+
+
+def recipe(out: Path, size: Size) -> PardRecipe:
+    """The short adaptation: the full one's settings (recipes/pocket/pard.yaml) for fewer steps."""
+    return PardRecipe(
+        model=POCKET,
+        data=[pocket_folder("text.jsonl")],
+        out=out,
+        steps=size.steps,
+        average="token_mean",
+        samples_per_step=3,
+        max_length=384,
+        optimizer="muon",
+        muon_lr=1e-2,
+        lr=1e-3,
+        max_grad_norm=None,
+        warmup_steps=min(5, size.steps // 2),
+        log_every=max(size.steps // 15, 1),
+        save_every=30,
+        held_out=0,
+    )
+
+
+def demo(out: Path, size: Size) -> bool:
+    """Runs the demo; results go to `out`.
+
+    Returns:
+        Whether all texts were the same.
+    """
+    console = Console(highlight=False)
+    wanted = recipe(out / "pard", size)
+    # A drafter of other weights, texts or steps, from before an update, stays where it is.
+    wanted = wanted.model_copy(update={"out": out / f"pard-{wanted.fingerprint[:6]}"})
+    prompts = held_out_prompts(size.prompts, None)
+
+    console.rule("1. Adapt the ordinary draft into a parallel drafter (PARD with COD)")
+    out.mkdir(parents=True, exist_ok=True)
+    run_with_display(wanted)
+
+    console.rule("2. One answer with the shipped drafter: [green]drafted and accepted[/], the rest is the target's own")
+    engine = load(POCKET, drafter="pard", runtime=Runtime(dtype=DTYPE))
+    stream_answer(engine, prompts[0], max_new_tokens=size.tokens, sampling=GREEDY)
+
+    console.rule("3. Compare")
+    results = out / "results.json"
+    title = f"pocket, {size.prompts} held-out prompts x {size.tokens} tokens, greedy, {DTYPE}"
+    family = {name: model_digest(pocket_folder(name)) for name in ("target", "draft", "pard")}
+    setting = {"size": asdict(size), "trained": wanted.fingerprint, "family": family}
+    report = earlier_report(results)
+    if report.get("demo") == setting:
+        console.print(f"measured before; delete {results} to measure again")
+    else:
+        with console.status("preparing") as status:
+            report = compare(wanted.out, prompts, size, status.update)
+        write_json(results, report | {"demo": setting})
+    report = completed(report)  # one of an earlier version lacks figures
+    plot(report, out / "results.png")
+    console.print(table(report["methods"], title))
+    console.print("\n".join(notes(report["methods"])))
+    identical = all(figures["identical_to_ar"] for figures in report["methods"].values())
+    console.print(
+        "all texts are identical" if identical else "TEXTS DIFFER", style="bold green" if identical else "bold red"
+    )
+    console.print(f"plot: {out / 'results.png'}   raw numbers: {results}")
+    return identical
+
+
+def compare(trained: Path, prompts: list[str], size: Size, report: Callable[[str], None]) -> dict[str, Any]:
+    """Measures all methods: AR, AR+, VSD, PARD with the drafter just trained, PARD with the shipped one."""
+    specs = ["hf", "ar", "autoregressive:k=3", f"pard:draft={trained}", "pard"]
+    benchmark = Benchmark(
+        target=POCKET,
+        methods=[Method.parse(spec, dtype=DTYPE) for spec in specs],
+        sampling=GREEDY,
+        runtime=Runtime(dtype=DTYPE),
+        runs=1,
+    )
+    (found,) = run_benchmark(benchmark, [Work.of(prompts, size.tokens)], report)
+    return found
+
+
+def earlier_report(file: Path) -> dict[str, Any]:
+    """An earlier report; empty if there is none that is whole."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def main() -> None:
+    """Entry point of `python -m demo`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="a few steps and prompts only")
+    parser.add_argument("--out", type=Path, default=None, help="build/demo, or build/demo-short with --short")
+    args = parser.parse_args()
+    out = args.out or Path("build") / ("demo-short" if args.short else "demo")
+    hide_progress_bars()
+    try:
+        identical = demo(out, SHORT if args.short else FULL)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"demo: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("demo: interrupted; the same command goes on") from None
+    raise SystemExit(0 if identical else 1)
+
+
+if __name__ == "__main__":
+    main()

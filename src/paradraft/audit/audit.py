@@ -1,0 +1,338 @@
+"""Is this target, with this drafter, lossless on this machine? Compares, measures, and says why.
+
+With the match rule the tokens must be those of plain decoding, but for near-ties (`divergence.py`). With the
+rejection rule only their distribution must be the same, which a test decides (`uniformity.py`). With both rules all
+logits must be those of the model's own pass, but for rounding (`reference.py`). A wrong rule serves as the control
+that a test of losslessness must catch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from paradraft.audit.divergence import Comparison, Divergence, compare, rounding_of
+from paradraft.audit.recording import Case, NotNumbersError, Recorder, Recording, record
+from paradraft.audit.reference import MEASURED, OwnPass, own_logits, own_pass
+from paradraft.audit.uniformity import Uniformity, place_of_tokens, uniformity
+from paradraft.core import Draft, Drafter, TargetOut, Verdict
+from paradraft.decode.draft_length import Fixed, LengthPolicy
+from paradraft.decode.sequential import VERIFY, Verify
+from paradraft.decode.stats import Clock
+from paradraft.drafters.none import NoDrafter
+from paradraft.engine import Engine
+from paradraft.request import requests_of
+from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import Sampling
+from paradraft.tree import ABSENT, row_behind
+
+
+def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """An audit in words, a line each."""
+    lines = [
+        f"{report.verdict}: {report.reason}",
+        f"  {report.answers} answers, {report.tokens} tokens, acceptance length {report.acceptance_length:.2f}",
+    ]
+    if (own := report.own_pass) is not None:
+        sides = {"in plain decoding": own.plain, "with the drafter": own.drafted}
+        differ = ", ".join(f"{side} by {apart}" for side, apart in sides.items() if apart is not None)
+        lines.append(f"  from those of the model's own pass logits differ {differ}")
+        lines.append(f"  up to {own.allowed} is allowed: {own.source}")
+    if report.uniformity is not None and report.control is not None:
+        caught = "was not caught" if report.control.is_uniform else "was caught"
+        lines.append(f"  control, a rule that takes every drafted token: {caught}; {report.control.in_words}")
+        return lines
+    if not report.positions:
+        return lines
+    share = report.bitwise_equal / report.positions
+    lines.append(
+        f"  logits of {report.positions} places compared: {share:.0%} equal to the last bit, largest difference "
+        f"{report.largest_difference:.2g}; passes of one and of several tokens differ by {report.rounding:.2g}"
+    )
+    for one in report.divergences:
+        plain, drafted = (tokenizer.decode([token]) for token in (one.plain, one.drafted))
+        lines.append(
+            f"  prompt {one.prompt}, seed {one.seed}, new token {one.position}: {plain!r} without, {drafted!r} with "
+            f"the drafter; margin {one.margin:.2g}, logits differ by {one.difference:.2g}: "
+            + ("a near-tie" if one.is_tie else "NOT explained by rounding")
+        )
+    return lines
+
+
+def accept_all(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
+    """Takes the first path of every draft without asking the target."""
+    B, N = draft.tokens.shape
+    path = torch.full((B, N), ABSENT, device=draft.tokens.device)
+    for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
+        last, depth = -1, 0
+        for node in range(N):
+            if parents[node] == last and tokens[node] != ABSENT:
+                path[row, depth] = last = node
+                depth += 1
+    last_BN1 = row_behind(path)[:, :, None].expand(-1, -1, out.logits.shape[2])
+    probs = sampler.probabilities(out.logits.gather(1, last_BN1))
+    return Verdict.of(draft, path, sampler.draw_next(probs[:, 0]))
+
+
+PASS, TIES, FAIL, INCONCLUSIVE = "PASS", "PASS UP TO NUMERICAL TIES", "FAIL", "INCONCLUSIVE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What an audit found.
+
+    Args:
+        verdict: `PASS`, `TIES`, `FAIL`, or `INCONCLUSIVE`: what was compared is too little to show anything, or
+            rounding is so large that a fault could hide in it.
+        reason: one sentence.
+        answers: how many answers were compared.
+        tokens: how many tokens they have.
+        acceptance_length: emitted tokens per target pass.
+        divergences: with the match rule, the answers that part from plain decoding.
+        rounding: largest difference of logits between passes of one token and of several.
+        positions: places where both sides read the same text.
+        bitwise_equal: at how many of them all logits were equal to the last bit.
+        largest_difference: largest difference of the logits there.
+        own_pass: the logits beside those of the model's own pass; None if there was nothing to compare.
+        uniformity: with the rejection rule, the test of the distribution.
+        control: the same test of a rule that is known to be wrong; it must fail.
+    """
+
+    verdict: str
+    reason: str
+    answers: int
+    tokens: int
+    acceptance_length: float
+    divergences: list[Divergence]
+    rounding: float | None
+    positions: int
+    bitwise_equal: int
+    largest_difference: float
+    own_pass: OwnPass | None
+    uniformity: Uniformity | None
+    control: Uniformity | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"own_pass": None if self.own_pass is None else self.own_pass.as_json()}
+
+
+def audit(
+    engine: Engine,
+    prompts: list[str],
+    *,
+    sampling: Sampling,
+    seeds: int,
+    max_new_tokens: int,
+    batch_size: int,
+    report: Callable[[str], None],
+) -> Report:
+    """Audits an engine.
+
+    Args:
+        engine: target, drafter, and how to draft and verify.
+        prompts: texts.
+        sampling: its seed is that of the first answer, the next answer has the next.
+        seeds: how many answers each prompt gets; greedy answers are all the same, so then it is 1.
+        max_new_tokens: tokens of an answer; end-of-sequence tokens do not end it.
+        batch_size: prompts answered together with the drafter; plain decoding takes them one by one.
+        report: told what is going on.
+
+    Raises:
+        ValueError: a prompt does not fit into the model, or a number is out of range.
+    """
+    if seeds < 1 or batch_size < 1:
+        raise ValueError(f"seeds={seeds}, batch_size={batch_size}: use at least 1")
+    requests = requests_of(engine.target, prompts, max_new_tokens, sampling)
+    # Every answer has a seed of its own: answers of one seed share their random numbers where positions are the same.
+    cases = [
+        Case(
+            number=place % len(requests) + 1,
+            prompt=request.tokens,
+            sampling=replace(sampling, seed=sampling.seed + place),
+        )
+        for place, request in enumerate(requests * (1 if sampling.is_greedy else seeds))
+    ]
+    tests_distribution = engine.verify == "rejection" and not sampling.is_greedy
+    has_drafter = not isinstance(engine.drafter, NoDrafter)
+    if tests_distribution and not has_drafter:
+        raise ValueError("drafter 'none' drafts nothing that could be rejected: audit it with verify='match'")
+    answering = _Answering(engine, cases, max_new_tokens, report)
+    figures: dict[str, Any] = {"answers": len(cases), "tokens": 0, "acceptance_length": 0.0}
+    clock = Clock()
+    try:
+        drafted = answering.with_drafter(batch_size, clock)
+        figures["tokens"] = sum(len(answer.tokens) for answer in drafted)
+        figures["acceptance_length"] = clock.stats.acceptance_length
+        if tests_distribution:
+            judged = _judge_distribution(answering, drafted, batch_size, figures)
+        else:
+            judged = _judge_tokens(answering, drafted, batch_size, figures)
+    except NotNumbersError as error:
+        return _report(FAIL, str(error), figures)
+    if has_drafter and judged.verdict in (PASS, TIES) and not clock.stats.nodes:
+        reason = "nothing was drafted, so this shows nothing: use more prompts or tokens, and fixed lengths"
+        return replace(judged, verdict=INCONCLUSIVE, reason=reason)
+    return judged
+
+
+@dataclass(frozen=True)
+class _Answering:
+    """The ways in which an audit has its cases answered."""
+
+    engine: Engine
+    cases: list[Case]
+    max_new_tokens: int
+    report: Callable[[str], None]
+
+    def with_drafter(self, batch_size: int, clock: Clock) -> list[Recording]:
+        """By the engine as it is."""
+        engine = self.engine
+        target, verify = Recorder(engine.target), VERIFY[engine.verify]
+        return self._answers(target, engine.drafter, verify, engine.lengths, "with the drafter", batch_size, clock)
+
+    def plain(self) -> list[Recording]:
+        """One token a pass, one prompt after the other."""
+        target, verify = Recorder(self.engine.target), VERIFY[self.engine.verify]
+        return self._answers(target, NoDrafter(), verify, Fixed(0), "in plain decoding", 1, Clock())
+
+    def control(self, batch_size: int) -> list[Recording]:
+        """By a wrong rule; it drafts even where a length policy has learnt not to."""
+        engine, target, lengths = self.engine, Recorder(self.engine.target), Fixed(self.engine.deepest)
+        return self._answers(target, engine.drafter, accept_all, lengths, "with the control", batch_size, Clock())
+
+    def _answers(
+        self,
+        target: Recorder,
+        drafter: Drafter,
+        verify: Verify,
+        lengths: LengthPolicy,
+        name: str,
+        size: int,
+        clock: Clock,
+    ) -> list[Recording]:
+        found = []
+        for start in range(0, len(self.cases), size):
+            self.report(f"{name}: answer {start + 1} of {len(self.cases)}")
+            batch = self.cases[start : start + size]
+            found += record(self.engine, target, drafter, verify, lengths, batch, self.max_new_tokens, clock, name)
+        return found
+
+
+def _report(verdict: str, reason: str, figures: dict[str, Any], **found: Any) -> Report:
+    """A report in which what was not found is empty."""
+    empty: dict[str, Any] = {
+        "divergences": [], "rounding": None, "positions": 0, "bitwise_equal": 0, "largest_difference": 0.0,
+        "own_pass": None, "uniformity": None, "control": None,
+    }  # fmt: skip
+    return Report(verdict=verdict, reason=reason, **{**empty, **figures, **found})
+
+
+def _judge_tokens(answering: _Answering, drafted: list[Recording], batch_size: int, figures: dict[str, Any]) -> Report:
+    engine, cases = answering.engine, answering.cases
+    plain = answering.plain()
+    own = own_pass(engine.target.lm, cases, drafted, plain, answering.report)
+    answering.report("measuring rounding")
+    measured = list(zip(cases, plain, strict=True))[:MEASURED]
+    rounding = max(rounding_of(engine, case, answer, batch_size) for case, answer in measured)
+    found = compare(engine, cases, plain, drafted, rounding, own.allowed.largest)
+    verdict, reason = (
+        _fault_of_logits(own, found, is_native=engine.target.lm.is_native)
+        or _fault_of_tokens(found, figures["answers"])
+        or _doubt(own)
+        or _agreement(found, figures["answers"])
+    )
+    figures = figures | {name: value for name, value in vars(found).items() if name != "not_chosen"}
+    return _report(verdict, reason, figures, own_pass=own)
+
+
+def _fault_of_logits(own: OwnPass, found: Comparison | None, *, is_native: bool) -> tuple[str, str] | None:
+    """What is wrong with the logits, whatever the tokens."""
+    explained = f"and rounding in {own.dtype} explains {own.explained}"
+    if own.plain is not None and not own.plain.within(own.explained):
+        return FAIL, (
+            "plain decoding itself is not the model's: its logits differ from those of the model's own pass by "
+            f"{own.plain}, {explained}"
+        )
+    if is_native and found is not None and (found.rounding or found.bitwise_equal < found.positions):
+        return FAIL, (
+            "passes in C++ give the same logits to the last bit with and without a drafter, but here "
+            f"{found.positions - found.bitwise_equal} of {found.positions} places differ, by up to "
+            f"{found.largest_difference:.2g}, and passes of one and of several tokens by up to {found.rounding:.2g}"
+        )
+    if not own.drafted.within(own.explained):
+        return FAIL, (
+            f"with the drafter, logits differ from those of the model's own pass by {own.drafted}, {explained}"
+        )
+    if found is not None and found.rounding > 2 * own.explained.largest:
+        return FAIL, (
+            f"logits of passes of one token and of several differ by {found.rounding:.2g}, {explained} between each "
+            "and the model's own pass"
+        )
+    return None
+
+
+def _fault_of_tokens(found: Comparison, answers: int) -> tuple[str, str] | None:
+    """What is wrong with the tokens, given the logits."""
+    faults = [one for one in found.divergences if not one.is_tie]
+    if faults:
+        return FAIL, (
+            f"{len(faults)} of {answers} answers part from plain decoding where rounding does not explain it: "
+            f"logits differ by {max(one.difference for one in faults):.2g}, rounding by {found.rounding:.2g}"
+        )
+    if found.not_chosen:
+        return FAIL, f"{found.not_chosen} tokens are not those that their own logits choose"
+    return None
+
+
+def _doubt(own: OwnPass) -> tuple[str, str] | None:
+    """Whether a fault could hide in what rounding explains."""
+    if all(side is None or side.within(own.allowed) for side in (own.plain, own.drafted)):
+        return None
+    return INCONCLUSIVE, (
+        f"rounding in {own.dtype} explains a difference of {own.explained} from the model's own pass, in which a fault "
+        f"could hide (at most {own.limit} is allowed): audit in a finer dtype"
+    )
+
+
+def _agreement(found: Comparison, answers: int) -> tuple[str, str]:
+    if not found.divergences:
+        return PASS, "every answer has the tokens of plain decoding"
+    return TIES, f"{len(found.divergences)} of {answers} answers part from plain decoding, each at a near-tie"
+
+
+def _judge_distribution(
+    answering: _Answering, drafted: list[Recording], batch_size: int, figures: dict[str, Any]
+) -> Report:
+    engine, cases = answering.engine, answering.cases
+    own = own_pass(engine.target.lm, cases, drafted, None, answering.report)
+    wrong = answering.control(batch_size)
+    answering.report("testing the distribution")
+    found, control = (_uniformity(engine, cases, answers) for answers in (drafted, wrong))
+    if fault := _fault_of_logits(own, None, is_native=engine.target.lm.is_native):
+        verdict, reason = fault
+    elif not found.is_uniform:
+        verdict = FAIL
+        reason = f"the tokens do not have the target's distribution: {found.in_words}"
+    elif doubt := _doubt(own):
+        verdict, reason = doubt
+    elif control.is_uniform:
+        verdict = INCONCLUSIVE
+        reason = "a rule known to be wrong was not caught, so the test shows nothing: use more prompts, seeds or tokens"
+    else:
+        verdict, reason = PASS, f"the tokens have the target's distribution: {found.in_words}"
+    return _report(verdict, reason, figures, own_pass=own, uniformity=found, control=control)
+
+
+def _uniformity(engine: Engine, cases: list[Case], answers: list[Recording]) -> Uniformity:
+    generator = torch.Generator().manual_seed(0)
+    places = []
+    for case, answer in zip(cases, answers, strict=True):
+        prompt = engine.prompt([case.prompt], (case.sampling,))
+        logits_NV = own_logits(engine.target.lm, case, answer)
+        places.append(place_of_tokens(logits_NV, prompt, answer.tokens, generator))
+    return uniformity(torch.cat(places))

@@ -1,0 +1,156 @@
+"""Where an answer parts from plain decoding, and whether rounding explains it.
+
+The logits that both sides saw at that place are compared. If they differ by no more than the logits of passes of one
+token and of several do over the same text, the two candidates were a near-tie and rounding decided; anything larger is
+a fault. Both kinds of passes are the audited engine's, so this difference is itself bounded from outside, by the
+model's own pass: see `paradraft.audit.reference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paradraft.audit.recording import Case, NotNumbersError, Recording, are_numbers
+from paradraft.audit.reference import difference
+from paradraft.engine import Engine
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import ABSENT
+
+ROUNDING_FACTOR = 4.0
+"""A difference of logits up to this many times that between passes of one and of several tokens counts as rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """The first place where an answer is not that of plain decoding.
+
+    Args:
+        prompt: number of the prompt, from 1.
+        seed: of the sampling.
+        position: number of the new token, from 0.
+        plain: token of plain decoding.
+        drafted: token with the drafter.
+        margin: how far plain decoding preferred its token: difference of log p, noise included.
+        difference: largest difference of the logits that both sides saw there.
+        is_tie: whether rounding explains it.
+    """
+
+    prompt: int
+    seed: int
+    position: int
+    plain: int
+    drafted: int
+    margin: float
+    difference: float
+    is_tie: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Answers beside those of plain decoding.
+
+    Args:
+        divergences: the answers that part from plain decoding.
+        not_chosen: tokens of either side that are not those its own logits choose.
+        rounding: largest difference of logits between passes of one token and of several.
+        positions: places where both sides read the same text.
+        bitwise_equal: at how many of them all logits were equal to the last bit.
+        largest_difference: largest difference of the logits there.
+    """
+
+    divergences: list[Divergence]
+    not_chosen: int
+    rounding: float
+    positions: int
+    bitwise_equal: int
+    largest_difference: float
+
+
+def compare(
+    engine: Engine, cases: list[Case], plain: list[Recording], drafted: list[Recording], rounding: float, allowed: float
+) -> Comparison:
+    """Compares answers, case by case.
+
+    Args:
+        engine: whose answers these are.
+        cases: what was answered.
+        plain: by plain decoding.
+        drafted: with the drafter.
+        rounding: the largest of `rounding_of`.
+        allowed: how far each side may be from the model's own pass.
+    """
+    divergences, not_chosen, positions, bitwise, largest = [], 0, 0, 0, 0.0
+    dtype = plain[0].logits.dtype
+    scale = max(float(answer.logits[answer.logits.isfinite()].abs().max()) for answer in plain)
+    # Two sides that are each as near to the model's own pass as they must be are at most twice as far apart.
+    limit = min(ROUNDING_FACTOR * max(rounding, torch.finfo(dtype).eps * scale), 2 * allowed)
+    for case, mine, theirs in zip(cases, plain, drafted, strict=True):
+        scores = [_scores(engine, case, answer) for answer in (mine, theirs)]
+        is_chosen = [_are_chosen(*side) for side in zip(scores, (mine, theirs), strict=True)]
+        not_chosen += sum(int((~are).sum()) for are in is_chosen)
+        pairs = zip(mine.tokens, theirs.tokens, strict=True)
+        split = next((place for place, (a, b) in enumerate(pairs) if a != b), len(mine.tokens))
+        shared = min(split + 1, len(mine.tokens))
+        positions += shared
+        bitwise += int((mine.logits[:shared] == theirs.logits[:shared]).all(1).sum())
+        largest = max(largest, difference(mine.logits[:shared], theirs.logits[:shared]).largest)
+        if split == len(mine.tokens):
+            continue
+        apart = difference(mine.logits[split], theirs.logits[split]).largest
+        a, b = mine.tokens[split], theirs.tokens[split]
+        divergences.append(
+            Divergence(
+                prompt=case.number, seed=case.sampling.seed, position=split, plain=a, drafted=b,
+                margin=float(scores[0][split, a] - scores[0][split, b]), difference=apart,
+                is_tie=all(bool(are[split]) for are in is_chosen) and apart <= limit,
+            )
+        )  # fmt: skip
+    return Comparison(
+        divergences=divergences,
+        not_chosen=not_chosen,
+        rounding=rounding,
+        positions=positions,
+        bitwise_equal=bitwise,
+        largest_difference=largest,
+    )
+
+
+def rounding_of(engine: Engine, case: Case, answer: Recording, batch_size: int) -> float:
+    """Largest difference between the logits of passes of one row and token, and of as many of both as a round has.
+
+    Raises:
+        NotNumbersError: logits of the larger passes are not numbers.
+    """
+    lm = engine.target.lm
+    width = min(lm.width, 1 + (engine.k if engine.tree is None else engine.tree.nodes))
+    device = answer.logits.device
+    reading = [case.prompt[-1], *answer.tokens[:-1]]
+    lm.start(engine.prompt([case.prompt] * batch_size, (case.sampling,) * batch_size))
+    largest = 0.0
+    for start in range(0, len(reading), width):
+        tokens = torch.tensor([reading[start : start + width]] * batch_size, device=device)
+        logits = lm.forward(tokens)
+        lm.keep([tokens.shape[1]] * batch_size)
+        if not bool((are := are_numbers(logits).all(0)).all()):
+            raise NotNumbersError(case, start + int(are.int().argmin()), "in passes of several tokens and rows")
+        expected = answer.logits[start : start + width].expand_as(logits)
+        largest = max(largest, difference(logits, expected).largest)
+    return largest
+
+
+def _scores(engine: Engine, case: Case, answer: Recording) -> Tensor:
+    """What each token of an answer should be the largest of, `[N, V]`, going by the logits recorded for it."""
+    N, device = len(answer.tokens), answer.logits.device
+    before_NN = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
+    texts_NN = torch.where(before_NN, torch.tensor(answer.tokens, device=device), ABSENT)
+    sampler = Sampler(engine.prompt([case.prompt], (case.sampling,)))
+    return sampler.scores(answer.logits[None], torch.arange(N, device=device)[None], texts_NN[None])[0]
+
+
+def _are_chosen(scores_NV: Tensor, answer: Recording) -> Tensor:
+    """Which tokens of an answer have the largest score of their place, `[N]`."""
+    tokens_N1 = torch.tensor(answer.tokens, device=scores_NV.device)[:, None]
+    return scores_NV.gather(1, tokens_N1)[:, 0] == scores_NV.amax(1)

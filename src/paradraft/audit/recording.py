@@ -1,0 +1,167 @@
+"""Answers with the logits that their tokens were chosen by.
+
+Shape letters: B rows of a batch, N tokens of an answer, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paradraft.core import Draft, Drafter, Prompt, TargetOut, Verdict
+from paradraft.decode.draft_length import LengthPolicy
+from paradraft.decode.generation import Stops
+from paradraft.decode.sequential import Verify, decode
+from paradraft.decode.stats import Clock
+from paradraft.engine import Engine
+from paradraft.models.forward.eager import NotFiniteError
+from paradraft.models.target import Target
+from paradraft.ragged import to_lists
+from paradraft.sampling_params import Sampling
+from paradraft.tree import ABSENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One prompt with one seed."""
+
+    number: int
+    prompt: list[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """New tokens `[N]`, and the logits `[N, V]` they were chosen by."""
+
+    tokens: list[int]
+    logits: Tensor
+
+
+class NotNumbersError(Exception):
+    """Logits that no token can be chosen by.
+
+    Args:
+        case: the answer.
+        position: number of the new token that was to be chosen, from 0.
+        where: in which passes.
+    """
+
+    def __init__(self, case: Case, position: int, where: str) -> None:
+        super().__init__(
+            f"the target's logits are not numbers at prompt {case.number}, seed {case.sampling.seed}, new token "
+            f"{position}, {where}"
+        )
+
+
+def are_numbers(logits: Tensor) -> Tensor:
+    """Which rows of logits `[…, V]` a token can be chosen by: without NaN and +inf, and not all -inf.
+
+    >>> are_numbers(torch.tensor([[1.0, -torch.inf], [1.0, torch.nan], [-torch.inf, -torch.inf]])).tolist()
+    [True, False, False]
+    """
+    return logits.amax(-1).isfinite()
+
+
+class Recorder(Target):
+    """A target that remembers the logits by which each committed token was chosen."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target.lm, target.tokenizer)
+        self.rows: list[list[Tensor]] = []
+        """Of each prompt, the logits of its tokens."""
+        self.not_numbers: list[tuple[int, int]] = []
+        """Prompts of the batch, and which of their new tokens was to be chosen by logits that are not numbers."""
+        self._numbers: list[int] = []
+
+    def prefill(self, prompt: Prompt) -> None:
+        """See `Target`."""
+        super().prefill(prompt)
+        self.rows = [[] for _ in prompt.tokens]
+        self.not_numbers = []
+        self._numbers = list(range(len(prompt.tokens)))
+
+    def forward(self, draft: Draft) -> TargetOut:
+        """See `Target`."""
+        self._out = super().forward(draft)
+        is_there_BM = torch.nn.functional.pad(draft.tokens != ABSENT, (1, 0), value=True)
+        # Looked at before a token is chosen: a rule need not be able to choose one.
+        is_wrong_BM = is_there_BM & ~are_numbers(self._out.logits)
+        self.not_numbers = [(number, len(self.rows[number])) for number in self._numbers_of(is_wrong_BM.any(1))]
+        return self._out
+
+    def commit(self, verdict: Verdict) -> None:
+        """See `Target`."""
+        wrong = []
+        for place, path in enumerate(to_lists(verdict.path)):
+            number = self._numbers[place]
+            new = self._out.logits[place, [0, *(node + 1 for node in path)]].clone()
+            wrong += [
+                (number, len(self.rows[number]) + index) for index in (~are_numbers(new)).nonzero()[:, 0].tolist()
+            ]
+            self.rows[number] += list(new)
+        # A rejected token may be followed by anything: the text does not depend on it.
+        self.not_numbers = wrong
+        super().commit(verdict)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """See `Target`."""
+        super().keep_rows(rows)
+        self._numbers = [self._numbers[row] for row in rows.tolist()]
+
+    def _numbers_of(self, is_meant_B: Tensor) -> list[int]:
+        return [number for number, is_meant in zip(self._numbers, is_meant_B.tolist(), strict=True) if is_meant]
+
+
+def record(
+    engine: Engine,
+    target: Recorder,
+    drafter: Drafter,
+    verify: Verify,
+    lengths: LengthPolicy,
+    cases: list[Case],
+    max_new_tokens: int,
+    clock: Clock,
+    name: str,
+) -> list[Recording]:
+    """Answers cases together.
+
+    Args:
+        engine: makes the prompts.
+        target: records the engine's.
+        drafter: the engine's, or none.
+        verify: the rule.
+        lengths: how many tokens to draft.
+        cases: one batch.
+        max_new_tokens: tokens of an answer; end-of-sequence tokens do not end it.
+        clock: takes the times.
+        name: what this way of answering is called.
+
+    Raises:
+        NotNumbersError: a token was chosen by logits that are not numbers, or the engine refused to choose one.
+    """
+    prompt = engine.prompt([case.prompt for case in cases], tuple(case.sampling for case in cases))
+    stops = Stops(limits=[max_new_tokens] * len(cases), eos_ids=frozenset())
+    tokens: list[list[int]] = [[] for _ in cases]
+    try:
+        for step in decode(target, drafter, prompt, verify, stops=stops, lengths=lengths, clock=clock):
+            for row, new in zip(step.rows, step.tokens, strict=True):
+                tokens[row] += new
+            _check_numbers(target, cases, name)
+    except NotFiniteError as error:
+        raise NotNumbersError(cases[error.row], 0, name) from None
+    except ValueError:
+        _check_numbers(target, cases, name)
+        raise
+    return [
+        Recording(tokens=new, logits=torch.stack(rows[: len(new)]))
+        for new, rows in zip(tokens, target.rows, strict=True)
+    ]
+
+
+def _check_numbers(target: Recorder, cases: list[Case], name: str) -> None:
+    if target.not_numbers:
+        number, position = min(target.not_numbers, key=lambda found: found[1])
+        raise NotNumbersError(cases[number], position, name) from None

@@ -1,0 +1,262 @@
+"""The model's own pass over a whole text, and how much of a difference from it is rounding.
+
+The reference is the Hugging Face model's plain forward pass: all tokens at once, without our cache, masks, positions,
+compiled passes or C++. It computes in the audited dtype, so an honest engine differs from it by rounding only. How
+large rounding is in this dtype, for this model and these texts, is measured without the engine: the same pass is made
+again with its products in another dtype, and the difference is what the coarser of the two dtypes rounds away. The
+tests of FlashAttention bound errors in the same way: by a multiple of the error that PyTorch's own attention makes in
+that dtype (https://github.com/Dao-AILab/flash-attention, `tests/test_flash_attn.py`).
+
+Shape letters: N tokens of an answer, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+from torch.overrides import TorchFunctionMode
+
+from paradraft.audit.recording import Case, NotNumbersError, Recording, are_numbers
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward.cpu.model import TOLERANCES
+
+MEASURED = 8
+"""Answers over which the rounding of a dtype is measured; two passes over a whole text each."""
+LARGEST_FACTORS = {torch.float64: 8.0, torch.float32: 8.0, torch.float16: 4.0, torch.bfloat16: 4.0}
+"""The largest difference between the engine and the model's own pass may be at most this many times the rounding of the
+dtype. Of honest passes of random models it was at most 2.7 times in float32 and 1.4 times in 16 bits. A fault is far
+larger than rounding in float32, so more room costs nothing there."""
+TYPICAL_FACTOR = 3.0
+"""The same for the root mean square, which was at most 1.4 times."""
+MOST_TYPICAL = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.0125, torch.bfloat16: 0.1} | TOLERANCES
+"""Never more than this is allowed as a root mean square, in standard deviations of the logits; float16 has 3 more bits
+than bfloat16."""
+MOST_LARGEST = 10.0
+"""Never more than this many times `MOST_TYPICAL` is allowed as the largest difference."""
+OTHER_DTYPE = {
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float32: torch.float64,
+    torch.float64: torch.float32,
+}
+"""In what the products are made for comparison. Nothing is finer than float64, whose norms and rotations
+`transformers` computes in float32 anyway: there the rounding of float32 is the measure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far logits are from others of the same places.
+
+    Args:
+        largest: absolute value of the largest difference; infinite where one side is not a number.
+        root_mean_square: over all places and tokens.
+    """
+
+    largest: float
+    root_mean_square: float
+
+    def within(self, other: Difference) -> bool:
+        """Whether neither figure exceeds another's."""
+        return self.largest <= other.largest and self.root_mean_square <= other.root_mean_square
+
+    def times(self, largest: float, root_mean_square: float) -> Difference:
+        """Both figures multiplied, each by its own factor."""
+        return Difference(largest=self.largest * largest, root_mean_square=self.root_mean_square * root_mean_square)
+
+    def at_most(self, other: Difference) -> Difference:
+        """The smaller of each figure."""
+        return Difference(
+            largest=min(self.largest, other.largest),
+            root_mean_square=min(self.root_mean_square, other.root_mean_square),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.largest:.2g} (root mean square {self.root_mean_square:.2g})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnPass:
+    """Recorded logits beside those of the model's own pass.
+
+    Args:
+        dtype: name of the dtype that passes compute in.
+        places: how many places of each side were compared.
+        plain: of plain decoding; None where it was not run.
+        drafted: with the drafter.
+        rounding: what the dtype rounds away, measured without the engine; None where that cannot be measured.
+        factor: how many times the largest rounding is allowed as the largest difference.
+        limit: what is allowed at most, however large rounding is.
+    """
+
+    dtype: str
+    places: int
+    plain: Difference | None
+    drafted: Difference
+    rounding: Difference | None
+    factor: float
+    limit: Difference
+
+    @property
+    def explained(self) -> Difference:
+        """What rounding explains: a multiple of the dtype's, whatever the limit."""
+        return self.limit if self.rounding is None else self.rounding.times(self.factor, TYPICAL_FACTOR)
+
+    @property
+    def allowed(self) -> Difference:
+        """What passes: what rounding explains, up to the limit."""
+        return self.explained.at_most(self.limit)
+
+    @property
+    def source(self) -> str:
+        """Where `allowed` comes from, in words."""
+        if self.rounding is None:
+            return (
+                f"the limit for {self.dtype}; its rounding could not be measured with these weights or on this device"
+            )
+        return (
+            f"{self.factor:g} times the largest and {TYPICAL_FACTOR:g} times the root mean square of what {self.dtype} "
+            "rounds away in the model's own pass" + ("" if self.allowed == self.explained else ", up to a limit")
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        figures = {
+            "plain": self.plain, "drafted": self.drafted, "rounding": self.rounding, "limit": self.limit,
+            "allowed": self.allowed,
+        }  # fmt: skip
+        return {"dtype": self.dtype, "places": self.places, "source": self.source} | {
+            name: None if figure is None else vars(figure) for name, figure in figures.items()
+        }
+
+
+@torch.no_grad()
+def own_logits(lm: CausalLM, case: Case, answer: Recording, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The logits `[N, V]` by which the model itself would choose each token of an answer.
+
+    Args:
+        lm: whose model it is; neither its cache nor its passes are used.
+        case: the prompt.
+        answer: its tokens are taken as they are, whoever chose them.
+        dtype: makes the products in this dtype instead of the model's.
+
+    Raises:
+        NotNumbersError: the model's logits are not numbers.
+    """
+    text = torch.tensor([[*case.prompt, *answer.tokens[:-1]]], device=lm.device)
+    with nullcontext() if dtype is None else _ProductsIn(dtype, lm.model.dtype):
+        logits_NV = lm.model(text, use_cache=False, logits_to_keep=len(answer.tokens)).logits[0]
+    logits_NV = lm.allowed(logits_NV)
+    if not bool((are := are_numbers(logits_NV)).all()):
+        raise NotNumbersError(case, int(are.int().argmin()), "in the model's own pass")
+    return logits_NV
+
+
+def own_pass(
+    lm: CausalLM,
+    cases: list[Case],
+    drafted: list[Recording],
+    plain: list[Recording] | None,
+    report: Callable[[str], None],
+) -> OwnPass:
+    """Compares recorded logits with the model's own.
+
+    Args:
+        lm: the target's.
+        cases: what was answered.
+        drafted: with the drafter.
+        plain: by plain decoding; None if it was not run.
+        report: told what is going on.
+
+    Raises:
+        NotNumbersError: the model's own logits are not numbers.
+    """
+    found: dict[str, list[Difference]] = {"plain": [], "drafted": [], "rounding": []}
+    variances = []
+    for place, case in enumerate(cases):
+        report(f"the model's own pass: answer {place + 1} of {len(cases)}")
+        own = own_logits(lm, case, drafted[place])
+        found["drafted"].append(difference(drafted[place].logits, own))
+        if plain is not None:
+            if plain[place].tokens != drafted[place].tokens:
+                own = own_logits(lm, case, plain[place])
+            found["plain"].append(difference(plain[place].logits, own))
+        variances.append(float(own[own.isfinite()].double().var()))
+        if place < MEASURED and can_compute_otherwise(lm):
+            answer = drafted[place] if plain is None else plain[place]
+            other = own_logits(lm, case, answer, dtype=OTHER_DTYPE[lm.model.dtype])
+            found["rounding"].append(difference(own, other))
+    typical = MOST_TYPICAL[lm.model.dtype] * math.sqrt(sum(variances) / len(variances))
+    return OwnPass(
+        dtype=str(lm.model.dtype).removeprefix("torch."),
+        places=sum(len(answer.tokens) for answer in drafted),
+        plain=None if plain is None else _over_all(found["plain"]),
+        drafted=_over_all(found["drafted"]),
+        rounding=_over_all(found["rounding"]) if found["rounding"] else None,
+        factor=LARGEST_FACTORS[lm.model.dtype],
+        limit=Difference(largest=MOST_LARGEST * typical, root_mean_square=typical),
+    )
+
+
+def difference(a_NV: Tensor, b_NV: Tensor) -> Difference:
+    """How far logits `[N, V]` differ; forbidden tokens, -inf on both sides, are equal.
+
+    >>> difference(torch.tensor([[1.0, 0.0, 0.0, -torch.inf]]), torch.tensor([[5.0, 0.0, 0.0, -torch.inf]]))
+    Difference(largest=4.0, root_mean_square=2.0)
+    """
+    apart = torch.where(a_NV == b_NV, 0.0, (a_NV.double() - b_NV.double()).abs()).nan_to_num(nan=torch.inf)
+    return Difference(largest=float(apart.max()), root_mean_square=float(apart.square().mean().sqrt()))
+
+
+def _over_all(parts: Sequence[Difference]) -> Difference:
+    """Of all answers together, which have the same number of tokens."""
+    squares = [part.root_mean_square**2 for part in parts]
+    return Difference(
+        largest=max(part.largest for part in parts), root_mean_square=math.sqrt(sum(squares) / len(squares))
+    )
+
+
+def can_compute_otherwise(lm: CausalLM) -> bool:
+    """Whether a model's products can be made in `OTHER_DTYPE`: Apple's GPUs have no float64, and some quantized weights
+    cannot be had in another dtype."""
+    has_dtype = lm.device.type != "mps" or OTHER_DTYPE[lm.model.dtype] != torch.float64
+    return has_dtype and all(_is_plain(weight) or hasattr(weight, "dequantize") for weight in lm.model.parameters())
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return type(weight) in (Tensor, nn.Parameter)
+
+
+class _ProductsIn(TorchFunctionMode):
+    """Makes the products of linear layers in another dtype, one weight after the other: no second model is in memory.
+
+    Between the products a model goes on in the finer of the two dtypes.
+    """
+
+    def __init__(self, dtype: torch.dtype, own: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.between = torch.promote_types(dtype, own)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        if func is linear:
+            return self._linear(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        return made.to(self.between) if func is embedding else made
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        whole: Any = weight
+        if not _is_plain(weight):  # torchao multiplies whole numbers and scales in float32 at most
+            whole = whole.dequantize(output_dtype=torch.float32)
+        whole = whole.to(self.dtype)
+        made = linear(input.to(self.dtype), whole, None if bias is None else bias.to(self.dtype))
+        return made.to(self.between)

@@ -1,0 +1,101 @@
+"""Do sampled tokens have the target's distribution? A test whose false alarms are bounded exactly.
+
+For each token x, with its conditional probabilities p given all tokens before it, let u be a number
+drawn uniformly from the piece of [0, 1] that belongs to x when the tokens are laid side by side, the
+likeliest first, each as wide as its p. If every token was drawn from its p, all u are independent
+and uniform (Rosenblatt 1952, "Remarks on a multivariate transformation"; Brockwell 2007 for discrete
+ones), as long as no two answers share their random numbers. Their empirical distribution then leaves
+a band of half-width e around the diagonal with probability at most 2 exp(-2 n e²), for every n
+(Dvoretzky, Kiefer & Wolfowitz 1956; Massart 1990).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paradraft.core import Prompt
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import ABSENT
+
+FALSE_ALARM = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uniformity:
+    """A test of uniformity.
+
+    Args:
+        tokens: how many numbers were tested.
+        distance: largest distance of their empirical distribution from the diagonal.
+        limit: which it exceeds with probability at most `false_alarm` if all is well.
+        false_alarm: that probability.
+        impossible: tokens whose probability was 0; one is enough to fail.
+    """
+
+    tokens: int
+    distance: float
+    limit: float
+    false_alarm: float
+    impossible: int
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the test was passed."""
+        return self.distance <= self.limit and not self.impossible
+
+    @property
+    def in_words(self) -> str:
+        """One clause with all figures."""
+        words = (
+            f"over {self.tokens} tokens the distance is {self.distance:.4f}, at most {self.limit:.4f} is allowed "
+            f"(false alarms: {self.false_alarm:g})"
+        )
+        return words + (f", and {self.impossible} tokens are impossible" if self.impossible else "")
+
+
+def uniformity(places: Tensor) -> Uniformity:
+    """Tests `[n]` numbers; those outside [0, 1] are of impossible tokens.
+
+    >>> uniformity((torch.arange(20_000) + 0.5) / 20_000).is_uniform
+    True
+    >>> uniformity(((torch.arange(20_000) + 0.5) / 20_000) ** 1.1).is_uniform
+    False
+    """
+    possible = places[(places >= 0) & (places <= 1)].sort().values
+    n = max(len(possible), 1)
+    steps = torch.arange(len(possible) + 1, dtype=torch.float64, device=places.device) / n
+    distance = torch.maximum(steps[1:] - possible, possible - steps[:-1]).max() if len(possible) else torch.tensor(1.0)
+    return Uniformity(
+        tokens=len(possible),
+        distance=float(distance),
+        limit=math.sqrt(math.log(2 / FALSE_ALARM) / (2 * n)),
+        false_alarm=FALSE_ALARM,
+        impossible=len(places) - len(possible),
+    )
+
+
+@torch.no_grad()
+def place_of_tokens(logits_NV: Tensor, prompt: Prompt, tokens: list[int], generator: torch.Generator) -> Tensor:
+    """The number u of each token of one answer, `[N]` in float64; 2 where the token is impossible.
+
+    Args:
+        logits_NV: `[N, V]` of the model's own pass over the whole text.
+        prompt: of one row.
+        tokens: its answer.
+        generator: of the place within each token's piece.
+    """
+    device, N = prompt.tokens.device, len(tokens)
+    answer = torch.tensor(tokens, device=device)
+    before = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
+    p_NV = Sampler(prompt).probabilities(logits_NV[None], torch.where(before, answer, ABSENT)[None])[0]
+    p_N1 = p_NV.gather(1, answer[:, None])
+    likelier = p_NV.masked_fill(p_NV <= p_N1, 0.0).sum(1, keepdim=True)
+    index = torch.arange(p_NV.shape[1], device=device)
+    tied = (p_NV.masked_fill((p_NV != p_N1) | (index >= answer[:, None]), 0.0)).sum(1, keepdim=True)
+    chance = torch.rand(N, 1, generator=generator, dtype=torch.float64)
+    places = likelier + tied + chance.to(device) * p_N1
+    return places.masked_fill(p_N1 == 0, 2.0)[:, 0]

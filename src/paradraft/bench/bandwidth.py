@@ -1,0 +1,142 @@
+"""How fast this machine reads memory and multiplies matrices, with the threads that are in use.
+
+Both are the best of several short tries: a floor must not be too high. Reading is measured with
+buffers of the sizes that passes read, because what fits into a cache is read faster than memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradraft.models.forward.cpu.build import CannotBuildError
+from paradraft.models.forward.cpu.model import PackedMatrix
+
+TRIES, MOST_S = 7, 0.3
+"""How often something is tried, and when no other try begins."""
+MOST_BYTES = {"cpu": 512 * 2**20, "cuda": 2**30}
+"""Larger buffers are far beyond all caches, and are read as fast as these."""
+LEAST_BYTES = 128 * 2**20
+"""What one try reads at least, over and over where the buffer is smaller, so that the clock is exact enough."""
+SIDES = {"cpu": (128, 512, 1024), "cuda": (1024, 8192)}
+"""Rows and columns of the matrices that are multiplied; a larger one is not tried where it would take too long."""
+NATIVE = (torch.float32, torch.bfloat16)
+"""What our own product multiplies."""
+_COLUMNS = 1024
+
+
+class Speeds:
+    """The best speeds seen so far on a device.
+
+    Args:
+        device: what is measured.
+        sizes_bytes: what passes read; bandwidth is measured for each.
+        dtypes: what passes compute in.
+    """
+
+    def __init__(self, device: torch.device, sizes_bytes: set[int], dtypes: set[torch.dtype]) -> None:
+        self.device = device
+        self._bandwidths = {self._buffer_bytes(size): 0.0 for size in [*sizes_bytes, self._most_bytes]}
+        self._rates = dict.fromkeys([*dtypes, torch.float32], 0.0)
+
+    @property
+    def _most_bytes(self) -> int:
+        return MOST_BYTES.get(self.device.type, MOST_BYTES["cpu"])
+
+    def _buffer_bytes(self, size_bytes: int) -> int:
+        row_bytes = _COLUMNS * torch.float32.itemsize
+        return max(min(size_bytes, self._most_bytes) // row_bytes, 1) * row_bytes
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Tries everything again and keeps what is best; takes a second or two."""
+        for size, known in self._bandwidths.items():
+            self._bandwidths[size] = max(known, self._unless_full(known, self._read, size))
+        for dtype, known in self._rates.items():
+            self._rates[dtype] = max(known, self._unless_full(known, self._multiply, dtype))
+
+    def _unless_full(self, known: float, measured: Callable[[Any], float], of: Any) -> float:
+        try:
+            return measured(of)
+        except torch.OutOfMemoryError:
+            if not known:
+                raise
+            return known  # caches have taken the room meanwhile, and a run must not end without its result
+
+    def bytes_per_s(self, size_bytes: int) -> float:
+        """The bandwidth of reading so many bytes again and again."""
+        return self._bandwidths[self._buffer_bytes(size_bytes)]
+
+    def bytes_per_s_now(self, size_bytes: int) -> float:
+        """The same at this moment, not the best that was seen."""
+        return self._read(self._buffer_bytes(size_bytes))
+
+    def flops_per_s(self, dtype: torch.dtype) -> float:
+        """Floating point operations of matrix products; a multiplication with its addition counts as two.
+
+        What is narrower than float32 can be computed in float32, which is faster where the other has no instructions.
+        """
+        return max(self._rates[dtype], self._rates[torch.float32] if dtype.itemsize < 4 else 0.0)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; the largest buffer is that of memory."""
+        return {
+            "bytes_per_s": {str(size): speed for size, speed in sorted(self._bandwidths.items())},
+            "flops_per_s": {str(dtype).removeprefix("torch."): rate for dtype, rate in self._rates.items()},
+        }
+
+    def _read(self, size_bytes: int) -> float:
+        rows = torch.ones(size_bytes // torch.float32.itemsize, device=self.device).view(-1, _COLUMNS)
+        words = rows.view(torch.int64)
+        sums = torch.empty(len(rows), device=self.device)
+        times = -(-LEAST_BYTES // size_bytes)
+        # No reader is the fastest for every size.
+        readers: tuple[Callable[[], Tensor], ...] = (lambda: torch.sum(rows, 1, out=sums), words.sum, rows.sum)
+        return size_bytes / min(self._seconds(read, times) for read in readers)
+
+    def _multiply(self, dtype: torch.dtype) -> float:
+        best = 0.0
+        for side in SIDES.get(self.device.type, SIDES["cpu"]):
+            operations = 2 * side**3
+            if best and operations / best > MOST_S:
+                break
+            left, right = (torch.ones(side, side, dtype=dtype, device=self.device) for _ in range(2))
+            product = torch.empty_like(left)
+            best = max(best, operations / self._seconds(partial(torch.mm, left, right, out=product), 1))
+            if self.device.type == "cpu" and dtype in NATIVE:
+                best = max(best, operations / self._natively(left))
+        return best
+
+    def _natively(self, inputs: Tensor) -> float:
+        """The least seconds that our own product takes; no library is the fastest on every CPU."""
+        product = torch.empty_like(inputs, dtype=torch.float32)
+        try:
+            matrix = PackedMatrix([inputs])
+        except CannotBuildError:
+            return float("inf")
+        if not matrix.multiply(inputs, product):
+            return float("inf")
+        return self._seconds(partial(matrix.multiply, inputs, product), 1)
+
+    def _seconds(self, run: Callable[[], object], times: int) -> float:
+        """The least seconds that a run took."""
+        best_s, first_s = float("inf"), time.perf_counter()
+        for number in range(TRIES):
+            if number >= 2 and time.perf_counter() - first_s > MOST_S:
+                break
+            self._wait()
+            began_s = time.perf_counter()
+            for _ in range(times):
+                run()
+            self._wait()
+            best_s = min(best_s, (time.perf_counter() - began_s) / times)
+        return best_s
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,137 @@
+"""`generate` of `transformers`: plain, with an assistant, and with prompt lookup."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from paradraft.bench.result import Answer, Answerer, Counts
+from paradraft.bench.roofline import plain_passes
+from paradraft.models.target import Target
+from paradraft.models.tokenization import opening
+from paradraft.sampling_params import Sampling
+
+
+def plain(target: Target) -> Answerer:
+    """What answers prompts by `generate`, batches too."""
+    return _answerer(target, {})
+
+
+def assisted(target: Target, draft: PreTrainedModel, *, k: int, confidence: float) -> Answerer:
+    """What answers one prompt at a time by assisted generation.
+
+    Args:
+        target: the model whose text it is.
+        draft: an ordinary draft model; its generation config stays as it is.
+        k: most tokens drafted per round.
+        confidence: drafting stops behind a token less likely than this; 0 drafts k tokens. Where
+            scikit-learn is installed, `transformers` moves it as it goes.
+    """
+    logging.getLogger("transformers.generation.utils").addFilter(_is_no_advice)
+    # `transformers` reads these three settings from the draft model alone, which other methods share.
+    assistant = copy.copy(draft)
+    assistant.generation_config = copy.deepcopy(draft.generation_config)
+    assistant.generation_config.update(
+        num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=confidence
+    )
+    return _answerer(target, {}, assistant=assistant)
+
+
+def prompt_lookup(target: Target, *, k: int) -> Answerer:
+    """What answers one prompt at a time by prompt lookup, which searches for the last two tokens, else for the last."""
+    return _answerer(target, {"prompt_lookup_num_tokens": k})
+
+
+def _answerer(target: Target, settings: dict[str, object], assistant: PreTrainedModel | None = None) -> Answerer:
+    model, tokenizer = target.lm.model, target.tokenizer
+    eos_ids = sorted(target.eos_ids)
+    drafts = assistant is not None or bool(settings)
+
+    def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
+        chosen: dict[str, object] = {"do_sample": False}
+        if not sampling.is_greedy:
+            chosen = {
+                "do_sample": True,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+            }
+        torch.manual_seed(sampling.seed)
+        rows = [opening(prompt, tokenizer) for prompt in prompts]
+        width = max(map(len, rows))
+        tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens, eos_token_id=eos_ids or None, pad_token_id=0, **chosen, **settings
+        )
+        rounds = _Rounds() if drafts else None
+        with nullcontext() if rounds is None else _widths(model, rounds.widths):
+            began_s = time.perf_counter()
+            answered = model.generate(
+                tokens, attention_mask=mask, generation_config=config, assistant_model=assistant, streamer=rounds
+            )[:, width:].tolist()
+            total_s = time.perf_counter() - began_s
+        answers = [up_to_end(row, eos_ids) for row in answered]
+        if rounds is None:
+            passes = plain_passes(len(rows), width, len(answered[0]))
+            return Answer(tokens=answers, total_s=total_s, stats=None, passes=passes)
+        drafted = [wide - 1 for wide in [rounds.widths[0] - width + 1, *rounds.widths[1:]]]
+        counts = Counts.of(len(answers[0]), drafted, rounds.accepted)
+        return Answer(tokens=answers, total_s=total_s, stats=None, counts=counts, accepted=[rounds.accepted])
+
+    return answer
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    """Whether `transformers` says something else than how its own call of the assistant should be written."""
+    return not record.getMessage().startswith("Passing `generation_config` together with")
+
+
+class _Rounds(BaseStreamer):
+    """Hears of the new tokens of each round, and of the tokens that each pass of the target read."""
+
+    def __init__(self) -> None:
+        self.widths: list[int] = []
+        self._sizes: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self._sizes.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def accepted(self) -> list[int]:
+        """For each round, how many of its tokens were drafted. What comes first is the prompt."""
+        return [size - 1 for size in self._sizes[1:]]
+
+
+@contextmanager
+def _widths(model: PreTrainedModel, widths: list[int]) -> Iterator[None]:
+    """Notes how many tokens each pass of a model reads."""
+
+    def note(_: torch.nn.Module, __: tuple[object, ...], given: dict[str, torch.Tensor]) -> None:
+        widths.append(given["input_ids"].shape[1])
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def up_to_end(tokens: list[int], eos_ids: list[int]) -> list[int]:
+    """An answer without the filling behind its end.
+
+    >>> up_to_end([5, 6, 2, 0, 0], [2])
+    [5, 6, 2]
+    """
+    ends = [place + 1 for place, token in enumerate(tokens) if token in eos_ids]
+    return tokens[: ends[0]] if ends else tokens

@@ -1,0 +1,141 @@
+"""Bars and lines of a report, drawn with HTML and SVG: text stays text, at any width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paradraft.bench.page.html import Element
+
+_WIDTH, _HEIGHT = 420, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 42, 8, 10, 38
+_COLORS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One line of a chart.
+
+    Args:
+        name: what stands before it.
+        value: what stands behind it.
+        family: the class that colours it.
+        parts: class and length of each part, as shares of the track.
+        spread: from where to where its value varied, as shares of the track.
+    """
+
+    name: Element
+    value: Element
+    family: str
+    parts: Mapping[str, float]
+    spread: tuple[float, float] | None = None
+
+
+def bars(lines: Sequence[Bar]) -> Element:
+    """A list of bars. Each says its name and value in words, so the bars themselves are hidden from screen readers."""
+    return Element.of("ol", *map(_bar, lines), class_="bars")
+
+
+def _bar(one: Bar) -> Element:
+    fills = [
+        Element.of("span", class_=f"fill {name}".strip(), style=f"width:{_percent(length)}")
+        for name, length in one.parts.items()
+    ]
+    if one.spread is not None:
+        low, high = one.spread
+        place = f"left:{_percent(low)};width:{_percent(high - low)}"
+        fills.append(Element.of("span", class_="spread", style=place))
+    return Element.of(
+        "li",
+        Element.of("span", one.name, class_="name"),
+        Element.of("span", one.value, class_="value"),
+        Element.of("span", *fills, class_="track", aria_hidden="true"),
+        class_=one.family,
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * min(max(share, 0.0), 1.0):.2f}%"
+
+
+def lines(series: Mapping[str, Sequence[float]], *, title: str, description: str, across: str, up: str) -> Element:
+    """Shares between 0 and 1 by position, one line for each name.
+
+    Args:
+        series: values at positions 1, 2, …
+        title: of the chart, for screen readers.
+        description: what it shows, in a sentence.
+        across: what the positions are.
+        up: what the values are.
+    """
+    longest = max(map(len, series.values()))
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+
+    def x(position: int) -> float:
+        return _LEFT + (right - _LEFT) * (position - 0.5) / longest
+
+    def y(value: float) -> float:
+        return bottom - (bottom - _TOP) * value
+
+    drawn = []
+    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
+        drawn.append(Element.of("line", x1=_LEFT, x2=right, y1=y(value), y2=y(value), class_="grid"))
+        drawn.append(Element.of("text", f"{value:.0%}", x=_LEFT - 6, y=y(value) + 4, text_anchor="end"))
+    for position in range(1, longest + 1, 1 + longest // 20):
+        drawn.append(Element.of("text", str(position), x=f"{x(position):.1f}", y=bottom + 17, text_anchor="middle"))
+    drawn.append(Element.of("text", across, x=(_LEFT + right) / 2, y=_HEIGHT - 4, text_anchor="middle"))
+    for number, (name, values) in enumerate(series.items()):
+        points = [(x(place), y(value)) for place, value in enumerate(values, start=1)]
+        drawn.append(
+            Element.of(
+                "g",
+                Element.of("title", name),
+                Element.of("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b in points), **_dash(number)),
+                *(_mark(number, a, b) for a, b in points),
+                class_=_class(number),
+            )
+        )
+    return Element.of(
+        "svg",
+        Element.of("title", title, id="chart-title"),
+        Element.of("desc", f"{description} Across: {across}. Upwards: {up}.", id="chart-desc"),
+        *drawn,
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        role="img",
+        aria_labelledby="chart-title chart-desc",
+        class_="chart",
+    )
+
+
+def key(number: int) -> Element:
+    """The line and mark of the series with this number, for a legend."""
+    return Element.of(
+        "svg",
+        Element.of("polyline", points="0,6 30,6", **_dash(number)),
+        _mark(number, 15, 6),
+        viewBox="0 0 30 12",
+        class_=_class(number),
+        aria_hidden="true",
+    )
+
+
+def _class(number: int) -> str:
+    return f"series s{number % _COLORS}"
+
+
+def _dash(number: int) -> dict[str, str]:
+    """Lines are told apart without colour too: by their marks, and from the ninth on by dashes."""
+    return {} if number < _COLORS else {"stroke_dasharray": "5 4"}
+
+
+def _mark(number: int, x: float, y: float) -> Element:
+    r = 3.6
+    corners = {
+        1: [(-r, -r), (r, -r), (r, r), (-r, r)],
+        2: [(0, -1.4 * r), (1.4 * r, 0), (0, 1.4 * r), (-1.4 * r, 0)],
+        3: [(0, -1.25 * r), (1.2 * r, r), (-1.2 * r, r)],
+    }.get(number % 4)
+    if corners is None:
+        return Element.of("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=r, class_="mark")
+    points = " ".join(f"{x + a:.1f},{y + b:.1f}" for a, b in corners)
+    return Element.of("polygon", points=points, class_="mark")

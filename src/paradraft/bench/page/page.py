@@ -1,0 +1,149 @@
+"""A benchmark's result as one HTML page that needs nothing else: no script, no font, no picture from outside."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from paradraft.bench.page import sections
+from paradraft.bench.page.html import Element, joined, section
+from paradraft.bench.result import Piece
+from paradraft.bench.result_file import ADVICE, completed, read_result_file
+from paradraft.bench.summary import label, title_of
+from paradraft.files import check_outputs, write_output
+
+DEEPEST = 8
+"""Positions of a draft that have a colour of their own; deeper ones share the last."""
+
+
+def example(result: dict[str, Any]) -> Element | None:
+    """The answers to the first prompt; the fastest that was drafted is open."""
+    found = result.get("example")
+    if not found or not found["answers"]:
+        return None
+    answers: dict[str, list[Piece]] = found["answers"]
+    speed = {spec: result["methods"][spec]["tokens_per_s"]["median"] for spec in answers}
+    drafting = [spec for spec, pieces in answers.items() if any(origin for _, origin in pieces)]
+    shown = max(drafting or speed, key=lambda spec: speed[spec])
+    told = [
+        _answer(label(spec, result["methods"][spec]), found["prompt"], pieces, is_open=spec == shown)
+        for spec, pieces in answers.items()
+    ]
+    deepest = max((origin for pieces in answers.values() for _, origin in pieces), default=0)
+    return section("One answer", "The answer to the first prompt, token by token.", _legend(deepest), *told)
+
+
+def _legend(deepest: int) -> Element:
+    entries = [Element.of("li", "prompt", class_="prompt"), Element.of("li", "the target's own token")]
+    if deepest:
+        places = range(1, min(deepest, DEEPEST) + 1)
+        shown = [
+            Element.of("span", f" {place}{'+' if place == DEEPEST < deepest else ''} ", class_=_tint(place))
+            for place in places
+        ]
+        entries.append(Element.of("li", "drafted and accepted, by position: ", *shown))
+    return Element.of("ul", *entries, class_="legend")
+
+
+def _answer(name: str, prompt: str, pieces: list[Piece], *, is_open: bool) -> Element:
+    drafted = sum(origin > 0 for _, origin in pieces)
+    # Each pass ends with a token of the target's own; the limit may have cut the last one's.
+    passes = len(pieces) - drafted + bool(pieces and pieces[-1][1])
+    words = f" {len(pieces)} tokens in {passes} passes of the target, {drafted} of them drafted"
+    return Element.of(
+        "details",
+        Element.of("summary", name, Element.of("small", words)),
+        Element.of("pre", Element.of("span", prompt, class_="prompt"), *(_token(*piece) for piece in pieces)),
+        open=is_open,
+    )
+
+
+def _token(text: str, origin: int) -> Element:
+    if not origin:
+        return Element.of("span", text)
+    newline = joined([Element.of("span", class_="newline"), Element("\n")])
+    shown = [part for line in text.split("\n") for part in (newline, line)][1:]
+    return Element.of("span", *shown, class_=_tint(origin), title=f"drafted, position {origin}")
+
+
+def _tint(origin: int) -> str:
+    return f"token d{min(origin, DEEPEST)}"
+
+
+FILE = "index.html"
+
+
+def write_page(folder: Path, result: dict[str, Any]) -> Path:
+    """Writes the page of a result.
+
+    Args:
+        folder: where it goes; made if it does not exist.
+        result: what `run_benchmark` returns for one work.
+
+    Returns:
+        The page's file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_output(folder / FILE, page(result).encode())
+    return folder / FILE
+
+
+def check_folder(folder: Path | None) -> None:
+    """Raises ValueError if the page could not be written into a folder in the end."""
+    if folder is None:
+        return
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir():
+        raise ValueError(f"{str(folder)!r} cannot hold a report: {str(above)!r} is a file, name a folder")
+    check_outputs(above / FILE)
+
+
+def read_result(file: Path) -> dict[str, Any]:
+    """Reads what `paradraft bench --json` wrote; what an older version did not write yet is computed from the rest.
+
+    Raises:
+        ValueError: it cannot be read or is no result of a benchmark.
+    """
+    found = read_result_file(file, ("machine", "arguments", "methods"))
+    try:
+        found = completed(found)
+        page(found)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{str(file)!r} is no whole result of a benchmark ({problem}): {ADVICE}") from None
+    return found
+
+
+def page(result: dict[str, Any]) -> str:
+    """The page of a result, as text.
+
+    Args:
+        result: what `run_benchmark` returns for one work, or what `read_result` read: what it lacks is not shown.
+    """
+    title = title_of(result)
+    style = resources.files("paradraft.bench.page").joinpath("page.css").read_text(encoding="utf-8")
+    head = Element.of(
+        "head",
+        Element.of("meta", charset="utf-8"),
+        Element.of("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        # Whatever a model says, nothing in this page runs or is fetched.
+        Element.of(
+            "meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"
+        ),
+        Element.of("meta", name="color-scheme", content="light dark"),
+        Element.of("title", f"paradraft bench: {title}"),
+        Element("<style>" + style + "</style>"),
+    )
+    found = [
+        sections.heading(result, title),
+        sections.speeds(result),
+        sections.acceptance(result),
+        sections.rounds(result),
+        sections.roofline(result),
+        example(result),
+        sections.figures(result),
+        sections.machine(result),
+    ]
+    main = Element.of("main", *(section for section in found if section is not None))
+    return "<!doctype html>\n" + Element.of("html", head, Element.of("body", main), lang="en") + "\n"

@@ -1,0 +1,264 @@
+"""The sections of a report, but for the answer."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from paradraft.bench.baselines import HF
+from paradraft.bench.page.charts import Bar, bars, key, lines
+from paradraft.bench.page.html import (
+    FAMILIES,
+    Element,
+    Figures,
+    family,
+    joined,
+    legend,
+    marked_name,
+    name_of,
+    number,
+    section,
+    table,
+    tile,
+)
+from paradraft.bench.result import FIRST
+from paradraft.bench.result_file import has_faster_baselines, without_baseline
+from paradraft.bench.spec import AR
+from paradraft.bench.summary import LABELS, label
+
+PARTS = {
+    "draft": "drafting",
+    "verify": "the target's pass and the verdict",
+    "other": "the rest",
+}
+
+
+def heading(result: dict[str, Any], title: str) -> Element:
+    """What was measured, and the main numbers."""
+    methods = result["methods"]
+    best, figures = max(methods.items(), key=lambda item: item[1]["tokens_per_s"]["median"])
+    speed = figures["tokens_per_s"]["median"]
+    tiles = [tile(number(speed, ".0f"), f"tokens/s with {label(best, figures)}, the fastest of {len(methods)}")]
+    for name, words in ((AR, "decoding without a drafter, in the same dtype"), (HF, "generate of transformers")):
+        times = figures[f"speedup_vs_{name}"]
+        if times is not None and figures["method"] != name:
+            tiles.append(tile(number(times, ".2f", "×"), f"the speed of {LABELS[name]}, {words}"))
+    compared = [one["identical_to_ar"] for one in methods.values() if one["method"] != AR]
+    compared = [same for same in compared if same is not None]
+    if compared:
+        tiles.append(tile(f"{sum(compared)} of {len(compared)}", f"methods give the very tokens of {LABELS[AR]}"))
+    return Element.of(
+        "header",
+        Element.of("p", "paradraft bench", class_="kicker"),
+        Element.of("h1", title),
+        Element.of(
+            "p",
+            "All methods answered the same prompts on one machine, taking turns. Times include reading the prompt and "
+            "the first draft; only tokens that were emitted count.",
+            class_="lead",
+        ),
+        Element.of("ul", *tiles, class_="tiles"),
+    )
+
+
+def speeds(result: dict[str, Any]) -> Element:
+    """Tokens per second, with their spread."""
+    methods = result["methods"]
+    most = max(max(one["tokens_per_s"]["runs"]) for one in methods.values())
+    drawn = []
+    for spec, one in methods.items():
+        median, runs = one["tokens_per_s"]["median"], one["tokens_per_s"]["runs"]
+        value = [number(median, ".0f")]
+        if one["speedup_vs_ar"] is not None:
+            value += [Element.of("small", " ", number(one["speedup_vs_ar"], ".2f", "×"))]
+        spread = (min(runs) / most, max(runs) / most) if len(runs) > 1 else None
+        drawn.append(
+            Bar(
+                name=marked_name(spec, methods), value=joined(value), family=family(one["method"]),
+                parts={"": median / most}, spread=spread,
+            )
+        )  # fmt: skip
+    runs = max(len(one["tokens_per_s"]["runs"]) for one in methods.values())
+    words = "Median of the runs; the mark reaches from the slowest to the fastest. " if runs > 1 else "One run. "
+    if any(one["speedup_vs_ar"] is not None for one in methods.values()):
+        words += f"Behind it: times the speed of {LABELS[AR]} of the same dtype and batch size, marked as a baseline. "
+    if has_faster_baselines(methods):
+        words += f"Against the fastest {LABELS[AR]}: see all figures."
+    families = [name for name in FAMILIES if any(family(one["method"]) == name for one in methods.values())]
+    skipped = [
+        Element.of("p", Element.of("strong", spec), f" was not run. {why}", class_="note warning")
+        for spec, why in result.get("skipped", {}).items()
+    ]
+    lacking = [
+        Element.of(
+            "p", f"No {missing} in this run, so no speedup of: {'; '.join(label(s, methods[s]) for s in specs)}.",
+            class_="note warning",
+        )
+        for missing, specs in without_baseline(methods).items()
+    ]  # fmt: skip
+    return section("Tokens per second", words, bars(drawn), legend(families, FAMILIES), *lacking, *skipped)
+
+
+def acceptance(result: dict[str, Any]) -> Element | None:
+    """How many drafted tokens rounds accept, with all rounds in the denominator."""
+    methods = result["methods"]
+    drafting = [spec for spec, one in methods.items() if one["acceptance_per_position"]]
+    shares = {spec: one["accepted_share_of_rounds"] for spec, one in methods.items()}
+    found = {spec: values for spec, values in shares.items() if values}
+    if not found:
+        return None
+    names = {spec: label(spec, methods[spec]) for spec in found}
+    chart = lines(
+        {names[spec]: values for spec, values in found.items()},
+        title="Accepted tokens of a round",
+        description="The table below has all values.",
+        across="i, drafted tokens accepted",
+        up="share of all rounds that accepted at least i",
+    )
+    deepest = max(map(len, found.values()))
+    head = ["", "tokens per pass", f"first {FIRST} tokens", *(f"≥ {i}" for i in range(1, deepest + 1))]
+    rows = [
+        [
+            joined([key(place), Element.of("span", names[spec])]),
+            number(methods[spec]["acceptance_length"], ".2f"),
+            number(methods[spec]["acceptance_length_first_32"], ".2f"),
+            *(number(value, ".0%") for value in values),
+            *[Element("")] * (deepest - len(values)),
+        ]
+        for place, (spec, values) in enumerate(found.items())
+    ]
+    words = (
+        "The share of all rounds (passes of the target) in which at least 1, 2, … drafted tokens became text. Rounds "
+        "with a shorter draft, or none, count in full, so the shares of a method add up to the tokens that it gains: "
+        "tokens per pass less one. Tokens per pass: emitted tokens for each pass of the target, its own token "
+        f"included; beside it the same over the first {FIRST} tokens of each answer, because later on greedy "
+        "answers of small models repeat themselves."
+    )
+    if untold := [label(spec, methods[spec]) for spec in drafting if spec not in found]:
+        words += f" The file does not tell of: {'; '.join(untold)}."
+    return section("Accepted tokens of a round", words, chart, table("Accepted tokens of a round", head, rows))
+
+
+def rounds(result: dict[str, Any]) -> Element | None:
+    """Where the time of a round goes."""
+    split: dict[str, dict[str, float]] = {}
+    for spec, one in result["methods"].items():
+        if one["draft_s"] is not None and one["tokens"]:
+            per_round_ms = 1000 * one["acceptance_length"] / one["tokens"]
+            split[spec] = {part: one[f"{part}_s"] * per_round_ms for part in PARTS}
+    if not split:
+        return None
+    most = max(sum(times.values()) for times in split.values())
+    drawn = []
+    for spec, times in split.items():
+        one = result["methods"][spec]
+        value = joined(
+            [
+                number(sum(times.values()), ".1f", " ms "),
+                Element.of("small", "for ", number(one["acceptance_length"], ".2f")),
+            ]
+        )
+        shares = {part: time_ms / most for part, time_ms in times.items()}
+        drawn.append(Bar(name=name_of(spec, one), value=value, family="", parts=shares))
+    return section(
+        "Time of a round",
+        "Milliseconds of one round, of a batch per row, and how many tokens it yields on average. Reading the prompt "
+        "is not part of it. Peers do not tell.",
+        bars(drawn),
+        legend(list(PARTS), PARTS),
+    )
+
+
+def roofline(result: dict[str, Any]) -> Element | None:
+    """How near each method comes to the least time that this machine can take."""
+    found = {spec: one for spec, one in result["methods"].items() if one.get("share_of_floor") is not None}
+    if not found:
+        return None
+    drawn = [
+        Bar(
+            name=name_of(spec, one), value=joined([number(one["share_of_floor"], ".0%"), _seconds(one)]),
+            family=family(one["method"]), parts={"": one["share_of_floor"]},
+        )
+        for spec, one in found.items()
+    ]  # fmt: skip
+    return section(
+        "Share of the floor",
+        "The floor is the least time in which this machine can read the weights, keys and values of all passes of a "
+        "method, and multiply: at 100 % no program could be faster with the same passes.",
+        bars(drawn),
+    )
+
+
+def _seconds(one: Figures) -> Element:
+    if one.get("floor_s") is None:
+        return Element("")
+    return Element.of("small", " ", number(one["floor_s"], ".2f"), " of ", number(one["total_s"], ".2f", " s"))
+
+
+def figures(result: dict[str, Any]) -> Element:
+    """All numbers in a table."""
+    columns: dict[str, Callable[[Figures], Element]] = {
+        "tokens/s": lambda one: number(one["tokens_per_s"]["median"], ".1f"),
+        "slowest run": lambda one: number(min(one["tokens_per_s"]["runs"]), ".1f"),
+        "fastest run": lambda one: number(max(one["tokens_per_s"]["runs"]), ".1f"),
+        f"× {LABELS[HF]}": lambda one: number(one["speedup_vs_hf"], ".2f"),
+        f"× {LABELS[AR]}": lambda one: number(one["speedup_vs_ar"], ".2f"),
+        f"× fastest {LABELS[AR]}": lambda one: number(one["speedup_vs_fastest_ar"], ".2f"),
+        "tokens per pass": lambda one: number(one["acceptance_length"], ".2f"),
+        f"first {FIRST} tokens": lambda one: number(one["acceptance_length_first_32"], ".2f"),
+        "same tokens": lambda one: Element({True: "yes", False: "no", None: "–"}[one["identical_to_ar"]]),
+        "distinct 4-grams": lambda one: number(one.get("distinct_4grams"), ".0%"),
+        "tokens": lambda one: number(one["tokens"], "d"),
+        "memory, MiB": lambda one: number(one["peak_rss_bytes"] / 2**20, ".0f"),
+    }
+    methods = result["methods"]
+    rows = [[marked_name(spec, methods), *(show(one) for show in columns.values())] for spec, one in methods.items()]
+    differing = [
+        f"{label(spec, one)} in {len(one['differing_prompts'])}"
+        for spec, one in methods.items()
+        if one["differing_prompts"]
+    ]
+    warning = [
+        Element.of("p", f"Answers that differ from {LABELS[AR]}: {', '.join(differing)}.", class_="note warning")
+    ]
+    return section(
+        "All figures",
+        "× AR: against the fastest one. × AR+: against the one of the same dtype and batch size; × fastest AR+: "
+        "against the fastest of that batch size with whole weights (int8 and int4 are another target). "
+        f"First {FIRST} tokens: tokens per pass over the first {FIRST} tokens of each answer. Distinct 4-grams: the "
+        "share of the runs of four tokens in an answer that stand in it for the first time; where it is low, answers "
+        "repeat themselves, and drafts are accepted more. "
+        "Same tokens: as AR+, compared where both must be equal. Memory: the most of the process while the method "
+        "answered, with the models of all methods; vLLM has processes of its own.",
+        table("All figures", ["", *columns], rows),
+        *(warning if differing else ()),
+    )
+
+
+def machine(result: dict[str, Any]) -> Element:
+    """Hardware, versions, and the command."""
+    found = result["machine"]
+    memory = found.get("memory_bytes")
+    facts = {
+        "processor": f"{found.get('cpu', '')} ({found.get('cpu_capability', '')})",
+        "cores, threads": f"{found.get('cores')}, {found.get('threads')}",
+        "memory": None if memory is None else f"{memory / 2**30:.1f} GiB",
+        "GPU": found.get("gpu"),
+        "system": found.get("system"),
+        "versions": ", ".join(
+            f"{name} {version}"
+            for name, version in {"Python": found.get("python"), **found.get("versions", {})}.items()
+        ),
+        "load at the end": None if found.get("load_average") is None else f"{found['load_average']:.2f}",
+        "date": found.get("date"),
+    }
+    described = [
+        one for name, value in facts.items() if value for one in (Element.of("dt", name), Element.of("dd", str(value)))
+    ]
+    return section(
+        "Machine and command",
+        None,
+        Element.of("dl", *described),
+        Element.of("pre", Element.of("code", shlex.join(map(str, found.get("command", ()))))),
+    )

@@ -1,0 +1,201 @@
+"""What a benchmark runs with: the prompts, the models, each loaded once, and what answers by each method."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paradraft.bench.baselines import HF, PEERS, is_vllm
+from paradraft.bench.baselines.vllm import VllmProcess, check_vllm, what_to_load
+from paradraft.bench.harness import check_batches
+from paradraft.bench.result import Answerer
+from paradraft.bench.roofline import models_of
+from paradraft.bench.spec import AR, Benchmark, Method
+from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
+from paradraft.core import Drafter
+from paradraft.data.records import read_prompts
+from paradraft.drafters import check_draft, drafter_names, takes_draft
+from paradraft.drafters.none import NoDrafter
+from paradraft.engine import Engine
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.loading import load_target, pocket_folder
+from paradraft.models.presets import is_shape, shape_of
+from paradraft.models.target import Target
+from paradraft.sampling_params import Sampling
+
+Answers = Callable[[list[str], int], list[str]]
+"""The target's answers to prompts, with at most so many tokens each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Prompts that all methods answer.
+
+    Args:
+        count: how many there are.
+        max_new_tokens: most tokens of an answer.
+        prompts: what they are, given what asks the target; some hold its own answers to others.
+        name: of the task, if it is one.
+    """
+
+    count: int
+    max_new_tokens: int
+    prompts: Callable[[Answers], list[str]]
+    name: str = ""
+
+    @classmethod
+    def of(cls, prompts: list[str], max_new_tokens: int) -> Work:
+        """Texts that are known."""
+        return cls(count=len(prompts), max_new_tokens=max_new_tokens, prompts=lambda _: prompts)
+
+
+def held_out_prompts(number: int, file: Path | None) -> list[str]:
+    """The first prompts of a file; without one, of the pocket family's held-out modules.
+
+    Raises:
+        ValueError: the file cannot be read or has fewer prompts.
+    """
+    file = file or pocket_folder("prompts.jsonl")
+    records = read_prompts(file)
+    if not 1 <= number <= len(records):
+        raise ValueError(f"num_prompts={number}: use 1 to {len(records)}, which is how many {file.name} has")
+    return [str(record["prompt"]) for record in records[:number]]
+
+
+def prompts_for(target: str, number: int, *, tokens: int, file: Path | None) -> list[str]:
+    """The prompts of a run: random ones of so many tokens for a shape, which reads no texts, else those of a file.
+
+    Raises:
+        ValueError: there is no such shape or file, or a shape is to read a file.
+    """
+    if not is_shape(target):
+        return held_out_prompts(number, file)
+    found = random_prompts(target, number, tokens)
+    if file is not None:
+        raise ValueError(f"--prompts {file}: {target!r} reads no texts, its prompts are random: give --prompt-tokens")
+    return found
+
+
+def random_prompts(shape: str, number: int, tokens: int) -> list[str]:
+    """Prompts for a shape: random token ids, written as its tokenizer reads them.
+
+    Raises:
+        ValueError: there is no such shape, or a number is below 1.
+
+    >>> random_prompts("shape:tiny-target", 2, 3)
+    ['49 53 5', '33 65 62']
+    """
+    if number < 1 or tokens < 1:
+        raise ValueError(f"num_prompts={number}, prompt_tokens={tokens}: use at least 1")
+    chooser, ids = random.Random(0), shape_of(shape).mask_id
+    return [" ".join(str(chooser.randrange(ids)) for _ in range(tokens)) for _ in range(number)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What methods run with.
+
+    Args:
+        answerers: what answers by each method.
+        models: the models behind each method, by their part.
+        engines: behind the methods that are ours.
+        targets: the target in each dtype.
+    """
+
+    answerers: dict[Method, Answerer] = field(default_factory=dict)
+    models: dict[Method, dict[str, CausalLM]] = field(default_factory=dict)
+    engines: dict[Method, Engine] = field(default_factory=dict)
+    targets: dict[str, Target] = field(default_factory=dict)
+
+    def check(self, prompts: list[str], *, max_new_tokens: int) -> None:
+        """Raises ValueError unless the prompts and their answers fit into the targets."""
+        for target in self.targets.values():
+            Engine(target, NoDrafter(), k=1).check(prompts, max_new_tokens=max_new_tokens)
+
+    def answers(self, method: Method, sampling: Sampling, report: Callable[[str], None]) -> Answers:
+        """What the target says, without a drafter, in the dtype and the batches of a method."""
+        engine = Engine(self.targets[method.dtype], NoDrafter(), k=1)
+
+        def answer(prompts: list[str], max_new_tokens: int) -> list[str]:
+            report(f"asking for {len(prompts)} answers that later prompts quote")
+            found = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, batch_size=method.batch)
+            return [one.text for one in found]
+
+        return answer
+
+
+def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
+    """Loads what methods need, models that they share only once; tells `report` what is going on.
+
+    Raises:
+        ValueError: a model cannot be loaded.
+    """
+    target, runtime, acceptance = benchmark.target, benchmark.runtime, benchmark.acceptance
+    found = Preparation()
+    drafters: dict[tuple[str, str | None, str], Drafter] = {}
+    for method in benchmark.methods:
+        report(f"loading {method.spec}")
+        of_dtype = replace(runtime, dtype=method.dtype)
+        if method.dtype not in found.targets:
+            found.targets[method.dtype] = load_target(target, of_dtype)
+            if acceptance is not None:
+                without_ends(found.targets[method.dtype])
+        loaded = found.targets[method.dtype]
+        key = (method.drafter_name, method.draft, method.dtype)
+        if key not in drafters:
+            drafters[key] = method.load_drafter(loaded, of_dtype)
+        drafter = drafters[key]
+        if method.name not in PEERS:
+            found.engines[method] = method.engine(loaded, drafter)
+        if acceptance is not None and method.name not in (HF, AR):
+            found.answerers[method] = acceptance.answerer(found.engines[method])
+        elif is_vllm(method.name):
+            given = what_to_load(method, target, loaded, drafter, compiled=runtime.compiled is not False)
+            found.answerers[method] = VllmProcess(method.spec, benchmark.vllm_python, given, loaded)
+        else:
+            found.answerers[method] = method.answerer(loaded, drafter)
+        found.models[method] = models_of(loaded.lm, drafter)
+    return found
+
+
+def check(benchmark: Benchmark, num_prompts: int) -> None:
+    """Raises ValueError for what can be known to be wrong before anything is loaded."""
+    methods, target = benchmark.methods, benchmark.target
+    if not methods:
+        raise ValueError("methods: name at least one")
+    for place, method in enumerate(methods):
+        if method in methods[:place]:
+            same = methods[methods.index(method)].spec
+            raise ValueError(f"methods: {same!r} and {method.spec!r} are the same, name each only once")
+    check_batches(methods, num_prompts)
+    for method in methods:
+        replace(benchmark.runtime, dtype=method.dtype)  # it may be one that cannot be had here
+        if method.draft is not None and is_shape(method.draft):
+            shape_of(method.draft)  # its name may be misspelt
+        if takes_draft(method.drafter_name):
+            check_draft(method.drafter_name, method.draft, target)
+    _check_acceptance(methods, target, benchmark.acceptance)
+    check_vllm(methods, benchmark.sampling, benchmark.runtime)
+
+
+def _check_acceptance(methods: list[Method], target: str, acceptance: SyntheticAcceptance | None) -> None:
+    """Raises ValueError unless it is clear what each method will accept."""
+    for method in methods:
+        if method.name in (HF, AR):
+            continue
+        if acceptance is not None:
+            if method.name not in drafter_names():
+                raise ValueError(
+                    f"method {method.spec!r} has verdicts of its own: leave it out of synthetic acceptance"
+                )
+            acceptance.check(method.spec, k=method.k, tree=method.tree)
+            continue
+        for name in (target, method.draft or ""):
+            if is_shape(name):
+                advice = "add --synthetic-acceptance, or measure hf and ar alone"
+                raise ValueError(
+                    f"method {method.spec!r}: {name!r} has random weights, whose drafts are accepted by chance only: "
+                    + ("leave this peer out" if method.name in PEERS else advice)
+                )

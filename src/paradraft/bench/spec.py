@@ -1,0 +1,245 @@
+"""What a benchmark compares: methods on one target under the same conditions.
+
+A method is written `name` or `name:setting=value:…`, such as `autoregressive:k=3` or
+`pard:tree=24:verify=rejection:lengths=expected:batch=4`. `hf` is plain `generate` of `transformers` (AR), `ar` is our
+decoding without a drafter (AR+), every drafter is a method, and so are the baselines, see
+`paradraft.bench.baselines`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paradraft.bench.baselines import ASSISTED, CONFIDENCE, HF, LOOKUP, PEERS, transformers
+from paradraft.bench.result import Answer, Answerer
+from paradraft.bench.roofline import models_of, passes_of
+from paradraft.bench.synthetic import SyntheticAcceptance
+from paradraft.core import RULES, Drafter
+from paradraft.decode.draft_length import POLICIES
+from paradraft.drafters import branches, drafter_names, load_drafter, takes_draft
+from paradraft.drafters.autoregressive import AutoregressiveDrafter
+from paradraft.engine import Engine
+from paradraft.models.runtime import PRECISIONS, Runtime
+from paradraft.models.target import Target
+from paradraft.sampling_params import Sampling
+from paradraft.tree import Tree
+
+AR = "ar"
+SETTINGS = ("k", "tree", "verify", "lengths", "batch", "dtype", "draft", "confidence")
+"""What the spec of one method or another may set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to decode.
+
+    Args:
+        spec: as the user wrote it; methods that differ in nothing else are equal.
+        name: `ar`, a drafter or a peer.
+        k: most tokens drafted per round, one behind the other.
+        tree: nodes to grow drafts to; None for chains.
+        verify: the verification rule.
+        lengths: the length policy.
+        dtype: of the weights and activations.
+        draft: the draft model, where the drafter has one.
+        batch: prompts answered together.
+        confidence: of `hf-assisted`, below which probability of its token the draft ends.
+
+    Raises:
+        ValueError: an unknown method or setting.
+    """
+
+    spec: str = field(compare=False)
+    name: str
+    k: int
+    tree: int | None
+    verify: str
+    lengths: str
+    dtype: str
+    draft: str | None
+    batch: int
+    confidence: float | None = None
+
+    @classmethod
+    def parse(
+        cls,
+        spec: str,
+        *,
+        k: int = 8,
+        tree: int | None = None,
+        verify: str = "match",
+        lengths: str = "fixed",
+        dtype: str = "float32",
+        draft: str | None = None,
+    ) -> Method:
+        """Reads a method; the other arguments are the values of settings that it leaves out."""
+        name, *settings = settings_of(spec)
+        known = [AR, *(drafter for drafter in drafter_names() if drafter != "none"), *PEERS]
+        if name not in known:
+            raise ValueError(f"unknown method {name!r}: use some of {', '.join(known)}")
+        allowed = _settings(name)
+        values: dict[str, str] = {}
+        for setting in settings:
+            key, equals, value = setting.partition("=")
+            if not equals or key not in allowed or key in values:
+                raise ValueError(f"method {spec!r}: settings of {name} are {', '.join(allowed)}, each at most once")
+            values[key] = value
+        for key in ("k", "tree", "batch"):
+            if not values.get(key, "1").isdigit() or int(values.get(key, 1)) < 1:
+                raise ValueError(f"method {spec!r}: {key} must be a whole number of at least 1")
+        if "tree" in values:
+            tree = int(values["tree"])
+        verify, lengths = values.get("verify", verify), values.get("lengths", lengths)
+        dtype = values.get("dtype", dtype)
+        for key, value, names in (
+            ("verify", verify, RULES),
+            ("lengths", lengths, POLICIES),
+            ("dtype", dtype, PRECISIONS),
+        ):
+            if value not in names:
+                raise ValueError(f"method {spec!r}: {key}={value!r}: use one of {', '.join(names)}")
+        if name in (ASSISTED, LOOKUP) and values.get("batch", "1") != "1":
+            raise ValueError(f"method {spec!r}: transformers drafts for one prompt at a time, so batch must be 1")
+        return cls(
+            spec=spec,
+            name=name,
+            k=int(values.get("k", k)),
+            tree=tree if "tree" in allowed else None,
+            verify=verify if "verify" in allowed else "match",
+            lengths=lengths if "lengths" in allowed else "fixed",
+            dtype=dtype,
+            draft=values.get("draft", draft) if "draft" in allowed else None,
+            batch=int(values.get("batch", 1)),
+            confidence=_confidence(spec, values.get("confidence", str(CONFIDENCE))) if name == ASSISTED else None,
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The values of those settings that it has: `ar` has no `k`."""
+        return {setting: getattr(self, setting) for setting in _settings(self.name)}
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The settings that it has and its spec does not name."""
+        return frozenset(setting for setting in _settings(self.name) if f":{setting}=" not in self.spec)
+
+    @property
+    def drafter_name(self) -> str:
+        """The drafter of ours behind the method, or the one that a peer is like."""
+        return PEERS[self.name].like if self.name in PEERS else "none" if self.name == AR else self.name
+
+    def load_drafter(self, target: Target, runtime: Runtime) -> Drafter:
+        """Loads the drafter, which methods that differ in k alone can share.
+
+        Raises:
+            ValueError: see `paradraft.load`.
+        """
+        return load_drafter(self.drafter_name, target, draft=self.draft, runtime=runtime)
+
+    def answerer(self, target: Target, drafter: Drafter) -> Answerer:
+        """What answers prompts by this method.
+
+        Raises:
+            ValueError: the settings do not fit each other.
+        """
+        if self.name == HF:
+            return transformers.plain(target)
+        if self.name == LOOKUP:
+            return transformers.prompt_lookup(target, k=self.k)
+        if self.name == ASSISTED:
+            assert isinstance(drafter, AutoregressiveDrafter) and self.confidence is not None
+            return transformers.assisted(target, drafter.lm.model, k=self.k, confidence=self.confidence)
+        return _ours(self.engine(target, drafter))
+
+    def engine(self, target: Target, drafter: Drafter) -> Engine:
+        """The engine behind a method of ours.
+
+        Raises:
+            ValueError: the settings do not fit each other.
+        """
+        tree = None if self.tree is None else Tree(budget=self.tree)
+        return Engine(target, drafter, k=self.k, verify=self.verify, tree=tree, lengths=self.lengths)
+
+
+def settings_of(spec: str) -> list[str]:
+    """A method's name and its settings; the colon of a shape belongs to its name.
+
+    >>> settings_of("pard:k=4:draft=shape:llama-3.2-1b")
+    ['pard', 'k=4', 'draft=shape:llama-3.2-1b']
+    """
+    return re.split(r"(?<!=shape):", spec)
+
+
+def _settings(name: str) -> list[str]:
+    """What a method's spec may set."""
+    if name in PEERS:
+        return list(PEERS[name].settings)
+    if name == AR:
+        return ["dtype", "batch"]
+    own = ["tree"] * branches(name) + ["draft"] * takes_draft(name)
+    return ["dtype", "batch", "k", "verify", "lengths", *own]
+
+
+def _ours(engine: Engine) -> Answerer:
+    models = models_of(engine.target.lm, engine.drafter)
+
+    def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
+        results = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, batch_size=len(prompts))
+        stats = engine.clock.stats
+        return Answer(
+            tokens=[result.tokens for result in results],
+            total_s=stats.total_s,
+            stats=stats,
+            passes=passes_of(models),
+            accepted=[list(result.accepted) for result in results],
+        )
+
+    return answer
+
+
+def _confidence(spec: str, value: str) -> float:
+    try:
+        if 0.0 <= float(value) <= 1.0:
+            return float(value)
+    except ValueError:
+        pass
+    raise ValueError(f"method {spec!r}: confidence={value!r}: use a number from 0 (draft all k tokens) to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """Methods, and what is the same for all of them.
+
+    Args:
+        target: whose answers are timed; a shape is, too.
+        methods: ways to decode.
+        sampling: how tokens are chosen.
+        runtime: the device, and all else but the dtype, which is the method's own.
+        runs: how often everything is repeated.
+        acceptance: replaces the verdicts of all methods that draft; then no answer ends before its last token.
+        profiled: profile some rounds of each method of ours, after all have been timed.
+        vllm_python: the Python of vLLM's environment, for methods that run there; None for the usual place.
+    """
+
+    target: str
+    methods: list[Method]
+    sampling: Sampling
+    runtime: Runtime
+    runs: int
+    acceptance: SyntheticAcceptance | None = None
+    profiled: bool = False
+    vllm_python: Path | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for a report."""
+        return {
+            "target": self.target,
+            "methods": [method.spec for method in self.methods],
+            "runs": self.runs,
+            "sampling": asdict(self.sampling),
+            "runtime": asdict(self.runtime),
+            "synthetic_acceptance": None if self.acceptance is None else self.acceptance.rates,
+        }

@@ -1,0 +1,211 @@
+"""A benchmark's figures as a table and a JSON file, and the mean of several tasks, as in the PARD paper's tables."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from paradraft.bench.result_file import has_faster_baselines, mark, without_baseline
+from paradraft.bench.spec import settings_of
+from paradraft.files import write_output
+
+MEAN_CAPTION = (
+    "tokens/s, and speedup against AR+ of the same dtype, of each task · mean: mean tokens/s, and its ratio to AR+'s"
+)
+
+
+def mean_of(tasks: dict[str, Summary]) -> Summary:
+    """For each method the mean of its figures over tasks.
+
+    As in the paper's column "Average" a speedup is the ratio of two mean speeds, not the mean of the ratios. The
+    speed to compare with is taken from each task: that method's speed over its own speedup there.
+
+    Args:
+        tasks: the summary of each, with the same methods.
+    """
+    first = next(iter(tasks.values()))
+    return {
+        spec: {
+            "method": one["method"],
+            "tokens_per_s": statistics.mean(_speed(summary[spec]) for summary in tasks.values()),
+            "speedup_vs_hf": _ratio([summary[spec] for summary in tasks.values()], "speedup_vs_hf"),
+            "speedup_vs_ar": _ratio([summary[spec] for summary in tasks.values()], "speedup_vs_ar"),
+            "speedup_vs_fastest_ar": _ratio([summary[spec] for summary in tasks.values()], "speedup_vs_fastest_ar"),
+            "acceptance_length": _mean([summary[spec]["acceptance_length"] for summary in tasks.values()]),
+            "acceptance_length_first_32": _mean(
+                [summary[spec]["acceptance_length_first_32"] for summary in tasks.values()]
+            ),
+            "identical_to_ar": _all([summary[spec]["identical_to_ar"] for summary in tasks.values()]),
+        }
+        for spec, one in first.items()
+    }
+
+
+def mean_table(tasks: dict[str, Summary], mean: Summary, title: str) -> Table:
+    """One line per method: its speed and speedup in each task, and the mean."""
+    result = Table(title=title, caption=MEAN_CAPTION, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    result.add_column("method", overflow="fold")
+    for name in (*tasks, "mean"):
+        result.add_column(name, justify="right", overflow="fold")
+    for spec, one in mean.items():
+        cells = [_cell(_speed(summary[spec]), summary[spec]["speedup_vs_ar"]) for summary in tasks.values()]
+        result.add_row(label(spec, one), *cells, _cell(one["tokens_per_s"], one["speedup_vs_ar"]))
+    return result
+
+
+def _cell(speed: float, speedup: float | None) -> str:
+    return f"{speed:.1f}" + ("" if speedup is None else f" {speedup:.2f}x")
+
+
+def _speed(figures: dict[str, Any]) -> float:
+    return float(figures["tokens_per_s"]["median"])
+
+
+def _ratio(tasks: list[dict[str, Any]], key: str) -> float | None:
+    if any(one[key] is None for one in tasks):
+        return None
+    return sum(map(_speed, tasks)) / sum(_speed(one) / one[key] for one in tasks)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if len(known) == len(values) else None
+
+
+def _all(values: list[bool | None]) -> bool | None:
+    return None if any(value is None for value in values) else all(values)
+
+
+Summary = dict[str, dict[str, Any]]
+LABELS = {
+    "hf": "AR", "ar": "AR+", "autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram",
+    "hf-assisted": "assisted", "hf-prompt-lookup": "lookup",
+    "vllm": "vLLM", "vllm-draft": "vLLM VSD", "vllm-pard": "vLLM PARD", "vllm-ngram": "vLLM n-gram",
+}  # fmt: skip
+CAPTION = (
+    "AR, assisted, lookup: generate of transformers · AR+: ours without a drafter · VSD: an ordinary draft model · "
+    "vs AR: against the fastest AR · vs AR+: against AR+ of the same dtype and batch size, marked * · "
+    "len: tokens per target pass · 1-32: the same over the first 32 tokens of each answer · "
+    "draft, verify, rest: shares of the time · "
+    "floor: least time that its passes can take here / time they took, both with prefill · same: the tokens of AR+"
+)
+FASTEST = "vs **: against the fastest AR+ with whole weights, marked **"
+DRAWN = "SYNTHETIC ACCEPTANCE: verdicts are drawn, texts are not the target's"
+_EVIDENT = ("dtype=", "draft=", "verify=", "lengths=")
+"""Settings whose value says what it is."""
+
+
+def table(summary: Summary, title: str) -> Table:
+    """One line per method: speed, acceptance length, and the shares of drafting, verifying and the rest of its time.
+
+    The speed against the fastest AR+ has a column where the run has AR+ in several dtypes.
+    """
+    marks = {spec: mark(spec, summary) for spec in summary}
+    has_several = has_faster_baselines(summary)
+    is_drawn = any(figures.get("synthetic_acceptance") for figures in summary.values())
+    caption = " · ".join([DRAWN] * is_drawn + [CAPTION] + [FASTEST] * has_several)
+    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    names = ["tok/s", "vs AR", "vs AR+", *["vs **"] * has_several, "len", "1-32", "draft", "verify", "rest"]
+    for name in ("method", *names, "floor", "same"):
+        result.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+    for spec, figures in summary.items():
+        parts = [_share(figures, key) for key in ("draft_s", "verify_s")]
+        parts.append(_share(figures, "prefill_s", "other_s"))
+        result.add_row(
+            f"{label(spec, figures)} {marks[spec]}".rstrip(),
+            f"{figures['tokens_per_s']['median']:.0f}",
+            _times(figures["speedup_vs_hf"]),
+            _times(figures["speedup_vs_ar"]),
+            *[_times(figures["speedup_vs_fastest_ar"])] * has_several,
+            _number(figures["acceptance_length"]),
+            _number(figures["acceptance_length_first_32"]),
+            *parts,
+            "-" if figures.get("share_of_floor") is None else f"{figures['share_of_floor']:.0%}",
+            {True: "yes", False: "no", None: "-"}[figures["identical_to_ar"]],
+        )
+    return result
+
+
+def notes(summary: Summary) -> list[str]:
+    """What has to be known to read a table, a line each: how far answers repeat themselves, and missing baselines."""
+    shares: dict[str, list[str]] = {}
+    for spec, figures in summary.items():
+        shares.setdefault(f"{figures['distinct_4grams']:.0%}", []).append(label(spec, figures))
+    usual = max(shares, key=lambda share: len(shares[share]))
+    others = [f"{share} of {'; '.join(names)}" for share, names in shares.items() if share != usual]
+    found = [f"distinct 4-grams of the answers: {usual}" + (f" (but {', '.join(others)})" if others else "")]
+    for lacking, specs in without_baseline(summary).items():
+        names = "; ".join(label(spec, summary[spec]) for spec in specs)
+        found.append(f"no {lacking} in this run, so nothing stands under vs AR+ for: {names}")
+    return found
+
+
+def title_of(result: dict[str, Any]) -> str:
+    """What was measured, in one line; of drawn verdicts it says so first.
+
+    >>> arguments = {"target": "pocket", "num_prompts": 2, "max_new_tokens": 8, "sampling": {"temperature": 0.0}}
+    >>> title_of({"arguments": arguments})
+    'pocket, 2 prompts × 8 tokens, greedy'
+    """
+    arguments = result["arguments"]
+    temperature = arguments["sampling"]["temperature"]
+    title = f"{result['task']['name']}: " if "task" in result else ""
+    title += f"{arguments['target']}, {arguments['num_prompts']} prompts × {arguments['max_new_tokens']} tokens, "
+    title += f"temperature {temperature:g}" if temperature else "greedy"
+    return marked(title, arguments)
+
+
+def marked(title: str, arguments: dict[str, Any]) -> str:
+    """A title that says before all else that verdicts were drawn, if they were.
+
+    Args:
+        title: of a result.
+        arguments: the result's.
+    """
+    rates = arguments.get("synthetic_acceptance")
+    return title if rates is None else f"SYNTHETIC ACCEPTANCE {', '.join(f'{rate:.3g}' for rate in rates)}: {title}"
+
+
+def label(spec: str, figures: dict[str, Any]) -> str:
+    """A method's name for readers: its kind, and the settings that its spec names."""
+    name = LABELS.get(figures["method"], figures["method"])
+    settings = settings_of(spec)[1:]
+    for key in _EVIDENT:
+        settings = [setting.removeprefix(key) for setting in settings]
+    return ", ".join([name, *settings])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _share(figures: dict[str, Any], *keys: str) -> str:
+    if figures[keys[0]] is None:
+        return "-"
+    return f"{sum(figures[key] for key in keys) / figures['total_s']:.0%}"
+
+
+def write_json(file: Path, report: dict[str, Any]) -> None:
+    """Writes the whole report, each list of numbers in one line."""
+    plain = json.loads(json.dumps(report))  # JSON knows no tuples, and no keys but strings
+    write_output(file, (_indented(plain, "\n") + "\n").encode())
+
+
+def _indented(value: Any, margin: str) -> str:
+    """As `json.dumps` with an indent of 1, which would give each number of a list a line of its own."""
+    inside = margin + " "
+    if isinstance(value, dict) and value:
+        entries = [f"{json.dumps(key, ensure_ascii=False)}: {_indented(one, inside)}" for key, one in value.items()]
+        return "{" + inside + f",{inside}".join(entries) + margin + "}"
+    if isinstance(value, list) and not all(isinstance(one, int | float) for one in value):
+        return "[" + inside + f",{inside}".join(_indented(one, inside) for one in value) + margin + "]"
+    return json.dumps(value, ensure_ascii=False)

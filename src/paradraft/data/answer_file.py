@@ -1,0 +1,169 @@
+"""The file of answers: whole lines only, each answer once, whatever kills the run.
+
+Lines are appended and never changed. A line that a kill tore is cut off by the next run, which asks
+for what is missing. The settings that decide the text stand beside the file, in
+`<file>.settings.json`, and are written before the first answer; a run with other settings is refused.
+A lock, `<file>.lock`, keeps a second run away; it goes with the process that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from filelock import FileLock, Timeout
+
+from paradraft.data.questions import ID
+
+SYNC_S = 1.0
+"""How often what was written is forced to the disk: a power cut may cost the answers of this time, a kill none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a file of answers holds.
+
+    Args:
+        done: the ids of its answers.
+        size_bytes: of its whole lines.
+    """
+
+    done: frozenset[str]
+    size_bytes: int
+
+
+class AnswerFile:
+    """A file of answers that this process alone may append to, while it is entered.
+
+    Args:
+        file: where the answers go.
+        settings: what decides their text, for JSON.
+        asked: the ids of all questions of this run.
+    """
+
+    def __init__(self, file: Path, settings: Mapping[str, object], asked: Set[str]) -> None:
+        self.file = file
+        self.done: frozenset[str] = frozenset()
+        """The ids of the answers that were there on entering."""
+        self._settings = settings
+        self._asked = asked
+        self._lock = FileLock(f"{file}.lock", blocking=False)
+        self._synced_s = time.monotonic()
+        self._stream: BinaryIO
+
+    def __enter__(self) -> AnswerFile:
+        """Locks the file and cuts off a torn last line.
+
+        Raises:
+            ValueError: another run has the lock, or as `read_answers`.
+        """
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise ValueError(f"{self.file} is being written by another run: wait for it, or stop it") from None
+        try:
+            contents = read_answers(self.file, self._settings, self._asked)
+            self.done = contents.done
+            if not contents.size_bytes:
+                _write_settings(self.file, self._settings)
+            self._stream = self.file.open("ab")
+            self._stream.truncate(contents.size_bytes)
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Writes one line; when this returns, a kill cannot take it away."""
+        self._stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._stream.flush()
+        if time.monotonic() - self._synced_s > SYNC_S:
+            os.fsync(self._stream.fileno())
+            self._synced_s = time.monotonic()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Forces everything to the disk and gives the lock back."""
+        try:
+            with self._stream:
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+        finally:
+            self._lock.release()
+
+
+def read_answers(file: Path, settings: Mapping[str, object], asked: Set[str]) -> Contents:
+    """Reads which answers a file holds, and changes nothing.
+
+    Args:
+        file: need not exist.
+        settings: those of this run.
+        asked: the ids of all questions of this run.
+
+    Raises:
+        ValueError: the file cannot be written, is not a file of answers, was written with other settings, or
+            holds an answer to what is not asked.
+    """
+    if (file.exists() and not file.is_file()) or not file.parent.is_dir():
+        raise ValueError(f"{str(file)!r} cannot be written: it is no file, or in a folder that does not exist")
+    if not file.exists() or not file.stat().st_size:
+        return Contents(done=frozenset(), size_bytes=0)
+    _compare(file, _read_settings(file), settings)
+    done, size = set(), 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                found = str(json.loads(line)[ID])
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{file}, line {number} is not an answer of this command: remove it") from None
+            if found not in asked:
+                raise ValueError(
+                    f"{file}, line {number} answers what is not asked now: use the same prompts and at least as many "
+                    "samples, or name another --out"
+                )
+            done.add(found)
+            size += len(line)
+    return Contents(done=frozenset(done), size_bytes=size)
+
+
+def _settings_file(file: Path) -> Path:
+    return file.with_name(f"{file.name}.settings.json")
+
+
+def _read_settings(file: Path) -> dict[str, object]:
+    try:
+        settings = json.loads(_settings_file(file).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"{file} exists, but {_settings_file(file)} does not say how it was written: name another --out"
+        )
+    return settings
+
+
+def _write_settings(file: Path, settings: Mapping[str, object]) -> None:
+    # No rename is needed: this is read only once there are answers, and they come after it.
+    with _settings_file(file).open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _compare(file: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    now = json.loads(json.dumps(now))  # JSON knows no tuples
+    for name in [*now, *before]:
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"{file} was written with {name}={before.get(name)!r}, and now it is {now.get(name)!r}: use the same "
+                "settings, or name another --out"
+            )

@@ -1,0 +1,238 @@
+"""Chat templates, and the training samples that conversations become: what the assistant says is learnt.
+
+Some templates have switches, such as Qwen3's `enable_thinking`. `transformers` takes them as further arguments,
+servers as `chat_template_kwargs`, which is their name here.
+
+The chat template says what the target reads before a turn, up to the generation prompt, and what it writes after
+that. Some templates write a turn otherwise once others follow: Qwen3's leaves out what the model thought before. So a
+turn is taken as it is while no other follows. It continues the sample before it if the target reads that very sample
+there, and begins a sample of its own if not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import reprlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from paradraft.data.records import Message
+from paradraft.data.samples import Sample
+from paradraft.models.tokenization import continuation
+
+CLOCK, DATE = "strftime_now", "date_string"
+"""What templates call `transformers`' clock, and the date that they write instead of asking it, if that is given."""
+CLOCK_CALL = re.compile(CLOCK + r"""\(\s*(['"])(.*?)\1\s*\)""")
+"""How they ask it: in a form that stands in the template."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """Writes conversations as a model reads them.
+
+    Args:
+        tokenizer: the model's; it has a chat template if anything is written.
+        variables: what is set in the template; see `check_variables`.
+        end_ids: tokens with which the model ends a turn.
+        written: what is written instead of the tokenizer's own template; None writes that.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    end_ids: frozenset[int] = frozenset()
+    written: str | None = None
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template marks the assistant's tokens."""
+        return re.search(r"\{%[-+]?\s*generation", self.tokenizer.get_chat_template()) is not None
+
+    def text(self, messages: list[Message], *, ask: bool) -> str:
+        """The text of a conversation, with a generation prompt at the end if the next turn is asked for."""
+        write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
+        return str(write(messages, tokenize=False, add_generation_prompt=ask, **self.variables))
+
+    def tokens(self, messages: list[Message], *, ask: bool) -> list[int]:
+        """The same as tokens."""
+        write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
+        return list(write(messages, return_dict=True, add_generation_prompt=ask, **self.variables)["input_ids"])
+
+    def marked(self, messages: list[Message], *, ask: bool) -> tuple[list[int], list[bool]]:
+        """The same, and for each token whether the template marks it as the assistant's."""
+        write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
+        found = write(
+            messages, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=ask, **self.variables
+        )
+        return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
+
+
+def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for the first variable that the chat template does not have, or that is not for users to set.
+
+    A template ignores what it does not know, so that a misspelt switch would stay as it is.
+    """
+    template = tokenizer.get_chat_template() if variables and tokenizer.chat_template else ""
+    for name in variables:
+        if name in ("messages", CLOCK) or name in inspect.signature(tokenizer.apply_chat_template).parameters:
+            raise ValueError(f"chat_template_kwargs: {name!r} is not for you to set: leave it out")
+        if not _names(template, name):
+            raise ValueError(f"chat_template_kwargs: the model's chat template has no variable {name!r}")
+
+
+def dated(template: ChatTemplate, date_string: str | None, day: date | None) -> ChatTemplate:
+    """A chat template that writes the same date every day; the very same one if it writes none.
+
+    Llama 3.2's template writes today's date, so the same data would be other tokens tomorrow.
+
+    Args:
+        template: as the model has it.
+        date_string: what stands for the date, in whatever form the template asks for it.
+        day: what is today where no `date_string` is given; None for the day that it is.
+    """
+    if not template.tokenizer.chat_template:
+        return template
+    written = template.tokenizer.get_chat_template()
+    variables = dict(template.variables)
+    if date_string is not None and _names(written, DATE):
+        variables[DATE] = date_string
+
+    def written_date(call: re.Match[str]) -> str:
+        if date_string is not None:
+            return json.dumps(date_string, ensure_ascii=False)
+        return call[0] if day is None else json.dumps(day.strftime(call[2]), ensure_ascii=False)
+
+    # `transformers` hands no functions over to a template, so the calls of its clock are replaced by what they return.
+    fixed = CLOCK_CALL.sub(written_date, written)
+    if fixed == written and variables == template.variables:
+        return template
+    return replace(template, written=fixed, variables=variables)
+
+
+def _names(template: str, variable: str) -> bool:
+    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
+
+
+Turn = tuple[list[int], list[int]]
+"""The tokens that the target reads, and those that it writes behind them."""
+
+
+def conversation_samples(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> list[Sample]:
+    """The samples of a conversation; none where the assistant says nothing.
+
+    Args:
+        messages: at least one, each with a role and a content: a text, or a list of parts of type text.
+        template: the model's. If it marks the assistant's tokens, its marks are the labels, and an end behind them.
+        is_cut: whether the last turn was cut, if it is the assistant's.
+
+    Raises:
+        ValueError: there is no chat template; or a message (named by number) has no role, is not all text, or is
+            not written by the template as the target would write it.
+    """
+    if not template.tokenizer.chat_template:
+        raise ValueError("the model has no chat template, so conversations cannot be read")
+    messages = [_read(message, number) for number, message in enumerate(messages, start=1)]
+    is_cut = is_cut and messages[-1]["role"] == "assistant"
+    if template.has_marks:
+        return [_marked(messages, template, is_cut=is_cut)]
+    return _joined(_turns(messages, template, is_cut=is_cut))
+
+
+def _read(message: Message, number: int) -> Message:
+    """A message whose content is a text."""
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"message {number} has no role")
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not parts or not all(map(_is_text, parts)):
+        raise ValueError(
+            f"message {number} has the content {reprlib.repr(content)}: give a text, or parts of type text; images and "
+            "tool calls are not learnt"
+        )
+    # As servers join them for a template that takes a text.
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _turns(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> Iterator[Turn]:
+    for number, message in enumerate(messages, start=1):
+        if message["role"] != "assistant":
+            continue
+        if number == 1:  # nobody asked
+            yield template.tokens(messages[:1], ask=False), []
+            continue
+        prompt = template.tokens(messages[: number - 1], ask=True)
+        if is_cut and number == len(messages):
+            yield prompt, _as_it_came(message, template)
+        else:
+            yield prompt, _answer(messages[:number], prompt, template)
+
+
+def _joined(turns: Iterable[Turn]) -> list[Sample]:
+    """As few samples as there may be.
+
+    >>> [list(sample.tokens) for sample in _joined([([1, 2], [3]), ([1, 2, 3, 4], [5]), ([1, 4], [6])])]
+    [[1, 2, 3, 4, 5], [1, 4, 6]]
+    """
+    samples: list[Sample] = []
+    for prompt, answer in turns:
+        is_label = [False] * len(prompt)
+        if samples and prompt[: len(samples[-1].tokens)] == list(samples[-1].tokens):
+            before = samples.pop().is_label
+            is_label[: len(before)] = before
+        samples.append(Sample(tokens=prompt + answer, is_label=is_label + [True] * len(answer)))
+    return samples
+
+
+def _answer(messages: list[Message], prompt: list[int], template: ChatTemplate) -> list[int]:
+    """What the template puts behind the prompt of the last message."""
+    who, instead = f"message {len(messages)}: the chat template", "give prompt and response instead of messages"
+    whole = template.tokens(messages, ask=False)
+    if whole[: len(prompt)] != prompt:
+        raise ValueError(f"{who} does not write it behind the prompt of its turn: {instead}")
+    text = template.text(messages, ask=False).removeprefix(template.text(messages[:-1], ask=True))
+    if _without_spaces(messages[-1]["content"]) not in _without_spaces(text):
+        raise ValueError(f"{who} leaves out a part of it, such as what the model thought: {instead}")
+    return whole[len(prompt) :]
+
+
+def _as_it_came(message: Message, template: ChatTemplate) -> list[int]:
+    # The template would put an end of turn behind what was cut.
+    return continuation(message["content"], template.tokenizer)
+
+
+def _marked(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> Sample:
+    """Labels what the template marks, the ends of its turns, and the turn that was cut."""
+    tokens: list[int] = []
+    is_label: list[bool] = []
+    if rendered := messages[:-1] if is_cut else messages:
+        tokens, marks = template.marked(rendered, ask=is_cut)
+        is_label = _with_ends(tokens, marks, template.end_ids)
+    answer = _as_it_came(messages[-1], template) if is_cut else []
+    return Sample(tokens=tokens + answer, is_label=is_label + [True] * len(answer))
+
+
+def _with_ends(tokens: list[int], marks: list[bool], end_ids: Collection[int]) -> list[bool]:
+    """The marks, and the ends right behind them, which some templates leave out though the target writes them.
+
+    >>> _with_ends([5, 0, 6, 0, 7], [False, False, True, False, False], end_ids={0})
+    [False, False, True, True, False]
+    """
+    ends = [token in end_ids for token in tokens]
+    return [
+        is_marked or (place > 0 and ends[place] and marks[place - 1] and not ends[place - 1])
+        for place, is_marked in enumerate(marks)
+    ]
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())

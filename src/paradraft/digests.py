@@ -1,0 +1,59 @@
+"""What data and models on this disk hold, as digests: they change with the content, and not with name, place or time.
+
+Data is read as a whole. Of a model's weights a sample is: training changes nearly all of them, and a
+teacher may have a hundred gigabytes. Times of change would be cheaper still, but copies have others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+READ = (
+    "config.json",
+    "generation_config.json",
+    "*token*",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "*.safetensors",
+    "*.bin",
+)
+"""What of a model folder decides what the model says."""
+WHOLE_BYTES = 2**25
+"""Files up to this size are read as a whole, all tokenizers among them."""
+PIECES, PIECE_BYTES = 64, 2**16
+"""Of larger files, so many pieces of this size are read, evenly spaced."""
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def model_digest(folder: Path) -> str:
+    """SHA-256 of a model folder: of names and sizes of the files in `READ`, and of what they hold or a sample of it."""
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in READ for file in folder.glob(pattern) if file.is_file()}):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        digest.update(file_digest(file).encode() if file.stat().st_size <= WHOLE_BYTES else _sample(file))
+    return digest.hexdigest()
+
+
+def _sample(file: Path) -> bytes:
+    last = file.stat().st_size - PIECE_BYTES
+    pieces = []
+    with file.open("rb") as stream:
+        for index in range(PIECES):
+            stream.seek(last * index // (PIECES - 1))
+            pieces.append(stream.read(PIECE_BYTES))
+    return b"".join(pieces)
+
+
+def revision_of(name: str) -> str | None:
+    """The revision of a Hugging Face model that was loaded from here; None if none was."""
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent.name if isinstance(found, str) else None

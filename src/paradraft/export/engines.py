@@ -1,0 +1,98 @@
+"""The number of drafted tokens by batch size, as engines that serve want to read it.
+
+vLLM: `num_speculative_tokens_per_batch_size`, a list of [first batch size, last batch size, K], from 1 upwards; larger
+batches take the last K (its vllm/v1/spec_decode/dynamic). TensorRT-LLM: `draft_len_schedule`, a mapping from the *last*
+batch size to K since its pull request 10860; before, from the first, and not for PARD (12262). Its smallest key must
+have `max_draft_len`, and above the largest key nothing is drafted. Both draft chains only.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from paradraft.drafters.ngram import Config
+
+Ranges = list[tuple[int, int, int]]
+"""First batch size, last batch size, K."""
+TENSORRT_TYPES = {"pard": "PARD", "autoregressive": "Draft_Target"}
+"""What TensorRT-LLM calls the drafters for which it can change the length."""
+
+
+def ranges(chosen: Mapping[int, int]) -> Ranges:
+    """The K of every batch size: between two that were measured, that of the larger, which drafts no more than pays.
+
+    >>> ranges({1: 6, 2: 4, 4: 4, 16: 0})
+    [(1, 1, 6), (2, 4, 4), (5, 16, 0)]
+    """
+    found: Ranges = []
+    first = 1
+    for last in sorted(chosen):
+        if found and found[-1][2] == chosen[last]:
+            found[-1] = (found[-1][0], last, chosen[last])
+        else:
+            found.append((first, last, chosen[last]))
+        first = last + 1
+    return found
+
+
+def vllm_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str, Any] | None:
+    """The value of vLLM's `--speculative-config`; None where nothing is to be drafted, or vLLM has no such drafter.
+
+    Args:
+        chosen: K by batch size.
+        drafter: its name here.
+        draft: the draft model.
+    """
+    most = max(chosen.values())
+    methods: dict[str, dict[str, Any]] = {
+        "pard": {"method": "draft_model", "model": draft, "parallel_drafting": True},
+        "autoregressive": {"method": "draft_model", "model": draft},
+        # Without these it looks for five tokens and for no fewer, and drafts less than what was planned.
+        "ngram": {"method": "ngram", "prompt_lookup_max": Config().max_ngram, "prompt_lookup_min": 1},
+    }
+    if not most or drafter not in methods:
+        return None
+    return methods[drafter] | {
+        "num_speculative_tokens": most,
+        "num_speculative_tokens_per_batch_size": [list(one) for one in ranges(chosen)],
+    }
+
+
+def tensorrt_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str, Any] | None:
+    """TensorRT-LLM's `speculative_config`; None where nothing is to be drafted, or it has no such drafter.
+
+    Its first K is its largest: where larger batches are to draft more than the first, they draft as much.
+
+    Args:
+        chosen: K by batch size.
+        drafter: its name here.
+        draft: the draft model.
+    """
+    found = ranges(chosen)
+    most = found[0][2]
+    if not most or drafter not in TENSORRT_TYPES:
+        return None
+    return {
+        "decoding_type": TENSORRT_TYPES[drafter],
+        "max_draft_len": most,
+        "speculative_model": draft,
+        "draft_len_schedule": {last: min(k, most) for _, last, k in found},
+    }
+
+
+def lines(chosen: Mapping[int, int], drafter: str, draft: str) -> list[str]:
+    """What to paste: an option of `vllm serve`, and a part of TensorRT-LLM's YAML file; or why there is nothing."""
+    if not max(chosen.values()):
+        return ["no chain pays at these batch sizes: serve without speculation"]
+    found = []
+    if (vllm := vllm_config(chosen, drafter, draft)) is not None:
+        found += ["vLLM:", f"  --speculative-config {shlex.quote(json.dumps(vllm))}"]
+    if (tensorrt := tensorrt_config(chosen, drafter, draft)) is not None:
+        schedule = ", ".join(f"{last}: {k}" for last, k in tensorrt.pop("draft_len_schedule").items())
+        found += ["TensorRT-LLM:", "  speculative_config:"]
+        found += [f"    {key}: {value}" for key, value in tensorrt.items()]
+        found.append(f"    draft_len_schedule: {{{schedule}}}")
+    return found or [f"neither vLLM nor TensorRT-LLM has a drafter {drafter!r}"]

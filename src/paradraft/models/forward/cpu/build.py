@@ -1,0 +1,220 @@
+"""Builds the C++ beside this file for the CPU at hand, once; later processes find it on disk.
+
+What is found on disk is run, so it is only taken from a folder that nobody else can write into. It must also be whole:
+to load a library that is cut off can end the process. A digest at the end of the file says that it is whole, and what
+it was built from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+SOURCES = ("forward.cpp", "attention.h", "gemm.h", "team.h", "simd.h")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-shared",
+    "-fPIC",
+)
+SECONDS = 300
+"""How long the compiler may take; on a slow core it takes ten."""
+DIGEST_BYTES = 32
+"""Of the digest at the end of a library's file."""
+
+
+class CannotBuildError(Exception):
+    """There is no library for this machine, and why."""
+
+
+def library() -> ctypes.CDLL:
+    """The compiled passes.
+
+    Raises:
+        CannotBuildError: no compiler, or one that cannot do it.
+    """
+    found = _library()
+    if isinstance(found, CannotBuildError):
+        raise found
+    return found
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | CannotBuildError:
+    """The library, or why there is none, so that a compiler that fails is asked once."""
+    try:
+        found = _load()
+    except CannotBuildError as error:
+        return error
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        return CannotBuildError(str(error))
+    found.packed_size.argtypes = [ctypes.c_int64] * 2
+    found.packed_size.restype = ctypes.c_int64
+    found.pack_matrix.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    found.multiply_all.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]
+    found.multiply_all.restype = ctypes.c_int64
+    found.set_openmp_threads.argtypes = [ctypes.c_int]
+    found.set_openmp_threads.restype = ctypes.c_int
+    found.new_scratch.restype = ctypes.c_void_p
+    found.delete_scratch.argtypes = [ctypes.c_void_p]
+    found.forward.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
+    found.forward.restype = ctypes.c_int64
+    return found
+
+
+def _load() -> ctypes.CDLL:
+    """Loads the library from the first folder that has it, and builds it where none has."""
+    key = _key()
+    for folder in _folders():
+        file = folder / f"pass-{key}.so"
+        if _is_private(folder, is_folder=True) and _is_whole(file, key):
+            try:
+                # torch's own OpenMP is loaded already and has the same name, so that both share their threads.
+                return ctypes.CDLL(str(file))
+            except OSError:  # nothing may be run there, or it was built on a system with other libraries
+                continue
+    content = b""
+    problem: Exception = CannotBuildError("no folder for it is yours alone: set XDG_CACHE_HOME to one that is")
+    for folder in filter(_is_made, _folders()):
+        content = content or _compiled(_compiler())
+        file = folder / f"pass-{key}.so"
+        try:
+            _write(file, content + _digest(content, key))
+            return ctypes.CDLL(str(file))
+        except OSError as error:  # the disk is full or read-only, or nothing may be run there
+            problem = error
+    raise problem
+
+
+def _compiler() -> list[str]:
+    """The command of the compiler, with what `CXX` says behind it."""
+    wanted = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["g++"], ["clang++"], ["c++"]]
+    for command in wanted:
+        if command and shutil.which(command[0]):
+            return command
+    raise CannotBuildError(f"there is no C++ compiler ({', '.join(map(' '.join, wanted))})")
+
+
+def _folders() -> list[Path]:
+    """Where the library may be kept: in the user's cache, else in a folder of its own among the temporary files."""
+    temporary = Path(tempfile.gettempdir()) / f"paradraft-{os.geteuid()}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    try:
+        cache = cache if cache.is_absolute() else Path.home() / ".cache"  # the standard wants others ignored
+    except RuntimeError:  # there is no home
+        return [temporary]
+    # The user may have moved the cache and left a link to it. Among the temporary files a link may be anybody's.
+    return [Path(os.path.realpath(cache / "paradraft")), temporary]
+
+
+def _is_made(folder: Path) -> bool:
+    """Makes a folder if it is not there, and says whether nobody else can write into it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # of a system where nobody may write
+        return False
+    if _is_private(folder, is_folder=True):
+        return True
+    warnings.warn(
+        f"the compiled library is not kept in {folder}, which others can write into or which is not yours: make it a "
+        "folder of yours alone (chmod 700), or set XDG_CACHE_HOME",
+        stacklevel=2,
+    )
+    return False
+
+
+def _is_private(place: Path, *, is_folder: bool = False) -> bool:
+    """Whether a file or folder is no link, belongs to this user or to root, and nobody else can write into it."""
+    try:
+        status = place.lstat()
+    except OSError:
+        return False
+    is_kind = stat.S_ISDIR if is_folder else stat.S_ISREG
+    return is_kind(status.st_mode) and status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
+
+
+def _is_whole(file: Path, key: str) -> bool:
+    """Whether a file is a library that was built for this key, and nothing of it is missing."""
+    if not _is_private(file):
+        return False
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return False
+    return content[-DIGEST_BYTES:] == _digest(content[:-DIGEST_BYTES], key)
+
+
+def _digest(library: bytes, key: str) -> bytes:
+    """What stands at the end of a library's file, where the loader does not look."""
+    return hashlib.sha256(key.encode() + library).digest()
+
+
+def _key() -> str:
+    """What decides how the library comes out: the sources and the CPU's instructions, and which compiler is asked for.
+
+    Not the compiler's version: then a machine without one could not use what it has. So a library is kept when the
+    compiler is renewed.
+    """
+    found = hashlib.sha256()
+    for name in SOURCES:
+        found.update((Path(__file__).parent / name).read_bytes())
+    instructions = next((line for line in _cpu() if line.startswith(("flags", "Features"))), "")
+    found.update(repr((FLAGS, os.environ.get("CXX", ""), platform.machine(), instructions)).encode())
+    return found.hexdigest()[:16]
+
+
+def _cpu() -> list[str]:
+    """What Linux says of the first CPU and the others."""
+    file = Path("/proc/cpuinfo")
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def _compiled(compiler: list[str]) -> bytes:
+    """The library as the compiler makes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "pass.so"
+        command = [*compiler, *FLAGS, str(Path(__file__).parent / SOURCES[0]), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+        if done.returncode:
+            raise CannotBuildError((done.stderr.strip().splitlines() or [f"{compiler[0]} failed"])[0])
+        return made.read_bytes()
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Writes a file of this user's alone.
+
+    It takes its place when it is whole and on the disk, so that neither processes that build at the same time nor a
+    loss of power leave a part of it.
+    """
+    descriptor, new = tempfile.mkstemp(dir=file.parent)
+    try:
+        with open(descriptor, "wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(descriptor)
+        os.replace(new, file)
+    except BaseException:
+        os.unlink(new)
+        raise
+    with suppress(OSError):  # not every file system can do that for a folder
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

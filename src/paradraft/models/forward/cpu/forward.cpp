@@ -1,0 +1,335 @@
+// One forward pass of a Llama- or Qwen-type model on a CPU: float32 arithmetic, weights and cache in float32 or
+// bfloat16. Where the CPU multiplies bfloat16 numbers by themselves, what a bfloat16 model multiplies is rounded to them, as the
+// model's own code does, and added up in float32.
+//
+// A pass is a sequence of steps, each of which a team of threads shares (team.h). A token's result does not depend on how
+// many tokens are read with it, nor on the number of threads: it is the same to the last bit in every pass.
+//
+// Shape letters as in causal_lm.py: B rows of a batch, N tokens of each, R rows whose logits are wanted.
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "attention.h"
+#include "gemm.h"
+#include "team.h"
+
+struct Layer {
+    Matrix queries_keys_values, output, gate, up, down;
+    const float *norm, *norm_behind_attention;
+    const float *query_norm, *key_norm; // null if there are none
+};
+
+struct Model {
+    int64_t width, inner, heads, kv_heads, head_size, layers, vocabulary;
+    int64_t is_bfloat16; // what the model computes in, and the cache holds; else float32
+    float epsilon, scale;
+    const float *cosines, *sines; // [positions, head_size / 2]
+    const float* final_norm;
+    const float* embedding;             // null if it is
+    const BFloat16* embedding_bfloat16; // in bfloat16
+    Matrix head;
+    const Layer* layer;
+};
+
+struct Batch {
+    int64_t rows, tokens, wanted, slots; // B, N, R and the slots of a row's cache
+    const int64_t *ids, *parents;        // [B, N]; below 0: absent, and the last token kept
+    const int64_t *lengths, *places;     // [B] tokens kept; [B, R] whose logits are wanted
+    void* const* keys;                   // of each layer [B, slots, kv_heads, head_size]
+    void* const* values;
+    float* logits; // [B, R, outputs of the head]
+};
+
+constexpr int64_t FEW_TOKENS = 16; // whose norms take no longer than it takes to share them out
+
+/// What a pass writes in between; kept from pass to pass.
+struct Scratch {
+    std::vector<float> hidden, last, projected, gates, scores;
+    std::vector<float> normed, attended, inner; // what products read, as float or as bfloat16
+    std::vector<int32_t> ancestors;
+    std::vector<int64_t> depths, tokens;
+};
+
+template <class T, class As = T> static As* grown(std::vector<T>& buffer, int64_t size) {
+    if ((int64_t)buffer.size() < size) buffer.resize(size);
+    return (As*)buffer.data();
+}
+
+/// How many slots a row has kept, which all its tokens see; the new ones are written behind.
+static int64_t kept_of(const Batch& batch, int64_t row) { return std::min(batch.lengths[row], batch.slots - 1); }
+
+/// Where a new token, or its position, is. A row that has ended is read on with the others, and one that has fewer tokens
+/// than the longest is filled up; past the room, where nobody looks, they take the last slot.
+static int64_t within(const Batch& batch, int64_t row, int64_t place) {
+    return std::min(kept_of(batch, row) + place, batch.slots - 1);
+}
+
+/// Whether all indices are within what they index; a wrong one would be read or written as it is.
+static bool is_sound(const Model& model, const Batch& batch) {
+    for (int64_t row = 0; row < batch.rows; row++) {
+        if (batch.lengths[row] < 0) return false;
+        for (int64_t token = 0; token < batch.tokens; token++) {
+            int64_t at = row * batch.tokens + token;
+            if (batch.ids[at] >= model.vocabulary || batch.parents[at] >= token) return false;
+        }
+        for (int64_t i = row * batch.wanted; i < (row + 1) * batch.wanted; i++)
+            if (batch.places[i] < 0 || batch.places[i] >= batch.tokens) return false;
+    }
+    return true;
+}
+
+/// For each token its depth and, of the new tokens, the slots of its ancestors and its own.
+struct Ancestors {
+    int64_t* depths;
+    int32_t* slots; // [B, N, N]
+};
+
+static void find(const Batch& batch, const Ancestors& ancestors) {
+    for (int64_t at = 0; at < batch.rows * batch.tokens; at++) {
+        int64_t row = at / batch.tokens, depth = 0;
+        const int64_t* parents = batch.parents + row * batch.tokens;
+        for (int64_t up = parents[at % batch.tokens]; up >= 0; up = parents[up]) depth++;
+        ancestors.depths[at] = depth;
+        for (int64_t up = at % batch.tokens; up >= 0; up = parents[up])
+            ancestors.slots[at * batch.tokens + depth--] = within(batch, row, up);
+    }
+}
+
+/// Writes the keys and values of a thread's share of the tokens into the cache, and turns its queries.
+template <class Stored>
+static void place(
+    const Model& model, const Layer& layer, const Batch& batch, int64_t number, const int64_t* depths, float* projected,
+    Share share
+) {
+    int64_t size = model.head_size, half = size / 2, heads = model.heads, kv_heads = model.kv_heads;
+    for (int64_t at = share.first; at < share.last; at++) {
+        int64_t row = at / batch.tokens, token = at % batch.tokens;
+        int64_t position = within(batch, row, depths[at]);
+        const float *cosines = model.cosines + position * half, *sines = model.sines + position * half;
+        float* head = projected + at * (heads + 2 * kv_heads) * size;
+        for (int64_t h = 0; h < heads + kv_heads; h++, head += size) {
+            const float* norm = h < heads ? layer.query_norm : layer.key_norm;
+            if (norm) normalize(head, norm, size, model.epsilon, head);
+            rotate(head, cosines, sines, size);
+        }
+        int64_t offset = (row * batch.slots + within(batch, row, token)) * kv_heads * size;
+        Stored *key = (Stored*)batch.keys[number] + offset, *value = (Stored*)batch.values[number] + offset;
+        for (int64_t i = 0; i < kv_heads * size; i++) {
+            key[i] = stored<Stored>(head[i - kv_heads * size]);
+            value[i] = stored<Stored>(head[i]);
+        }
+    }
+}
+
+/// Tokens that are computed on, of each row as many.
+struct Chosen {
+    int64_t each;
+    const int64_t* tokens; // [B, each]
+};
+
+/// Numbers that the scores of one query need.
+static int64_t room_of(const Batch& batch) { return batch.slots + batch.tokens + 2 * LANES; }
+
+/// How many groups of queries that are attended to together a row has for each of its heads of keys.
+static int64_t groups_of(const Model& model, const Chosen& chosen) {
+    return (chosen.each * (model.heads / model.kv_heads) + AT_ONCE - 1) / AT_ONCE;
+}
+
+/// Attention of a thread's share of all groups of queries of the chosen tokens.
+template <class Stored, class Input>
+static void attend_all(
+    const Model& model, const Batch& batch, int64_t number, const Ancestors& ancestors, const Chosen& chosen,
+    const float* projected, Input* attended, float* scores, Share share
+) {
+    int64_t size = model.head_size, heads = model.heads, kv_heads = model.kv_heads, sharing = heads / kv_heads;
+    int64_t groups = groups_of(model, chosen), room = room_of(batch);
+    for (int64_t at = share.first; at < share.last; at++) {
+        int64_t row = at / (kv_heads * groups), kv_head = at / groups % kv_heads;
+        Share some(chosen.each * sharing, at % groups, groups);
+        Query<Input> queries[AT_ONCE];
+        for (int64_t i = 0; i < some.last - some.first; i++) {
+            int64_t query = some.first + i, to = row * chosen.each + query / sharing;
+            int64_t from = row * batch.tokens + chosen.tokens[to], h = kv_head * sharing + query % sharing;
+            queries[i] = {
+                projected + (from * (heads + 2 * kv_heads) + h) * size, ancestors.slots + from * batch.tokens,
+                ancestors.depths[from] + 1, scores + i * room, attended + (to * heads + h) * size,
+            };
+        }
+        int64_t offset = (row * batch.slots * kv_heads + kv_head) * size;
+        attend(
+            some.last - some.first, queries, (const Stored*)batch.keys[number] + offset, (const Stored*)batch.values[number] + offset,
+            kv_heads * size, kept_of(batch, row), size, model.scale
+        );
+    }
+}
+
+template <class Input>
+static void set_product(Team& team, const Matrix& matrix, const Input* inputs, int64_t rows, float* to) {
+    team.each(matrix.count(), 1, [&](Share panels, int) {
+        for (; panels.first < panels.last; panels.first++) {
+            Outputs outputs(matrix, panels.first);
+            multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
+                std::copy_n(sums, outputs.count, to + row * matrix.outputs + outputs.first);
+            });
+        }
+    });
+}
+
+static void embed(const Model& model, int64_t id, float* to) {
+    for (int64_t i = 0, from = std::max<int64_t>(id, 0) * model.width; i < model.width; i++)
+        to[i] = model.embedding ? model.embedding[from + i] : number(model.embedding_bfloat16[from + i]);
+}
+
+/// `Stored` is what the cache holds, `Input` what products read. Of the last layer all tokens have keys and values, and only
+/// those whose logits are wanted more.
+template <class Stored, class Input>
+static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_t threads) {
+    threads = std::clamp<int64_t>(threads, 1, MOST_WORKERS);
+    int64_t count = batch.rows * batch.tokens, wanted = batch.rows * batch.wanted, width = model.width;
+    int64_t heads_width = model.heads * model.head_size, stride = heads_width + 2 * model.kv_heads * model.head_size;
+    int64_t room = AT_ONCE * room_of(batch);
+    float *all_hidden = grown(scratch.hidden, count * width), *last_hidden = grown(scratch.last, wanted * width);
+    float* projected = grown(scratch.projected, count * stride);
+    int64_t most = std::max(count, wanted);
+    float *all_gates = grown(scratch.gates, most * model.inner), *all_scores = grown(scratch.scores, threads * room);
+    Input* normed = grown<float, Input>(scratch.normed, most * width);
+    Input* attended = grown<float, Input>(scratch.attended, most * heads_width);
+    Input* inner = grown<float, Input>(scratch.inner, most * model.inner);
+    int64_t* each_token = grown(scratch.tokens, count);
+    for (int64_t at = 0; at < count; at++) each_token[at] = at % batch.tokens;
+    Chosen all = {batch.tokens, each_token}, last = {batch.wanted, batch.places};
+    Ancestors ancestors = {grown(scratch.depths, count), grown(scratch.ancestors, count * batch.tokens)};
+    find(batch, ancestors);
+
+    Team::run(threads, [&](Team& team) {
+        float* hidden = all_hidden;
+        int64_t rows = count; // of `hidden`
+        auto normalize_all = [&](const float* weights) {
+            team.each(rows, FEW_TOKENS, [&](Share share, int) {
+                for (int64_t at = share.first; at < share.last; at++)
+                    normalize(hidden + at * width, weights, width, model.epsilon, normed + at * width);
+            });
+        };
+        auto add_product = [&](const Matrix& matrix, const Input* inputs) {
+            team.each(matrix.count(), 1, [&](Share panels, int) {
+                for (; panels.first < panels.last; panels.first++) {
+                    Outputs outputs(matrix, panels.first);
+                    multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
+                        for (int64_t i = 0; i < outputs.count; i++) hidden[row * width + outputs.first + i] += sums[i];
+                    });
+                }
+            });
+        };
+        team.each(count, FEW_TOKENS, [&](Share tokens, int) {
+            for (int64_t at = tokens.first; at < tokens.last; at++) embed(model, batch.ids[at], hidden + at * width);
+        });
+        for (int64_t number = 0; number < model.layers; number++) {
+            const Layer& layer = model.layer[number];
+            normalize_all(layer.norm);
+            set_product(team, layer.queries_keys_values, normed, count, projected);
+            team.each(count, 1, [&](Share tokens, int) {
+                place<Stored>(model, layer, batch, number, ancestors.depths, projected, tokens);
+            });
+            const Chosen& chosen = number + 1 < model.layers ? all : last;
+            team.each(batch.rows * model.kv_heads * groups_of(model, chosen), 1, [&](Share groups, int worker) {
+                float* scores = all_scores + worker * room;
+                attend_all<Stored>(model, batch, number, ancestors, chosen, projected, attended, scores, groups);
+            });
+            if (&chosen == &last) {
+                for (int64_t at = 0; at < wanted; at++) {
+                    int64_t from = at / batch.wanted * batch.tokens + batch.places[at];
+                    std::copy_n(all_hidden + from * width, width, last_hidden + at * width);
+                }
+                hidden = last_hidden;
+                rows = wanted;
+            }
+            add_product(layer.output, attended);
+            normalize_all(layer.norm_behind_attention);
+            team.each(layer.gate.count(), 1, [&](Share panels, int) {
+                for (; panels.first < panels.last; panels.first++) {
+                    Outputs outputs(layer.gate, panels.first);
+                    auto gates_of = [&](int64_t row) { return all_gates + row * model.inner + outputs.first; };
+                    multiply(layer.gate, panels.first, normed, rows, [&](int64_t row, const float* sums) {
+                        std::copy_n(sums, outputs.count, gates_of(row));
+                    });
+                    multiply(layer.up, panels.first, normed, rows, [&](int64_t row, const float* sums) {
+                        alignas(64) float gates[PANEL] = {};
+                        alignas(64) Input open[PANEL];
+                        std::copy_n(gates_of(row), outputs.count, gates);
+                        for (int64_t i = 0; i < PANEL; i += LANES) {
+                            Vector gate = load(gates + i);
+                            store(open + i, gate / (1.0f + exponential(-gate)) * load(sums + i));
+                        }
+                        std::copy_n(open, outputs.count, inner + row * model.inner + outputs.first);
+                    });
+                }
+            });
+            add_product(layer.down, inner);
+        }
+        normalize_all(model.final_norm);
+        set_product(team, model.head, normed, rows, batch.logits);
+    });
+}
+
+/// Whether all matrices are bfloat16 numbers.
+static bool is_whole(const Model& model) {
+    auto is_one = [](const Matrix& matrix) { return matrix.kind == BFLOAT16; };
+    return is_one(model.head) && std::all_of(model.layer, model.layer + model.layers, [&](const Layer& layer) {
+               return is_one(layer.queries_keys_values) && is_one(layer.output) && is_one(layer.gate) &&
+                      is_one(layer.up) && is_one(layer.down);
+           });
+}
+
+extern "C" {
+
+/// How many weights a packed matrix has, zeros included.
+int64_t packed_size(int64_t outputs, int64_t inputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
+
+void pack_matrix(const void* weights, int64_t outputs, int64_t inputs, int64_t kind, void* panels) {
+    if (kind == BFLOAT16)
+        pack((const BFloat16*)weights, outputs, inputs, (BFloat16*)panels);
+    else if (kind == INT8)
+        pack((const int8_t*)weights, outputs, inputs, (int8_t*)panels);
+    else
+        pack((const float*)weights, outputs, inputs, (float*)panels);
+}
+
+/// Inputs are float, or bfloat16 if the matrix is. Returns 0; 1 if nothing was done because this CPU does not multiply so.
+int64_t multiply_all(
+    const Matrix* matrix, const void* inputs, int64_t are_bfloat16, int64_t rows, float* outputs, int64_t threads
+) {
+    if (are_bfloat16 && !HAS_DOTS) return 1;
+    Team::run(threads, [&](Team& team) {
+        if (are_bfloat16)
+            set_product(team, *matrix, (const BFloat16*)inputs, rows, outputs);
+        else
+            set_product(team, *matrix, (const float*)inputs, rows, outputs);
+    });
+    return 0;
+}
+
+/// How many threads OpenMP gives to operations of the calling thread; returns how many it gave before.
+int set_openmp_threads(int threads) {
+    int before = omp_get_max_threads();
+    omp_set_num_threads(threads);
+    return before;
+}
+
+Scratch* new_scratch() { return new Scratch; }
+
+void delete_scratch(Scratch* scratch) { delete scratch; }
+
+/// Returns 0; 1 if nothing was done because an index is outside of what it indexes.
+int64_t forward(const Model* model, const Batch* batch, Scratch* scratch, int64_t threads) {
+    if (!is_sound(*model, *batch)) return 1;
+    if (model->is_bfloat16 && is_whole(*model) && HAS_DOTS)
+        run<BFloat16, BFloat16>(*model, *batch, *scratch, threads);
+    else if (model->is_bfloat16)
+        run<BFloat16, float>(*model, *batch, *scratch, threads);
+    else
+        run<float, float>(*model, *batch, *scratch, threads);
+    return 0;
+}
+}

@@ -1,0 +1,187 @@
+// Products of a few rows with a matrix of weights, which is read once, in one stream.
+#pragma once
+
+#include <type_traits>
+
+#include "simd.h"
+
+constexpr int WIDE = 4;                 // vectors of a panel
+constexpr int TALLEST = 6;              // rows that are multiplied with a panel at once
+constexpr int64_t PANEL = WIDE * LANES; // outputs of a panel
+
+constexpr int64_t GROUP = 4 * TALLEST;  // rows between which a piece of a panel stays in the nearest cache
+constexpr int64_t PIECE = 128;          // inputs of such a piece
+constexpr int64_t AHEAD = 16384;        // bytes that are asked for before they are read, beyond what CPUs do by themselves
+
+/// How many vectors of a panel are multiplied with so many rows at once, so that all sums stay in registers.
+constexpr int at_once(int rows) { return (rows + 1) * WIDE + 1 <= REGISTERS ? WIDE : 2; }
+
+enum Kind { FLOAT32, BFLOAT16, INT8 };
+
+/// Weights `[outputs, inputs]` in panels of `PANEL` outputs, each `[inputs, PANEL]`; the last is filled with zeros. In
+/// bfloat16 those of two inputs stand side by side, `[inputs / 2, PANEL, 2]`, and there is no odd input.
+struct Matrix {
+    const void* panels;
+    int64_t outputs, inputs;
+    int64_t kind;        // a `Kind`
+    const float* scales; // of the outputs of whole numbers, else null
+    const float* bias;   // null if there is none
+
+    int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
+};
+
+/// The things `first` to `last` of `count` that one of several, such as a thread, has.
+struct Share {
+    int64_t first, last;
+    Share(int64_t count, int64_t which, int64_t of)
+        : first(count * which / of), last(count * (which + 1) / of) {}
+};
+
+/// How many inputs' weights of one output stand side by side.
+template <class Weight> constexpr int64_t BESIDE = 1;
+template <> constexpr int64_t BESIDE<BFloat16> = 2;
+
+/// Adds `ROWS` rows times the weights of `BESIDE<Weight>` inputs to `totals`, the first input first.
+template <int ROWS, int COUNT, class Weight>
+static inline void
+add_products(const float* inputs, int64_t stride, const Weight* weights, Vector (&totals)[ROWS][COUNT]) {
+    Vector loaded[COUNT];
+#pragma GCC unroll 8
+    for (int v = 0; v < COUNT; v++) loaded[v] = load(weights + v * LANES);
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) totals[row][v] = fused(all(inputs[row * stride]), loaded[v], totals[row][v]);
+}
+
+template <int ROWS, int COUNT>
+static inline void
+add_products(const float* inputs, int64_t stride, const BFloat16* weights, Vector (&totals)[ROWS][COUNT]) {
+#pragma GCC unroll 2
+    for (int input = 0; input < 2; input++) {
+        Vector loaded[COUNT];
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) {
+            Bits both = pairs(weights + v * 2 * LANES);
+            loaded[v] = same_bits<Vector>(input ? both & 0xffff0000u : both << 16);
+        }
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++)
+                totals[row][v] = fused(all(inputs[row * stride + input]), loaded[v], totals[row][v]);
+    }
+}
+
+template <int ROWS, int COUNT>
+static inline void
+add_products(const BFloat16* inputs, int64_t stride, const BFloat16* weights, Vector (&totals)[ROWS][COUNT]) {
+    Bits loaded[COUNT];
+#pragma GCC unroll 8
+    for (int v = 0; v < COUNT; v++) loaded[v] = pairs(weights + v * 2 * LANES);
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) totals[row][v] = dots(all(inputs + row * stride), loaded[v], totals[row][v]);
+}
+
+/// Adds `ROWS` rows times a piece of a panel to `sums`. Each sum runs over the inputs in their order, whatever `ROWS` is,
+/// so that a row's result is the same to the last bit in every pass.
+template <int ROWS, class Input, class Weight>
+static inline void multiply_rows(
+    const Input* __restrict inputs, int64_t stride, const Weight* __restrict panel, int64_t count,
+    float (*__restrict sums)[PANEL]
+) {
+    constexpr int COUNT = at_once(ROWS);
+    constexpr int64_t STEP = BESIDE<Weight>;
+    for (int part = 0; part < WIDE; part += COUNT) {
+        Vector totals[ROWS][COUNT];
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) totals[row][v] = load(sums[row] + (part + v) * LANES);
+        for (int64_t k = 0; k < count; k += STEP) {
+            const char* ahead = (const char*)(panel + k * PANEL) + AHEAD;
+#pragma GCC unroll 8
+            for (size_t line = 0; line < STEP * PANEL * sizeof(Weight); line += 64) __builtin_prefetch(ahead + line);
+            add_products(inputs + k, stride, panel + k * PANEL + part * LANES * STEP, totals);
+        }
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) store(sums[row] + (part + v) * LANES, totals[row][v]);
+    }
+}
+
+template <class Input, class Weight, int ROWS = TALLEST>
+static inline void multiply_few(
+    int64_t rows, const Input* inputs, int64_t stride, const Weight* panel, int64_t count, float (*sums)[PANEL]
+) {
+    if constexpr (ROWS > 0) {
+        if (rows == ROWS) return multiply_rows<ROWS>(inputs, stride, panel, count, sums);
+        return multiply_few<Input, Weight, ROWS - 1>(rows, inputs, stride, panel, count, sums);
+    }
+}
+
+/// At most `GROUP` rows times one panel, a piece after the other, each for all rows while it is near.
+template <class Input, class Weight>
+static inline void multiply_group(
+    const Weight* panel, int64_t count, const Input* inputs, int64_t rows, float (*sums)[PANEL]
+) {
+    memset(sums, 0, rows * sizeof(*sums));
+    int64_t blocks = (rows + TALLEST - 1) / TALLEST;
+    for (int64_t k = 0; k < count; k += PIECE)
+        for (int64_t block = 0; block < blocks; block++) {
+            Share few(rows, block, blocks);
+            int64_t piece = count - k < PIECE ? count - k : PIECE;
+            multiply_few(
+                few.last - few.first, inputs + few.first * count + k, count, panel + k * PANEL, piece, sums + few.first
+            );
+        }
+}
+
+/// Where output 0 of a panel is, and how many there are.
+struct Outputs {
+    int64_t first, count;
+    Outputs(const Matrix& matrix, int64_t panel)
+        : first(panel * PANEL), count(matrix.outputs - first < PANEL ? matrix.outputs - first : PANEL) {}
+};
+
+/// `rows` rows of `inputs` times one panel of a matrix, bias included; `done(row, sums)` takes each row's `PANEL` sums.
+/// Inputs are float, or bfloat16 where `HAS_DOTS` and the matrix is.
+template <class Input, class Done>
+static inline void multiply(const Matrix& matrix, int64_t panel, const Input* inputs, int64_t rows, Done done) {
+    alignas(64) float sums[GROUP][PANEL];
+    int64_t offset = panel * PANEL * matrix.inputs;
+    for (int64_t first = 0; first < rows; first += GROUP) {
+        int64_t count = rows - first < GROUP ? rows - first : GROUP;
+        const Input* from = inputs + first * matrix.inputs;
+        if (matrix.kind == BFLOAT16)
+            multiply_group((const BFloat16*)matrix.panels + offset, matrix.inputs, from, count, sums);
+        else if constexpr (std::is_same_v<Input, float>) {
+            if (matrix.kind == INT8)
+                multiply_group((const int8_t*)matrix.panels + offset, matrix.inputs, from, count, sums);
+            else
+                multiply_group((const float*)matrix.panels + offset, matrix.inputs, from, count, sums);
+        }
+        Outputs outputs(matrix, panel);
+        for (int64_t row = 0; row < count; row++) {
+            for (int64_t i = 0; matrix.scales && i < outputs.count; i++) sums[row][i] *= matrix.scales[outputs.first + i];
+            for (int64_t i = 0; matrix.bias && i < outputs.count; i++) sums[row][i] += matrix.bias[outputs.first + i];
+            done(first + row, sums[row]);
+        }
+    }
+}
+
+template <class Weight> static void pack(const Weight* weights, int64_t outputs, int64_t inputs, Weight* panels) {
+    constexpr int64_t STEP = BESIDE<Weight>;
+    int64_t count = (outputs + PANEL - 1) / PANEL;
+#pragma omp parallel for
+    for (int64_t panel = 0; panel < count; panel++)
+        for (int64_t i = 0; i < PANEL; i++) {
+            int64_t output = panel * PANEL + i;
+            Weight* to = panels + panel * PANEL * inputs + i * STEP;
+            for (int64_t k = 0; k < inputs; k++)
+                to[k / STEP * STEP * PANEL + k % STEP] = output < outputs ? weights[output * inputs + k] : Weight{};
+        }
+}

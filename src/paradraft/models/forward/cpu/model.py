@@ -1,0 +1,318 @@
+"""A model's forward pass in C++, for CPUs: one call a pass, weights in the order in which they are read.
+
+Arithmetic is float32. Weights that are bfloat16 numbers are stored as such, also where the model is a
+float32 one: nothing is lost, and half as much is read. Nearly all published weights are. In a bfloat16
+model what is multiplied with them is rounded too, as the model's own code does, on CPUs that have
+instructions for it: passes over many tokens take half the time.
+
+Shape letters as in `causal_lm.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from paradraft.models import kv_cache
+from paradraft.models.architecture import STATIC_ROPES
+from paradraft.models.forward.cpu.build import library
+from paradraft.models.forward.cpu.threads import granted_threads
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""How weights may be stored, with the numbers that `gemm.h` has for them."""
+
+
+class Matrix(ctypes.Structure):
+    """The struct of that name in `gemm.h`."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64), ("kind", ctypes.c_int64),
+        ("scales", ctypes.c_void_p), ("bias", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def is_known(weight: Tensor) -> bool:
+    """Whether weights can be packed: plain ones, or those that torchao has rounded to 8 bits with a scale an output."""
+    if type(weight) in (nn.Parameter, Tensor):
+        return True
+    quantized: Any = weight
+    return (
+        type(weight).__name__ == "Int8Tensor"
+        and quantized.act_quant_kwargs is None
+        and quantized.scale.shape == (len(weight), 1)
+        and (quantized.zero_point is None or not quantized.zero_point.any())
+    )
+
+
+def packed_dtype(weight: Tensor) -> torch.dtype:
+    """What weights, `[outputs, inputs]`, are packed as: bfloat16 where nothing is lost by it, as in nearly all that are
+    published. Those are packed in pairs of inputs."""
+    if hasattr(weight, "qdata"):
+        return torch.int8
+    is_bfloat16 = weight.dtype == torch.bfloat16 or torch.equal(weight.bfloat16().float(), weight)
+    return torch.bfloat16 if is_bfloat16 and weight.shape[1] % 2 == 0 else torch.float32
+
+
+class PackedMatrix:
+    """A copy of the weights of linear layers with the same inputs, as one matrix.
+
+    Args:
+        weights: each `[outputs, inputs]`, one that `is_known`; all of one dtype.
+        biases: of each `[outputs]`, or None.
+
+    Raises:
+        CannotBuildError: there is no library for this machine.
+    """
+
+    def __init__(self, weights: Sequence[Any], biases: Sequence[Tensor | None] = ()) -> None:
+        scales = [weight.scale for weight in weights if hasattr(weight, "qdata")]
+        whole = torch.cat([weight.qdata if scales else weight.detach() for weight in weights])
+        whole = whole if scales else whole.to(packed_dtype(whole))
+        outputs, inputs = whole.shape
+        self._panels = torch.empty(library().packed_size(outputs, inputs), dtype=whole.dtype, device="cpu")
+        library().pack_matrix(whole.data_ptr(), outputs, inputs, KINDS[whole.dtype], self._panels.data_ptr())
+        self._scales = torch.cat(scales).flatten().float() if scales else None
+        self._bias = None
+        if any(bias is not None for bias in biases):
+            parts = zip(weights, biases, strict=True)
+            self._bias = torch.cat(
+                [
+                    torch.zeros(len(w), dtype=torch.float32, device="cpu") if b is None else b.detach().float()
+                    for w, b in parts
+                ]
+            )
+        self.matrix = Matrix(
+            panels=self._panels.data_ptr(),
+            outputs=outputs,
+            inputs=inputs,
+            kind=KINDS[whole.dtype],
+            scales=None if self._scales is None else self._scales.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+        )
+
+    def multiply(self, inputs: Tensor, outputs: Tensor) -> bool:
+        """Sets `outputs`, `[rows, outputs]` of float32, to what the layers make of `inputs`, `[rows, inputs]`.
+
+        Args:
+            inputs: float32; or bfloat16, if the weights are packed as such.
+            outputs: changed in place.
+
+        Returns:
+            False, with nothing done, where the CPU has no products of bfloat16 numbers.
+        """
+        are_bfloat16 = inputs.dtype == torch.bfloat16
+        assert not are_bfloat16 or self.matrix.kind == KINDS[torch.bfloat16]
+        return not library().multiply_all(
+            ctypes.byref(self.matrix), inputs.data_ptr(), are_bfloat16, len(inputs), outputs.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+PLAIN = re.compile(r"Linear|Embedding|(Llama|Qwen2|Qwen3)(RMSNorm|RotaryEmbedding)|SiLU|SiLUActivation")
+"""Kinds of modules without parts in these; an adapter has others."""
+PROFILED_AS = "paradraft::pass"
+PROBE = 8
+"""Tokens with which a pass is compared with the model's own."""
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest root mean square of the difference in that comparison, in standard deviations of the logits."""
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("queries_keys_values", "output", "gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("norm", "norm_behind_attention", "query_norm", "key_norm")),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("width", "inner", "heads", "kv_heads", "head_size", "layers")),
+        *((name, ctypes.c_int64) for name in ("vocabulary", "is_bfloat16")),
+        ("epsilon", ctypes.c_float), ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "final_norm", "embedding", "embedding_bfloat16")),
+        ("head", Matrix), ("layer", ctypes.POINTER(_Layer)),
+    )  # fmt: skip
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "tokens", "wanted", "slots")),
+        *((name, ctypes.c_void_p) for name in ("ids", "parents", "lengths", "places", "keys", "values", "logits")),
+    )
+
+
+def can_serve(model: PreTrainedModel) -> bool:
+    """Whether a model is of the kind that the C++ computes, on a system for which it is built."""
+    config: PretrainedConfig = model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return (
+        sys.platform == "linux"
+        and model.device.type == "cpu"
+        and model.dtype in TOLERANCES
+        and config.model_type in ARCHITECTURES
+        and all(map(_is_plain, model.modules()))
+        and config.hidden_act == "silu"
+        and rope in STATIC_ROPES
+        and kv_cache.head_size(config) % 2 == 0
+        and all(map(is_known, (*model.parameters(), *model.buffers())))
+    )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module does what its weights and its model's config say: no adapter, no hook."""
+    is_part = next(module.children(), None) is None
+    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    return not has_hooks and (not is_part or PLAIN.fullmatch(type(module).__name__) is not None)
+
+
+class NativePass:
+    """Computes what the forward pass of a model does. The weights are copied and must not change afterwards.
+
+    Args:
+        model: one that `can_serve` names.
+        slots: of the cache.
+        threads: most threads of a pass; by default `granted_threads()` at the time of loading.
+
+    Raises:
+        CannotBuildError: there is no library for this machine.
+        ValueError: it does not compute what the model does.
+    """
+
+    is_traced = is_replayed = False
+
+    def __init__(self, model: PreTrainedModel, slots: int, *, threads: int | None = None) -> None:
+        self._library = library()
+        self.threads = granted_threads() if threads is None else threads
+        self._kept: list[Tensor] = []
+        self._matrices: list[PackedMatrix] = []
+        config: PretrainedConfig = model.config
+        body: Any = model.model
+        layers = [self._layer(layer) for layer in body.layers]
+        embedding = self._keep(body.embed_tokens.weight)
+        is_bfloat16 = embedding.dtype == torch.bfloat16
+        cosines, sines = body.rotary_emb(
+            torch.zeros(1, dtype=torch.float32, device="cpu"), torch.arange(slots, device="cpu")[None]
+        )
+        half = kv_cache.head_size(config) // 2
+        self._vocab_rows = len(model.lm_head.weight)
+        self._model = _Model(
+            width=config.hidden_size,
+            inner=config.intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_size=2 * half,
+            layers=len(layers),
+            vocabulary=len(embedding),
+            is_bfloat16=model.dtype == torch.bfloat16,
+            epsilon=config.rms_norm_eps,
+            scale=body.layers[0].self_attn.scaling,
+            cosines=self._keep(cosines[0, :, :half]).data_ptr(),
+            sines=self._keep(sines[0, :, :half]).data_ptr(),
+            final_norm=self._floats(body.norm.weight),
+            embedding=None if is_bfloat16 else embedding.data_ptr(),
+            embedding_bfloat16=embedding.data_ptr() if is_bfloat16 else None,
+            head=self._matrix([model.lm_head]),
+            layer=(_Layer * len(layers))(*layers),
+        )
+        self._scratch = self._library.new_scratch()
+        weakref.finalize(self, self._library.delete_scratch, self._scratch)
+        self._storage: kv_cache.Storage = []
+        self._pointers: list[ctypes.Array[ctypes.c_void_p]] = []
+        self._check(model)
+        self.forget()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().contiguous()
+        self._kept.append(tensor)
+        return tensor
+
+    def _floats(self, tensor: Tensor | None) -> int | None:
+        return None if tensor is None else self._keep(tensor.float()).data_ptr()
+
+    def _matrix(self, linears: Sequence[nn.Linear]) -> Matrix:
+        """Linear layers with the same inputs as one matrix, packed."""
+        self._matrices.append(PackedMatrix([each.weight for each in linears], [each.bias for each in linears]))
+        return self._matrices[-1].matrix
+
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        return _Layer(
+            queries_keys_values=self._matrix([attention.q_proj, attention.k_proj, attention.v_proj]),
+            output=self._matrix([attention.o_proj]),
+            gate=self._matrix([mlp.gate_proj]),
+            up=self._matrix([mlp.up_proj]),
+            down=self._matrix([mlp.down_proj]),
+            norm=self._floats(layer.input_layernorm.weight),
+            norm_behind_attention=self._floats(layer.post_attention_layernorm.weight),
+            query_norm=self._floats(query_norm and query_norm.weight),
+            key_norm=self._floats(key_norm and key_norm.weight),
+        )
+
+    def stored_bytes(self, weight: Tensor) -> int:
+        """What a pass reads of a weight of the model; of one output in 8 bits, its scale too."""
+        dtype = packed_dtype(weight) if weight.ndim == 2 else torch.float32
+        return weight.numel() * dtype.itemsize + (4 * len(weight) if dtype == torch.int8 else 0)
+
+    def __call__(
+        self, storage: kv_cache.Storage, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor
+    ) -> Tensor:
+        """The logits `[B, R, V]`, float32, of some tokens of one pass; keys and values go into the storage.
+
+        Args:
+            storage: of the size given at the start.
+            lengths: how many tokens of each row are kept.
+            tokens_BN: `[B, N]` token ids, below 0 where there is none.
+            parents_BN: `[B, N]` the token that each one follows, -1 for the last kept one.
+            rows_BR: `[B, R]` indices of the tokens whose logits are wanted.
+        """
+        (B, N), R = tokens_BN.shape, rows_BR.shape[1]
+        logits = torch.empty(B, R, self._vocab_rows, dtype=torch.float32, device="cpu")
+        if storage is not self._storage:
+            self._storage, addresses = storage, ctypes.c_void_p * len(storage)
+            self._pointers = [addresses(*(layer[part].data_ptr() for layer in storage)) for part in (0, 1)]
+        keys, values = map(ctypes.addressof, self._pointers)
+        assert all(tensor.dtype == torch.long for tensor in (tokens_BN, parents_BN, rows_BR))
+        assert len(storage[0][0]) == len(lengths) == len(rows_BR) == B and parents_BN.shape == (B, N)
+        integers = [tensor.contiguous() for tensor in (tokens_BN, parents_BN, rows_BR)]
+        ids, parents, places = (tensor.data_ptr() for tensor in integers)
+        lengths_B = (ctypes.c_int64 * B)(*lengths)
+        batch = _Batch(
+            rows=B, tokens=N, wanted=R, slots=storage[0][0].shape[1], ids=ids, parents=parents, places=places,
+            lengths=ctypes.addressof(lengths_B), keys=keys, values=values, logits=logits.data_ptr(),
+        )  # fmt: skip
+        # A profiler sees nothing of what is not torch's; where nobody looks, a label would cost microseconds.
+        is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # torch does not export it
+        with torch.profiler.record_function(PROFILED_AS) if is_watched else nullcontext():
+            is_wrong = self._library.forward(
+                ctypes.byref(self._model), ctypes.byref(batch), self._scratch, self.threads
+            )
+        assert not is_wrong, "a token, a parent or a wanted place is outside of its range"
+        return logits
+
+    def forget(self) -> None:
+        """Lets go of the storage, before another is allocated."""
+        self._storage, self._pointers = [], []
+
+    @torch.no_grad()
+    def _check(self, model: PreTrainedModel) -> None:
+        """Raises ValueError if the model itself says something else about a few tokens."""
+        count = min(PROBE, model.config.max_position_embeddings)
+        tokens_BN = torch.arange(1, count + 1)[None] % self._vocab_rows
+        places_BN = torch.arange(count)[None]
+        storage = kv_cache.allocate(model.config, batch_size=1, capacity=count, dtype=model.dtype, device=model.device)
+        ours = self(storage, [0], tokens_BN, places_BN - 1, places_BN)
+        theirs = model(tokens_BN, use_cache=False).logits.float()
+        error = float((ours - theirs).square().mean().sqrt() / theirs.std())
+        if not error < TOLERANCES[model.dtype]:
+            raise ValueError(f"our pass and the model's own differ by {error:.2g} standard deviations")

@@ -1,0 +1,140 @@
+"""Predicts the speed of a way to draft from what its rounds take and how many rounds its answers need.
+
+Rows of a batch step together, and answers need different numbers of rounds, so a batch takes as long as its slowest
+answer. Rows that have ended leave it in the loop's own steps (`decode.stops.are_enough`), and a smaller batch has the
+costs of a smaller batch, on straight lines between the sizes that were measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paradraft.decode.expected_length import on_lines
+from paradraft.decode.generation import are_enough
+from paradraft.plan.costs import Costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to draft.
+
+    Args:
+        k: most tokens of a path; 0 drafts nothing.
+        tree: nodes to grow drafts to; None for chains.
+    """
+
+    k: int
+    tree: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As the settings of a method.
+
+        >>> Way(k=8, tree=12).name, Way(k=4).name, Way(k=0).name
+        ('k=8:tree=12', 'k=4', 'plain')
+        """
+        if not self.k:
+            return "plain"
+        return f"k={self.k}" + (f":tree={self.tree}" if self.tree else "")
+
+    @property
+    def drafted(self) -> int:
+        """Most tokens of a draft."""
+        return self.k if self.tree is None else self.tree
+
+
+PLAIN = Way(k=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a way to draft will come to in batches of one size.
+
+    Args:
+        batch: prompts answered together.
+        way: how drafts are made.
+        total_s: for all answers, prefill included.
+        tokens_per_s: emitted tokens per second.
+        tokens_per_pass: emitted tokens per target pass.
+        speedup: against plain decoding in batches of the same size.
+    """
+
+    batch: int
+    way: Way
+    total_s: float
+    tokens_per_s: float
+    tokens_per_pass: float
+    speedup: float
+
+
+def predict(
+    passes: Mapping[Way, Sequence[float]],
+    answers: Mapping[Way, Sequence[int]],
+    costs: Mapping[int, Mapping[Way, Costs]],
+    *,
+    fewest_rows: int,
+) -> list[Prediction]:
+    """Predicts every way at every batch size that was measured.
+
+    Args:
+        passes: for each way the target passes of each answer, in the order of batching; `PLAIN` is there.
+        answers: the tokens of these answers.
+        costs: by batch size and way; a way's rounds are those of its `k`.
+        fewest_rows: how few rows a batch of several may shrink to.
+    """
+    found = []
+    for batch in sorted(costs):
+        totals = {way: total_s(passes[way], way, batch, costs, fewest_rows=fewest_rows) for way in passes}
+        speeds = {way: sum(answers[way]) / total for way, total in totals.items()}
+        found += [
+            Prediction(
+                batch=batch,
+                way=way,
+                total_s=total,
+                tokens_per_s=speeds[way],
+                tokens_per_pass=sum(answers[way]) / sum(passes[way]),
+                speedup=speeds[way] / speeds[PLAIN],
+            )
+            for way, total in totals.items()
+        ]
+    return found
+
+
+def total_s(
+    passes: Sequence[float], way: Way, batch: int, costs: Mapping[int, Mapping[Way, Costs]], *, fewest_rows: int
+) -> float:
+    """Seconds that all answers take in batches of one size; for the arguments see `predict`."""
+    round_s = {size: of_size[way].rounds[way.k].total_s for size, of_size in costs.items()}
+    start_s = {size: of_size[way].prefill_s + of_size[way].draft_prefill_s for size, of_size in costs.items()}
+    total = 0.0
+    for place in range(0, len(passes), batch):
+        group = passes[place : place + batch]
+        total += on_lines(start_s, len(group))
+        total += sum(rounds * on_lines(round_s, size) for size, rounds in sizes(group, fewest_rows=fewest_rows))
+    return total
+
+
+def sizes(passes: Sequence[float], *, fewest_rows: int) -> list[tuple[int, float]]:
+    """How many rows a batch has for how many rounds.
+
+    Four rows that need 10, 10, 20 and 40 rounds: two leave at once, then one, and the last goes on alone.
+
+    >>> sizes([20, 10, 40, 10], fewest_rows=1)
+    [(4, 10.0), (2, 10), (1, 20)]
+    """
+    found: list[tuple[int, float]] = []
+    size, ended, before = len(passes), 0, 0.0
+    for end, number in sorted(Counter(passes).items()):
+        found.append((size, end - before))
+        before, ended = end, ended + number
+        going = max(min(ended, size - fewest_rows), 0)
+        if are_enough(going, size):
+            size, ended = size - going, ended - going
+    return found
+
+
+def best(predictions: Sequence[Prediction], batch: int) -> Prediction:
+    """The fastest at a batch size; of equals the one that drafts least."""
+    return max((one for one in predictions if one.batch == batch), key=lambda one: (one.speedup, -one.way.drafted))

@@ -1,0 +1,132 @@
+"""What `paradraft plan` is asked: a drafter, batch sizes, ways to draft, and the answers it is about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paradraft.bench.spec import AR, Method
+from paradraft.drafters import branches, check_draft
+from paradraft.models.presets import check_has_weights
+from paradraft.plan.acceptance import Acceptance, acceptances
+from paradraft.plan.predict import PLAIN, Way
+from paradraft.sampling_params import Sampling
+
+WITHOUT_FILE = 8
+"""Longest chain that is tried where neither the user nor a report says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is planned, and for which answers.
+
+    Args:
+        target: Hugging Face id, folder, or "pocket".
+        drafter: a drafter's name.
+        draft: its draft model.
+        verify: the verification rule.
+        batches: batch sizes.
+        ks: lengths of chains; None for all up to the longest in the report, or up to 8.
+        trees: budgets of trees; None for those in the report.
+        prompts: texts, in the order of the report's answers.
+        max_new_tokens: most tokens of an answer.
+        sampling: how they are chosen.
+
+    Raises:
+        ValueError: the drafter drafts nothing, or no trees, a draft model is missing or has no weights, or the prompts
+            cannot be dealt out in whole batches.
+    """
+
+    target: str
+    drafter: str
+    draft: str | None
+    verify: str
+    batches: tuple[int, ...]
+    ks: tuple[int, ...] | None
+    trees: tuple[int, ...] | None
+    prompts: list[str]
+    max_new_tokens: int
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        if self.drafter == "none":
+            raise ValueError("drafter 'none' drafts nothing, so there is nothing to plan")
+        check_draft(self.drafter, self.draft, self.target)
+        if self.trees and not branches(self.drafter):
+            raise ValueError(f"drafter {self.drafter!r} drafts chains only: leave the tree budgets out")
+        for name in (self.target, self.draft or ""):
+            check_has_weights(name)
+        for batch in self.batches:
+            if len(self.prompts) % batch:
+                # A part of a batch costs less than a whole one, and would pass for it.
+                raise ValueError(
+                    f"{len(self.prompts)} prompts cannot be dealt out in batches of {batch}: plan for batch sizes that "
+                    "divide their number"
+                )
+
+    def method(self, way: Way, batch: int, dtype: str) -> Method:
+        """A way as a method of a benchmark."""
+        settings = "" if way == PLAIN else f":{way.name}"
+        spec = f"{AR if way == PLAIN else self.drafter}{settings}:batch={batch}"
+        return Method.parse(spec, verify=self.verify, dtype=dtype, draft=self.draft)
+
+
+def known_of(task: Task, report: dict[str, Any], name: str, dtype: str) -> dict[Way, Acceptance]:
+    """For each way to draft what a report tells of it.
+
+    A chain is known from the shortest chain in the report that is as long; a tree from itself alone.
+
+    Raises:
+        ValueError: the report does not tell enough, or of other prompts.
+    """
+    found = acceptances(report, name, drafter=task.drafter, draft=task.draft, verify=task.verify, dtype=dtype)
+    chains = {one.k: one for one in found if one.tree is None}
+    longest = max(chains, default=0)
+    ks = tuple(range(1, longest + 1)) if task.ks is None else task.ks
+    if ks and max(ks) > longest:
+        raise ValueError(f"k={max(ks)}: {name} knows chains of {task.drafter!r} up to {longest} tokens only")
+    trees = {one.tree for one in found if one.tree} if task.trees is None else set(task.trees)
+    known = {Way(k=k): chains[min(other for other in chains if other >= k)] for k in ks}
+    for budget in sorted(trees):
+        of_budget = [one for one in found if one.tree == budget]
+        if not of_budget:
+            raise ValueError(
+                f"tree budget {budget}: {name} has no such method; measure {task.drafter}:tree={budget} with it"
+            )
+        known |= {Way(k=one.k, tree=budget): one for one in of_budget}
+    if not known:
+        raise ValueError(f"nothing to choose from: {name} has no chains of {task.drafter!r}, name some tree budgets")
+    for one in known.values():
+        if len(one.answers) != len(task.prompts):
+            raise ValueError(
+                f"{name}: {one.spec!r} has {len(one.answers)} answers, but there are {len(task.prompts)} prompts"
+            )
+    return known
+
+
+def doubts(task: Task, known: dict[Way, Acceptance], report: dict[str, Any], name: str) -> list[str]:
+    """What a report was made with that is not what is planned, in a sentence each: it may be right, or a mistake.
+
+    Args:
+        task: what is planned.
+        known: from `known_of`.
+        report: a result of `paradraft bench`.
+        name: how to call it.
+    """
+    found = []
+    if (target := report["arguments"]["target"]) != task.target:
+        found.append(f"{name} is about target {target}, not {task.target}")
+    for draft in {one.draft: None for one in known.values() if one.draft != task.draft}:
+        found.append(f"{name} is about draft {draft or 'of the pocket family'}, not {task.draft or 'that'}")
+    example = report.get("example")
+    if isinstance(example, dict) and example.get("prompt") != task.prompts[0]:
+        found.append(f"{name} answers other prompts than those that costs are measured on: give the same --prompts")
+    if any(one.is_synthetic for one in known.values()):
+        found.append(f"{name} has synthetic acceptance: this plan is for a drafter that nobody has measured")
+    return found
+
+
+def ways_of(task: Task) -> list[Way]:
+    """What is tried where there is no report."""
+    ks = tuple(range(1, WITHOUT_FILE + 1)) if task.ks is None else task.ks
+    return [Way(k=k) for k in ks] + [Way(k=max(ks), tree=budget) for budget in task.trees or ()]

@@ -1,0 +1,214 @@
+"""Chooses the tokens of a batch: the settings, the random numbers and the text of each row.
+
+The target and every drafter hold one each, made from the same prompt, so p and q go through the
+same function. Its state is a function of the committed tokens.
+
+Shape letters: B rows of a batch, R positions, C candidates, D tokens of a path, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from paradraft import ragged
+from paradraft.core import Prompt, Verdict
+from paradraft.sampling.candidates import Candidates, _candidates, joined
+from paradraft.sampling.distribution import best_token, filtered_logits, penalized_logits, probabilities
+from paradraft.sampling.noise import seed_of, uniform_numbers, with_noise
+from paradraft.sampling_params import Sampling
+
+# Purposes of random numbers under the rejection rule, where each must be independent of all others.
+_DRAFT, _ACCEPT, _NEXT = 1, 2, 3
+_MOST_DEPTH = 2**20
+
+
+class Sampler:
+    """Applies each row's own `Sampling`.
+
+    Args:
+        prompt: the batch; its rule decides how candidates are drawn.
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.rule = prompt.rule
+        self._has_paths = prompt.tree is not None and prompt.tree.paths is not None
+        self._is_chain = prompt.tree is None
+        self._wants_confidence = prompt.wants_confidence
+        self.lengths_B = prompt.lengths
+        """`[B]` number of committed tokens, which is the position of the next one."""
+        self._prompt_lengths_B = prompt.lengths
+        if prompt.answered is not None:
+            self._prompt_lengths_B = prompt.lengths - torch.tensor(prompt.answered, device=prompt.tokens.device)
+        self._texts_BT = prompt.tokens
+        self._eos_ids = prompt.eos_ids
+        self._limits_B = None if prompt.limits is None else torch.tensor(prompt.limits, device=prompt.tokens.device)
+        self._take(prompt.sampling)
+
+    def _take(self, samplings: tuple[Sampling, ...]) -> None:
+        self._samplings = samplings
+        device = self.lengths_B.device
+        self._seeds_B = torch.tensor([sampling.seed for sampling in samplings], device=device)
+        self._is_random_B = torch.tensor([not sampling.is_greedy for sampling in samplings], device=device)
+        self._are_random = not any(sampling.is_greedy for sampling in samplings)
+        rows_of: dict[object, list[int]] = {}
+        for row, sampling in enumerate(samplings):
+            # Processors need not be hashable, nor equal only if they do the same.
+            settings = replace(sampling, seed=0, processors=()), tuple(map(id, sampling.processors))
+            rows_of.setdefault(settings, []).append(row)
+        self._groups = [(samplings[rows[0]], torch.tensor(rows, device=device)) for rows in rows_of.values()]
+        self._is_plain = all(sampling.is_plain_greedy for sampling in samplings)
+        self.reads_text = any(sampling.reads_text for sampling in samplings)
+        """Whether `paths` are looked at."""
+
+    def commit(self, verdict: Verdict) -> None:
+        """Takes in the tokens of a round."""
+        self.lengths_B = self.lengths_B + verdict.accepted + 1
+        if self.reads_text:
+            self._texts_BT = ragged.append(self._texts_BT, verdict.tokens)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Forgets all rows but `rows`, `[b]` indices."""
+        self.lengths_B = self.lengths_B[rows]
+        self._prompt_lengths_B = self._prompt_lengths_B[rows]
+        self._texts_BT = self._texts_BT[rows]
+        self._limits_B = None if self._limits_B is None else self._limits_B[rows]
+        self._take(tuple(self._samplings[row] for row in rows.tolist()))
+
+    def draw(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
+        """The token `[B, R]` at each position: argmax of log p plus that position's noise; `INVALID` if p has NaN.
+
+        Args:
+            logits_BRV: `[B, R, V]` raw logits.
+            depths_BR: `[B, R]` how many drafted tokens stand between the committed text and each.
+            paths_BRD: `[B, R, D]` these tokens, `ABSENT` where there are none; None without any.
+        """
+        if self._is_plain:
+            return best_token(logits_BRV)
+        return best_token(self.scores(logits_BRV, depths_BR, paths_BRD))
+
+    def scores(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
+        """What the target's token is the largest of, `[B, R, V]`: log p, up to a constant, plus noise; see `draw`."""
+        scores = self._each(self._scores, logits_BRV, paths_BRD)
+        return self._noised(scores, self._seeds_B, self.lengths_B[:, None] + depths_BR)
+
+    def probabilities(self, logits_BRV: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
+        """The distributions `[B, R, V]` that tokens are drawn from, in float64; arguments as in `draw`."""
+
+        def of_group(sampling: Sampling, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
+            return probabilities(self._penalized(sampling, logits, paths, rows), sampling)
+
+        return self._each(of_group, logits_BRV, paths_BRD)
+
+    def acceptance_numbers(self, number: int) -> Tensor:
+        """`[B, number]` uniform numbers for the acceptance tests of a round."""
+        keys = self.lengths_B[:, None] * _MOST_DEPTH + torch.arange(number, device=self.lengths_B.device)
+        return uniform_numbers(seed_of(self._seeds_B, _ACCEPT), keys)
+
+    def draw_next(self, probs_BV: Tensor) -> Tensor:
+        """`[B]` the token that ends a round under the rejection rule, drawn from `[B, V]` probabilities.
+
+        It is `INVALID` where these are NaN.
+        """
+        scores = probs_BV[:, None].log()
+        noised_BV = self._noised(scores, seed_of(self._seeds_B, _NEXT), self.lengths_B[:, None])[:, 0]
+        return best_token(noised_BV)
+
+    def candidates(self, logits_BRV: Tensor, depth: int, number: int, path_BD: Tensor | None = None) -> Candidates:
+        """What a drafter proposes at positions `depth`, `depth + 1`, … behind the committed text.
+
+        Under the match rule the order is that of log q plus the position's noise, which the target
+        will use too. Under the rejection rule chains and fixed trees are drawn from q, siblings without
+        replacement, with numbers of their own; a tree grown to a budget takes the likeliest tokens.
+
+        Args:
+            logits_BRV: `[B, R, V]` raw logits of the draft model.
+            depth: of the first position.
+            number: C.
+            path_BD: `[B, depth]` drafted tokens before the first position, for settings that read the
+                text. Positions behind the first take the best candidates for the tokens before them.
+        """
+        if self.reads_text and logits_BRV.shape[1] > 1:
+            return self._one_by_one(logits_BRV, depth, number, path_BD)
+        R, V = logits_BRV.shape[1:]
+        depths_BR = _places(depth, R, logits_BRV.device)
+        paths = None if path_BD is None else path_BD[:, None]
+        if self.rule == "match" and self._is_chain and not self._wants_confidence:
+            tokens = self.draw(logits_BRV, depths_BR, paths)[..., None]
+            return Candidates(tokens=tokens, log_probs=torch.zeros_like(tokens), probs=None, confidence=None)
+        log_q = self._each(self._scores, logits_BRV, paths).double().log_softmax(-1)
+        confidence = log_q.amax(-1).exp() if self._wants_confidence else None
+        number = min(number, V)
+        if self.rule == "match":
+            noised = self._noised(log_q, self._seeds_B, self.lengths_B[:, None] + depths_BR)
+            best = noised.topk(number, dim=-1)
+            log_probs = best.values - noised.logsumexp(-1, keepdim=True)
+            return _candidates(best.indices, log_probs, confidence=confidence)
+        if not (self._is_chain or self._has_paths):
+            best = log_q.topk(number, dim=-1)
+            return _candidates(best.indices, best.values, confidence=confidence)
+        keys = self.lengths_B[:, None] * _MOST_DEPTH + depths_BR
+        tokens = self._noised(log_q, seed_of(self._seeds_B, _DRAFT), keys).topk(number, dim=-1).indices
+        return _candidates(tokens, log_q.gather(-1, tokens), self._drawn_from(log_q, tokens), confidence=confidence)
+
+    def _one_by_one(self, logits_BRV: Tensor, depth: int, number: int, path_BD: Tensor | None) -> Candidates:
+        path = logits_BRV.new_empty(len(logits_BRV), 0, dtype=torch.long) if path_BD is None else path_BD
+        found = []
+        for index in range(logits_BRV.shape[1]):
+            found.append(self.candidates(logits_BRV[:, index : index + 1], depth + index, number, path))
+            path = torch.cat([path, found[-1].tokens[:, :, 0]], dim=1)
+        return joined(found)
+
+    def _drawn_from(self, log_q_BRV: Tensor, tokens_BRC: Tensor) -> Tensor:
+        """`[B, R, C, V]` q without the better candidates of its position; one-hot in greedy rows."""
+        left = log_q_BRV.exp()
+        probs = []
+        for rank in range(tokens_BRC.shape[-1]):
+            probs.append(left / left.sum(-1, keepdim=True).clamp(min=1e-300))
+            left = left.scatter(-1, tokens_BRC[..., rank : rank + 1], 0.0)
+        certain = torch.nn.functional.one_hot(tokens_BRC, log_q_BRV.shape[-1]).double()
+        return torch.where(self._is_random_B[:, None, None, None], torch.stack(probs, dim=2), certain)
+
+    def _noised(self, scores_BRV: Tensor, seeds_B: Tensor, positions_BR: Tensor) -> Tensor:
+        noised = with_noise(scores_BRV, seeds_B, positions_BR)
+        return noised if self._are_random else torch.where(self._is_random_B[:, None, None], noised, scores_BRV)
+
+    def _scores(self, sampling: Sampling, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
+        logits = self._penalized(sampling, logits, paths, rows)
+        return logits if sampling.is_greedy else filtered_logits(logits, sampling)
+
+    def _penalized(self, sampling: Sampling, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
+        texts = self._texts_BT[rows, None]
+        if sampling.reads_text:
+            texts = texts.expand(-1, logits.shape[1], -1)
+            texts = texts if paths is None else torch.cat([texts, paths.expand(-1, logits.shape[1], -1)], dim=2)
+        limits_B = None if self._limits_B is None else self._limits_B[rows]
+        return penalized_logits(
+            logits, sampling, texts, self._prompt_lengths_B[rows], eos_ids=self._eos_ids, limits_B=limits_B
+        )
+
+    def _each(
+        self,
+        function: Callable[[Sampling, Tensor, Tensor | None, Tensor], Tensor],
+        logits_BRV: Tensor,
+        paths_BRD: Tensor | None,
+    ) -> Tensor:
+        """Applies a function to the rows of each kind of settings."""
+        if len(self._groups) == 1:
+            return function(self._groups[0][0], logits_BRV, paths_BRD, self._groups[0][1])
+        parts = [
+            function(sampling, logits_BRV[rows], None if paths_BRD is None else paths_BRD[rows], rows)
+            for sampling, rows in self._groups
+        ]
+        order = torch.cat([rows for _, rows in self._groups]).argsort()
+        return torch.cat(parts)[order]
+
+
+@lru_cache(maxsize=256)
+def _places(first: int, number: int, device: torch.device) -> Tensor:
+    """`[1, R]` consecutive depths; not to be changed, because everybody gets the same tensor."""
+    return torch.arange(first, first + number, device=device)[None]

@@ -1,0 +1,149 @@
+"""How tokens are chosen: the settings of a request, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paradraft.errors import one_line, real_number, whole_number
+
+MOST_BIAS = 10_000.0
+"""Largest bias or penalty: far beyond any logit, and far from what a float32 cannot hold."""
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""As in `transformers`: from `[M, T]` token ids and `[M, V]` logits of what follows them to new `[M, V]` logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen from the logits.
+
+    The settings act in this order: logit bias, penalties, processors, temperature, top-k, top-p,
+    min-p. With the match rule the same seed gives the same text with and without speculation.
+
+    Args:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches p, in (0, 1].
+        min_p: keep tokens at least this times as likely as the likeliest, in [0, 1].
+        repetition_penalty: above 1 makes tokens of prompt and answer less likely (Keskar et al. 2019).
+        presence_penalty: taken off the logit of a token that the answer contains.
+        frequency_penalty: taken off the logit of a token for each time the answer contains it.
+        logit_bias: token id to what is added to its logit; -inf forbids it.
+        processors: a list of `LogitsProcessor`s, such as a `LogitsProcessorList` of `transformers`. Each is given
+            every drafted position's own text; it must be a function of its two arguments. It is not asked about texts
+            that go on after an end token or beyond the length limit, but it may be about what follows a stop string.
+        seed: names the random numbers of this request.
+
+    Raises:
+        ValueError: a value is out of range or has the wrong type.
+
+    >>> Sampling(temperature=0.8, top_p=0.95, seed=7).is_greedy
+    False
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    processors: Sequence[LogitsProcessor] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "seed"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in numbers:
+            object.__setattr__(self, name, real_number(name, getattr(self, name)))
+        if self.temperature != 0.0 and not 1e-6 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature}: use 0 (greedy) or a number of at least 0.000001")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: use 0 (keep all tokens) or a positive number")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p={self.top_p}: use a number above 0 and at most 1 (keep all tokens)")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p={self.min_p}: use a number from 0 (keep all tokens) to 1")
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty}: use a number above 0; 1 is no penalty")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= MOST_BIAS:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: use a number of at most {MOST_BIAS:g}; 0 is no penalty"
+                )
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed}: use a whole number that fits in 64 bits")
+        # As tuples, so that equal settings are equal and can be told apart quickly.
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "processors", _processors(self.processors))
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs of token id and bias, by id."""
+        return tuple(dict(self.logit_bias).items())
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the logits of a position are changed in view of the tokens before it."""
+        return bool(
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.processors
+        )
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether tokens are the argmax of the model's own logits."""
+        return self.is_greedy and not self.reads_text and not self.logit_bias
+
+
+def _biases(given: object) -> tuple[tuple[int, float], ...]:
+    """Pairs of token id and bias, by id.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    example = "use token ids and numbers, such as {50256: -100.0}"
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    kinds = (list, tuple)
+    if not isinstance(pairs, kinds) or not all(isinstance(pair, kinds) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"logit_bias={one_line(given)}: {example}")
+    biases: dict[int, float] = {}
+    for key, value in pairs:
+        try:
+            token, bias = whole_number("token", key), real_number("bias", value)
+        except ValueError:
+            raise ValueError(f"logit_bias: {one_line(key)}: {one_line(value)}: {example}") from None
+        if token < 0 or not (abs(bias) <= MOST_BIAS or bias == -math.inf):
+            raise ValueError(
+                f"logit_bias: {token}: {bias}: use a token id and a number of at most {MOST_BIAS:g}, or -inf"
+            )
+        if token in biases:
+            raise ValueError(f"logit_bias: token {token} has two biases: give it one")
+        biases[token] = bias
+    return tuple(sorted(biases.items()))
+
+
+def _processors(given: object) -> tuple[LogitsProcessor, ...]:
+    """The functions of a list.
+
+    Raises:
+        ValueError: it is no list of functions.
+    """
+    if not isinstance(given, (list, tuple)):
+        raise ValueError(f"processors={one_line(given)}: use a list of functions, such as [processor]")
+    for processor in given:
+        if not callable(processor):
+            raise ValueError(f"processors: {one_line(processor)} cannot be called: use a list of functions")
+    return tuple(given)
+
+
+GREEDY = Sampling()

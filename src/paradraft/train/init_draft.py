@@ -1,0 +1,190 @@
+"""A draft to train, made where the target has no small sibling, or one whose embedding does not fit."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from paradraft.drafters.pard import declared_mask_id, forget_masks
+from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
+from paradraft.models.runtime import DTYPES, Runtime
+from paradraft.train.checkpoint import save_model
+from paradraft.train.init_from import Cut, Fresh, Sibling
+from paradraft.train.vocabulary import end_ids, free_id, of_one_family, resize, used_rows
+
+
+@torch.no_grad()
+def narrow(model: PreTrainedModel, size: int) -> None:
+    """Keeps in every layer's MLP the neurons that can write most, and drops the others.
+
+    A neuron writes down · silu(gate · x) · (up · x), so the product of the three norms bounds what it
+    writes for inputs of norm 1. No text is needed for that, and training mends what the others leave.
+
+    Args:
+        model: with gated MLPs, as Llama and Qwen have; changed in place, its config too.
+        size: neurons to keep in each layer, at most as many as there are.
+    """
+    for layer in model.model.layers:
+        mlp, scale = layer.mlp, layer.post_attention_layernorm.weight.float()
+        gates, ups = ((linear.weight.float() * scale).norm(dim=1) for linear in (mlp.gate_proj, mlp.up_proj))
+        writes = gates * ups * mlp.down_proj.weight.float().norm(dim=0)
+        kept = writes.topk(size).indices.sort().values
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            linear.weight, linear.out_features = nn.Parameter(linear.weight[kept]), size
+            if linear.bias is not None:
+                linear.bias = nn.Parameter(linear.bias[kept])
+        mlp.down_proj.weight, mlp.down_proj.in_features = nn.Parameter(mlp.down_proj.weight[:, kept]), size
+        if hasattr(mlp, "intermediate_size"):
+            mlp.intermediate_size = size
+    model.config.intermediate_size = size
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewDraft:
+    """What was made.
+
+    Args:
+        layers: the target's layers that were kept; empty if none was.
+        parameters: of the draft; a matrix that serves twice counts once.
+        target_parameters: of the target.
+        rows: of the draft's embedding.
+        target_rows: of the target's.
+        mask_id: the id that `train pard` will make the mask token, or has made; None if there is none.
+        mask_token: what that id stands for so far: "a free row", "an added row", "its own", or a reserved token.
+    """
+
+    layers: tuple[int, ...]
+    parameters: int
+    target_parameters: int
+    rows: int
+    target_rows: int
+    mask_id: int | None
+    mask_token: str
+
+
+def make(
+    target: str, out: Path, origin: Cut | Fresh | Sibling, *, mask_token: bool = True, dtype: str | None = None
+) -> NewDraft:
+    """Writes a draft with the target's tokenizer and as many rows of the embedding as the target has.
+
+    A row for the mask token is added if no id is free, but nothing is called a mask token yet: the
+    draft has never seen one. `train pard` takes the same id and says so in the config.
+
+    Args:
+        target: whose text is to be guessed.
+        out: the folder to write.
+        origin: where the draft comes from.
+        mask_token: add a row for the mask token if no id is free.
+        dtype: of the weights, one of `DTYPES`; the target's by default.
+
+    Raises:
+        ValueError: a model does not exist or cannot be used, or `out` holds something.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}")
+    _check_free(out)
+    folder = locate(target, "target")
+    config, tokenizer = load_config(folder), load_tokenizer(folder)
+    dtype = dtype or {kind: name for name, kind in DTYPES.items()}.get(config.dtype, "float32")
+    target_parameters = _parameters(config)
+    layers: tuple[int, ...] = ()
+    match origin:
+        case Cut():
+            layers = origin.of(config.num_hidden_layers)
+            origin.check_narrower(config)
+            model = _cut(target, folder, layers, dtype)
+            if origin.intermediate_size is not None:
+                narrow(model, origin.intermediate_size)
+        case Fresh():
+            origin.check_smaller(config, target_parameters)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(origin.seed)
+                model = AutoModelForCausalLM.from_config(
+                    origin.config(config), dtype=torch.float32, trust_remote_code=False
+                )
+        case Sibling():
+            model = _fitted(origin.name, target, config.vocab_size, tokenizer, dtype)
+    if not layers:
+        # The target's: it says where the texts end that are drafted.
+        model.generation_config = load_generation_config(folder)
+    mask_id, what = _mask_token(model, tokenizer, add=mask_token)
+    save_model(out, model.to(DTYPES[dtype]), tokenizer)
+    return NewDraft(
+        layers=layers, parameters=model.num_parameters(), target_parameters=target_parameters,
+        rows=model.config.vocab_size, target_rows=config.vocab_size, mask_id=mask_id, mask_token=what,
+    )  # fmt: skip
+
+
+def _check_free(out: Path) -> None:
+    if out.is_dir():
+        if any(out.iterdir()):
+            raise ValueError(f"{str(out)!r} is not empty: delete it, or choose another folder")
+    elif out.exists():
+        raise ValueError(f"{str(out)!r} is a file: choose another folder")
+    unfinished = out.resolve().with_name(out.resolve().name + ".new")
+    if unfinished.exists():
+        raise ValueError(f"{str(unfinished)!r} is in the way, where the draft is put together: delete or rename it")
+    above = next(folder for folder in out.resolve().parents if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ValueError(f"{str(out)!r} cannot be written: {str(above)!r} is no folder, or not yours")
+
+
+def _cut(name: str, folder: str, kept: tuple[int, ...], dtype: str) -> PreTrainedModel:
+    if getattr(load_config(folder), "quantization_config", None) is not None:
+        raise ValueError(f"{name!r} is quantized, and its layers cannot be trained: name the model it was made from")
+    model = load_model(folder, Runtime(dtype=dtype))
+    model.model.layers = torch.nn.ModuleList(model.model.layers[index] for index in kept)
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = index
+    config = model.config
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = [config.layer_types[index] for index in kept]
+    if getattr(config, "max_window_layers", None) is not None:
+        config.max_window_layers = sum(index < config.max_window_layers for index in kept)
+    config.num_hidden_layers = len(kept)
+    forget_masks(config)
+    return model
+
+
+def _fitted(name: str, target: str, rows: int, tokenizer: PreTrainedTokenizerBase, dtype: str) -> PreTrainedModel:
+    folder = locate(name, "draft")
+    config, theirs = load_config(folder), load_tokenizer(folder)
+    if not of_one_family(tokenizer.get_vocab(), theirs.get_vocab()):
+        raise ValueError(f"{name!r} has another vocabulary than {target!r}: use a model of the same family")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{name!r} is quantized, and cannot be trained: name the model it was made from")
+    mask_id = declared_mask_id(config)
+    needed = max(used_rows(theirs), 0 if mask_id is None else mask_id + 1)
+    if rows < min(needed, config.vocab_size):
+        raise ValueError(
+            f"{name!r} uses {needed} rows of its embedding, {target!r} has {rows}: use a model of the same family"
+        )
+    model = load_model(folder, Runtime(dtype=dtype))
+    resize(model, rows, used_rows(theirs))
+    return model
+
+
+def _mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, add: bool) -> tuple[int | None, str]:
+    """The id that `train pard` will take, and what it stands for."""
+    if (known := declared_mask_id(model.config)) is not None:
+        return known, "its own"
+    rows, used = model.config.vocab_size, used_rows(tokenizer)
+    found = free_id(tokenizer, rows, end_ids(model))
+    if found is not None:
+        return found, "a free row" if found >= used else str(tokenizer.convert_ids_to_tokens(found) or "a free row")
+    if not add:
+        return None, ""
+    resize(model, max(rows, used) + 1, used)
+    return max(rows, used), "an added row"
+
+
+def _parameters(config: PretrainedConfig) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+    return int(model.num_parameters())

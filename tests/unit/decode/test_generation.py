@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paradraft.core import Draft, Step, Verdict
+from paradraft.decode.generation import AnswerText, Stops, find_stop, stop_strings
+from paradraft.models.tokenization import Detokenizer
+from paradraft.tree import ABSENT, Tree
+from tests.support.small_tokenizers import END, byte_fallback, byte_level
+
+
+def committed(*rows: list[int], nodes: int = 4) -> tuple[Draft, Verdict]:
+    """A round in which each row's tokens but the last were drafted, `nodes` of them, and accepted."""
+    accepted = torch.tensor([len(row) - 1 for row in rows])
+    index = torch.arange(nodes).expand(len(rows), nodes)
+    path = index.masked_fill(index >= accepted[:, None], ABSENT)
+    tokens = torch.tensor([row + [ABSENT] * (nodes + 1 - len(row)) for row in rows])
+    draft = Draft.chain(torch.where(path == ABSENT, 9, tokens[:, :nodes]))
+    return draft, Verdict(path=path, accepted=accepted, tokens=tokens)
+
+
+def cut(stops: Stops, *rows: list[int]) -> Step:
+    return stops.cut(*committed(*rows))
+
+
+@pytest.mark.parametrize(
+    ("row", "emitted", "accepted"),
+    [
+        ([1, 7, 2, 3], [1, 7], 2),  # the first of two end tokens, drafted, inside the accepted run
+        ([8, 1, 2, 3], [8], 1),  # the second one, at the very front
+        ([1, 7, 2, 8], [1, 7], 2),  # the text ends at the first of several
+        ([1, 2, 8], [1, 2, 8], 2),  # the target's own token ends it
+        ([8], [8], 0),
+    ],
+)
+def test_text_ends_at_the_first_end_token(row: list[int], emitted: list[int], accepted: int) -> None:
+    """Guards against tokens behind an end token, which are neither emitted nor counted as accepted."""
+    stops = Stops(limits=[10], eos_ids=frozenset([7, 8]))
+    step = cut(stops, row)
+    assert step == Step(rows=[0], tokens=[emitted], accepted=[accepted], drafted=[4], nodes=[4], finished=[True])
+    assert stops.all_finished and stops.room == 0
+
+
+def test_text_ends_at_the_length_limit_inside_an_accepted_run() -> None:
+    """Guards against answers of up to K tokens too many, and against counting what was cut as accepted."""
+    stops = Stops(limits=[5], eos_ids=frozenset([7]))
+    assert cut(stops, [1, 2, 3]).finished == [False]
+    assert stops.room == 2
+    step = cut(stops, [4, 5, 6, 7])
+    assert (step.tokens, step.accepted, step.finished) == ([[4, 5]], [2], [True])
+
+
+def test_the_limit_beats_an_end_token_behind_it() -> None:
+    """Guards against an end token that lies beyond the limit and is emitted all the same."""
+    stops = Stops(limits=[2], eos_ids=frozenset([7]))
+    assert cut(stops, [1, 2, 7]).tokens == [[1, 2]]
+    assert stops.all_finished
+
+
+def test_rows_end_on_their_own() -> None:
+    """Guards against a row that goes on after its end, or one that ends because another has."""
+    stops = Stops(limits=[4] * 2, eos_ids=frozenset([7]))
+    assert cut(stops, [7, 1], [1, 2]).finished == [True, False]
+    assert not stops.all_finished and stops.room == 2
+    step = cut(stops, [1, 2, 3], [3, 7, 1])
+    assert (step.tokens, step.accepted, step.finished) == ([[], [3, 7]], [0, 2], [True, True])
+
+
+def test_a_finished_row_counts_no_drafts() -> None:
+    """Guards the acceptance rate: what is drafted for a row after its end is not counted, as its tokens are not."""
+    stops = Stops(limits=[9] * 2, eos_ids=frozenset([7]))
+    assert cut(stops, [7], [1]).drafted == [4, 4]
+    assert cut(stops, [1, 2], [1]).drafted == [0, 4]
+
+
+def test_absent_nodes_are_not_drafted() -> None:
+    """Guards the acceptance rate of drafters whose rows propose different numbers of tokens."""
+    draft, verdict = committed([1, 2], [3])
+    tokens = draft.tokens.clone()
+    tokens[1, 1:] = ABSENT
+    stops = Stops(limits=[9] * 2, eos_ids=frozenset())
+    assert stops.cut(Draft.chain(tokens), verdict).drafted == [4, 1]
+
+
+def test_token_zero_is_a_token() -> None:
+    """Guards against token 0 taken for padding."""
+    stops = Stops(limits=[9], eos_ids=frozenset())
+    assert cut(stops, [0, 0, 5]).tokens == [[0, 0, 5]]
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_at_least_one_token_is_asked_for(limit: int) -> None:
+    """Guards against a loop that never runs, or drafts a negative number of tokens."""
+    with pytest.raises(ValueError, match=f"max_new_tokens={limit}"):
+        Stops(limits=[limit], eos_ids=frozenset())
+
+
+PIECES = ["a", "b", "ab", "ba", "aab", "\n", "", "\ufffd", ""]
+"""The text of each token; some have none, or a character that stands for what is none."""
+
+
+class Spelled:
+    """The text of tokens each of which has its own."""
+
+    rest = ""
+
+    def add(self, token: int) -> str:
+        return PIECES[token]
+
+    def end(self) -> str:
+        return ""
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(PIECES[token] for token in tokens)
+
+
+def answer_text(strings: list[str]) -> AnswerText:
+    return AnswerText(Spelled(), stop_strings(strings, {}))
+
+
+def ends(tokens: list[int], strings: tuple[str, ...], eos: int, limit: int) -> tuple[list[int], str]:
+    """The emitted tokens and the reason, one token after the other."""
+    for number in range(1, len(tokens) + 1):
+        if find_stop(text_of(tokens[:number]), strings) is not None:
+            return tokens[:number], "stop"
+        if tokens[number - 1] == eos:
+            return tokens[:number], "eos"
+        if number == limit:
+            return tokens[:number], "length"
+    raise AssertionError("more tokens than the limit are needed")
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=6), min_size=1, max_size=12),
+    st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
+    st.integers(6, 8),
+    st.integers(1, 30),
+)
+@settings(deadline=None, max_examples=300)
+def test_any_cut_into_rounds_ends_where_single_tokens_do(
+    rounds: list[list[int]], strings: list[str], eos: int, limit: int
+) -> None:
+    """Guards stop strings across tokens and rounds, and the order of stop, end token and limit inside a run."""
+    tokens = [token for row in rounds for token in row]
+    expected, reason = ends(tokens + [eos] * limit, tuple(strings), eos, limit)
+    stops = Stops(limits=[limit], eos_ids=frozenset([eos]), texts=[answer_text(strings)])
+    found: list[int] = []
+    for row in [*rounds, *[[eos]] * limit]:
+        if stops.all_finished:
+            break
+        path = torch.arange(len(row) - 1)[None]
+        verdict = Verdict(path=path, accepted=torch.tensor([len(row) - 1]), tokens=torch.tensor([row]))
+        found += stops.cut(Draft.chain(torch.tensor([row[:-1]], dtype=torch.long)), verdict).tokens[0]
+    assert (found, stops.reasons[0]) == (expected, reason)
+
+
+@given(st.lists(st.integers(0, 7), max_size=20), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
+@settings(deadline=None, max_examples=300)
+def test_what_is_settled_is_never_taken_back(tokens: list[int], strings: list[str]) -> None:
+    """Guards streams: what was shown at any time is the beginning of the final text."""
+    number = next(
+        (n for n in range(len(tokens)) if find_stop(text_of(tokens[: n + 1]), tuple(strings)) is not None), None
+    )
+    tokens = tokens if number is None else tokens[: number + 1]
+    final = text_of(tokens)
+    final = final[: find_stop(final, tuple(strings))]
+    text, shown = answer_text(strings), ""
+    for token in tokens:
+        shown += text.add(token)
+        assert final.startswith(shown)
+    assert shown + text.end() == final
+    assert text.has_stop == (number is not None)
+
+
+@pytest.mark.parametrize("string", ["a\ufffd", "\ud800"])
+def test_a_stop_string_has_whole_characters(string: str) -> None:
+    """Guards against stop strings that are never found: half a character is no text."""
+    with pytest.raises(ValueError, match=r"half a character \(U\+FFFD"):
+        stop_strings(["x", string], {})
+
+
+@pytest.mark.parametrize("stop", [None, 7, b"x", {"x": 1}, {"x"}, ["x", 7], [b"x"], [None], (part for part in "x")])
+def test_a_stop_string_is_a_string(stop: object) -> None:
+    """Guards against bytes that are read as numbers, and errors from deep inside, half way through the answers."""
+    with pytest.raises(ValueError, match=r"^stop.*: use a string, or a list of strings"):
+        stop_strings(stop, {})
+
+
+KINDS = {"byte-level": byte_level(), "byte-fallback": byte_fallback()}
+DETOKENIZERS = {kind: Detokenizer(tokenizer) for kind, tokenizer in KINDS.items()}
+
+
+def answered(kind: str, tokens: list[int], stop: list[str]) -> tuple[str, int | None]:
+    """The text of an answer, and after how many tokens a stop string ends it."""
+    detokenizer = DETOKENIZERS[kind]
+    text, shown = AnswerText(detokenizer.after([]), stop_strings(stop, detokenizer.special)), ""
+    for number, token in enumerate(tokens, start=1):
+        shown += text.add(token)
+        if text.has_stop:
+            return shown + text.end(), number
+    return shown + text.end(), None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("stop", "text", "place"),
+    [
+        ([END], "cat\n", 3),
+        (["\n" + END], "cat", 3),
+        (["\n" + END + "\n"], "cat", 4),
+        ([END + "\n" + END], "cat\n\ncat\n\n", None),
+        (["\n\n"], "cat", 4),  # a special token that is not named has no text
+        ([END[:-1]], "cat\n\ncat\n\n", None),  # and one is not found by a part of its name
+        (["cat" + END], "cat\n\ncat\n\n", None),
+        (["\ncat", END + "\ncat"], "cat\n", 5),
+        (["<|im|>"], "cat\n\ncat\n", 7),
+    ],
+)
+def test_stop_strings_may_name_special_tokens(kind: str, stop: list[str], text: str, place: int | None) -> None:
+    """Guards ends of turns that are no end tokens: they have no text in the answer, and were never found."""
+    tokenizer = KINDS[kind]
+    line = "<0x0A>" if kind == "byte-fallback" else "Ċ"
+    tokens = tokenizer.convert_tokens_to_ids(["cat", line, END, line, "cat", line, "<|im|>", line])
+    assert answered(kind, tokens, stop) == (text, place)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_name_of_a_special_token_may_be_spelled(kind: str) -> None:
+    """Guards stop strings that the model writes in ordinary tokens, as some do with an end of turn."""
+    tokenizer = KINDS[kind]
+    names = [f"<0x{ord(character):02X}>" if kind == "byte-fallback" else character for character in END]
+    tokens = tokenizer.convert_tokens_to_ids(["cat", *names, "cat"])
+    assert tokenizer.decode(tokens) == f"cat{END}cat"
+    assert answered(kind, tokens, [END]) == ("cat", 1 + len(END))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(deadline=None, max_examples=100)
+def test_an_answer_ends_where_its_text_first_holds_a_stop_string(kind: str, data: st.DataObject) -> None:
+    """Guards stop strings across tokens and characters against a search through the whole text after every token."""
+    tokenizer = KINDS[kind]
+    some = ["cat", "a", "Ċ", "é", "â", "Ĥ", "¬", "ï¿½"] if kind == "byte-level" else ["cat", "▁cat", "▁", "<0x0A>", "é"]
+    some += [] if kind == "byte-level" else ["<0xE2>", "<0x82>", "<0xAC>", "\ufffd"]
+    tokens = data.draw(st.lists(st.sampled_from(tokenizer.convert_tokens_to_ids(some)), max_size=12))
+    stop = data.draw(st.lists(st.text("cat \né€", min_size=1, max_size=4), max_size=3))
+    for number in range(1, len(tokens) + 1):
+        text, _ = answered(kind, tokens[:number], [])
+        if (place := find_stop(text, tuple(stop))) is not None:
+            assert answered(kind, tokens, stop) == (text[:place], number)
+            return
+    assert answered(kind, tokens, stop) == (answered(kind, tokens, [])[0], None)
+
+
+def test_a_draft_is_no_deeper_than_some_row_has_room_for() -> None:
+    """Guards draft passes that are thrown away; a grown tree keeps its shape, but for rows of one token."""
+    stops = Stops(limits=[3, 5], eos_ids=frozenset())
+    assert [stops.worth(k, None) for k in (1, 4, 9)] == [1, 4, 4]
+    assert stops.worth(9, Tree(paths=((0,),))) == 4
+    assert stops.worth(9, Tree(budget=7)) == 9
+    assert Stops(limits=[1], eos_ids=frozenset()).worth(9, Tree(budget=7)) == 0
+    draft = stops.limit(Draft.chain(torch.arange(18).view(2, 9)))
+    assert (draft.tokens != ABSENT).sum(1).tolist() == [2, 4]
+
+
+def test_a_stop_string_must_not_be_empty() -> None:
+    """Guards against answers that end before they begin."""
+    with pytest.raises(ValueError, match="stop string is empty"):
+        stop_strings(["a", ""], {})
+
+
+def test_rows_leave_once_a_quarter_has_ended() -> None:
+    """Guards throughput (rows that ended cost time) and the numbering of the rows that stay."""
+    stops = Stops(limits=[1, 9, 9, 2, 9, 9, 9, 9], eos_ids=frozenset())
+    draft = Draft.empty(8, torch.device("cpu"))
+
+    def round_of(number: int) -> Step:
+        tokens = torch.arange(number)[:, None]
+        nothing = torch.empty(number, 0, dtype=torch.long)
+        return stops.cut(
+            Draft.empty(number, draft.tokens.device),
+            Verdict(path=nothing, accepted=torch.zeros(number, dtype=torch.long), tokens=tokens),
+        )
+
+    assert round_of(8).finished.count(True) == 1
+    assert stops.leave() is None
+    assert round_of(8).tokens[0] == []
+    rows = stops.leave()
+    assert rows is not None and rows.tolist() == [1, 2, 4, 5, 6, 7]
+    assert round_of(6).rows == [1, 2, 4, 5, 6, 7]
+
+
+def test_as_many_rows_stay_as_must() -> None:
+    """Guards compiled passes, which exist for one row or for several."""
+    stops = Stops(limits=[1, 9, 1], eos_ids=frozenset())
+    draft, verdict = committed([1], [1], [1])
+    stops.cut(draft, verdict)
+    rows = stops.leave(at_least=2)
+    assert rows is not None and rows.tolist() == [1, 2]

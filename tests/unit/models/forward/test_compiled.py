@@ -1,0 +1,117 @@
+"""Compiled passes: the same results at every width, and eager where there is no compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from paradraft.core import Prompt
+from paradraft.models import causal_lm
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward import compiled
+from paradraft.models.forward.compiled import compile_pass
+from paradraft.sampling_params import GREEDY
+from paradraft.tree import ABSENT
+from tests.conftest import tiny_model
+
+PASSES: list[tuple[list[list[int]], list[int] | None]] = [
+    ([[8]], None),
+    ([[9, 10, 11]], None),
+    ([[9, 10, 11, 12]], [-1, 0, 0, 1]),
+    ([[12]], None),
+    ([[13, 14, 15, 16, 17, 18, 19, 20, 21]], None),
+    ([[8], [9], [10]], None),
+    ([[9, 10, 11], [12, -1, -1], [13, 14, -1]], None),
+    ([[9, 10, 11]] * 3, [-1, 0, 0]),
+]
+"""Tokens of passes, and the parents of those that are trees."""
+
+
+@pytest.fixture(autouse=True)
+def _no_passes_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves everything to `torch.compile`, as it is on GPUs."""
+    monkeypatch.setattr(causal_lm, "can_serve", lambda _: False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_compiled_passes_equal_eager_ones(dtype: torch.dtype) -> None:
+    """Guards against a graph that is wrong for some shape, loses what it wrote into the cache, or reads another
+    model's weights. `transformers` computes norms and rotations in float32 whatever the dtype, and compiling reorders
+    them, hence the tolerance."""
+    models = [tiny_model(seed).to(dtype) for seed in (3, 4)]
+    pairs = [[CausalLM(model, vocab_size=64, compiled=flag) for flag in (False, True)] for model in models]
+    all_lms = [lm for pair in pairs for lm in pair]
+    rows = 0
+    for tokens, parents in PASSES + PASSES[:2]:
+        if len(tokens) != rows:
+            rows = len(tokens)
+            for lm in all_lms:
+                lm.start(Prompt(tokens=torch.tensor([[5, 6, 7, 8]] * rows), sampling=(GREEDY,) * rows))
+        tree = None if parents is None else torch.tensor([parents] * rows)
+        for pair in pairs:
+            plain, fast = (lm.forward(torch.tensor(tokens), tree) for lm in pair)
+            there = torch.tensor(tokens) != ABSENT
+            torch.testing.assert_close(fast[there], plain[there], rtol=1e-5, atol=1e-5)
+        for lm in all_lms:
+            lm.keep([1] * rows)
+
+
+@pytest.mark.slow
+def test_prompts_are_read_by_the_passes_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against prompts that are read otherwise than eagerly, and against minutes of compiling for each length."""
+    monkeypatch.setattr(causal_lm, "PREFILL_CHUNK", 48)
+    plain, fast = (CausalLM(tiny_model(7), vocab_size=64, compiled=flag) for flag in (False, True))
+    before = counters["stats"]["unique_graphs"]
+    for lengths in ([1], [2], [3], [100], [65], [1, 1], [2, 50, 1], [97, 3], [49]):
+        tokens = torch.full((len(lengths), max(lengths)), ABSENT)
+        for row, length in zip(tokens, lengths, strict=True):
+            row[:length] = torch.arange(length) % 60 + 1
+        prompt = Prompt(tokens=tokens, sampling=(GREEDY,) * len(lengths))
+        logits = [lm.forward(lm.start(prompt)) for lm in (plain, fast)]
+        torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] - before == 2, "one for a row, one for more"
+
+
+@pytest.mark.slow
+def test_what_was_compiled_is_kept_for_these_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against minutes of compiling at every start, and against the packed weights of a model of the same shapes,
+    such as the drafter before its last training step, which torch by itself would take."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    tokens = torch.tensor([[5, 6, 7]])
+    found: list[int] = []
+    for seed in (5, 5, 6):
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        model = tiny_model(seed).float()
+        plain, fast = (CausalLM(model, vocab_size=64, compiled=flag).forward(tokens) for flag in (False, True))
+        torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5)
+        found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
+    assert found == [0, 1, 0]
+
+
+def test_the_key_of_what_is_kept_has_all_tensors_in_it() -> None:
+    """Guards against what was computed from another rotary embedding, which only a model's buffers tell apart, and
+    against a key that never comes again."""
+    models = [tiny_model(5), tiny_model(5), tiny_model(5), tiny_model(6)]
+    models[2].get_buffer("model.rotary_emb.inv_freq").mul_(0.5)
+    same, again, turned, other = (compiled._tag(model) for model in models)
+    assert same == again and len({same, turned, other}) == 3
+
+
+def test_without_a_compiler_it_warns_once_and_decodes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a crash, or a silent slowdown, on machines that cannot compile."""
+
+    def broken(*args: object, **kwargs: object) -> object:
+        def run(*tensors: torch.Tensor) -> torch.Tensor:
+            raise torch._dynamo.exc.TorchDynamoException("no C++ compiler")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", broken)
+    run = compile_pass(lambda x: x + 1, torch.nn.Linear(1, 1))
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
+        assert run(torch.tensor(1)).item() == 2
+    assert run(torch.tensor(2)).item() == 3

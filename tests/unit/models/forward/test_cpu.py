@@ -1,0 +1,274 @@
+"""The pass in C++: it computes what the model does, and the same to the last bit however it is asked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
+
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward.cpu.model import KINDS, NativePass, can_serve
+from paradraft.models.forward.eager import TorchPass
+from paradraft.models.runtime import quantize
+from paradraft.tree import ABSENT
+from tests.support.random_models import KINDS_OF_MODELS, SIZES, random_model
+
+
+def lm_of(model: PreTrainedModel, **settings: int) -> CausalLM:
+    lm = CausalLM(model, vocab_size=model.config.vocab_size, compiled=True, **settings)
+    assert isinstance(lm._compute, NativePass)
+    lm.clear(1)
+    return lm
+
+
+def tokens(count: int, rows: int = 1) -> torch.Tensor:
+    return torch.randint(1, 60, (rows, count), generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
+@pytest.mark.parametrize("are_rounded", [False, True])
+def test_logits_are_the_models_own(kind: str, size: tuple[int, ...], are_rounded: bool) -> None:
+    """Guards the arithmetic, for every architecture, sizes that no vector divides, and weights that are stored as
+    bfloat16 because they are such numbers."""
+    model = random_model(kind, size)
+    if are_rounded:
+        model = model.to(torch.bfloat16).float()
+    lm = lm_of(model)
+    kind_of_weights = KINDS[torch.bfloat16 if are_rounded and size[0] % 2 == 0 else torch.float32]
+    assert all(layer.gate.kind == kind_of_weights for layer in lm._compute._model.layer[:3])
+    text = tokens(40)
+    expected = model.double()(text).logits
+    assert torch.allclose(lm.forward(text).double(), expected, rtol=1e-3, atol=1e-4 * float(expected.std()))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
+def test_bfloat16_models_are_served(kind: str, size: tuple[int, ...]) -> None:
+    """Guards a cache in bfloat16, and products of such numbers where the CPU has them: nothing but rounding may differ,
+    and clearly less than in the model's own passes, which round all that they compute."""
+    model = random_model(kind, size, torch.bfloat16)
+    lm, text = lm_of(model), tokens(40)
+    assert lm._compute._model.layer[0].gate.kind == KINDS[torch.bfloat16 if size[0] % 2 == 0 else torch.float32]
+    ours, theirs = lm.forward(text), model(text).logits
+    exact = model.double()(text).logits
+    error, their_error = ((logits - exact).square().mean().sqrt() for logits in (ours, theirs))
+    assert error < 0.7 * their_error
+    if size == SIZES[0]:
+        assert error < 0.02 * exact.std()
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_8_bits_are_multiplied_as_such(kind: str, dtype: torch.dtype) -> None:
+    """Guards the scales of rounded weights, and their biases."""
+    model = random_model(kind, dtype=dtype)
+    quantize(model, 8)
+    lm, text = lm_of(model), tokens(40)
+    assert lm._compute._model.layer[0].gate.kind == KINDS[torch.int8]
+    assert lm.stored_bytes(model.lm_head.weight) < 1.2 * model.lm_head.weight.numel()
+    expected = model(text).logits.float()
+    limit = 1e-4 if dtype == torch.float32 else 0.1
+    assert (lm.forward(text) - expected).square().mean().sqrt() < limit * expected.std()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_cut_into_passes_gives_the_same_bits(dtype: torch.dtype, size: tuple[int, ...]) -> None:
+    """Guards the promise that is stronger than the one of `torch.compile`: there are no near-ties."""
+    lm, text = lm_of(random_model(size=size, dtype=dtype)), tokens(30)
+    whole = lm.forward(text)
+    for widths in [(1,) * 30, (2,) * 15, (7, 1, 9, 13), (29, 1)]:
+        lm.clear(1)
+        parts = []
+        for part in text.split(widths, dim=1):
+            parts.append(lm.forward(part))
+            lm.keep([part.shape[1]])
+        assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_batch_do_not_see_each_other(dtype: torch.dtype) -> None:
+    """Guards ragged batches: rows of other lengths, and places where a row has no token."""
+    lm = lm_of(random_model(dtype=dtype))
+    text, lengths = tokens(20, rows=3), [20, 3, 11]
+    for row, length in enumerate(lengths):
+        text[row, length:] = ABSENT
+    lm.clear(3)
+    together = lm.forward(text)
+    lm.keep(lengths)
+    more = tokens(5, rows=3)
+    later = lm.forward(more)
+    for row, length in enumerate(lengths):
+        lm.clear(1)
+        assert torch.equal(lm.forward(text[row : row + 1, :length])[0], together[row, :length])
+        lm.keep([length])
+        assert torch.equal(lm.forward(more[row : row + 1])[0], later[row])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch.dtype, size: tuple[int, ...]) -> None:
+    """Guards the order in which slots are seen: where in the cache an ancestor stands must not matter."""
+    lm = lm_of(random_model(size=size, dtype=dtype))
+    text, parents = tokens(10), torch.tensor([[-1, 0, 0, 1, 2, 2, 4, 4, 7, 3]])
+    lm.forward(tokens(33))
+    lm.keep([33])
+    tree = lm.forward(text, parents)
+    for leaf in range(10):
+        path = [leaf]
+        while (parent := int(parents[0, path[0]])) >= 0:
+            path.insert(0, parent)
+        assert torch.equal(lm.forward(text[:, path])[0, -1], tree[0, leaf])
+    lm.forward(text, parents)
+    lm.keep_path([[0, 2, 4, 7, 8]])
+    kept = lm.forward(text[:, 9:])
+    lm.clear(1)
+    anew = lm.forward(torch.cat([tokens(33), text[:, [0, 2, 4, 7, 8, 9]]], dim=1))
+    assert torch.equal(kept, anew[:, -1:])
+
+
+def test_more_tokens_than_slots_hurt_nobody() -> None:
+    """Guards a live row beside one whose pending text has outgrown the cache: only the last slot may be hit."""
+    lm = lm_of(random_model(), capacity=20, width=4)
+    text = tokens(7)
+    lm.clear(2)
+    lm.read_all_but_last(torch.nn.functional.pad(text.repeat(2, 1), (0, 1), value=3))
+    long = torch.cat([tokens(150), torch.nn.functional.pad(tokens(2), (0, 148), value=ABSENT)])
+    lm.read_all_but_last(long)
+    beside = lm.forward(tokens(1).repeat(2, 1))[1, 0]
+    lm.clear(1)
+    lm.read_all_but_last(torch.cat([text, tokens(2)[:, :1], tokens(1)], dim=1))
+    assert torch.equal(lm.forward(tokens(1))[0, 0], beside)
+
+
+@pytest.mark.parametrize(
+    ("text", "parents", "wanted"), [([5000], [-1], [0]), ([5], [0], [0]), ([5], [-1], [-1]), ([5], [-1], [1])]
+)
+def test_wrong_indices_are_refused(text: list[int], parents: list[int], wanted: list[int]) -> None:
+    """Guards memory, and against a loop without end."""
+    lm = lm_of(random_model())
+    with pytest.raises(AssertionError, match="outside of its range"):
+        lm.forward(torch.tensor([text]), torch.tensor([parents]), torch.tensor([wanted]))
+
+
+def test_torchs_defaults_do_not_matter() -> None:
+    """Guards memory where a user has set another default dtype."""
+    lm, text = lm_of(random_model("qwen2")), tokens(9)
+    expected = lm.forward(text)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert torch.equal(lm.forward(text), expected)
+        assert torch.equal(lm_of(lm.model).forward(text), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_adapters_are_left_to_torch() -> None:
+    """Guards models that have more weights than those of their layers."""
+    model = random_model()
+    tuned = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    assert not can_serve(tuned.base_model.model)
+    hooked = random_model()
+    hooked.model.layers[0].register_forward_hook(lambda *_: None)
+    assert not can_serve(hooked)
+
+
+def test_a_smaller_cache_is_given_back_first() -> None:
+    """Guards memory: two caches at once may not fit."""
+    lm = lm_of(random_model())
+    lm.forward(tokens(3))
+    smaller = weakref.ref(lm._storage[0][0])
+    lm.clear(3)
+    assert smaller() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_no_bit(dtype: torch.dtype) -> None:
+    """Guards texts against the number of cores."""
+    lm, text = lm_of(random_model(size=SIZES[2], dtype=dtype)), tokens(9)
+    found = []
+    for threads in (1, 2, 3, 7):
+        lm._compute.threads = threads
+        found.append(lm.forward(text))
+    assert all(torch.equal(one, other) for one, other in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_wanted_logits_are_computed(dtype: torch.dtype) -> None:
+    """Guards the drafter's passes, which want few of many."""
+    lm, text = lm_of(random_model(dtype=dtype)), tokens(12)
+    whole, places = lm.forward(text), torch.tensor([[11, 3, 3]])
+    assert torch.equal(lm.forward(text, rows_BR=places), whole[:, places[0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_are_read_in_chunks(dtype: torch.dtype) -> None:
+    """Guards prefill: what is read without logits must be in the cache."""
+    lm, text = lm_of(random_model(dtype=dtype), width=200), tokens(150)
+    whole = lm.forward(text)
+    lm.clear(1)
+    last = lm.read_all_but_last(text)
+    assert torch.equal(lm.forward(last)[0, 0], whole[0, -1])
+
+
+def test_a_full_cache_is_not_overrun() -> None:
+    """Guards memory behind the cache: a row that has ended is read on with the others."""
+    lm = lm_of(random_model(), capacity=20, width=4)
+    lm.clear(2)
+    lm._stand_at([20, 4])
+    for _ in range(5):
+        assert lm.forward(tokens(4, rows=2)).isfinite().all()
+        lm.keep([4, 0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [
+        (torch.float64, {}),
+        (torch.float16, {}),
+        (torch.float32, {"hidden_act": "gelu"}),
+        (torch.float32, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    ],
+)
+def test_what_it_cannot_compute_is_left_to_torch(dtype: torch.dtype, change: dict[str, object]) -> None:
+    """Guards models that the C++ would compute wrongly; with angles that change, torch would too."""
+    model = random_model(dtype=dtype)
+    assert can_serve(random_model())
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    assert not can_serve(model)
+    if "rope_parameters" in change:
+        with pytest.raises(ValueError, match="'dynamic', which is not supported"):
+            CausalLM(model, vocab_size=60, compiled=True)
+    else:
+        assert isinstance(CausalLM(model, vocab_size=60, compiled=True)._compute, TorchPass)
+
+
+def test_other_systems_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards users of other systems against a warning at every start: their compilers bring no OpenMP."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert not can_serve(random_model())
+
+
+def test_a_model_that_computes_something_else_is_found_out() -> None:
+    """Guards models whose config does not say everything: the pass is compared with the model's own."""
+    model = random_model()
+    model.model.layers[1].self_attn.scaling *= 2
+    with pytest.raises(ValueError, match="differ by"):
+        NativePass(model, 64)
+    with pytest.warns(UserWarning, match=r"no passes in C\+\+"):
+        assert isinstance(CausalLM(model, vocab_size=60, compiled=True)._compute, TorchPass)
+
+
+def test_numbers_that_overflow_stay_so() -> None:
+    """Guards against an exponential that makes an ordinary number of an impossible one."""
+    model = random_model()
+    model.model.embed_tokens.weight[50] = math.nan
+    lm = lm_of(model)
+    assert lm.forward(torch.tensor([[3, 50, 4]]))[0, 1:].isnan().all()

@@ -1,0 +1,213 @@
+"""A tree that grows is the best of its size, its estimates are probabilities, and its size is its budget."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paradraft.core import Prompt
+from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, grown
+from paradraft.sampling.distribution import probabilities
+from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree
+from tests.support.trees import path_to
+from tests.unit.sampling.test_distribution import random_logits
+
+Path = tuple[int, ...]
+ASIDES = (0.0, 0.5, 1.0)
+
+
+def worth(path: Path, chances: list[list[float]], aside: float) -> float:
+    """The estimated probability that the target takes a path: each token's, times `aside` where the tokens before it
+    are not the best ones."""
+    return math.prod(chances[depth][rank] * (aside if any(path[:depth]) else 1.0) for depth, rank in enumerate(path))
+
+
+def all_paths(chances: list[list[float]]) -> list[Path]:
+    ranks = [range(len(row)) for row in chances]
+    return [path for depth in range(1, len(ranks) + 1) for path in itertools.product(*ranks[:depth])]
+
+
+def best_total(chances: list[list[float]], aside: float, budget: int) -> float:
+    """The expected accepted tokens of the best tree, found by trying all trees of at most `budget` nodes."""
+    paths = all_paths(chances)
+    trees: set[frozenset[Path]] = {frozenset()}
+    everything = set(trees)
+    for _ in range(budget):
+        trees = {
+            tree | {path}
+            for tree in trees
+            for path in paths
+            if path not in tree and (len(path) == 1 or path[:-1] in tree)
+        }
+        everything |= trees
+    return max(sum(worth(path, chances, aside) for path in tree) for tree in everything)
+
+
+def logs_of(chances: list[list[float]]) -> list[list[float]]:
+    return [[math.log(chance) if chance else -math.inf for chance in row] for row in chances]
+
+
+def total(paths: list[Path], chances: list[list[float]], aside: float) -> float:
+    return sum(worth(path, chances, aside) for path in paths)
+
+
+@st.composite
+def small_cases(draw: st.DrawFn) -> tuple[list[list[float]], float, int]:
+    """Chances of at most 3 candidates for at most 3 positions, the best first and the first above 0; aside; budget."""
+    K, C = draw(st.sampled_from([(1, 3), (2, 2), (2, 3), (3, 1), (3, 2)]))
+    rows = [
+        sorted((draw(st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.3, 0.45])) for _ in range(C)), reverse=True)
+        for _ in range(K)
+    ]
+    chances = [[max(row[0], 0.01), *row[1:]] for row in rows]
+    return chances, draw(st.sampled_from(ASIDES)), draw(st.integers(1, 4))
+
+
+@given(small_cases())
+@settings(deadline=None, max_examples=150)
+def test_a_grown_tree_is_the_best_of_all(case: tuple[list[list[float]], float, int]) -> None:
+    """Guards the gain of trees, which no text shows: a wrong sign, a penalty that is forgotten or paid twice, and a
+    budget that is exceeded or not used up. A child is worth no more than its parent, so taking the best node that can
+    be added finds the best tree."""
+    chances, aside, budget = case
+    found = grown(logs_of(chances), budget, aside=aside)
+    possible = [path for path in all_paths(chances) if worth(path, chances, aside) > 0]
+    assert len(found) == len(set(found)) == min(budget, len(possible))
+    assert set(found) <= set(possible)
+    assert all(path[:-1] in found[:place] for place, path in enumerate(found) if len(path) > 1), "parents come first"
+    assert total(found, chances, aside) == pytest.approx(best_total(chances, aside, budget))
+
+
+@pytest.mark.parametrize("wrong", [lambda rows: [row[::-1] for row in rows], lambda rows: rows[::-1]])
+def test_a_worse_tree_is_caught(wrong: object) -> None:
+    """Control of the enumeration: ranking from the worst, or positions in the wrong order, must not pass."""
+    chances = [[0.8, 0.1, 0.05], [0.5, 0.4, 0.1]]
+    found = grown(logs_of(wrong(chances)), 3, aside=0.5)
+    assert total(found, chances, 0.5) < best_total(chances, 0.5, 3) - 0.01
+
+
+def test_nothing_grows_from_nothing() -> None:
+    """Guards rounds in which nothing is asked for."""
+    assert grown([], 5, aside=0.5) == []
+
+
+def prompt(samplings: tuple[Sampling, ...], rule: str, tree: Tree | None, *, confidence: bool = False) -> Prompt:
+    tokens = torch.tensor([[1, 2, 3]] * len(samplings))
+    return Prompt(tokens=tokens, sampling=samplings, rule=rule, tree=tree, wants_confidence=confidence)
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+@pytest.mark.parametrize("vocabulary", [2, 7, 40])
+@pytest.mark.parametrize("budget", [1, 2, 5, 16, 23])
+def test_a_draft_has_as_many_nodes_as_the_budget(rule: str, vocabulary: int, budget: int) -> None:
+    """Guards the width of the target's pass: a tree is never larger than its budget, which is what the speed was
+    planned for, and not smaller where there are candidates enough."""
+    samplings = (GREEDY, Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, top_k=2, seed=4))
+    tree = Tree(budget=budget)
+    sampler = Sampler(prompt(samplings, rule, tree))
+    candidates = sampler.candidates(random_logits(3, 3, vocabulary), 0, candidates_needed(tree))
+    for aside in ASIDES:
+        draft = assemble(candidates, tree, aside=aside)
+        C = candidates.tokens.shape[2]
+        for row, open_ones in enumerate((C, C, min(C, 2))):
+            nodes = int((draft.tokens[row] != ABSENT).sum())
+            # Three positions; aside of 0, only the best token of each is followed by others.
+            most = 3 * open_ones if aside == 0.0 else open_ones + open_ones**2 + open_ones**3
+            assert nodes == min(budget, most)
+            check_paths(draft.tokens[row].tolist(), draft.parents[row].tolist(), candidates, row)
+
+
+def check_paths(tokens: list[int], parents: list[int], candidates: Candidates, row: int) -> None:
+    """Every node holds a candidate of its depth, and no two siblings the same."""
+    there = [node for node, token in enumerate(tokens) if token != ABSENT]
+    assert len({(parents[node], tokens[node]) for node in there}) == len(there)
+    for node in there:
+        assert tokens[node] in candidates.tokens[row, len(path_to(parents, node)) - 1].tolist()
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+@pytest.mark.parametrize("tree", [Tree(budget=7), Tree(paths=((0,), (1,)))])
+def test_estimates_are_logarithms_of_probabilities(rule: str, tree: Tree) -> None:
+    """Guards the ranking of a tree's paths: estimates of one position add up to 1, so that positions can be compared,
+    and fall from candidate to candidate where the best come first."""
+    samplings = (GREEDY, Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, top_k=4, seed=4))
+    found = Sampler(prompt(samplings, rule, tree)).candidates(random_logits(3, 4, 9), 0, 9)
+    torch.testing.assert_close(found.log_probs.exp().sum(-1), torch.ones(3, 4, dtype=torch.float64))
+    if found.probs is not None:
+        # Behind the last token that can be drawn, nothing can be; a greedy row draws nothing.
+        torch.testing.assert_close(found.probs[1:].sum(-1), (found.log_probs[1:] > -math.inf).double())
+        torch.testing.assert_close(found.probs[0].sum(-1), torch.ones(4, 9, dtype=torch.float64))
+    if rule == "match" or tree.paths is None:
+        assert (found.log_probs.diff(dim=-1).nan_to_num(nan=0.0) <= 0).all()
+
+
+def test_as_many_candidates_are_asked_for_as_the_best_tree_may_need() -> None:
+    """Guards trees against candidates that were never looked at: with all of the vocabulary the tree is no better."""
+    sampler = Sampler(prompt((GREEDY,), "match", Tree(budget=1)))
+    logits = random_logits(1, 3, 30) / 20  # nearly uniform, so trees are wide
+    for budget in range(1, MOST_CANDIDATES + 1):
+        few, many = (
+            sampler.candidates(logits, 0, number).log_probs[0].tolist()
+            for number in (candidates_needed(Tree(budget=budget)), 30)
+        )
+        assert grown(few, budget, aside=0.5) == grown(many, budget, aside=0.5)
+    assert candidates_needed(Tree(budget=100)) == MOST_CANDIDATES
+    assert candidates_needed(None) == 1
+    assert candidates_needed(Tree(paths=((0,), (3,), (0, 1)))) == 4
+
+
+@pytest.mark.parametrize("confidence", [False, True])
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+@pytest.mark.parametrize("tree", [None, Tree(budget=9), Tree(paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)))])
+def test_nodes_keep_what_is_known_of_their_place(tree: Tree | None, rule: str, confidence: bool) -> None:
+    """Guards the rejection rule against another place's q, and the length policy "confidence", which cuts nothing
+    where a draft does not say how sure it is: as a chain and as a tree, nodes have what their candidates have."""
+    samplings = (GREEDY, Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, top_k=2, seed=4))
+    logits = random_logits(3, 3, 7)
+    sampler = Sampler(prompt(samplings, rule, tree, confidence=confidence))
+    found = sampler.candidates(logits, 0, candidates_needed(tree))
+    draft = assemble(found, tree, aside=0.5)
+    assert (draft.confidence is None) == (not confidence)
+    assert (draft.probs is None) == (rule == "match" or (tree is not None and tree.budget is not None))
+    if confidence:
+        # A greedy row is as sure as its softmax says, the others as the distribution that they draw from.
+        alone = torch.stack(
+            [
+                probabilities(row, replace(s, temperature=s.temperature or 1.0)).amax(-1)
+                for s, row in zip(samplings, logits, strict=True)
+            ]
+        )
+        torch.testing.assert_close(found.confidence, alone)
+    for row in range(3):
+        tokens, parents = draft.tokens[row].tolist(), draft.parents[row].tolist()
+        for node, token in enumerate(tokens):
+            if token == ABSENT:
+                continue
+            depth = len(path_to(parents, node)) - 1
+            rank = found.tokens[row, depth].tolist().index(token)
+            if draft.probs is not None:
+                assert torch.equal(draft.probs[row, node], found.probs[row, depth, rank])
+            if confidence:
+                assert draft.confidence[row, node] == found.confidence[row, depth]
+
+
+@pytest.mark.parametrize(("positions", "vocabulary"), [(1, 9), (2, 9), (3, 9), (3, 2), (3, 1), (2, 3)])
+def test_a_fixed_tree_has_the_paths_that_there_are_candidates_for(positions: int, vocabulary: int) -> None:
+    """Guards rounds that are shallower than the tree, near the end of an answer, and the smallest vocabularies."""
+    tree = Tree(paths=((0,), (1,), (2,), (3,), (0, 0), (0, 2), (0, 0, 0), (0, 0, 3)))
+    sampler = Sampler(prompt((GREEDY,), "match", tree))
+    found = sampler.candidates(random_logits(1, positions, vocabulary), 0, candidates_needed(tree))
+    expected = [path for path in tree.paths or () if len(path) <= positions and max(path) < vocabulary]
+    draft = assemble(found, tree, aside=0.5)
+    tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
+    assert ABSENT not in tokens
+    ranks = [found.tokens[0, len(path) - 1].tolist().index(token) for path, token in zip(expected, tokens, strict=True)]
+    assert [tuple(ranks[step] for step in path_to(parents, node)) for node in range(len(tokens))] == expected

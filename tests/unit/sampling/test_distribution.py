@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from paradraft.sampling.distribution import draw, filtered_logits, penalized_logits, probabilities
+from paradraft.sampling_params import Sampling
+from paradraft.tree import ABSENT
+
+
+def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
+    expected = p * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def chi_square_limit(degrees: int, z: float = 4.753) -> float:
+    """Wilson & Hilferty 1931; exceeded with probability 1e-6 at z = 4.753."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + z * math.sqrt(spread)) ** 3
+
+
+def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.6, top_k=5, seed=3),
+        Sampling(temperature=1.5, top_p=0.7, seed=-4),
+    ],
+)
+def test_draws_have_the_distribution_p(settings: Sampling) -> None:
+    """Guards losslessness itself: draws over many positions follow p (chi-square, false alarm 1e-6)."""
+    logits = random_logits(1, 1, 9)
+    p = probabilities(logits, settings)[0, 0].double()
+    tokens = draw(logits.expand(1, 40_000, 9), torch.arange(40_000)[None], settings)
+    counts = torch.bincount(tokens[0], minlength=9).double()
+    possible = p > 0
+    assert counts[~possible].sum() == 0
+    assert chi_square(counts[possible], p[possible]) < chi_square_limit(int(possible.sum()) - 1)
+
+
+def test_chi_square_sees_a_wrong_distribution() -> None:
+    """Control of the test above: draws at temperature 1.1 must not pass for draws at temperature 1."""
+    logits = random_logits(1, 1, 9)
+    p = probabilities(logits, Sampling(temperature=1.0))[0, 0]
+    tokens = draw(logits.expand(1, 40_000, 9), torch.arange(40_000)[None], Sampling(temperature=1.1))
+    assert chi_square(torch.bincount(tokens[0], minlength=9).double(), p) > chi_square_limit(8)
+
+
+def test_draws_over_seeds_have_the_distribution_p() -> None:
+    """Guards against seeds that share their numbers: the first token over 2000 seeds (false alarm 1e-6)."""
+    logits = random_logits(1, 1, 6)
+    p = probabilities(logits, Sampling(temperature=1.0))[0, 0]
+    tokens = [draw(logits, torch.tensor([[7]]), Sampling(temperature=1.0, seed=seed)).item() for seed in range(2000)]
+    counts = torch.bincount(torch.tensor(tokens), minlength=6).double()
+    assert chi_square(counts, p) < chi_square_limit(5)
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 30, 50])
+def test_top_k_equals_transformers(k: int) -> None:
+    """Guards against another treatment of ties or of k beyond the vocabulary than users know."""
+    logits = random_logits(4, 30).round(decimals=0)  # many ties
+    expected = TopKLogitsWarper(top_k=k)(None, logits / 0.7)
+    assert torch.equal(filtered_logits(logits[None], Sampling(temperature=0.7, top_k=k))[0], expected)
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999])
+def test_top_p_equals_transformers(p: float) -> None:
+    """Guards against dropping the token that crosses p, or every token when the first already crosses it."""
+    logits = random_logits(20, 30)
+    expected = TopPLogitsWarper(top_p=p)(None, logits / 1.3)
+    assert torch.equal(filtered_logits(logits[None], Sampling(temperature=1.3, top_p=p))[0], expected)
+
+
+def test_top_k_and_top_p_apply_in_the_order_of_transformers() -> None:
+    """Guards against top-p computed before top-k: p is a share of what top-k left."""
+    logits = random_logits(20, 30)
+    expected = TopPLogitsWarper(top_p=0.8)(None, TopKLogitsWarper(top_k=6)(None, logits / 0.9))
+    assert torch.equal(filtered_logits(logits[None], Sampling(temperature=0.9, top_k=6, top_p=0.8))[0], expected)
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.05, 0.5, 1.0])
+def test_min_p_equals_transformers(p: float) -> None:
+    """Guards against a share of 1 instead of a share of the likeliest token's probability."""
+    logits = random_logits(20, 30)
+    expected = MinPLogitsWarper(min_p=p)(None, logits / 1.3)
+    assert torch.equal(filtered_logits(logits[None], Sampling(temperature=1.3, min_p=p))[0], expected)
+
+
+TEXTS = torch.tensor([[[3, 3, 5, ABSENT, 0, 5], [3, 3, 5, ABSENT, ABSENT, 1]], [[2, ABSENT, 4, 2, ABSENT, ABSENT]] * 2])
+"""Two rows of two positions; of row 0 two tokens are the prompt, of row 1 one."""
+PROMPT_LENGTHS = torch.tensor([2, 1])
+
+
+def one_by_one(processor: object, logits: torch.Tensor) -> torch.Tensor:
+    """What a processor of `transformers` makes of every position with its own text."""
+    found = logits.clone()
+    for row in range(2):
+        for place in range(2):
+            text = TEXTS[row, place]
+            found[row, place] = processor(text[text != ABSENT][None], logits[row, place][None].clone())[0]
+    return found
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])
+def test_repetition_penalty_equals_transformers(penalty: float) -> None:
+    """Guards the sign (negative logits are multiplied), repeated tokens, filling taken for a token, and token 0."""
+    logits = random_logits(2, 2, 7)
+    found = penalized_logits(logits, Sampling(repetition_penalty=penalty), TEXTS, PROMPT_LENGTHS)
+    assert torch.equal(found, one_by_one(RepetitionPenaltyLogitsProcessor(penalty), logits))
+
+
+def test_presence_and_frequency_count_the_answer_alone() -> None:
+    """Guards against penalties for what the prompt says, and against counting a token once."""
+    logits = torch.zeros(2, 2, 7, dtype=torch.float64)
+    sampling = Sampling(presence_penalty=10.0, frequency_penalty=1.0)
+    found = -penalized_logits(logits, sampling, TEXTS, PROMPT_LENGTHS)
+    assert found.tolist() == [
+        [[11, 0, 0, 0, 0, 12, 0], [0, 11, 0, 0, 0, 11, 0]],
+        [[0, 0, 11, 0, 11, 0, 0], [0, 0, 11, 0, 11, 0, 0]],
+    ]
+
+
+def test_processors_of_transformers_see_the_text_of_each_position() -> None:
+    """Guards `LogitsProcessorList`: its members get the tokens before every position, in order, without filling."""
+    processors = LogitsProcessorList([NoRepeatNGramLogitsProcessor(1), RepetitionPenaltyLogitsProcessor(1.5)])
+    logits = random_logits(2, 2, 7)
+    found = penalized_logits(logits, Sampling(processors=processors), TEXTS, PROMPT_LENGTHS)
+    assert torch.equal(found, one_by_one(processors, logits))
+    assert found.isinf().sum(-1).tolist() == [[3, 3], [2, 2]]
+
+
+def test_processors_are_not_asked_about_texts_after_the_end() -> None:
+    """Guards processors that follow a grammar, or a plan of as many tokens as the limit: decoding never comes to a text
+    that goes on after an end token or the limit. An end token in the prompt is no end."""
+    seen = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.extend(ids.tolist())
+        return scores + 1
+
+    logits = torch.zeros(2, 3, 7)
+    texts = [[[4, 3], [4, 5], [4, 5]], [[ABSENT, 4], [3, ABSENT], [5, 6]]]
+    texts_BNT = torch.tensor([[[4, 3, *text] for text in texts[0]], [[4, 6, *text] for text in texts[1]]])
+    found = penalized_logits(
+        logits,
+        Sampling(processors=[processor]),
+        texts_BNT,
+        torch.tensor([2, 1]),
+        eos_ids=frozenset([3, 9]),
+        limits_B=torch.tensor([3, 3]),
+    )
+    assert sorted(seen) == [[4, 3, 4, 5], [4, 3, 4, 5], [4, 6, 4]]
+    assert found[..., 0].tolist() == [[0, 1, 1], [1, 0, 0]]
+
+
+def test_bias_comes_first() -> None:
+    """Guards the order of the settings, and the argument, which must not be changed in place."""
+    logits = random_logits(2, 2, 7)
+    kept = logits.clone()
+    sampling = Sampling(logit_bias={3: 1.5, 0: float("-inf")}, repetition_penalty=2.0)
+    biased = logits.clone()
+    biased[..., 3] += 1.5
+    biased[..., 0] = -torch.inf
+    expected = penalized_logits(biased, Sampling(repetition_penalty=2.0), TEXTS, PROMPT_LENGTHS)
+    assert torch.equal(penalized_logits(logits, sampling, TEXTS, PROMPT_LENGTHS), expected)
+    assert torch.equal(logits, kept)
+
+
+def test_temperature_zero_is_argmax() -> None:
+    """Guards against noise or top-p leaking into greedy decoding."""
+    logits = random_logits(2, 50, 12)
+    greedy = Sampling(temperature=0.0, top_p=0.5, top_k=2, seed=9)
+    assert torch.equal(draw(logits, torch.arange(100).view(2, 50), greedy), logits.argmax(-1))
+    assert torch.equal(probabilities(logits, greedy).argmax(-1), logits.argmax(-1))
+    assert torch.equal(probabilities(logits, greedy).sum(-1), torch.ones(2, 50))
+
+
+def test_low_precision_is_sampled_in_float32() -> None:
+    """Guards against a softmax in bfloat16, which loses the tail of the distribution."""
+    logits = random_logits(1, 1, 8).bfloat16()
+    assert filtered_logits(logits, Sampling(temperature=0.7)).dtype == torch.float32
+    assert torch.equal(
+        filtered_logits(logits, Sampling(temperature=0.7)), filtered_logits(logits.float(), Sampling(temperature=0.7))
+    )
+
+
+def same_text_in_any_number_of_passes(settings: Sampling, position_of_step: int) -> bool:
+    """Whether drawing 40 positions at once equals drawing them in passes of 4."""
+    logits = random_logits(1, 40, 12, seed=5)
+    positions = torch.arange(40)[None]
+    at_once = draw(logits, positions, settings)
+    by_step = [
+        draw(logits[:, start : start + 4], positions[:, start : start + 4] - position_of_step * start, settings)
+        for start in range(0, 40, 4)
+    ]
+    return torch.equal(torch.cat(by_step, dim=1), at_once)
+
+
+def test_noise_is_tied_to_the_position_and_not_to_the_step() -> None:
+    """Guards the promise of the same text in any number of passes; noise that restarts each step must be caught."""
+    settings = Sampling(temperature=1.0, seed=2)
+    assert same_text_in_any_number_of_passes(settings, position_of_step=0)
+    assert not same_text_in_any_number_of_passes(settings, position_of_step=1), "the control must fail"
