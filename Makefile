@@ -57,4 +57,4 @@ vllm: ## Create build/vllm, the environment of the vLLM that `paradraft bench` c
 
 clean: ## Remove what the demo wrote and all caches; .venv, build/pocket and build/vllm stay.
 	rm -rf build/demo build/demo-short dist mutants .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
-	find src tests recipes examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests recipes examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

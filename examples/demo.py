@@ -20,7 +20,7 @@ from rich.console import Console
 from paradraft.bench.plot import plot
 from paradraft.bench.result_file import completed
 from paradraft.bench.run import run_benchmark
-from paradraft.bench.setup import Work, held_out_prompts
+from paradraft.bench.setup import Workload, held_out_prompts
 from paradraft.bench.spec import Benchmark, Method
 from paradraft.bench.summary import notes, table, write_json
 from paradraft.cli.terminal import hide_progress_bars, stream_answer
@@ -124,7 +124,7 @@ def compare(trained: Path, prompts: list[str], size: Size, report: Callable[[str
         runtime=Runtime(dtype=DTYPE),
         runs=1,
     )
-    (found,) = run_benchmark(benchmark, [Work.of(prompts, size.tokens)], report)
+    (found,) = run_benchmark(benchmark, [Workload.of(prompts, size.tokens)], report)
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from paradraft.bench.run import run_benchmark
-from paradraft.bench.setup import Work, random_prompts
+from paradraft.bench.setup import Workload, random_prompts
 from paradraft.bench.spec import Benchmark, Method
 from paradraft.bench.summary import marked, table, write_json
 from paradraft.bench.synthetic import SyntheticAcceptance
@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace, acceptance: SyntheticAcceptance, console: 
         profiled=args.profile,
     )
     prompts = random_prompts(args.target, args.prompts, args.prompt_tokens)
-    (found,) = run_benchmark(benchmark, [Work.of(prompts, args.tokens)], console.print)
+    (found,) = run_benchmark(benchmark, [Workload.of(prompts, args.tokens)], console.print)
     return found
 
 

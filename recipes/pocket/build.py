@@ -21,7 +21,7 @@ from paradraft.models.loading import load_model, load_target
 from paradraft.models.runtime import Runtime, computes_bf16
 from paradraft.train.checkpoint import save_model
 from paradraft.train.init_draft import make
-from paradraft.train.init_from import Cut
+from paradraft.train.init_from import PrunedTarget
 from paradraft.train.recipe_file import load_recipe
 from pretrain import PretrainConfig, pretrain, windows
 from tokenizer import train_tokenizer
@@ -46,7 +46,7 @@ SECOND = {
     "intermediate_size": 704,
 }
 """A target of half the size, which learns from the library alone and is not shipped."""
-DRAFT = Cut(layers=4, intermediate_size=368)
+DRAFT = PrunedTarget(layers=4, intermediate_size=368)
 LIBRARY_RUN = PretrainConfig(steps=1800, seed=1)
 PACKAGES_RUN = PretrainConfig(steps=3000, seed=4, muon_lr=1.5e-2, adamw_lr=1.5e-3, save_every=100)
 TEXTS = 4096

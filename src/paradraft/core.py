@@ -149,7 +149,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class RoundOutput:
     """One round as a reader of the stream sees it; every list has one entry per row still in the batch.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import overload
 
 from paradraft import ragged
-from paradraft.core import RULES, Drafter, Prompt, Step
+from paradraft.core import RULES, Drafter, Prompt, RoundOutput
 from paradraft.decode.draft_length import POLICIES, Fixed, LengthPolicy
 from paradraft.decode.generation import AnswerText, Stops, StopStrings, stop_strings
 from paradraft.decode.sequential import VERIFY, decode
@@ -240,13 +240,13 @@ class Engine:
         self.clock = Clock.on(self.target.lm.device)
         return self._chunks(self._streamed(requests[0], self._stops(requests, strings), self.clock), text)
 
-    def _streamed(self, request: Request, stops: Stops, clock: Clock) -> Iterator[Step]:
+    def _streamed(self, request: Request, stops: Stops, clock: Clock) -> Iterator[RoundOutput]:
         """The rounds of one request. If others have used the engine since the last one, its text so far is read again.
 
         With the match rule this changes no token, because every position has its own random numbers.
         """
         turn, tokens = Turn(), list[int]()
-        steps: Iterator[Step] = iter(())
+        steps: Iterator[RoundOutput] = iter(())
         try:
             while not stops.all_finished:
                 with self._turns.round(turn) as is_unchanged, self._torch_threads():
@@ -262,7 +262,7 @@ class Engine:
         finally:
             self._turns.end(turn)
 
-    def _chunks(self, steps: Iterator[Step], text: AnswerText) -> Iterator[Chunk]:
+    def _chunks(self, steps: Iterator[RoundOutput], text: AnswerText) -> Iterator[Chunk]:
         for step in steps:
             new, accepted = step.tokens[0], step.accepted[0]
             drafted, own = (list(map(text.add, part)) for part in (new[:accepted], new[accepted:]))
@@ -300,7 +300,7 @@ class Engine:
 
     def _steps(
         self, requests: list[Request], stops: Stops, clock: Clock, answered: tuple[int, ...] | None = None
-    ) -> Iterator[Step]:
+    ) -> Iterator[RoundOutput]:
         prompt = self.prompt([r.tokens for r in requests], tuple(r.sampling for r in requests))
         prompt = replace(prompt, answered=answered)
         verify = VERIFY[self.verify]

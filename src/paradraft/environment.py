@@ -15,7 +15,7 @@ import psutil
 import torch
 
 
-def speaks() -> bool:
+def is_main_process() -> bool:
     """Whether this process says what is the same in all: of those that torchrun and accelerate number, the first."""
     return os.environ.get("RANK", "0") == "0"
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from paradraft.errors import one_line, whole_number
 from paradraft.models.target import Target
-from paradraft.models.tokenization import opening
+from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
 
 _T = TypeVar("_T")
@@ -76,7 +76,7 @@ def _tokens(target: Target, prompt: str | list[int], name: str) -> list[int]:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: look at its character {error.start + 1}") from None
-    return opening(prompt, target.tokenizer) if prompt else []
+    return encode_prompt(prompt, target.tokenizer) if prompt else []
 
 
 def _token_ids(prompt: list[int], name: str) -> list[int]:

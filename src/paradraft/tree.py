@@ -143,13 +143,13 @@ def with_root(parents_BN: Tensor) -> Tensor:
     return torch.nn.functional.pad(parents_BN + 1, (1, 0), value=ABSENT)
 
 
-def row_behind(path_BN: Tensor) -> Tensor:
+def row_after(path_BN: Tensor) -> Tensor:
     """`[B, 1]` which row of a pass's logits follows each path: row 0 follows the root, row n + 1 node n.
 
     Args:
         path_BN: `[B, N]` nodes from the root down, then `ABSENT`.
 
-    >>> row_behind(torch.tensor([[0, 2, -1], [-1, -1, -1]])).tolist()
+    >>> row_after(torch.tensor([[0, 2, -1], [-1, -1, -1]])).tolist()
     [[3], [0]]
     """
     rows = torch.nn.functional.pad(path_BN + 1, (1, 0))

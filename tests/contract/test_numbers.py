@@ -48,14 +48,14 @@ def test_what_a_text_does_not_see_cannot_reach_it(dtype: torch.dtype, value: flo
         found, expected = [], []
         for lm, logits in ((poisoned, found), (clean, expected)):
             logits.append(lm.forward(text))
-            lm.keep([4, 4])
+            lm.advance([4, 4])
             logits.append(lm.forward(guesses, parents)[:, [0, 2]])
-            lm.keep([0, 0])
+            lm.advance([0, 0])
             logits.append(lm.forward(torch.tensor([[20], [21]])))
-            lm.keep([1, 1])
+            lm.advance([1, 1])
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
         assert poisoned.forward(guesses, parents)[0, 1].isnan().all()
-        poisoned.keep([0, 0])
+        poisoned.advance([0, 0])
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES, ids=["torch", "C++"])

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paradraft.core import RULES, Step
+from paradraft.core import RULES, RoundOutput
 from paradraft.decode.generation import Stops
 from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock
@@ -94,7 +94,9 @@ class FairClock(Clock):
         self.last_s = {"prefill": 0.0, "draft": 0.01, "verify": 1.0, "other": 0.0}
 
 
-def rounds_of(engine: Engine, prompts: list[list[int]], samplings: list[Sampling], limits: list[int]) -> list[Step]:
+def rounds_of(
+    engine: Engine, prompts: list[list[int]], samplings: list[Sampling], limits: list[int]
+) -> list[RoundOutput]:
     """All rounds of a batch."""
     stops = Stops(limits=limits, eos_ids=engine.target.eos_ids)
     prompt, rule = engine.prompt(prompts, tuple(samplings)), VERIFY[engine.verify]
@@ -103,7 +105,7 @@ def rounds_of(engine: Engine, prompts: list[list[int]], samplings: list[Sampling
     )
 
 
-def share_accepted(steps: list[Step]) -> float:
+def share_accepted(steps: list[RoundOutput]) -> float:
     """Of all drafted depths, the share that was accepted; 1 only if every draft was accepted down to its deepest."""
     assert all(a <= d for step in steps for a, d in zip(step.accepted, step.drafted, strict=True))
     return sum(sum(step.accepted) for step in steps) / sum(sum(step.drafted) for step in steps)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.tree import ABSENT, ancestors, depths, is_chain, row_behind, texts_before, with_root
+from paradraft.tree import ABSENT, ancestors, depths, is_chain, row_after, texts_before, with_root
 from tests.support.trees import parents_from, path_to
 
 CHOICES = st.lists(st.integers(0, 1000), max_size=9)
@@ -80,7 +80,7 @@ def test_the_row_behind_a_path_is_that_of_its_last_node(choices: list[int]) -> N
     parents, N = parents_from(choices), len(choices)
     paths = [path_to(parents, node) for node in range(-1, N)]
     filled = torch.tensor([path + [ABSENT] * (N - len(path)) for path in paths]).view(N + 1, N).long()
-    assert row_behind(filled).tolist() == [[node + 1] for node in range(-1, N)]
+    assert row_after(filled).tolist() == [[node + 1] for node in range(-1, N)]
 
 
 def test_answers_are_kept_for_a_tensor_not_for_its_address() -> None:

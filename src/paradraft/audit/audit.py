@@ -28,7 +28,7 @@ from paradraft.engine import Engine
 from paradraft.request import requests_of
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
-from paradraft.tree import ABSENT, row_behind
+from paradraft.tree import ABSENT, row_after
 
 
 def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -73,7 +73,7 @@ def accept_all(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
             if parents[node] == last and tokens[node] != ABSENT:
                 path[row, depth] = last = node
                 depth += 1
-    last_BN1 = row_behind(path)[:, :, None].expand(-1, -1, out.logits.shape[2])
+    last_BN1 = row_after(path)[:, :, None].expand(-1, -1, out.logits.shape[2])
     probs = sampler.probabilities(out.logits.gather(1, last_BN1))
     return Verdict.of(draft, path, sampler.draw_next(probs[:, 0]))
 

@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from paradraft.bench.baselines import PEERS
-from paradraft.bench.result import Answer, Answerer, Counts, by_round, first_length
+from paradraft.bench.result import Answerer, BatchResult, Counts, by_round, first_length
 from paradraft.bench.result_file import KEYS, speedups
 from paradraft.bench.spec import AR, SETTINGS, Method
 from paradraft.decode.stats import Stats
@@ -88,7 +88,7 @@ class Measured:
     """
 
     method: Method
-    runs: list[list[Answer]]
+    runs: list[list[BatchResult]]
     peak_rss_bytes: int
     peak_gpu_bytes: int | None = None
     warm_up_s: float = 0.0
@@ -136,7 +136,7 @@ def measure(
         for batch in (prompts[: method.batch], [max(prompts, key=len)], [min(prompts, key=len)]):
             answerers[method]((batch * method.batch)[: method.batch], max_new_tokens, sampling)
         warm_up_s[method] = time.perf_counter() - began_s
-    answers: dict[Method, list[list[Answer]]] = {method: [[] for _ in range(runs)] for method in methods}
+    answers: dict[Method, list[list[BatchResult]]] = {method: [[] for _ in range(runs)] for method in methods}
     peaks, gpu_peaks = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
     for run in range(runs):
         for place in range(0, len(prompts), most):

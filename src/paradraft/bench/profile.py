@@ -24,7 +24,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch doe
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 
-from paradraft.core import Step
+from paradraft.core import RoundOutput
 from paradraft.models.forward.cpu.model import PROFILED_AS
 
 Span = tuple[float, float]
@@ -113,7 +113,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), REST)
 
 
-def profile(steps: Iterator[Step], device: torch.device) -> dict[str, Any] | None:
+def profile(steps: Iterator[RoundOutput], device: torch.device) -> dict[str, Any] | None:
     """Profiles some rounds of an answer, all but the first ones.
 
     Args:
@@ -147,21 +147,21 @@ def profile(steps: Iterator[Step], device: torch.device) -> dict[str, Any] | Non
     }
 
 
-def _watched(steps: Iterator[Step], most: int, on_gpu: bool) -> tuple[torch.profiler.profile, int, float]:
+def _watched(steps: Iterator[RoundOutput], most: int, on_gpu: bool) -> tuple[torch.profiler.profile, int, float]:
     """Takes at most so many steps under a profiler; returns it, how many there were and the seconds that they took."""
     profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
-    with _unheard():
+    with _silenced_stderr():
         profiler.start()
     began_s = time.perf_counter()
     rounds = sum(1 for _ in zip(range(most), steps, strict=False))
     total_s = time.perf_counter() - began_s
-    with _unheard():
+    with _silenced_stderr():
         profiler.stop()
     return profiler, rounds, total_s
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
+def _silenced_stderr() -> Iterator[None]:
     """Keeps from the standard error what the profiler's library writes there whatever its log level."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)

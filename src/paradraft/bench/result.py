@@ -41,7 +41,7 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class BatchResult:
     """The answers to one batch of prompts.
 
     Args:
@@ -64,7 +64,7 @@ class Answer:
     peak_rss_bytes: int | None = None
 
 
-Answerer = Callable[[list[str], int, Sampling], Answer]
+Answerer = Callable[[list[str], int, Sampling], BatchResult]
 
 
 def tokens_by_round(accepted: Sequence[int], tokens: int) -> list[int]:
@@ -83,7 +83,7 @@ def tokens_by_round(accepted: Sequence[int], tokens: int) -> list[int]:
     return found
 
 
-def by_round(answers: Iterable[Answer]) -> list[list[int]]:
+def by_round(answers: Iterable[BatchResult]) -> list[list[int]]:
     """For each answer the tokens that each target pass gave it; nothing of methods that do not tell."""
     return [
         tokens_by_round(accepted, len(tokens))

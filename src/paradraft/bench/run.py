@@ -15,7 +15,7 @@ from paradraft.bench.harness import Measured, measure, summarize
 from paradraft.bench.profile import profile
 from paradraft.bench.result import Piece, by_round, pieces
 from paradraft.bench.roofline import Size, added, reached, speeds_for
-from paradraft.bench.setup import Preparation, Work, check, prepare
+from paradraft.bench.setup import Preparation, Workload, check, prepare
 from paradraft.bench.spec import AR, Benchmark, Method
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds
 from paradraft.decode.sequential import VERIFY
@@ -27,7 +27,9 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
 
 
-def run_benchmark(benchmark: Benchmark, works: Sequence[Work], report: Callable[[str], None]) -> list[dict[str, Any]]:
+def run_benchmark(
+    benchmark: Benchmark, works: Sequence[Workload], report: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """Measures, one work after the other; models are loaded once.
 
     Args:
@@ -94,7 +96,7 @@ def _result(
     }
 
 
-def _of(work: Work, report: Callable[[str], None]) -> Callable[[str], None]:
+def _of(work: Workload, report: Callable[[str], None]) -> Callable[[str], None]:
     return (lambda news: report(f"{work.name}: {news}")) if work.name else report
 
 

@@ -30,7 +30,7 @@ Answers = Callable[[list[str], int], list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Workload:
     """Prompts that all methods answer.
 
     Args:
@@ -46,7 +46,7 @@ class Work:
     name: str = ""
 
     @classmethod
-    def of(cls, prompts: list[str], max_new_tokens: int) -> Work:
+    def of(cls, prompts: list[str], max_new_tokens: int) -> Workload:
         """Texts that are known."""
         return cls(count=len(prompts), max_new_tokens=max_new_tokens, prompts=lambda _: prompts)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.bench.baselines import ASSISTED, CONFIDENCE, HF, LOOKUP, PEERS, transformers
-from paradraft.bench.result import Answer, Answerer
+from paradraft.bench.result import Answerer, BatchResult
 from paradraft.bench.roofline import models_of, passes_of
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.core import RULES, Drafter
@@ -186,10 +186,10 @@ def _settings(name: str) -> list[str]:
 def _ours(engine: Engine) -> Answerer:
     models = models_of(engine.target.lm, engine.drafter)
 
-    def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
+    def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
         results = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, batch_size=len(prompts))
         stats = engine.clock.stats
-        return Answer(
+        return BatchResult(
             tokens=[result.tokens for result in results],
             total_s=stats.total_s,
             stats=stats,

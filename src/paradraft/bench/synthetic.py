@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paradraft.bench.result import Answer, Answerer
+from paradraft.bench.result import Answerer, BatchResult
 from paradraft.bench.roofline import models_of, passes_of
-from paradraft.core import Draft, Step, TargetOut, Verdict
+from paradraft.core import Draft, RoundOutput, TargetOut, Verdict
 from paradraft.decode.generation import Stops
 from paradraft.decode.sequential import VERIFY, Verify, decode
 from paradraft.decode.stats import Clock
@@ -32,7 +32,7 @@ from paradraft.tree import ABSENT
 
 def rounds(
     engine: Engine, prompts: list[str], max_new_tokens: int, samplings: list[Sampling], verify: Verify, clock: Clock
-) -> Iterator[Step]:
+) -> Iterator[RoundOutput]:
     """Answers one batch with the engine's target, drafter and lengths.
 
     Args:
@@ -143,7 +143,7 @@ class SyntheticAcceptance:
         verify = self.instead_of(VERIFY[engine.verify])
         models = models_of(engine.target.lm, engine.drafter)
 
-        def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
+        def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
             clock = Clock.on(engine.target.lm.device)
             tokens: list[list[int]] = [[] for _ in prompts]
             samplings = [replace(sampling, seed=_seed(prompt, sampling.seed)) for prompt in prompts]
@@ -151,7 +151,7 @@ class SyntheticAcceptance:
                 for row, new in zip(step.rows, step.tokens, strict=True):
                     tokens[row] += new
             stats = clock.stats
-            return Answer(tokens=tokens, total_s=stats.total_s, stats=stats, passes=passes_of(models))
+            return BatchResult(tokens=tokens, total_s=stats.total_s, stats=stats, passes=passes_of(models))
 
         return answer
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.bench.setup import Answers, Work
+from paradraft.bench.setup import Answers, Workload
 from paradraft.data.records import Record, records
-from paradraft.models.tokenization import opening
+from paradraft.models.tokenization import encode_prompt
 
 QUESTIONS = 80
 """How many questions of a task are asked, unless told otherwise."""
@@ -154,7 +154,7 @@ def prompt_of(
 
     With a chat template the target is asked in it, up to the generation prompt, and without thinking where the
     template has a switch for that, as in the authors' code. Without one the question is written plainly. A BOS
-    that the template writes stays the only one: see `paradraft.models.tokenization.opening`.
+    that the template writes stays the only one: see `paradraft.models.tokenization.encode_prompt`.
 
     Args:
         task: whose question it is.
@@ -262,9 +262,9 @@ class Questions:
         return sum(map(len, self.turns))
 
     @property
-    def work(self) -> Work:
+    def work(self) -> Workload:
         """What methods are to answer."""
-        return Work(count=self.count, max_new_tokens=self.max_new_tokens, prompts=self.prompts, name=self.task.name)
+        return Workload(count=self.count, max_new_tokens=self.max_new_tokens, prompts=self.prompts, name=self.task.name)
 
     def prompts(self, answers: Answers) -> list[str]:
         """The prompts of all turns, question by question.
@@ -313,5 +313,5 @@ def _longest(
     task: Task, turns: Sequence[str], tokenizer: PreTrainedTokenizerBase, system: str | None, limit: int
 ) -> int:
     """Most tokens that a question and its answers can have."""
-    asked = opening(prompt_of(task, turns, ["a"] * (len(turns) - 1), tokenizer, system), tokenizer)
+    asked = encode_prompt(prompt_of(task, turns, ["a"] * (len(turns) - 1), tokenizer, system), tokenizer)
     return len(asked) + limit * len(turns)

@@ -20,7 +20,7 @@ from paradraft.cli.regenerate import regenerate
 from paradraft.cli.report import report
 from paradraft.cli.terminal import hide_progress_bars
 from paradraft.cli.train import pard
-from paradraft.environment import speaks
+from paradraft.environment import is_main_process
 from paradraft.errors import is_out_of_memory
 
 INTERRUPTED = 130
@@ -101,7 +101,7 @@ def _leave(code: int) -> NoReturn:
 
 def _speaks() -> bool:
     """Whether this process speaks: only training knows of others, elsewhere their numbers are somebody else's."""
-    return sys.argv[1:2] != ["train"] or speaks()
+    return sys.argv[1:2] != ["train"] or is_main_process()
 
 
 def _complain(message: str, *, always: bool = False) -> int:

@@ -198,7 +198,7 @@ def bench(
     from paradraft.bench.page.page import check_folder, write_page
     from paradraft.bench.plot import plot
     from paradraft.bench.run import run_benchmark
-    from paradraft.bench.setup import Work, prompts_for
+    from paradraft.bench.setup import Workload, prompts_for
     from paradraft.bench.spec import Benchmark, Method
     from paradraft.bench.summary import write_json
     from paradraft.bench.synthetic import SyntheticAcceptance
@@ -222,7 +222,7 @@ def bench(
     if task is None:
         number = 16 if num_prompts is None else num_prompts
         texts = prompts_for(target, number, tokens=prompt_tokens, file=prompts)
-        works = [Work.of(texts, max_new_tokens or 128)]
+        works = [Workload.of(texts, max_new_tokens or 128)]
     else:
         check_alone(task, target, prompts, drawn=(plot_file, page_folder))
         asked = questions_for(

@@ -13,7 +13,7 @@ from paradraft.models.runtime import DTYPES
 
 if TYPE_CHECKING:
     from paradraft.train.init_draft import NewDraft
-    from paradraft.train.init_from import Cut, Fresh, Sibling
+    from paradraft.train.init_from import InitFrom
 
 
 def init_draft(
@@ -64,9 +64,9 @@ def init_draft(
         print(line)
 
 
-def _origin(fresh: bool, source: str | None, **settings: int | None) -> Cut | Fresh | Sibling:
+def _origin(fresh: bool, source: str | None, **settings: int | None) -> InitFrom:
     """Where the options say that the draft comes from; one that would be ignored is a mistake."""
-    from paradraft.train.init_from import Cut, Fresh, Sibling
+    from paradraft.train.init_from import PretrainedSibling, PrunedTarget, RandomInit
 
     given = {name: value for name, value in settings.items() if value is not None}
     options = {name: f"--{name.replace('_', '-')}" for name in given} | ({} if source is None else {"source": "--from"})
@@ -74,26 +74,26 @@ def _origin(fresh: bool, source: str | None, **settings: int | None) -> Cut | Fr
         for name in ("every", "source"):
             if name in options:
                 raise ValueError(f"--fresh takes nothing over: leave {options[name]} out")
-        return Fresh(**given)
+        return RandomInit(**given)
     for name in ("hidden_size", "heads", "seed"):
         if name in options:
             raise ValueError(f"{options[name]} is for --fresh: add it, or leave the option out")
     if source is None:
-        return Cut(**given)
+        return PrunedTarget(**given)
     for name in ("layers", "every", "intermediate_size"):
         if name in options:
             raise ValueError(f"--from keeps all layers as they are: leave {options[name]} out")
-    return Sibling(name=source)
+    return PretrainedSibling(name=source)
 
 
-def _report(target: str, out: Path, origin: Cut | Fresh | Sibling, made: NewDraft) -> list[str]:
+def _report(target: str, out: Path, origin: InitFrom, made: NewDraft) -> list[str]:
     """What was made, and what to do next."""
-    from paradraft.train.init_from import Fresh, Sibling
+    from paradraft.train.init_from import PretrainedSibling, RandomInit
 
     match origin:
-        case Sibling():
+        case PretrainedSibling():
             what = origin.name
-        case Fresh():
+        case RandomInit():
             what = f"random weights, {origin.layers} layers of width {origin.hidden_size}"
         case _:
             what = f"layers {', '.join(map(str, made.layers))} of the target"

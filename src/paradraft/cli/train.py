@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from paradraft.environment import speaks
+from paradraft.environment import is_main_process
 from paradraft.train.checkpoint import STATE
 from paradraft.train.launch import CHECKPOINT, train_pard
 from paradraft.train.progress import Evaluation, Progress, Report
@@ -27,7 +27,7 @@ def run_with_display(recipe: PardRecipe) -> None:
     Raises:
         ValueError, OSError, StoppedError: see `train_pard`.
     """
-    console = Console(highlight=False, quiet=not speaks())
+    console = Console(highlight=False, quiet=not is_main_process())
     try:
         if console.is_terminal:
             with Live(console=console, auto_refresh=False) as live:

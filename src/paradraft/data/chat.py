@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.data.records import Message
 from paradraft.data.samples import Sample
-from paradraft.models.tokenization import continuation
+from paradraft.models.tokenization import encode_continuation
 
 CLOCK, DATE = "strftime_now", "date_string"
 """What templates call `transformers`' clock, and the date that they write instead of asking it, if that is given."""
@@ -207,7 +207,7 @@ def _answer(messages: list[Message], prompt: list[int], template: ChatTemplate) 
 
 def _as_it_came(message: Message, template: ChatTemplate) -> list[int]:
     # The template would put an end of turn behind what was cut.
-    return continuation(message["content"], template.tokenizer)
+    return encode_continuation(message["content"], template.tokenizer)
 
 
 def _marked(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> Sample:

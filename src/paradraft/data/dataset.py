@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.data.chat import ChatTemplate, check_variables, conversation_samples, dated
 from paradraft.data.records import conversation_of, records, renamed
 from paradraft.data.samples import Sample, group_of, is_longer, pieces, truncated
-from paradraft.models.tokenization import continuation, opening
+from paradraft.models.tokenization import encode_continuation, encode_prompt
 
 Long = Literal["auto", "truncate", "split"]
 NAMED = 5
@@ -192,12 +192,12 @@ def _from_record(record: Any, template: ChatTemplate) -> list[Sample]:
 
 
 def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    tokens = _ended(opening(text, tokenizer), tokenizer)
+    tokens = _ended(encode_prompt(text, tokenizer), tokenizer)
     return Sample(tokens=tokens, is_label=[True] * len(tokens))
 
 
 def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
-    question, written = opening(prompt, tokenizer), continuation(response, tokenizer)
+    question, written = encode_prompt(prompt, tokenizer), encode_continuation(response, tokenizer)
     answer = written if is_cut else _ended(written, tokenizer)
     return Sample(tokens=question + answer, is_label=[False] * len(question) + [True] * len(answer))
 

@@ -16,7 +16,7 @@ from paradraft.data.records import Message
 from paradraft.data.regenerate import Outcome
 from paradraft.engine import Engine
 from paradraft.models.runtime import stored_parts
-from paradraft.models.tokenization import opening
+from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
 
 WINDOW = 32
@@ -121,7 +121,7 @@ class InProcess:
     def _tokens(self, prompt: str | list[Message]) -> list[int]:
         tokenizer = self.engine.target.tokenizer
         if isinstance(prompt, str):
-            return opening(prompt, tokenizer)
+            return encode_prompt(prompt, tokenizer)
         if not tokenizer.chat_template:
             raise ValueError(
                 f"{self.target!r} has no chat template, so conversations cannot be asked: use a model that has one, "

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paradraft.core import Draft, Step
+from paradraft.core import Draft, RoundOutput
 from paradraft.decode.expected_length import Expected
 from paradraft.ragged import upload
 from paradraft.tree import ancestors, depths
@@ -35,7 +35,7 @@ class LengthPolicy(Protocol):
     def cut(self, draft: Draft) -> Draft:
         """The draft without what is not worth the target's time."""
 
-    def observe(self, step: Step, *, draft_s: float, verify_s: float) -> None:
+    def observe(self, step: RoundOutput, *, draft_s: float, verify_s: float) -> None:
         """Learns what a round accepted and how long its two passes took."""
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -61,7 +61,7 @@ class Fixed:
         """The draft as it is."""
         return draft
 
-    def observe(self, step: Step, *, draft_s: float, verify_s: float) -> None:
+    def observe(self, step: RoundOutput, *, draft_s: float, verify_s: float) -> None:
         """Nothing to learn."""
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -90,7 +90,7 @@ class Heuristic(Fixed):
         most_B1 = upload(self._wanted, draft.tokens.device)[:, None]
         return draft.where(depths(draft.parents) < most_B1)
 
-    def observe(self, step: Step, *, draft_s: float, verify_s: float) -> None:
+    def observe(self, step: RoundOutput, *, draft_s: float, verify_s: float) -> None:
         """Grows or shrinks each row's length."""
         for row, (accepted, drafted) in enumerate(zip(step.accepted, step.drafted, strict=True)):
             if drafted:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from paradraft.core import Draft, Step
+from paradraft.core import Draft, RoundOutput
 
 
 def expected_tokens(shares: Iterable[float]) -> float:
@@ -169,7 +169,7 @@ class Expected:
         """What a round of `k` drafted tokens lost against the best one."""
         return max(seconds - self._tokens(k) / self._rate(self._best), 0.0)
 
-    def observe(self, step: Step, *, draft_s: float, verify_s: float) -> None:
+    def observe(self, step: RoundOutput, *, draft_s: float, verify_s: float) -> None:
         """Adds a round to costs and acceptance."""
         asked, seconds = self._asked, draft_s + verify_s
         assert asked is not None, "a round that was never asked for"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paradraft.core import INVALID, Draft, Step, Verdict
+from paradraft.core import INVALID, Draft, RoundOutput, Verdict
 from paradraft.errors import one_line
 from paradraft.models.tokenization import REPLACEMENT, GrowingText
 from paradraft.ragged import upload
@@ -81,7 +81,7 @@ class Stops:
             return draft
         return draft.where(depths(draft.parents) < upload(most, draft.tokens.device)[:, None])
 
-    def cut(self, draft: Draft, verdict: Verdict) -> Step:
+    def cut(self, draft: Draft, verdict: Verdict) -> RoundOutput:
         """The tokens of one round that are really emitted.
 
         Raises:
@@ -101,7 +101,7 @@ class Stops:
             drafted.append(max(deep, default=0))
             nodes.append(len(deep))
             finished.append(self._left[row] == 0)
-        return Step(
+        return RoundOutput(
             rows=list(self._rows), tokens=tokens, accepted=accepted, drafted=drafted, nodes=nodes, finished=finished
         )
 

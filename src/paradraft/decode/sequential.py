@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from paradraft.core import Draft, Drafter, Prompt, Step, TargetOut, Verdict
+from paradraft.core import Draft, Drafter, Prompt, RoundOutput, TargetOut, Verdict
 from paradraft.decode.draft_length import LengthPolicy
 from paradraft.decode.generation import Stops
 from paradraft.decode.stats import Clock
@@ -32,7 +32,7 @@ def decode(
     stops: Stops,
     lengths: LengthPolicy,
     clock: Clock,
-) -> Iterator[Step]:
+) -> Iterator[RoundOutput]:
     """Yields the new tokens of every round until all rows have ended.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from paradraft.core import Step
+from paradraft.core import RoundOutput
 
 
 class Marks(Protocol):
@@ -166,7 +166,7 @@ class Clock:
         """Books the time since the last lap nowhere."""
         self._last = self._marks.mark()
 
-    def count(self, step: Step) -> None:
+    def count(self, step: RoundOutput) -> None:
         """Adds one round."""
         for place, row in enumerate(step.rows):
             counts = self._counts[row]

@@ -72,13 +72,13 @@ class AutoregressiveDrafter:
         if k == 0:
             return Draft.empty(len(self._pending), self.lm.device)
         if max(map(len, self._pending)) >= self.lm.width:
-            self._pending = self.lm.read_all_but_last(ragged.from_lists(self._pending, self.lm.device)).tolist()
+            self._pending = self.lm.prefill(ragged.from_lists(self._pending, self.lm.device)).tolist()
         reading, numbers = ragged.from_lists(self._pending, self.lm.device), list(map(len, self._pending))
         last_B1 = upload([[number - 1] for number in numbers], self.lm.device)
         found: list[Candidates] = []
         for depth in range(k):
-            logits_B1V = self.lm.forward(reading, rows_BR=last_B1)
-            self.lm.keep(numbers)
+            logits_B1V = self.lm.forward(reading, logit_rows=last_B1)
+            self.lm.advance(numbers)
             if not found:
                 self._committed, self._pending = self.lm.lengths, [[] for _ in numbers]
                 numbers, last_B1 = [1] * len(numbers), torch.zeros_like(last_B1)
@@ -96,7 +96,7 @@ class AutoregressiveDrafter:
             read = min(sum(1 for _ in followed), self.lm.lengths[row] - self._committed[row])
             kept.append(self._committed[row] + read)
             unread.append(tokens[read:])
-        self.lm.rewind(kept)
+        self.lm.rollback(kept)
         self._pending = ragged.joined(self._pending, unread)
         self._sampler.commit(verdict)
 

@@ -95,7 +95,7 @@ class CausalLM:
         self._largest = self._storage = self._allocate(1)
         self.passes = Counter[Pass]()
         """The passes since `clear`, for whoever wants to know what they cost."""
-        self._stand_at([0])
+        self._set_lengths([0])
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
         return kv_cache.allocate(
@@ -116,7 +116,7 @@ class CausalLM:
         if longest > self.capacity:
             raise ValueError(f"the prompt has {longest} tokens, the model has room for {self.capacity}: shorten it")
         self.clear(len(prompt.tokens))
-        return self.read_all_but_last(prompt.tokens)
+        return self.prefill(prompt.tokens)
 
     def clear(self, batch_size: int) -> None:
         """Forgets everything.
@@ -129,11 +129,11 @@ class CausalLM:
             self._compute.forget()
             self._largest = self._allocate(batch_size)
         self._storage = kv_cache.first_rows(self._largest, batch_size)
-        self._stand_at([0] * batch_size)
+        self._set_lengths([0] * batch_size)
         self.passes = Counter()
 
     @torch.no_grad()
-    def read_all_but_last(self, tokens_BT: Tensor) -> Tensor:
+    def prefill(self, tokens_BT: Tensor) -> Tensor:
         """Reads and keeps all but the last token of each row; at any length, in chunks.
 
         Returns:
@@ -145,12 +145,12 @@ class CausalLM:
             chunk = rest[:, start : start + PREFILL_CHUNK]
             nothing_B0 = torch.zeros(len(chunk), 0, dtype=torch.long, device=self.device)
             self._pass(chunk, parents_of_chains(*chunk.shape, self.device), nothing_B0)
-            self.keep((chunk != ABSENT).sum(1).tolist())
+            self.advance((chunk != ABSENT).sum(1).tolist())
         return tokens_BT.gather(1, last_B1)
 
     @torch.no_grad()
-    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None, rows_BR: Tensor | None = None) -> Tensor:
-        """Reads new tokens behind the kept ones; nothing is kept until `keep` or `keep_path`.
+    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None, logit_rows: Tensor | None = None) -> Tensor:
+        """Reads new tokens behind the kept ones; nothing is kept until `advance` or `accept_path`.
 
         Args:
             tokens_BN: `[B, N]` token ids, `ABSENT` where a row has fewer.
@@ -165,13 +165,13 @@ class CausalLM:
         assert N <= self.width, f"a pass of {N} tokens, but room for {self.width}"
         chains_BN = parents_of_chains(B, N, self.device)
         parents_BN = chains_BN if parents_BN is None else parents_BN
-        rows_BR = depths(chains_BN) if rows_BR is None else rows_BR
-        return self.allowed(self._pass(tokens_BN, parents_BN, rows_BR))
+        logit_rows = depths(chains_BN) if logit_rows is None else logit_rows
+        return self.allowed(self._pass(tokens_BN, parents_BN, logit_rows))
 
-    def _pass(self, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor) -> Tensor:
-        (B, N), R = tokens_BN.shape, rows_BR.shape[1]
+    def _pass(self, tokens_BN: Tensor, parents_BN: Tensor, logit_rows: Tensor) -> Tensor:
+        (B, N), R = tokens_BN.shape, logit_rows.shape[1]
         self.passes[Pass(rows=B, tokens=N, logits=R, context=self._longest)] += 1
-        return self._compute(self._storage, self.lengths, tokens_BN, parents_BN, rows_BR)
+        return self._compute(self._storage, self.lengths, tokens_BN, parents_BN, logit_rows)
 
     @property
     def is_native(self) -> bool:
@@ -210,32 +210,32 @@ class CausalLM:
         if token < self.vocab_size and token not in self._forbidden:
             self._forbidden.append(token)
 
-    def _stand_at(self, lengths: list[int]) -> None:
+    def _set_lengths(self, lengths: list[int]) -> None:
         self.lengths = list(lengths)
         """How many tokens of each row the cache holds."""
         self._longest = max(lengths)
 
-    def keep(self, counts: list[int]) -> None:
+    def advance(self, counts: list[int]) -> None:
         """Keeps the first tokens of the last pass, of each row so many."""
         # A row that has ended is read on until all rows of its batch have; it must not outgrow the cache.
-        self._stand_at([min(sum(pair), self.capacity) for pair in zip(self.lengths, counts, strict=True)])
+        self._set_lengths([min(sum(pair), self.capacity) for pair in zip(self.lengths, counts, strict=True)])
 
-    def keep_path(self, paths: list[list[int]]) -> None:
+    def accept_path(self, paths: list[list[int]]) -> None:
         """Keeps the tokens of the last pass that each row's path names, in its order."""
         if any(path != list(range(len(path))) for path in paths):
             first_slot_B = upload(self.lengths, self.device)
             kv_cache.compact(self._storage, first_slot_B, from_lists(paths, self.device))
-        self.keep(list(map(len, paths)))
+        self.advance(list(map(len, paths)))
 
     def keep_rows(self, rows: Tensor) -> None:
         """Forgets all rows of the batch but `rows`, `[b]` indices."""
         self._storage = kv_cache.keep_rows(self._storage, rows, self._longest)
-        self._stand_at([self.lengths[row] for row in rows.tolist()])
+        self._set_lengths([self.lengths[row] for row in rows.tolist()])
 
-    def rewind(self, lengths: list[int]) -> None:
+    def rollback(self, lengths: list[int]) -> None:
         """Goes back to earlier lengths of the rows."""
         assert all(earlier <= now for earlier, now in zip(lengths, self.lengths, strict=True))
-        self._stand_at(lengths)
+        self._set_lengths(lengths)
 
 
 def _native_pass(model: PreTrainedModel, slots: int) -> NativePass | None:

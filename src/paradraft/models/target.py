@@ -62,7 +62,7 @@ class Target:
 
     def commit(self, verdict: Verdict) -> None:
         """Keeps the accepted path; the verdict's next token becomes the new root."""
-        self.lm.keep_path([[0, *(node + 1 for node in path)] for path in to_lists(verdict.path)])
+        self.lm.accept_path([[0, *(node + 1 for node in path)] for path in to_lists(verdict.path)])
         self._root_B1 = verdict.tokens.gather(1, verdict.accepted[:, None])
 
     def keep_rows(self, rows: Tensor) -> None:

@@ -26,7 +26,7 @@ _MOST_BYTES = 4
 """Of a character."""
 
 
-def opening(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode_prompt(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a text that others follow: a prompt, or the beginning of a document."""
     # Of an empty text nothing tells what stands before it from what stands after.
     around = tokenizer(text or "a", return_special_tokens_mask=True)
@@ -36,7 +36,7 @@ def opening(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokens if tokens[: len(before)] == before else before + tokens
 
 
-def continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a text that follows others: nothing is put around it, no space before it either."""
     tokens = _token_ids(text, tokenizer)
     word = tokenizer.convert_ids_to_tokens(_token_ids("a", tokenizer)[:1])

@@ -81,18 +81,18 @@ def assemble(candidates: Candidates, tree: Tree | None, *, aside: float) -> Draf
     if tree.paths is not None:
         shapes = [[path for path in tree.paths if len(path) <= K and max(path) < C]] * B
     else:
-        shapes = [grown(row, tree.nodes, aside=aside) for row in candidates.log_probs.tolist()]
+        shapes = [best_first(row, tree.nodes, aside=aside) for row in candidates.log_probs.tolist()]
     return _draft(candidates, shapes)
 
 
-def grown(log_probs_KC: list[list[float]], budget: int, *, aside: float) -> list[tuple[int, ...]]:
+def best_first(log_probs_KC: list[list[float]], budget: int, *, aside: float) -> list[tuple[int, ...]]:
     """The paths of the most promising tree: best first by the estimated probability of the whole path.
 
     Worked example: two positions, the best candidates have probabilities 0.6 and 0.3, then 0.9 and
     0.05. Behind the second best first token the estimates count half.
 
     >>> rows = [[math.log(0.6), math.log(0.3)], [math.log(0.9), math.log(0.05)]]
-    >>> grown(rows, 4, aside=0.5)
+    >>> best_first(rows, 4, aside=0.5)
     [(0,), (0, 0), (1,), (1, 0)]
     """
     if not log_probs_KC:

@@ -20,7 +20,7 @@ WINDOW = 32
 """Steps over which samples of like length are brought together."""
 
 
-class Order:
+class BatchSampler:
     """Goes through all samples once in every epoch, each time in another random order.
 
     Samples of like length come in one step, so that little is filled up: each epoch is shuffled,

@@ -30,12 +30,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.digests import file_digest
 from paradraft.train.disk import sync, sync_entries
-from paradraft.train.progress import Standing, Sums, Worth
+from paradraft.train.progress import BestSoFar, Score, Sums
 from paradraft.train.provenance import Learnt
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def exclusive(folder: Path) -> Iterator[None]:
     """Keeps other runs out of a folder, which need not exist.
 
     The lock is `<folder>.lock` beside it; the file stays, the lock goes with the process that holds it.
@@ -83,7 +83,7 @@ class State:
     began: str = ""
     learnt: Learnt | None = None
     is_evaluated: bool = True
-    standing: Standing = field(default_factory=Standing)
+    standing: BestSoFar = field(default_factory=BestSoFar)
     sums: Sums = field(default_factory=Sums)
 
 
@@ -217,7 +217,7 @@ class Checkpoints:
         """Where the drafter of a step is written."""
         return self.folder / f"drafter-{step:08d}"
 
-    def keep_drafters(self, best: Worth | None) -> None:
+    def keep_drafters(self, best: Score | None) -> None:
         """Deletes all drafters but the best and those that were the best at a checkpoint."""
         needed = [best]
         for place in self._places():

@@ -15,7 +15,7 @@ from paradraft.drafters.pard import declared_mask_id, forget_masks
 from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.models.runtime import DTYPES, Runtime
 from paradraft.train.checkpoint import save_model
-from paradraft.train.init_from import Cut, Fresh, Sibling
+from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
 from paradraft.train.vocabulary import end_ids, free_id, of_one_family, resize, used_rows
 
 
@@ -69,7 +69,12 @@ class NewDraft:
 
 
 def make(
-    target: str, out: Path, origin: Cut | Fresh | Sibling, *, mask_token: bool = True, dtype: str | None = None
+    target: str,
+    out: Path,
+    origin: InitFrom,
+    *,
+    mask_token: bool = True,
+    dtype: str | None = None,
 ) -> NewDraft:
     """Writes a draft with the target's tokenizer and as many rows of the embedding as the target has.
 
@@ -95,20 +100,20 @@ def make(
     target_parameters = _parameters(config)
     layers: tuple[int, ...] = ()
     match origin:
-        case Cut():
+        case PrunedTarget():
             layers = origin.of(config.num_hidden_layers)
             origin.check_narrower(config)
             model = _cut(target, folder, layers, dtype)
             if origin.intermediate_size is not None:
                 narrow(model, origin.intermediate_size)
-        case Fresh():
+        case RandomInit():
             origin.check_smaller(config, target_parameters)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(origin.seed)
                 model = AutoModelForCausalLM.from_config(
                     origin.config(config), dtype=torch.float32, trust_remote_code=False
                 )
-        case Sibling():
+        case PretrainedSibling():
             model = _fitted(origin.name, target, config.vocab_size, tokenizer, dtype)
     if not layers:
         # The target's: it says where the texts end that are drafted.

@@ -10,7 +10,7 @@ from paradraft.drafters.pard import CONFIG_KEYS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class PrunedTarget:
     """Some of the target's own layers, with its embedding and head.
 
     Args:
@@ -43,7 +43,7 @@ class Cut:
             ValueError: more are wanted than there are.
 
         Example:
-            >>> Cut(layers=4).of(8), Cut(every=3).of(8), Cut().of(28)
+            >>> PrunedTarget(layers=4).of(8), PrunedTarget(every=3).of(8), PrunedTarget().of(28)
             ((0, 2, 5, 7), (0, 3, 6, 7), (0, 5, 9, 14, 18, 23, 27))
         """
         if self.every is not None:
@@ -66,7 +66,7 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fresh:
+class RandomInit:
     """A small model of the target's architecture with random weights; embedding and head are one matrix.
 
     Args:
@@ -137,7 +137,7 @@ class Fresh:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sibling:
+class PretrainedSibling:
     """A small model of the target's family whose embedding has another number of rows.
 
     Args:
@@ -145,3 +145,7 @@ class Sibling:
     """
 
     name: str
+
+
+InitFrom = PrunedTarget | RandomInit | PretrainedSibling
+"""Where the weights of a new draft come from."""

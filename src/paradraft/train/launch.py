@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from paradraft.train import progress, provenance
-from paradraft.train.checkpoint import Checkpoints, State, alone_in
+from paradraft.train.checkpoint import Checkpoints, State, exclusive
 from paradraft.train.disk import estimate, told_when_full
 from paradraft.train.progress import Report
 from paradraft.train.provenance import difference
@@ -71,7 +71,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
         state: State | None = None
         with as_one(accelerator):
             if accelerator.is_main_process:
-                held.enter_context(alone_in(recipe.out))
+                held.enter_context(exclusive(recipe.out))
         with as_one(accelerator):
             if is_trained(recipe):
                 # What stopped the run that put the drafter in place may have come before it had tidied up.
@@ -90,7 +90,7 @@ def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
                 need = estimate(recipe, prepared.objective, steps=prepared.steps, measures=bool(prepared.held_out))
                 need.check(recipe.out, checkpoints.folder)
         with stop_requests() as request:
-            Loop(prepared, acceptance, accelerator, checkpoints, state, request, report).to_the_end()
+            Loop(prepared, acceptance, accelerator, checkpoints, state, request, report).run()
         return True
 
 

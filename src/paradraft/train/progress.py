@@ -180,7 +180,7 @@ def figures(report: Report) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worth:
+class Score:
     """What a drafter is worth: the larger acceptance length wins, and of equal lengths the smaller loss.
 
     Args:
@@ -189,10 +189,10 @@ class Worth:
         held_out_loss: mean loss on held-out samples.
 
     Example:
-        >>> first = Worth(step=1, acceptance_length=2.5, held_out_loss=1.0)
-        >>> first < Worth(step=2, acceptance_length=3.0, held_out_loss=4.0)
+        >>> first = Score(step=1, acceptance_length=2.5, held_out_loss=1.0)
+        >>> first < Score(step=2, acceptance_length=3.0, held_out_loss=4.0)
         True
-        >>> first < Worth(step=2, acceptance_length=2.5, held_out_loss=0.9)
+        >>> first < Score(step=2, acceptance_length=2.5, held_out_loss=0.9)
         True
     """
 
@@ -200,7 +200,7 @@ class Worth:
     acceptance_length: float | None
     held_out_loss: float
 
-    def __lt__(self, other: Worth) -> bool:
+    def __lt__(self, other: Score) -> bool:
         return self._rank < other._rank
 
     @property
@@ -209,7 +209,7 @@ class Worth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class BestSoFar:
     """The best drafter of a run so far.
 
     Args:
@@ -217,13 +217,13 @@ class Standing:
         stale: evaluations since then, none of them better.
     """
 
-    best: Worth | None = None
+    best: Score | None = None
     stale: int = 0
 
-    def after(self, worth: Worth) -> Standing:
+    def after(self, worth: Score) -> BestSoFar:
         """How the run stands after one more evaluation."""
         if self.best is None or self.best < worth:
-            return Standing(best=worth)
+            return BestSoFar(best=worth)
         return replace(self, stale=self.stale + 1)
 
     def is_over(self, patience: int | None) -> bool:

@@ -162,7 +162,7 @@ class PardRecipe(BaseModel):
         return given or None
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> PardRecipe:
+    def _check_consistency(self) -> PardRecipe:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(
                 f"steps={self.steps}, epochs={self.epochs}: give either steps or epochs, the other as null"
@@ -282,7 +282,7 @@ PARTS = (
 )
 
 
-def complaints(recipe: PardRecipe, *, steps: int) -> list[str]:
+def ignored_settings(recipe: PardRecipe, *, steps: int) -> list[str]:
     """One line for each setting that has nothing to act on.
 
     Args:
@@ -291,7 +291,7 @@ def complaints(recipe: PardRecipe, *, steps: int) -> list[str]:
 
     Example:
         >>> settings = {"model": "m", "data": ["d"], "out": "o", "steps": 9, "warmup_steps": 9}
-        >>> for line in complaints(PardRecipe(**settings, k=1, r=0.5, distinct_masks=False), steps=9):
+        >>> for line in ignored_settings(PardRecipe(**settings, k=1, r=0.5, distinct_masks=False), steps=9):
         ...     print(line)
         r=0.5 is ignored without k=2 or more
         warmup_steps=9: the run has 9 steps, so the learning rate never falls

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from paradraft.data.dataset import load_samples
 from paradraft.data.samples import Sample, hold_out
 from paradraft.drafters.pard import check_ends_nothing, forget_masks
-from paradraft.environment import speaks
+from paradraft.environment import is_main_process
 from paradraft.models.loading import (
     load_config,
     load_generation_config,
@@ -31,7 +31,7 @@ from paradraft.train.acceptance import AcceptanceMeter, prompt_of
 from paradraft.train.batch import Batch, Drop, collate, pack
 from paradraft.train.pard import Objective, add_mask_token
 from paradraft.train.provenance import Learnt, learnt_of
-from paradraft.train.recipe import Lora, PardRecipe, complaints
+from paradraft.train.recipe import Lora, PardRecipe, ignored_settings
 from paradraft.train.rows import FLEX
 from paradraft.train.teacher import Teacher, load_teacher
 from paradraft.train.vocabulary import check_rows, named_ends
@@ -66,7 +66,7 @@ def merged(adapted: PeftModel) -> PreTrainedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewDrafter:
+class InitialDrafter:
     """A drafter that has learnt nothing yet, in float32.
 
     Args:
@@ -80,7 +80,7 @@ class NewDrafter:
     mask_id: int | None
 
 
-def new_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> NewDrafter:
+def initial_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> InitialDrafter:
     """Loads a recipe's model and makes it ready to learn.
 
     Raises:
@@ -91,10 +91,10 @@ def new_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: 
 
 
 def drafter_skeleton(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> PreTrainedModel:
-    """What `new_drafter` would train, without its weights.
+    """What `initial_drafter` would train, without its weights.
 
     Raises:
-        ValueError: as `new_drafter`, but for what is wrong with the weights.
+        ValueError: as `initial_drafter`, but for what is wrong with the weights.
     """
     model = load_skeleton(locate(recipe.model, "draft"))
     return _ready(model, recipe, tokenizer, on_gpu=device.startswith("cuda")).model
@@ -102,7 +102,7 @@ def drafter_skeleton(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, dev
 
 def _ready(
     model: PreTrainedModel, recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, *, on_gpu: bool
-) -> NewDrafter:
+) -> InitialDrafter:
     if recipe.k > 1:
         mask_id = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks)
     else:
@@ -115,7 +115,7 @@ def _ready(
         # `transformers` renamed it in 5.23.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    return NewDrafter(model=model, adapted=adapted, mask_id=mask_id)
+    return InitialDrafter(model=model, adapted=adapted, mask_id=mask_id)
 
 
 MOST_ROOM = 4096
@@ -175,7 +175,7 @@ class Preparation:
 
     def finished_model(self, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
         """The drafter as it is shipped, in bf16, from the weights of `objective`."""
-        new = new_drafter(self.recipe, self.tokenizer, "cpu")
+        new = initial_drafter(self.recipe, self.tokenizer, "cpu")
         Objective(new.model).load_state_dict(weights)
         model = new.model if new.adapted is None else merged(new.adapted)
         return model.to(torch.bfloat16).eval()
@@ -237,12 +237,12 @@ def prepare(recipe: PardRecipe, device: torch.device, *, processes: int, began: 
         skip_unlabelled=recipe.skip_unlabelled,
     )
     learnt, held_out = hold_out(samples, recipe.held_out)
-    for complaint in complaints(recipe, steps=_steps(recipe, len(learnt))) if speaks() else ():
+    for complaint in ignored_settings(recipe, steps=_steps(recipe, len(learnt))) if is_main_process() else ():
         warnings.warn(complaint, stacklevel=4)
     bf16 = computes_bf16(device) if recipe.bf16 is None else recipe.bf16
     per_pass = min(recipe.samples_per_pass or recipe.samples_per_step, recipe.samples_per_step // processes)
     _check_memory(recipe, tokenizer, samples, device, bf16=bf16, per_pass=per_pass, measures=bool(held_out))
-    drafter = new_drafter(recipe, tokenizer, str(device))
+    drafter = initial_drafter(recipe, tokenizer, str(device))
     _check_samples(samples, drafter, recipe)
     teacher = _teacher_of(
         recipe, tokenizer, samples, drafter, Runtime(device=str(device), dtype="bfloat16" if bf16 else "float32")
@@ -283,7 +283,7 @@ def _check_memory(
     memory.estimate(recipe, drafter, weights=weights, rows=rows, passes=groups, bf16=bf16).check(device)
 
 
-def _check_samples(samples: list[Sample], drafter: NewDrafter, recipe: PardRecipe) -> None:
+def _check_samples(samples: list[Sample], drafter: InitialDrafter, recipe: PardRecipe) -> None:
     """Raises ValueError if samples hold the mask token, or one without a row, or do not fit into the model."""
     config, mask_id = drafter.model.config, drafter.mask_id
     masks = set() if mask_id is None else set(range(mask_id, mask_id + recipe.masks))
@@ -300,7 +300,7 @@ def _teacher_of(
     recipe: PardRecipe,
     tokenizer: PreTrainedTokenizerBase,
     samples: list[Sample],
-    drafter: NewDrafter,
+    drafter: InitialDrafter,
     runtime: Runtime,
 ) -> Teacher | None:
     if recipe.teacher is None:

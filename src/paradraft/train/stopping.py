@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from paradraft.environment import speaks
+from paradraft.environment import is_main_process
 
 ASKED_BY = (signal.SIGINT, signal.SIGTERM)
 
@@ -63,7 +63,7 @@ def stop_requests() -> Iterator[StopRequest]:
             raise KeyboardInterrupt
         if request.number is None:
             request.number = number
-            if number == signal.SIGINT and speaks() and sys.stderr.isatty():
+            if number == signal.SIGINT and is_main_process() and sys.stderr.isatty():
                 # Not `print`: the signal may have come in the middle of one.
                 os.write(2, b"\nstopping after this step; press Ctrl-C again to leave at once\n")
 

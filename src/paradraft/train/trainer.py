@@ -21,11 +21,11 @@ from torch import Tensor
 from paradraft.data.samples import Sample
 from paradraft.train import curves, progress
 from paradraft.train.acceptance import AcceptanceMeter
-from paradraft.train.batch import Batch, Order
+from paradraft.train.batch import Batch, BatchSampler
 from paradraft.train.checkpoint import Checkpoints, State, put_in_place, save_model
 from paradraft.train.losses import row_weights
 from paradraft.train.optimizers import Optimizers
-from paradraft.train.progress import Evaluation, Meter, Report, Standing, Worth, shares
+from paradraft.train.progress import BestSoFar, Evaluation, Meter, Report, Score, shares
 from paradraft.train.provenance import write_record
 from paradraft.train.setup import Preparation
 from paradraft.train.stopping import ASKED_BY, StoppedError, StopRequest
@@ -122,11 +122,11 @@ class Loop:
         )
         self.objective = self.optimizers.prepare(self.accelerator, self.prepared.objective)
         self._report = report
-        self._standing: Standing
+        self._standing: BestSoFar
         self._meter: Meter
         self._drawn_s = time.monotonic()
 
-    def to_the_end(self) -> None:
+    def run(self) -> None:
         """Takes all steps that are left, and writes the drafter.
 
         Raises:
@@ -178,7 +178,7 @@ class Loop:
         """
         if self._standing.is_over(self.recipe.patience) or (not is_evaluated and self._evaluate(first)):
             return first
-        order = Order(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
+        order = BatchSampler(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
         self.objective.train()
         with ThreadPoolExecutor(1) as ahead:
             coming = ahead.submit(self._batches_of, order, first)
@@ -215,7 +215,7 @@ class Loop:
             sums=self._meter.sums,
         )
 
-    def _batches_of(self, order: Order, step: int) -> list[Batch]:
+    def _batches_of(self, order: BatchSampler, step: int) -> list[Batch]:
         """This process's passes of a step."""
         mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
         chosen = order.samples_of(step)
@@ -263,7 +263,7 @@ class Loop:
         self._save_drafter(done)
         length = None if self.acceptance is None else self.acceptance.of(self.checkpoints.drafter(done))
         (length,) = broadcast_object_list([length])  # only the main process measures it
-        self._standing = self._standing.after(Worth(step=done, acceptance_length=length, held_out_loss=loss))
+        self._standing = self._standing.after(Score(step=done, acceptance_length=length, held_out_loss=loss))
         is_best = self._standing.stale == 0
         if self.accelerator.is_main_process:
             self.checkpoints.keep_drafters(self._standing.best)

@@ -64,7 +64,7 @@ def test_a_wrong_rule_fails(family: Path, wrong: Callable[..., Verdict], monkeyp
 def test_a_broken_cache_fails(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against faults in the logits themselves, which every rule then obeys honestly."""
     engine = drafted(family)
-    keep_path = engine.target.lm.keep_path
+    accept_path = engine.target.lm.accept_path
 
     def forgetful(paths: list[list[int]]) -> None:
         # The second slot that a round has written is lost.
@@ -73,7 +73,7 @@ def test_a_broken_cache_fails(family: Path, monkeypatch: pytest.MonkeyPatch) -> 
             for keys, values in lm._storage:
                 for row, length in enumerate(lm.lengths):
                     keys[row, length + 1], values[row, length + 1] = 0.0, 0.0
-        keep_path(paths)
+        accept_path(paths)
 
     monkeypatch.setattr(engine.target.lm, "keep_path", forgetful)
     report = run(engine, tokens=40)

@@ -128,7 +128,7 @@ def rejected_tokens_stay(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of one rejected token stay in the cache."""
     last: list[Tensor] = []
     around_wide_passes(lm, monkeypatch, lambda tokens: last.__setitem__(slice(None), [tokens]))
-    keep_path = lm.keep_path
+    accept_path = lm.accept_path
 
     def keep_more(paths: list[list[int]]) -> None:
         if last:
@@ -139,7 +139,7 @@ def rejected_tokens_stay(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
                 for path, nodes in zip(paths, there, strict=True)
             ]
             last.clear()
-        keep_path(paths)
+        accept_path(paths)
 
     monkeypatch.setattr(lm, "keep_path", keep_more)
 

@@ -10,18 +10,18 @@ import torch
 
 from paradraft.bench import harness
 from paradraft.bench.harness import Measured, measure, summarize
-from paradraft.bench.result import Answer, Counts
+from paradraft.bench.result import BatchResult, Counts
 from paradraft.bench.spec import Method
 from paradraft.sampling_params import GREEDY, Sampling
 
 SIZE = 2**27
 
 
-def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
-    return Answer(tokens=[[1] * max_new_tokens for _ in prompts], total_s=1.0, stats=None)
+def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
+    return BatchResult(tokens=[[1] * max_new_tokens for _ in prompts], total_s=1.0, stats=None)
 
 
-def measured(*answerers: Callable[..., Answer], device: str = "cpu") -> list[Measured]:
+def measured(*answerers: Callable[..., BatchResult], device: str = "cpu") -> list[Measured]:
     methods = [Method.parse(f"ngram:k={k}") for k, _ in enumerate(answerers, start=1)]
     return measure(
         dict(zip(methods, answerers, strict=True)), ["a", "b"], max_new_tokens=4, sampling=GREEDY, runs=2,
@@ -44,7 +44,7 @@ def test_the_memory_is_that_of_the_gpu_that_was_used(monkeypatch: pytest.MonkeyP
 def test_each_method_has_the_peak_of_its_own_answers() -> None:
     """Guards against one number for all methods of a process, and against what is resident when an answer is over."""
 
-    def greedy_for_memory(*asked: object) -> Answer:
+    def greedy_for_memory(*asked: object) -> BatchResult:
         torch.ones(SIZE, dtype=torch.uint8)
         return answer(*asked)
 
@@ -96,7 +96,7 @@ def test_a_drafter_that_stops_when_unsure_does_not_stand_above_one_that_yields_m
     measured = [
         Measured(
             method=Method.parse(spec), peak_rss_bytes=1,
-            runs=[[Answer(tokens=[[1] * counts.tokens], total_s=1.0, stats=None, counts=counts)]],
+            runs=[[BatchResult(tokens=[[1] * counts.tokens], total_s=1.0, stats=None, counts=counts)]],
         )
         for spec, counts in told.items()
     ]  # fmt: skip
@@ -111,11 +111,11 @@ def test_a_drafter_that_stops_when_unsure_does_not_stand_above_one_that_yields_m
 def test_the_beginning_of_answers_has_a_length_of_its_own() -> None:
     """Guards against lengths that come from a target which repeats itself: here only the second half is guessed."""
     tokens, accepted = list(range(64)), [0] * 32 + [3] * 8
-    runs = [[Answer(tokens=[tokens], total_s=1.0, stats=None, accepted=[accepted])]]
+    runs = [[BatchResult(tokens=[tokens], total_s=1.0, stats=None, accepted=[accepted])]]
     method = Method.parse("ngram:k=3")
     (found,) = summarize([Measured(method=method, runs=runs, peak_rss_bytes=1)], GREEDY).values()
     assert found["acceptance_length_first_32"] == 1.0
     beginning = [3] * 8 + [0] * 32
-    runs = [[Answer(tokens=[tokens], total_s=1.0, stats=None, accepted=[beginning])]]
+    runs = [[BatchResult(tokens=[tokens], total_s=1.0, stats=None, accepted=[beginning])]]
     (found,) = summarize([Measured(method=method, runs=runs, peak_rss_bytes=1)], GREEDY).values()
     assert found["acceptance_length_first_32"] == 4.0

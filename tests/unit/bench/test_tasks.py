@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paradraft.bench.summary import mean_of
 from paradraft.bench.tasks import TASKS, Questions, files_of, prompt_of, read_questions, tasks_of
-from paradraft.models.tokenization import opening
+from paradraft.models.tokenization import encode_prompt
 from tests.conftest import tiny_tokenizer
 from tests.support.jsonl import write_lines
 from tests.support.tasks import RECORDS, write_task
@@ -73,7 +73,7 @@ def test_the_instruction_and_one_bos_stand_around_a_question() -> None:
     tokenizer = chat_tokenizer()
     prompt = prompt_of(TASKS["humaneval"], ["def f"], [], tokenizer, "s0")
     assert prompt == "Zss0+uComplete the code I provided.\ndef f+A"
-    assert opening(prompt, tokenizer).count(BOS) == 1
+    assert encode_prompt(prompt, tokenizer).count(BOS) == 1
     assert prompt_of(TASKS["humaneval"], ["def f"], [], tiny_tokenizer(), None) == "def f"
     assert prompt_of(TASKS["gsm8k"], ["1+1"], [], tiny_tokenizer(), None) == "Question: 1+1\nAnswer:"
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.data.chat import ChatTemplate, conversation_samples
 from paradraft.data.samples import Sample
-from paradraft.models.tokenization import continuation
+from paradraft.models.tokenization import encode_continuation
 from tests.conftest import tiny_tokenizer
 
 QWEN3 = """
@@ -91,7 +91,7 @@ def talk(*contents: str, roles: tuple[str, ...] = ("user", "assistant")) -> list
 
 def learnt(tokenizer: PreTrainedTokenizerBase, *parts: str) -> Sample:
     """A sample of prompts and answers in turn; the answers are learnt."""
-    pairs = [(token, n % 2 == 1) for n, part in enumerate(parts) for token in continuation(part, tokenizer)]
+    pairs = [(token, n % 2 == 1) for n, part in enumerate(parts) for token in encode_continuation(part, tokenizer)]
     return Sample(tokens=[token for token, _ in pairs], is_label=[is_label for _, is_label in pairs])
 
 

@@ -3,15 +3,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paradraft.core import Draft, Step
+from paradraft.core import Draft, RoundOutput
 from paradraft.decode.draft_length import Confidence, Heuristic
 from paradraft.decode.expected_length import Expected
 from paradraft.tree import ABSENT
 
 
-def step(accepted: list[int], drafted: list[int]) -> Step:
+def step(accepted: list[int], drafted: list[int]) -> RoundOutput:
     rows = len(accepted)
-    return Step(
+    return RoundOutput(
         rows=list(range(rows)), tokens=[[1] * (a + 1) for a in accepted], accepted=accepted, drafted=drafted,
         nodes=drafted, finished=[False] * rows,
     )  # fmt: skip

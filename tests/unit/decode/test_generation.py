@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.core import Draft, Step, Verdict
+from paradraft.core import Draft, RoundOutput, Verdict
 from paradraft.decode.generation import AnswerText, Stops, find_stop, stop_strings
 from paradraft.models.tokenization import Detokenizer
 from paradraft.tree import ABSENT, Tree
@@ -22,7 +22,7 @@ def committed(*rows: list[int], nodes: int = 4) -> tuple[Draft, Verdict]:
     return draft, Verdict(path=path, accepted=accepted, tokens=tokens)
 
 
-def cut(stops: Stops, *rows: list[int]) -> Step:
+def cut(stops: Stops, *rows: list[int]) -> RoundOutput:
     return stops.cut(*committed(*rows))
 
 
@@ -40,7 +40,7 @@ def test_text_ends_at_the_first_end_token(row: list[int], emitted: list[int], ac
     """Guards against tokens behind an end token, which are neither emitted nor counted as accepted."""
     stops = Stops(limits=[10], eos_ids=frozenset([7, 8]))
     step = cut(stops, row)
-    assert step == Step(rows=[0], tokens=[emitted], accepted=[accepted], drafted=[4], nodes=[4], finished=[True])
+    assert step == RoundOutput(rows=[0], tokens=[emitted], accepted=[accepted], drafted=[4], nodes=[4], finished=[True])
     assert stops.all_finished and stops.room == 0
 
 
@@ -278,7 +278,7 @@ def test_rows_leave_once_a_quarter_has_ended() -> None:
     stops = Stops(limits=[1, 9, 9, 2, 9, 9, 9, 9], eos_ids=frozenset())
     draft = Draft.empty(8, torch.device("cpu"))
 
-    def round_of(number: int) -> Step:
+    def round_of(number: int) -> RoundOutput:
         tokens = torch.arange(number)[:, None]
         nothing = torch.empty(number, 0, dtype=torch.long)
         return stops.cut(

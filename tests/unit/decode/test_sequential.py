@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from paradraft.core import Draft, Prompt, Step, TargetOut, Verdict
+from paradraft.core import Draft, Prompt, RoundOutput, TargetOut, Verdict
 from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Stops
 from paradraft.decode.sequential import decode
@@ -45,7 +45,7 @@ class Knowing:
 
 def decoded(
     answers: list[list[int]], prompts: list[list[int]], *, new: int, capacity: int
-) -> tuple[list[Step], Knowing]:
+) -> tuple[list[RoundOutput], Knowing]:
     lm = CausalLM(tiny_model(1), vocab_size=VOCAB, compiled=False, capacity=capacity, width=16)
     drafter = Knowing(answers)
     stops = Stops(limits=[new] * len(prompts), eos_ids=frozenset())
@@ -54,7 +54,7 @@ def decoded(
     return list(decode(target, drafter, prompt, verify, stops=stops, lengths=Fixed(8), clock=Clock())), drafter
 
 
-def texts(steps: list[Step]) -> list[list[int]]:
+def texts(steps: list[RoundOutput]) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in steps[0].rows]
     for step in steps:
         for row, tokens in zip(step.rows, step.tokens, strict=True):

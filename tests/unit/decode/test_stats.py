@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paradraft.core import Step
+from paradraft.core import RoundOutput
 from paradraft.decode import stats as stats_module
 from paradraft.decode.stats import Clock
 
 
-def step(tokens: list[list[int]], accepted: list[int], drafted: list[int]) -> Step:
+def step(tokens: list[list[int]], accepted: list[int], drafted: list[int]) -> RoundOutput:
     rows = list(range(len(tokens)))
-    return Step(
+    return RoundOutput(
         rows=rows, tokens=tokens, accepted=accepted, drafted=drafted, nodes=drafted, finished=[False] * len(tokens)
     )
 

@@ -69,7 +69,7 @@ def test_tree_and_kept_path_equal_a_fresh_prefill(llama: bool, pad_to: int, seed
                 read = [tokens[row][i] for i in path_to(parents[row], node)]
                 assert_close(logits[row, node], fresh(lm, text[:-1] + read))
             paths.append(path_to(parents[row], random.Random(turn * 3 + row).randrange(7)))
-        lm.keep_path(paths)
+        lm.accept_path(paths)
         for row, path in enumerate(paths):
             texts[row] = texts[row][:-1] + [tokens[row][node] for node in path] + [turn]
         assert lm.lengths == [len(text) - 1 for text in texts]
@@ -95,7 +95,7 @@ def test_any_sequence_of_trees_and_leaving_rows_equals_fresh_passes(seed: int, n
             read = [tokens[row][node] for node in paths[row]]
             assert_close(logits[row, last], fresh(lm, text[:-1] + read))
             texts[row] = text[:-1] + read + [chooser.randrange(VOCAB)]
-        lm.keep_path(paths)
+        lm.accept_path(paths)
         staying = [row for row in range(len(texts)) if chooser.random() < 0.7] or [0]
         texts = [texts[row] for row in staying]
         lm.keep_rows(torch.tensor(staying))
@@ -127,9 +127,9 @@ def test_ragged_chain_equals_fresh_passes(llama: bool) -> None:
     more = [[row[-1], *new] for row, new in zip(PROMPTS, [[5, 6, 7], [], [8]], strict=True)]
     tokens = prompt_of(more).tokens
     number_B = (tokens != ABSENT).sum(1)
-    logits = lm.forward(tokens, rows_BR=number_B[:, None] - 1)
+    logits = lm.forward(tokens, logit_rows=number_B[:, None] - 1)
     assert logits.shape == (3, 1, VOCAB)
-    lm.keep(number_B.tolist())
+    lm.advance(number_B.tolist())
     texts = [row[:-1] + new for row, new in zip(PROMPTS, more, strict=True)]
     again = lm.forward(torch.tensor([[11], [12], [13]]))
     for row, text in enumerate(texts):
@@ -143,13 +143,13 @@ def test_rewind_forgets_what_came_after() -> None:
     lm.start(prompt_of(PROMPTS))
     kept = lm.lengths
     lm.forward(torch.tensor([[1, 2, 3, 4]] * 3))
-    lm.keep([4, 4, 4])
-    lm.rewind([length + stay for length, stay in zip(kept, [0, 2, 4], strict=True)])
+    lm.advance([4, 4, 4])
+    lm.rollback([length + stay for length, stay in zip(kept, [0, 2, 4], strict=True)])
     logits = lm.forward(torch.tensor([[20, 21]] * 3))
     for row, (prompt, stay) in enumerate(zip(PROMPTS, [0, 2, 4], strict=True)):
         assert_close(logits[row, 1], fresh(lm, [*prompt[:-1], *[1, 2, 3, 4][:stay], 20, 21]))
     with pytest.raises(AssertionError):
-        lm.rewind([length + 1 for length in lm.lengths])
+        lm.rollback([length + 1 for length in lm.lengths])
 
 
 def test_nothing_is_kept_before_keep() -> None:
@@ -229,7 +229,7 @@ def test_an_ended_row_may_outgrow_its_cache(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(module, "BUCKET", 16)
     lm, alone = causal(capacity=40), causal(capacity=40)
     lm.start(prompt_of([[7] * 40, [3]]))
-    lm.read_all_but_last(torch.tensor([[5] * 36, [3, *[9] * 35]]))
+    lm.prefill(torch.tensor([[5] * 36, [3, *[9] * 35]]))
     alone.start(prompt_of([[3, *[9] * 35]]))
     for one in (lm, alone):
         assert one.lengths[-1] == 35

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from paradraft.models.tokenization import Detokenizer, continuation, opening
+from paradraft.models.tokenization import Detokenizer, encode_continuation, encode_prompt
 from tests.conftest import tiny_tokenizer
 from tests.support.small_tokenizers import KINDS
 
@@ -36,10 +36,10 @@ def test_one_bos_and_no_end(around: str | None, before: list[int]) -> None:
     tokenizer = tiny_tokenizer()
     if around is not None:
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=SPECIAL)
-    assert opening("ab", tokenizer) == [*before, A, B]
-    assert opening("", tokenizer) == before
-    assert opening(tokenizer.decode(before) + "ab", tokenizer) == [*before, A, B]
-    assert continuation("ab", tokenizer) == [A, B]
+    assert encode_prompt("ab", tokenizer) == [*before, A, B]
+    assert encode_prompt("", tokenizer) == before
+    assert encode_prompt(tokenizer.decode(before) + "ab", tokenizer) == [*before, A, B]
+    assert encode_continuation("ab", tokenizer) == [A, B]
 
 
 def test_a_tokenizer_of_few_letters() -> None:
@@ -48,7 +48,7 @@ def test_a_tokenizer_of_few_letters() -> None:
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="Z"))
     tokenizer.pre_tokenizer = Split("", "isolated")
     tokenizer.post_processor = TemplateProcessing(single="Z $A", special_tokens=[("Z", 3)])
-    assert opening("CG", PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|eos|>")) == [3, 1, 2]
+    assert encode_prompt("CG", PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|eos|>")) == [3, 1, 2]
 
 
 @pytest.mark.parametrize("kind", ["byte-fallback", "byte-fallback, metaspace"])
@@ -59,8 +59,8 @@ def test_a_tokenizer_of_few_letters() -> None:
 def test_no_space_is_put_between_prompt_and_response(kind: str, text: str, tokens: list[str]) -> None:
     """Guards training on answers: a tokenizer that puts a space before every text reads " cat" as two spaces."""
     tokenizer = KINDS[kind]()
-    assert tokenizer.convert_ids_to_tokens(continuation(text, tokenizer)) == tokens
-    assert tokenizer.convert_ids_to_tokens(opening("cat", tokenizer)) == ["▁cat"]
+    assert tokenizer.convert_ids_to_tokens(encode_continuation(text, tokenizer)) == tokens
+    assert tokenizer.convert_ids_to_tokens(encode_prompt("cat", tokenizer)) == ["▁cat"]
 
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}

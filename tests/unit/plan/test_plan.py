@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paradraft.bench.run import run_benchmark
-from paradraft.bench.setup import Work
+from paradraft.bench.setup import Workload
 from paradraft.bench.spec import Benchmark, Method
 from paradraft.core import Draft, Prompt, TargetOut
 from paradraft.decode import stats
@@ -168,7 +168,7 @@ def test_what_a_benchmark_wrote_is_what_the_plan_would_measure(family: Path) -> 
     methods = [Method.parse(spec, dtype="float64", draft=draft) for spec in specs]
     asked = task(family, ks=None, trees=None, max_new_tokens=12)
     benchmark = Benchmark(target=asked.target, methods=methods, sampling=asked.sampling, runtime=EXACT, runs=1)
-    (report,) = run_benchmark(benchmark, [Work.of(PROMPTS, asked.max_new_tokens)], lambda text: None)
+    (report,) = run_benchmark(benchmark, [Workload.of(PROMPTS, asked.max_new_tokens)], lambda text: None)
     known = known_of(asked, report, "bench.json", "float64")
     assert {way: one.spec for way, one in known.items()} == {
         Way(k=1): specs[1], Way(k=2): specs[1], Way(k=3): specs[0], Way(k=4): specs[0], Way(k=4, tree=6): specs[2],

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paradraft.core import Prompt
-from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, grown
+from paradraft.sampling.candidates import Candidates, assemble, best_first, candidates_needed
 from paradraft.sampling.distribution import probabilities
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
@@ -78,7 +78,7 @@ def test_a_grown_tree_is_the_best_of_all(case: tuple[list[list[float]], float, i
     budget that is exceeded or not used up. A child is worth no more than its parent, so taking the best node that can
     be added finds the best tree."""
     chances, aside, budget = case
-    found = grown(logs_of(chances), budget, aside=aside)
+    found = best_first(logs_of(chances), budget, aside=aside)
     possible = [path for path in all_paths(chances) if worth(path, chances, aside) > 0]
     assert len(found) == len(set(found)) == min(budget, len(possible))
     assert set(found) <= set(possible)
@@ -90,13 +90,13 @@ def test_a_grown_tree_is_the_best_of_all(case: tuple[list[list[float]], float, i
 def test_a_worse_tree_is_caught(wrong: object) -> None:
     """Control of the enumeration: ranking from the worst, or positions in the wrong order, must not pass."""
     chances = [[0.8, 0.1, 0.05], [0.5, 0.4, 0.1]]
-    found = grown(logs_of(wrong(chances)), 3, aside=0.5)
+    found = best_first(logs_of(wrong(chances)), 3, aside=0.5)
     assert total(found, chances, 0.5) < best_total(chances, 0.5, 3) - 0.01
 
 
 def test_nothing_grows_from_nothing() -> None:
     """Guards rounds in which nothing is asked for."""
-    assert grown([], 5, aside=0.5) == []
+    assert best_first([], 5, aside=0.5) == []
 
 
 def prompt(samplings: tuple[Sampling, ...], rule: str, tree: Tree | None, *, confidence: bool = False) -> Prompt:
@@ -158,7 +158,7 @@ def test_as_many_candidates_are_asked_for_as_the_best_tree_may_need() -> None:
             sampler.candidates(logits, 0, number).log_probs[0].tolist()
             for number in (candidates_needed(Tree(budget=budget)), 30)
         )
-        assert grown(few, budget, aside=0.5) == grown(many, budget, aside=0.5)
+        assert best_first(few, budget, aside=0.5) == best_first(many, budget, aside=0.5)
     assert candidates_needed(Tree(budget=100)) == MOST_CANDIDATES
     assert candidates_needed(None) == 1
     assert candidates_needed(Tree(paths=((0,), (3,), (0, 1)))) == 4

@@ -9,7 +9,7 @@ import torch
 
 from paradraft.core import Draft, Prompt, Verdict
 from paradraft.ragged import from_lists
-from paradraft.sampling.candidates import Candidates, assemble, grown
+from paradraft.sampling.candidates import Candidates, assemble, best_first
 from paradraft.sampling.distribution import draw, probabilities
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
@@ -162,7 +162,7 @@ def test_a_grown_tree_takes_the_most_promising_paths(budget: int) -> None:
     everything += [(*path, b) for path in list(everything) for b in range(3)]
     everything += [(*path, c) for path in everything if len(path) == 2 for c in range(3)]
     best = sorted(everything, key=worth, reverse=True)[:budget]
-    found = grown(logs, budget, aside=aside)
+    found = best_first(logs, budget, aside=aside)
     assert sorted(map(worth, found), reverse=True) == pytest.approx(sorted(map(worth, best), reverse=True))
     assert all(path[:-1] in found for path in found if path[:-1]), "a parent is missing"
 

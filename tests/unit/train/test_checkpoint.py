@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from paradraft.train import checkpoint
 from paradraft.train.checkpoint import Checkpoints, State, save_model
-from paradraft.train.progress import Standing, Worth
+from paradraft.train.progress import BestSoFar, Score
 from tests.conftest import tiny_model, tiny_tokenizer
 
 
@@ -29,11 +29,11 @@ def run_of(folder: Path, lr: float = 0.1) -> tuple[Checkpoints, torch.nn.Linear,
 
 def state_of(step: int, best: int | None = None) -> State:
     worth = None if best is None else worth_of(best)
-    return State(identity={"lr": 0.1}, step=step, bf16=False, standing=Standing(best=worth))
+    return State(identity={"lr": 0.1}, step=step, bf16=False, standing=BestSoFar(best=worth))
 
 
-def worth_of(step: int) -> Worth:
-    return Worth(step=step, acceptance_length=None, held_out_loss=0.1)
+def worth_of(step: int) -> Score:
+    return Score(step=step, acceptance_length=None, held_out_loss=0.1)
 
 
 def loaded(checkpoints: Checkpoints) -> State | None:

@@ -12,21 +12,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from paradraft.engine import load
 from paradraft.train import checkpoint
 from paradraft.train.init_draft import make
-from paradraft.train.init_from import Cut, Fresh, Sibling
+from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
 from paradraft.train.pard import add_mask_token
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.targets import EXACT, KINDS, read, write_model
 
-ORIGINS = {"cut": Cut(layers=2), "fresh": Fresh(layers=1, hidden_size=16, heads=2), "sibling": None}
+ORIGINS = {"cut": PrunedTarget(layers=2), "fresh": RandomInit(layers=1, hidden_size=16, heads=2), "sibling": None}
 
 
 @pytest.fixture(params=list(ORIGINS))
-def origin(request: pytest.FixtureRequest, tmp_path: Path) -> Cut | Fresh | Sibling:
+def origin(request: pytest.FixtureRequest, tmp_path: Path) -> InitFrom:
     found = ORIGINS[request.param]
-    return Sibling(name=write_model(tmp_path / "small", layers=1)) if found is None else found
+    return PretrainedSibling(name=write_model(tmp_path / "small", layers=1)) if found is None else found
 
 
-def test_the_folder_is_an_ordinary_one(tmp_path: Path, origin: Cut | Fresh | Sibling) -> None:
+def test_the_folder_is_an_ordinary_one(tmp_path: Path, origin: InitFrom) -> None:
     """Guards what engines read beside the weights: chat template, ends of texts, the target's dtype; a new draft calls
     no token a mask, so that it is not taken for a trained drafter."""
     target = write_model(tmp_path / "target", mask_token_id=3, spd_type="pard", pard_masks=2)
@@ -53,7 +53,7 @@ def test_the_folder_is_an_ordinary_one(tmp_path: Path, origin: Cut | Fresh | Sib
             assert engine.generate("hello", max_new_tokens=20).tokens == plain
 
 
-def test_dtype_is_the_targets_or_the_one_asked_for(tmp_path: Path, origin: Cut | Fresh | Sibling) -> None:
+def test_dtype_is_the_targets_or_the_one_asked_for(tmp_path: Path, origin: InitFrom) -> None:
     """Guards against a draft of twice the size, and against weights of another dtype than the config says."""
     target = write_model(tmp_path / "target")
     make(target, tmp_path / "out", origin, dtype="bfloat16")
@@ -63,7 +63,7 @@ def test_dtype_is_the_targets_or_the_one_asked_for(tmp_path: Path, origin: Cut |
         make(target, tmp_path / "other", origin, dtype="int8")
 
 
-def test_a_row_is_added_where_none_is_free(tmp_path: Path, origin: Cut | Fresh | Sibling) -> None:
+def test_a_row_is_added_where_none_is_free(tmp_path: Path, origin: InitFrom) -> None:
     """Guards embeddings without a spare row: training has a mask token, or the rows stay those of the target."""
     target = write_model(tmp_path / "target", rows=VOCAB)
     made = make(target, tmp_path / "added", origin)
@@ -76,7 +76,7 @@ def test_a_row_is_added_where_none_is_free(tmp_path: Path, origin: Cut | Fresh |
 
 
 @pytest.mark.parametrize("content", ["file in it", "file", "hidden"])
-def test_nothing_is_overwritten(tmp_path: Path, origin: Cut | Fresh | Sibling, content: str) -> None:
+def test_nothing_is_overwritten(tmp_path: Path, origin: InitFrom, content: str) -> None:
     """Guards other people's models: checked before the target is even looked for. An empty folder is free."""
     out = tmp_path / "out"
     file = out if content == "file" else out / (".git" if content == "hidden" else "config.json")
@@ -91,7 +91,7 @@ def test_nothing_is_overwritten(tmp_path: Path, origin: Cut | Fresh | Sibling, c
 
 
 def test_a_failure_while_writing_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: Cut | Fresh | Sibling
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: InitFrom
 ) -> None:
     """Guards against a draft that is half there: the next command would train it."""
     target = write_model(tmp_path / "target")
@@ -114,10 +114,10 @@ def test_quantized_weights_are_refused_before_they_are_loaded(tmp_path: Path) ->
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
     (tmp_path / "target" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="is quantized"):
-        make(target, tmp_path / "out", Cut(layers=2))
+        make(target, tmp_path / "out", PrunedTarget(layers=2))
     with pytest.raises(ValueError, match="is quantized"):
-        make(write_model(tmp_path / "whole"), tmp_path / "out", Sibling(name=target))
-    make(target, tmp_path / "out", Fresh(layers=1, hidden_size=16, heads=2), dtype="float32")
+        make(write_model(tmp_path / "whole"), tmp_path / "out", PretrainedSibling(name=target))
+    make(target, tmp_path / "out", RandomInit(layers=1, hidden_size=16, heads=2), dtype="float32")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
@@ -125,7 +125,7 @@ def test_sliding_windows_are_refused(tmp_path: Path) -> None:
     """Guards against a draft of a target that cannot be decoded here."""
     target = write_model(tmp_path / "t", "qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2)
     with pytest.raises(ValueError, match="sliding-window"):
-        make(target, tmp_path / "out", Cut(layers=2))
+        make(target, tmp_path / "out", PrunedTarget(layers=2))
 
 
 def test_sampling_settings_without_do_sample_are_written(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_sampling_settings_without_do_sample_are_written(tmp_path: Path) -> None
     target = write_model(tmp_path / "target")
     settings = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": [0, 5]}
     (tmp_path / "target" / "generation_config.json").write_text(json.dumps(settings))
-    make(target, tmp_path / "out", Cut(layers=2))
+    make(target, tmp_path / "out", PrunedTarget(layers=2))
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [0, 5]
 
 
@@ -142,7 +142,7 @@ def test_parameters_are_counted_once_where_matrices_are_shared(tmp_path: Path) -
     """Guards the printed share: a tied head is no second matrix, and the target is counted without its weights."""
     for kind in KINDS:
         target = write_model(tmp_path / kind, kind)
-        made = make(target, tmp_path / f"{kind}-out", Cut(layers=2))
+        made = make(target, tmp_path / f"{kind}-out", PrunedTarget(layers=2))
         assert made.target_parameters == read(target).num_parameters()
         assert made.parameters == read(tmp_path / f"{kind}-out").num_parameters()
 
@@ -153,7 +153,7 @@ def test_a_folder_with_the_name_of_the_unfinished_one_is_kept(tmp_path: Path) ->
     mine.parent.mkdir()
     mine.write_text("mine")
     with pytest.raises(ValueError, match=r"out\.new' is in the way"):
-        make(target, tmp_path / "out", Cut(layers=2))
+        make(target, tmp_path / "out", PrunedTarget(layers=2))
     assert mine.read_text() == "mine"
 
 
@@ -163,4 +163,4 @@ def test_a_target_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "target" / file).unlink()
     with pytest.raises(ValueError, match="no tokens but special ones"):
-        make(target, tmp_path / "out", Cut(layers=2))
+        make(target, tmp_path / "out", PrunedTarget(layers=2))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from examples.demo import FULL, SHORT, recipe
 
-from paradraft.train.recipe import PardRecipe, complaints
+from paradraft.train.recipe import PardRecipe, ignored_settings
 from paradraft.train.recipe_file import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -36,7 +36,7 @@ BASE = {"model": "m", "data": ["d"], "out": "o", "steps": 100}
 )
 def test_what_was_given_and_is_ignored_is_named(settings: dict[str, object], complaint: str | None) -> None:
     """Guards against a setting that is silently ignored, and against complaints of defaults that nobody wrote down."""
-    assert complaints(PardRecipe(**BASE, **settings), steps=100) == ([] if complaint is None else [complaint])
+    assert ignored_settings(PardRecipe(**BASE, **settings), steps=100) == ([] if complaint is None else [complaint])
 
 
 def test_our_own_recipes_say_nothing_in_vain() -> None:
@@ -44,6 +44,6 @@ def test_our_own_recipes_say_nothing_in_vain() -> None:
     trained = [file for file in RECIPES.rglob("*.yaml") if file.parent.name != "tables"]
     assert len(trained) > 4
     for file in trained:
-        assert complaints(load_recipe(file, []), steps=10_000) == [], file
+        assert ignored_settings(load_recipe(file, []), steps=10_000) == [], file
     for size in (SHORT, FULL):
-        assert complaints(recipe(Path("out"), size), steps=size.steps) == []
+        assert ignored_settings(recipe(Path("out"), size), steps=size.steps) == []

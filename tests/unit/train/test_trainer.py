@@ -15,7 +15,7 @@ from paradraft.data.dataset import load_samples
 from paradraft.engine import load
 from paradraft.models.runtime import Runtime
 from paradraft.train import acceptance, setup
-from paradraft.train.batch import Order
+from paradraft.train.batch import BatchSampler
 from paradraft.train.launch import is_trained, train_pard
 from paradraft.train.progress import Evaluation, Progress
 from paradraft.train.recipe import PardRecipe
@@ -114,7 +114,7 @@ def test_k_of_one_trains_an_ordinary_draft(family: Path, tmp_path: Path) -> None
     reports: list[Progress] = []
     train_pard(recipe, reports.append)
     samples = load_samples(recipe.data, tiny_tokenizer(), max_length=recipe.max_length)
-    (sample,) = Order(samples, per_step=1, seed=0).samples_of(0)
+    (sample,) = BatchSampler(samples, per_step=1, seed=0).samples_of(0)
     before = AutoModelForCausalLM.from_pretrained(family / "draft", dtype=torch.float32)
     tokens = torch.tensor([sample.tokens])
     assert reports[0].loss == pytest.approx(before(tokens, labels=tokens).loss.item(), abs=1e-6)

@@ -12,10 +12,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from paradraft.bench.result import Answer, Answerer, Counts
+from paradraft.bench.result import Answerer, BatchResult, Counts
 from paradraft.bench.roofline import plain_passes
 from paradraft.models.target import Target
-from paradraft.models.tokenization import opening
+from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
 
 
@@ -54,7 +54,7 @@ def _answerer(target: Target, settings: dict[str, object], assistant: PreTrained
     eos_ids = sorted(target.eos_ids)
     drafts = assistant is not None or bool(settings)
 
-    def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
+    def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
         chosen: dict[str, object] = {"do_sample": False}
         if not sampling.is_greedy:
             chosen = {
@@ -64,7 +64,7 @@ def _answerer(target: Target, settings: dict[str, object], assistant: PreTrained
                 "top_p": sampling.top_p,
             }
         torch.manual_seed(sampling.seed)
-        rows = [opening(prompt, tokenizer) for prompt in prompts]
+        rows = [encode_prompt(prompt, tokenizer) for prompt in prompts]
         width = max(map(len, rows))
         tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
@@ -81,10 +81,10 @@ def _answerer(target: Target, settings: dict[str, object], assistant: PreTrained
         answers = [up_to_end(row, eos_ids) for row in answered]
         if rounds is None:
             passes = plain_passes(len(rows), width, len(answered[0]))
-            return Answer(tokens=answers, total_s=total_s, stats=None, passes=passes)
+            return BatchResult(tokens=answers, total_s=total_s, stats=None, passes=passes)
         drafted = [wide - 1 for wide in [rounds.widths[0] - width + 1, *rounds.widths[1:]]]
         counts = Counts.of(len(answers[0]), drafted, rounds.accepted)
-        return Answer(tokens=answers, total_s=total_s, stats=None, counts=counts, accepted=[rounds.accepted])
+        return BatchResult(tokens=answers, total_s=total_s, stats=None, counts=counts, accepted=[rounds.accepted])
 
     return answer
 

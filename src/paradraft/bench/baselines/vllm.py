@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 import torch
 
 from paradraft.bench.baselines import PEERS, is_vllm, vllm_worker
-from paradraft.bench.result import Answer, Answerer, Counts
+from paradraft.bench.result import Answerer, BatchResult, Counts
 from paradraft.bench.spec import Method
 from paradraft.core import Drafter
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
@@ -29,7 +29,7 @@ from paradraft.drafters.pard import PardDrafter
 from paradraft.models.loading import locate
 from paradraft.models.runtime import QUANTIZED, Runtime
 from paradraft.models.target import Target
-from paradraft.models.tokenization import opening
+from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
 
 DEFAULT_PYTHON = Path("build/vllm/bin/python")
@@ -98,14 +98,14 @@ class VllmProcess:
         self._process.stdout.close()
         self._log.close()
 
-    def __call__(self, prompts: list[str], max_new_tokens: int, sampling: Sampling) -> Answer:
+    def __call__(self, prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
         """Answers a batch, as an `Answerer`.
 
         Raises:
             ValueError: the process has ended, is silent, or says what cannot be understood.
         """
         assert sampling.is_greedy, "refused when the method was read"
-        rows = [opening(prompt, self._target.tokenizer) for prompt in prompts]
+        rows = [encode_prompt(prompt, self._target.tokenizer) for prompt in prompts]
         # A greedy answer is the same each time: it is counted once.
         known = (max_new_tokens, *prompts)
         count = bool(self._k) and known not in self._counts
@@ -125,7 +125,7 @@ class VllmProcess:
                 drafted=tuple(reply["drafts"] * self._k),
                 accepted=tuple(reply["accepted"]),
             )
-        return Answer(
+        return BatchResult(
             tokens=tokens,
             total_s=reply["total_s"],
             stats=None,

@@ -59,10 +59,10 @@ def hidden_states(
     return hidden_BND.where(is_finite_BN[:, :, None], torch.nan)
 
 
-def selected_logits(model: PreTrainedModel, storage: kv_cache.Storage, rows_BR: Tensor, *inputs: Tensor) -> Tensor:
+def selected_logits(model: PreTrainedModel, storage: kv_cache.Storage, logit_rows: Tensor, *inputs: Tensor) -> Tensor:
     """The logits `[B, R, V]` of some rows of one pass, fit to be compiled."""
     hidden_BND = hidden_states(model, storage, *inputs)
-    return model.lm_head(hidden_BND.gather(1, rows_BR[:, :, None].expand(-1, -1, hidden_BND.shape[2])))
+    return model.lm_head(hidden_BND.gather(1, logit_rows[:, :, None].expand(-1, -1, hidden_BND.shape[2])))
 
 
 BUCKET = 64
@@ -123,7 +123,12 @@ class TorchPass:
             self.replays.forget()
 
     def __call__(
-        self, storage: kv_cache.Storage, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor
+        self,
+        storage: kv_cache.Storage,
+        lengths: list[int],
+        tokens_BN: Tensor,
+        parents_BN: Tensor,
+        logit_rows: Tensor,
     ) -> Tensor:
         """The logits `[B, R, V]` of some tokens of one pass; keys and values go into the storage.
 
@@ -138,16 +143,18 @@ class TorchPass:
         Raises:
             NotFiniteError: while a prompt was read, states became NaN or infinite.
         """
-        R = rows_BR.shape[1]
+        R = logit_rows.shape[1]
         if not R:
             self._read(storage, lengths, tokens_BN, parents_BN)
-            return torch.empty(len(rows_BR), 0, self._model.config.vocab_size, device=tokens_BN.device)
+            return torch.empty(len(logit_rows), 0, self._model.config.vocab_size, device=tokens_BN.device)
         replays = self.replays
-        tokens_BN, parents_BN, rows_BR = self._filled(tokens_BN, parents_BN, rows_BR, replayed=replays is not None)
+        tokens_BN, parents_BN, logit_rows = self._filled(
+            tokens_BN, parents_BN, logit_rows, replayed=replays is not None
+        )
         run = partial(self._decode, self._model, storage)
         if replays is None:
-            return run(_copy(rows_BR), *self._inputs(lengths, tokens_BN, parents_BN, BUCKET))[:, :R]
-        given = _copy(rows_BR), *self._inputs(lengths, tokens_BN, parents_BN, REPLAYED_BUCKET)
+            return run(_copy(logit_rows), *self._inputs(lengths, tokens_BN, parents_BN, BUCKET))[:, :R]
+        given = _copy(logit_rows), *self._inputs(lengths, tokens_BN, parents_BN, REPLAYED_BUCKET)
         return replays(run, given, partial(self._others, *given))[:, :R]
 
     def _read(self, storage: kv_cache.Storage, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor) -> None:
@@ -165,7 +172,7 @@ class TorchPass:
             raise NotFiniteError(int(rows[0]))
 
     def _filled(
-        self, tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor, *, replayed: bool
+        self, tokens_BN: Tensor, parents_BN: Tensor, logit_rows: Tensor, *, replayed: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A pass with the least number of tokens and of logits, or those that a recording has."""
 
@@ -173,7 +180,7 @@ class TorchPass:
             least = max(number, self._pad_to)
             return graph_size(least) if replayed else least
 
-        (B, N), R = tokens_BN.shape, rows_BR.shape[1]
+        (B, N), R = tokens_BN.shape, logit_rows.shape[1]
         if (most := filled(N)) > N:
             tokens_BN = torch.nn.functional.pad(tokens_BN, (0, most - N), value=ABSENT)
             if is_chain(parents_BN):
@@ -181,8 +188,8 @@ class TorchPass:
             else:
                 parents_BN = torch.nn.functional.pad(parents_BN, (0, most - N), value=ABSENT)
         if (most := filled(R)) > R:
-            rows_BR = torch.nn.functional.pad(rows_BR, (0, most - R))
-        return tokens_BN, parents_BN, rows_BR
+            logit_rows = torch.nn.functional.pad(logit_rows, (0, most - R))
+        return tokens_BN, parents_BN, logit_rows
 
     def _inputs(self, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor, bucket: int) -> tuple[Tensor, ...]:
         """What a pass is told: slots in use, tokens, kept lengths, depths and who sees whom."""
@@ -191,7 +198,13 @@ class TorchPass:
         return slots_S, _copy(tokens_BN), lengths_B, depths(parents_BN), _copy(ancestors(parents_BN))
 
     def _others(
-        self, rows_BR: Tensor, slots_S: Tensor, tokens_BN: Tensor, lengths_B: Tensor, depth_BN: Tensor, sees_BNN: Tensor
+        self,
+        logit_rows: Tensor,
+        slots_S: Tensor,
+        tokens_BN: Tensor,
+        lengths_B: Tensor,
+        depth_BN: Tensor,
+        sees_BNN: Tensor,
     ) -> tuple[Tensor, ...]:
         """Inputs of the same shapes and, but for the slots, which follow from their number, all others. Nothing that is
         kept is written over; where the cache is full there is no place further."""
@@ -199,7 +212,7 @@ class TorchPass:
         tokens_BN = torch.where(tokens_BN == ABSENT, ABSENT, (tokens_BN + 1) % self._model.config.vocab_size)
         lengths_B = (lengths_B + 1).clamp(max=len(self._positions) - N)
         alone_BNN = _copy(torch.eye(N, dtype=torch.bool, device=sees_BNN.device).expand_as(sees_BNN))
-        return (rows_BR + 1) % N, slots_S, tokens_BN, lengths_B, depth_BN + 1, alone_BNN
+        return (logit_rows + 1) % N, slots_S, tokens_BN, lengths_B, depth_BN + 1, alone_BNN
 
 
 def _copy(tensor: Tensor) -> Tensor:

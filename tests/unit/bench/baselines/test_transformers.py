@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paradraft.bench.result import Answer
+from paradraft.bench.result import BatchResult
 from paradraft.bench.spec import Method
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
@@ -31,7 +31,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return load(str(root / "target"), drafter="autoregressive", draft=draft, runtime=Runtime(dtype="float64"))
 
 
-def answer(engine: Engine, spec: str, prompt: str, tokens: int = TOKENS, sampling: Sampling = GREEDY) -> Answer:
+def answer(engine: Engine, spec: str, prompt: str, tokens: int = TOKENS, sampling: Sampling = GREEDY) -> BatchResult:
     return Method.parse(spec).answerer(engine.target, engine.drafter)([prompt], tokens, sampling)
 
 

@@ -88,7 +88,7 @@ def test_every_cut_into_passes_gives_the_same_bits(dtype: torch.dtype, size: tup
         parts = []
         for part in text.split(widths, dim=1):
             parts.append(lm.forward(part))
-            lm.keep([part.shape[1]])
+            lm.advance([part.shape[1]])
         assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
@@ -101,13 +101,13 @@ def test_rows_of_a_batch_do_not_see_each_other(dtype: torch.dtype) -> None:
         text[row, length:] = ABSENT
     lm.clear(3)
     together = lm.forward(text)
-    lm.keep(lengths)
+    lm.advance(lengths)
     more = tokens(5, rows=3)
     later = lm.forward(more)
     for row, length in enumerate(lengths):
         lm.clear(1)
         assert torch.equal(lm.forward(text[row : row + 1, :length])[0], together[row, :length])
-        lm.keep([length])
+        lm.advance([length])
         assert torch.equal(lm.forward(more[row : row + 1])[0], later[row])
 
 
@@ -118,7 +118,7 @@ def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch
     lm = lm_of(random_model(size=size, dtype=dtype))
     text, parents = tokens(10), torch.tensor([[-1, 0, 0, 1, 2, 2, 4, 4, 7, 3]])
     lm.forward(tokens(33))
-    lm.keep([33])
+    lm.advance([33])
     tree = lm.forward(text, parents)
     for leaf in range(10):
         path = [leaf]
@@ -126,7 +126,7 @@ def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch
             path.insert(0, parent)
         assert torch.equal(lm.forward(text[:, path])[0, -1], tree[0, leaf])
     lm.forward(text, parents)
-    lm.keep_path([[0, 2, 4, 7, 8]])
+    lm.accept_path([[0, 2, 4, 7, 8]])
     kept = lm.forward(text[:, 9:])
     lm.clear(1)
     anew = lm.forward(torch.cat([tokens(33), text[:, [0, 2, 4, 7, 8, 9]]], dim=1))
@@ -138,12 +138,12 @@ def test_more_tokens_than_slots_hurt_nobody() -> None:
     lm = lm_of(random_model(), capacity=20, width=4)
     text = tokens(7)
     lm.clear(2)
-    lm.read_all_but_last(torch.nn.functional.pad(text.repeat(2, 1), (0, 1), value=3))
+    lm.prefill(torch.nn.functional.pad(text.repeat(2, 1), (0, 1), value=3))
     long = torch.cat([tokens(150), torch.nn.functional.pad(tokens(2), (0, 148), value=ABSENT)])
-    lm.read_all_but_last(long)
+    lm.prefill(long)
     beside = lm.forward(tokens(1).repeat(2, 1))[1, 0]
     lm.clear(1)
-    lm.read_all_but_last(torch.cat([text, tokens(2)[:, :1], tokens(1)], dim=1))
+    lm.prefill(torch.cat([text, tokens(2)[:, :1], tokens(1)], dim=1))
     assert torch.equal(lm.forward(tokens(1))[0, 0], beside)
 
 
@@ -204,7 +204,7 @@ def test_only_wanted_logits_are_computed(dtype: torch.dtype) -> None:
     """Guards the drafter's passes, which want few of many."""
     lm, text = lm_of(random_model(dtype=dtype)), tokens(12)
     whole, places = lm.forward(text), torch.tensor([[11, 3, 3]])
-    assert torch.equal(lm.forward(text, rows_BR=places), whole[:, places[0]])
+    assert torch.equal(lm.forward(text, logit_rows=places), whole[:, places[0]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -213,7 +213,7 @@ def test_prompts_are_read_in_chunks(dtype: torch.dtype) -> None:
     lm, text = lm_of(random_model(dtype=dtype), width=200), tokens(150)
     whole = lm.forward(text)
     lm.clear(1)
-    last = lm.read_all_but_last(text)
+    last = lm.prefill(text)
     assert torch.equal(lm.forward(last)[0, 0], whole[0, -1])
 
 
@@ -221,10 +221,10 @@ def test_a_full_cache_is_not_overrun() -> None:
     """Guards memory behind the cache: a row that has ended is read on with the others."""
     lm = lm_of(random_model(), capacity=20, width=4)
     lm.clear(2)
-    lm._stand_at([20, 4])
+    lm._set_lengths([20, 4])
     for _ in range(5):
         assert lm.forward(tokens(4, rows=2)).isfinite().all()
-        lm.keep([4, 0])
+        lm.advance([4, 0])
 
 
 @pytest.mark.parametrize(

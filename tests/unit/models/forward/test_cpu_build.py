@@ -271,7 +271,7 @@ def test_other_cpus_compute_the_same_and_in_one_order(new_machine: Path, monkeyp
         parts = []
         for part in text.split([7, 1, 9, 13], dim=1):
             parts.append(lm.forward(part))
-            lm.keep([part.shape[1]])
+            lm.advance([part.shape[1]])
         assert isinstance(lm._compute, NativePass) and torch.equal(torch.cat(parts, dim=1), whole)
 
 

@@ -64,8 +64,8 @@ def decode(lm: CausalLM, lengths: tuple[int, ...], widths: list[int]) -> list[Te
     for number, width in enumerate(widths):
         tokens = torch.arange(width * len(lengths)).view(len(lengths), width) * (number + 3) % 60 + 1
         wanted = torch.arange(width - min(width, 3), width).expand(len(lengths), -1)
-        found.append(lm.forward(tokens, rows_BR=wanted))
-        lm.keep([min(width, 2)] * len(lengths))
+        found.append(lm.forward(tokens, logit_rows=wanted))
+        lm.advance([min(width, 2)] * len(lengths))
     return found
 
 

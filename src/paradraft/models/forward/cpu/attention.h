@@ -5,7 +5,7 @@
 
 /// Root-mean-square norm (Zhang & Sennrich 2019).
 template <class Input>
-static inline void normalize(const float* from, const float* weights, int64_t size, float epsilon, Input* to) {
+static inline void rms_norm(const float* from, const float* weights, int64_t size, float epsilon, Input* to) {
     Vector squares = {};
     int64_t whole = size / LANES * LANES;
     for (int64_t i = 0; i < whole; i += LANES) squares = fused(load(from + i), load(from + i), squares);
@@ -17,7 +17,7 @@ static inline void normalize(const float* from, const float* weights, int64_t si
 }
 
 /// Turns a head's halves against each other by its position's angles (Su et al. 2021, in the order of `transformers`).
-static inline void rotate(float* head, const float* cosines, const float* sines, int64_t size) {
+static inline void apply_rope(float* head, const float* cosines, const float* sines, int64_t size) {
     int64_t half = size / 2;
     for (int64_t i = 0; i < half; i++) {
         float lower = head[i], upper = head[i + half];
@@ -26,12 +26,12 @@ static inline void rotate(float* head, const float* cosines, const float* sines,
     }
 }
 
-constexpr int AT_ONCE = REGISTERS / 5; // queries for which a key is read once
+constexpr int Q_TILE = REGISTERS / 5; // queries for which a key is read once
 constexpr int64_t SLOTS = 4;           // keys that are read at once
-constexpr int64_t SOON = 16;           // slots that are asked for before they are read: a head's lie apart
+constexpr int64_t PREFETCH_SLOTS = 16;           // slots that are asked for before they are read: a head's lie apart
 
 /// Asks for the keys or values of one slot and head.
-template <class Stored> static inline void ask_for(const Stored* from, int64_t size) {
+template <class Stored> static inline void prefetch(const Stored* from, int64_t size) {
     for (int64_t i = 0; i < size; i += 64 / sizeof(Stored)) __builtin_prefetch(from + i);
 }
 
@@ -47,7 +47,7 @@ template <class Input> struct Query {
 /// Products of `QUERIES` queries with `SLOTS` keys, which go to place `at` of each query's scores.
 template <int QUERIES, class Stored, class Input>
 static inline void
-score(const Query<Input>* queries, const Stored* const (&keys)[SLOTS], int64_t at, int64_t size) {
+dot_keys(const Query<Input>* queries, const Stored* const (&keys)[SLOTS], int64_t at, int64_t size) {
     Vector products[QUERIES][SLOTS] = {};
     int64_t whole = size / LANES * LANES;
     for (int64_t i = 0; i < whole; i += LANES)
@@ -73,8 +73,8 @@ static inline void score_all(const Query<Input>* queries, int64_t count, Key key
         // Behind the last one it is read again, and what comes of it goes where nobody looks.
         auto at_most = [&](int64_t which) { return key(which < count ? which : count - 1); };
         const decltype(key(0)) keys[SLOTS] = {key(i), at_most(i + 1), at_most(i + 2), at_most(i + 3)};
-        for (int64_t s = 0; s < SLOTS; s++) ask_for(at_most(i + SOON + s), size);
-        score<QUERIES>(queries, keys, at + i, size);
+        for (int64_t s = 0; s < SLOTS; s++) prefetch(at_most(i + PREFETCH_SLOTS + s), size);
+        dot_keys<QUERIES>(queries, keys, at + i, size);
     }
 }
 
@@ -82,16 +82,16 @@ static inline void score_all(const Query<Input>* queries, int64_t count, Key key
 ///
 /// The queries go on together as far as the one that sees most; what is behind a query's own end adds nothing.
 template <int QUERIES, class Input>
-static inline void soften(const Query<Input>* queries, int64_t kept, float scale, float* shares) {
+static inline void softmax(const Query<Input>* queries, int64_t kept, float scale, float* shares) {
     Vector highest[QUERIES], totals[QUERIES] = {};
     int64_t most = 0;
     for (int q = 0; q < QUERIES; q++) {
-        highest[q] = all(-INFINITY);
+        highest[q] = splat(-INFINITY);
         most = kept + queries[q].count > most ? kept + queries[q].count : most;
     }
     for (int q = 0; q < QUERIES; q++)
         for (int64_t i = kept + queries[q].count; i < most + LANES; i += LANES)
-            store(queries[q].scores + i, all(-INFINITY));
+            store(queries[q].scores + i, splat(-INFINITY));
     for (int64_t i = 0; i < most; i += LANES)
 #pragma GCC unroll 8
         for (int q = 0; q < QUERIES; q++) {
@@ -99,7 +99,7 @@ static inline void soften(const Query<Input>* queries, int64_t kept, float scale
             highest[q] = some > highest[q] ? some : highest[q];
         }
 #pragma GCC unroll 8
-    for (int q = 0; q < QUERIES; q++) highest[q] = all(largest(highest[q]));
+    for (int q = 0; q < QUERIES; q++) highest[q] = splat(largest(highest[q]));
     for (int64_t i = 0; i < most; i += LANES)
 #pragma GCC unroll 8
         for (int q = 0; q < QUERIES; q++) {
@@ -113,17 +113,17 @@ static inline void soften(const Query<Input>* queries, int64_t kept, float scale
 
 /// The weighted values of `QUERIES` queries, `VECTORS` vectors of them.
 template <int QUERIES, int VECTORS, class Stored, class Input>
-static inline void mix(
+static inline void weighted_values(
     const Query<Input>* queries, const float* shares, const Stored* values, int64_t stride, int64_t kept, int64_t offset
 ) {
     Vector mixed[QUERIES][VECTORS] = {};
     for (int64_t slot = 0; slot < kept; slot++) {
-        ask_for(values + (slot + SOON) * stride + offset, VECTORS * LANES);
+        prefetch(values + (slot + PREFETCH_SLOTS) * stride + offset, VECTORS * LANES);
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
             Vector value = load(values + slot * stride + offset + v * LANES);
 #pragma GCC unroll 8
-            for (int q = 0; q < QUERIES; q++) mixed[q][v] = fused(all(queries[q].scores[slot]), value, mixed[q][v]);
+            for (int q = 0; q < QUERIES; q++) mixed[q][v] = fused(splat(queries[q].scores[slot]), value, mixed[q][v]);
         }
     }
 #pragma GCC unroll 8
@@ -132,7 +132,7 @@ static inline void mix(
 #pragma GCC unroll 8
             for (int v = 0; v < VECTORS; v++)
                 mixed[q][v] = fused(
-                    all(queries[q].scores[kept + i]), load(values + queries[q].slots[i] * stride + offset + v * LANES),
+                    splat(queries[q].scores[kept + i]), load(values + queries[q].slots[i] * stride + offset + v * LANES),
                     mixed[q][v]
                 );
 #pragma GCC unroll 8
@@ -158,10 +158,10 @@ static inline void attend_together(
         score_all<1>(&query, query.count, [&](int64_t i) { return keys + query.slots[i] * stride; }, kept, size);
     }
     float shares[QUERIES];
-    soften<QUERIES>(queries, kept, scale, shares);
+    softmax<QUERIES>(queries, kept, scale, shares);
     int64_t i = 0;
-    for (; i + 4 * LANES <= size; i += 4 * LANES) mix<QUERIES, 4>(queries, shares, values, stride, kept, i);
-    for (; i + LANES <= size; i += LANES) mix<QUERIES, 1>(queries, shares, values, stride, kept, i);
+    for (; i + 4 * LANES <= size; i += 4 * LANES) weighted_values<QUERIES, 4>(queries, shares, values, stride, kept, i);
+    for (; i + LANES <= size; i += LANES) weighted_values<QUERIES, 1>(queries, shares, values, stride, kept, i);
     for (; i < size; i++)
         for (int q = 0; q < QUERIES; q++) {
             float mixed = 0;
@@ -173,8 +173,8 @@ static inline void attend_together(
         }
 }
 
-/// The same for as many queries as there are, at most `AT_ONCE`.
-template <class Stored, class Input, int QUERIES = AT_ONCE>
+/// The same for as many queries as there are, at most `Q_TILE`.
+template <class Stored, class Input, int QUERIES = Q_TILE>
 static inline void attend(
     int64_t count, const Query<Input>* queries, const Stored* keys, const Stored* values, int64_t stride, int64_t kept,
     int64_t size, float scale

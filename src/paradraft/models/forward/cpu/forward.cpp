@@ -16,13 +16,13 @@
 #include "team.h"
 
 struct Layer {
-    Matrix queries_keys_values, output, gate, up, down;
-    const float *norm, *norm_behind_attention;
+    Matrix qkv, output, gate, up, down;
+    const float *norm, *post_attention_norm;
     const float *query_norm, *key_norm; // null if there are none
 };
 
 struct Model {
-    int64_t width, inner, heads, kv_heads, head_size, layers, vocabulary;
+    int64_t hidden_size, intermediate, heads, kv_heads, head_size, layers, vocabulary;
     int64_t is_bfloat16; // what the model computes in, and the cache holds; else float32
     float epsilon, scale;
     const float *cosines, *sines; // [positions, head_size / 2]
@@ -47,7 +47,7 @@ constexpr int64_t FEW_TOKENS = 16; // whose norms take no longer than it takes t
 /// What a pass writes in between; kept from pass to pass.
 struct Scratch {
     std::vector<float> hidden, last, projected, gates, scores;
-    std::vector<float> normed, attended, inner; // what products read, as float or as bfloat16
+    std::vector<float> normed, attended, intermediate; // what products read, as float or as bfloat16
     std::vector<int32_t> ancestors;
     std::vector<int64_t> depths, tokens;
 };
@@ -101,7 +101,7 @@ static void find(const Batch& batch, const Ancestors& ancestors) {
 template <class Stored>
 static void place(
     const Model& model, const Layer& layer, const Batch& batch, int64_t number, const int64_t* depths, float* projected,
-    Share share
+    Span share
 ) {
     int64_t size = model.head_size, half = size / 2, heads = model.heads, kv_heads = model.kv_heads;
     for (int64_t at = share.first; at < share.last; at++) {
@@ -111,8 +111,8 @@ static void place(
         float* head = projected + at * (heads + 2 * kv_heads) * size;
         for (int64_t h = 0; h < heads + kv_heads; h++, head += size) {
             const float* norm = h < heads ? layer.query_norm : layer.key_norm;
-            if (norm) normalize(head, norm, size, model.epsilon, head);
-            rotate(head, cosines, sines, size);
+            if (norm) rms_norm(head, norm, size, model.epsilon, head);
+            apply_rope(head, cosines, sines, size);
         }
         int64_t offset = (row * batch.slots + within(batch, row, token)) * kv_heads * size;
         Stored *key = (Stored*)batch.keys[number] + offset, *value = (Stored*)batch.values[number] + offset;
@@ -134,21 +134,21 @@ static int64_t room_of(const Batch& batch) { return batch.slots + batch.tokens +
 
 /// How many groups of queries that are attended to together a row has for each of its heads of keys.
 static int64_t groups_of(const Model& model, const Chosen& chosen) {
-    return (chosen.each * (model.heads / model.kv_heads) + AT_ONCE - 1) / AT_ONCE;
+    return (chosen.each * (model.heads / model.kv_heads) + Q_TILE - 1) / Q_TILE;
 }
 
 /// Attention of a thread's share of all groups of queries of the chosen tokens.
 template <class Stored, class Input>
 static void attend_all(
     const Model& model, const Batch& batch, int64_t number, const Ancestors& ancestors, const Chosen& chosen,
-    const float* projected, Input* attended, float* scores, Share share
+    const float* projected, Input* attended, float* scores, Span share
 ) {
     int64_t size = model.head_size, heads = model.heads, kv_heads = model.kv_heads, sharing = heads / kv_heads;
     int64_t groups = groups_of(model, chosen), room = room_of(batch);
     for (int64_t at = share.first; at < share.last; at++) {
         int64_t row = at / (kv_heads * groups), kv_head = at / groups % kv_heads;
-        Share some(chosen.each * sharing, at % groups, groups);
-        Query<Input> queries[AT_ONCE];
+        Span some(chosen.each * sharing, at % groups, groups);
+        Query<Input> queries[Q_TILE];
         for (int64_t i = 0; i < some.last - some.first; i++) {
             int64_t query = some.first + i, to = row * chosen.each + query / sharing;
             int64_t from = row * batch.tokens + chosen.tokens[to], h = kv_head * sharing + query % sharing;
@@ -167,7 +167,7 @@ static void attend_all(
 
 template <class Input>
 static void set_product(Team& team, const Matrix& matrix, const Input* inputs, int64_t rows, float* to) {
-    team.each(matrix.count(), 1, [&](Share panels, int) {
+    team.each(matrix.count(), 1, [&](Span panels, int) {
         for (; panels.first < panels.last; panels.first++) {
             Outputs outputs(matrix, panels.first);
             multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
@@ -178,7 +178,7 @@ static void set_product(Team& team, const Matrix& matrix, const Input* inputs, i
 }
 
 static void embed(const Model& model, int64_t id, float* to) {
-    for (int64_t i = 0, from = std::max<int64_t>(id, 0) * model.width; i < model.width; i++)
+    for (int64_t i = 0, from = std::max<int64_t>(id, 0) * model.hidden_size; i < model.hidden_size; i++)
         to[i] = model.embedding ? model.embedding[from + i] : number(model.embedding_bfloat16[from + i]);
 }
 
@@ -187,16 +187,16 @@ static void embed(const Model& model, int64_t id, float* to) {
 template <class Stored, class Input>
 static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_t threads) {
     threads = std::clamp<int64_t>(threads, 1, MOST_WORKERS);
-    int64_t count = batch.rows * batch.tokens, wanted = batch.rows * batch.wanted, width = model.width;
+    int64_t count = batch.rows * batch.tokens, wanted = batch.rows * batch.wanted, hidden_size = model.hidden_size;
     int64_t heads_width = model.heads * model.head_size, stride = heads_width + 2 * model.kv_heads * model.head_size;
-    int64_t room = AT_ONCE * room_of(batch);
-    float *all_hidden = grown(scratch.hidden, count * width), *last_hidden = grown(scratch.last, wanted * width);
+    int64_t room = Q_TILE * room_of(batch);
+    float *all_hidden = grown(scratch.hidden, count * hidden_size), *last_hidden = grown(scratch.last, wanted * hidden_size);
     float* projected = grown(scratch.projected, count * stride);
     int64_t most = std::max(count, wanted);
-    float *all_gates = grown(scratch.gates, most * model.inner), *all_scores = grown(scratch.scores, threads * room);
-    Input* normed = grown<float, Input>(scratch.normed, most * width);
+    float *all_gates = grown(scratch.gates, most * model.intermediate), *all_scores = grown(scratch.scores, threads * room);
+    Input* normed = grown<float, Input>(scratch.normed, most * hidden_size);
     Input* attended = grown<float, Input>(scratch.attended, most * heads_width);
-    Input* inner = grown<float, Input>(scratch.inner, most * model.inner);
+    Input* intermediate = grown<float, Input>(scratch.intermediate, most * model.intermediate);
     int64_t* each_token = grown(scratch.tokens, count);
     for (int64_t at = 0; at < count; at++) each_token[at] = at % batch.tokens;
     Chosen all = {batch.tokens, each_token}, last = {batch.wanted, batch.places};
@@ -206,69 +206,69 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
     Team::run(threads, [&](Team& team) {
         float* hidden = all_hidden;
         int64_t rows = count; // of `hidden`
-        auto normalize_all = [&](const float* weights) {
-            team.each(rows, FEW_TOKENS, [&](Share share, int) {
+        auto rms_norm_all = [&](const float* weights) {
+            team.each(rows, FEW_TOKENS, [&](Span share, int) {
                 for (int64_t at = share.first; at < share.last; at++)
-                    normalize(hidden + at * width, weights, width, model.epsilon, normed + at * width);
+                    rms_norm(hidden + at * hidden_size, weights, hidden_size, model.epsilon, normed + at * hidden_size);
             });
         };
         auto add_product = [&](const Matrix& matrix, const Input* inputs) {
-            team.each(matrix.count(), 1, [&](Share panels, int) {
+            team.each(matrix.count(), 1, [&](Span panels, int) {
                 for (; panels.first < panels.last; panels.first++) {
                     Outputs outputs(matrix, panels.first);
                     multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
-                        for (int64_t i = 0; i < outputs.count; i++) hidden[row * width + outputs.first + i] += sums[i];
+                        for (int64_t i = 0; i < outputs.count; i++) hidden[row * hidden_size + outputs.first + i] += sums[i];
                     });
                 }
             });
         };
-        team.each(count, FEW_TOKENS, [&](Share tokens, int) {
-            for (int64_t at = tokens.first; at < tokens.last; at++) embed(model, batch.ids[at], hidden + at * width);
+        team.each(count, FEW_TOKENS, [&](Span tokens, int) {
+            for (int64_t at = tokens.first; at < tokens.last; at++) embed(model, batch.ids[at], hidden + at * hidden_size);
         });
         for (int64_t number = 0; number < model.layers; number++) {
             const Layer& layer = model.layer[number];
-            normalize_all(layer.norm);
-            set_product(team, layer.queries_keys_values, normed, count, projected);
-            team.each(count, 1, [&](Share tokens, int) {
+            rms_norm_all(layer.norm);
+            set_product(team, layer.qkv, normed, count, projected);
+            team.each(count, 1, [&](Span tokens, int) {
                 place<Stored>(model, layer, batch, number, ancestors.depths, projected, tokens);
             });
             const Chosen& chosen = number + 1 < model.layers ? all : last;
-            team.each(batch.rows * model.kv_heads * groups_of(model, chosen), 1, [&](Share groups, int worker) {
+            team.each(batch.rows * model.kv_heads * groups_of(model, chosen), 1, [&](Span groups, int worker) {
                 float* scores = all_scores + worker * room;
                 attend_all<Stored>(model, batch, number, ancestors, chosen, projected, attended, scores, groups);
             });
             if (&chosen == &last) {
                 for (int64_t at = 0; at < wanted; at++) {
                     int64_t from = at / batch.wanted * batch.tokens + batch.places[at];
-                    std::copy_n(all_hidden + from * width, width, last_hidden + at * width);
+                    std::copy_n(all_hidden + from * hidden_size, hidden_size, last_hidden + at * hidden_size);
                 }
                 hidden = last_hidden;
                 rows = wanted;
             }
             add_product(layer.output, attended);
-            normalize_all(layer.norm_behind_attention);
-            team.each(layer.gate.count(), 1, [&](Share panels, int) {
+            rms_norm_all(layer.post_attention_norm);
+            team.each(layer.gate.count(), 1, [&](Span panels, int) {
                 for (; panels.first < panels.last; panels.first++) {
                     Outputs outputs(layer.gate, panels.first);
-                    auto gates_of = [&](int64_t row) { return all_gates + row * model.inner + outputs.first; };
+                    auto gates_of = [&](int64_t row) { return all_gates + row * model.intermediate + outputs.first; };
                     multiply(layer.gate, panels.first, normed, rows, [&](int64_t row, const float* sums) {
                         std::copy_n(sums, outputs.count, gates_of(row));
                     });
                     multiply(layer.up, panels.first, normed, rows, [&](int64_t row, const float* sums) {
-                        alignas(64) float gates[PANEL] = {};
-                        alignas(64) Input open[PANEL];
+                        alignas(64) float gates[N_TILE] = {};
+                        alignas(64) Input open[N_TILE];
                         std::copy_n(gates_of(row), outputs.count, gates);
-                        for (int64_t i = 0; i < PANEL; i += LANES) {
+                        for (int64_t i = 0; i < N_TILE; i += LANES) {
                             Vector gate = load(gates + i);
                             store(open + i, gate / (1.0f + exponential(-gate)) * load(sums + i));
                         }
-                        std::copy_n(open, outputs.count, inner + row * model.inner + outputs.first);
+                        std::copy_n(open, outputs.count, intermediate + row * model.intermediate + outputs.first);
                     });
                 }
             });
-            add_product(layer.down, inner);
+            add_product(layer.down, intermediate);
         }
-        normalize_all(model.final_norm);
+        rms_norm_all(model.final_norm);
         set_product(team, model.head, normed, rows, batch.logits);
     });
 }
@@ -277,7 +277,7 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
 static bool is_whole(const Model& model) {
     auto is_one = [](const Matrix& matrix) { return matrix.kind == BFLOAT16; };
     return is_one(model.head) && std::all_of(model.layer, model.layer + model.layers, [&](const Layer& layer) {
-               return is_one(layer.queries_keys_values) && is_one(layer.output) && is_one(layer.gate) &&
+               return is_one(layer.qkv) && is_one(layer.output) && is_one(layer.gate) &&
                       is_one(layer.up) && is_one(layer.down);
            });
 }
@@ -285,7 +285,7 @@ static bool is_whole(const Model& model) {
 extern "C" {
 
 /// How many weights a packed matrix has, zeros included.
-int64_t packed_size(int64_t outputs, int64_t inputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
+int64_t packed_size(int64_t outputs, int64_t inputs) { return (outputs + N_TILE - 1) / N_TILE * N_TILE * inputs; }
 
 void pack_matrix(const void* weights, int64_t outputs, int64_t inputs, int64_t kind, void* panels) {
     if (kind == BFLOAT16)

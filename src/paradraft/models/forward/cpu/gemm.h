@@ -5,21 +5,21 @@
 
 #include "simd.h"
 
-constexpr int WIDE = 4;                 // vectors of a panel
-constexpr int TALLEST = 6;              // rows that are multiplied with a panel at once
-constexpr int64_t PANEL = WIDE * LANES; // outputs of a panel
+constexpr int VECTORS_PER_TILE = 4;                 // vectors of a panel
+constexpr int M_REG = 6;              // rows that are multiplied with a panel at once
+constexpr int64_t N_TILE = VECTORS_PER_TILE * LANES; // outputs of a panel
 
-constexpr int64_t GROUP = 4 * TALLEST;  // rows between which a piece of a panel stays in the nearest cache
-constexpr int64_t PIECE = 128;          // inputs of such a piece
-constexpr int64_t AHEAD = 16384;        // bytes that are asked for before they are read, beyond what CPUs do by themselves
+constexpr int64_t M_BLOCK = 4 * M_REG;  // rows between which a piece of a panel stays in the nearest cache
+constexpr int64_t K_BLOCK = 128;          // inputs of such a piece
+constexpr int64_t PREFETCH_BYTES = 16384;        // bytes that are asked for before they are read, beyond what CPUs do by themselves
 
 /// How many vectors of a panel are multiplied with so many rows at once, so that all sums stay in registers.
-constexpr int at_once(int rows) { return (rows + 1) * WIDE + 1 <= REGISTERS ? WIDE : 2; }
+constexpr int at_once(int rows) { return (rows + 1) * VECTORS_PER_TILE + 1 <= REGISTERS ? VECTORS_PER_TILE : 2; }
 
 enum Kind { FLOAT32, BFLOAT16, INT8 };
 
-/// Weights `[outputs, inputs]` in panels of `PANEL` outputs, each `[inputs, PANEL]`; the last is filled with zeros. In
-/// bfloat16 those of two inputs stand side by side, `[inputs / 2, PANEL, 2]`, and there is no odd input.
+/// Weights `[outputs, inputs]` in panels of `N_TILE` outputs, each `[inputs, N_TILE]`; the last is filled with zeros. In
+/// bfloat16 those of two inputs stand side by side, `[inputs / 2, N_TILE, 2]`, and there is no odd input.
 struct Matrix {
     const void* panels;
     int64_t outputs, inputs;
@@ -27,21 +27,21 @@ struct Matrix {
     const float* scales; // of the outputs of whole numbers, else null
     const float* bias;   // null if there is none
 
-    int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
+    int64_t count() const { return (outputs + N_TILE - 1) / N_TILE; }
 };
 
 /// The things `first` to `last` of `count` that one of several, such as a thread, has.
-struct Share {
+struct Span {
     int64_t first, last;
-    Share(int64_t count, int64_t which, int64_t of)
+    Span(int64_t count, int64_t which, int64_t of)
         : first(count * which / of), last(count * (which + 1) / of) {}
 };
 
 /// How many inputs' weights of one output stand side by side.
-template <class Weight> constexpr int64_t BESIDE = 1;
-template <> constexpr int64_t BESIDE<BFloat16> = 2;
+template <class Weight> constexpr int64_t K_PACK = 1;
+template <> constexpr int64_t K_PACK<BFloat16> = 2;
 
-/// Adds `ROWS` rows times the weights of `BESIDE<Weight>` inputs to `totals`, the first input first.
+/// Adds `ROWS` rows times the weights of `K_PACK<Weight>` inputs to `totals`, the first input first.
 template <int ROWS, int COUNT, class Weight>
 static inline void
 add_products(const float* inputs, int64_t stride, const Weight* weights, Vector (&totals)[ROWS][COUNT]) {
@@ -51,7 +51,7 @@ add_products(const float* inputs, int64_t stride, const Weight* weights, Vector 
 #pragma GCC unroll 8
     for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++) totals[row][v] = fused(all(inputs[row * stride]), loaded[v], totals[row][v]);
+        for (int v = 0; v < COUNT; v++) totals[row][v] = fused(splat(inputs[row * stride]), loaded[v], totals[row][v]);
 }
 
 template <int ROWS, int COUNT>
@@ -62,14 +62,14 @@ add_products(const float* inputs, int64_t stride, const BFloat16* weights, Vecto
         Vector loaded[COUNT];
 #pragma GCC unroll 8
         for (int v = 0; v < COUNT; v++) {
-            Bits both = pairs(weights + v * 2 * LANES);
+            Bits both = load_pairs(weights + v * 2 * LANES);
             loaded[v] = same_bits<Vector>(input ? both & 0xffff0000u : both << 16);
         }
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
             for (int v = 0; v < COUNT; v++)
-                totals[row][v] = fused(all(inputs[row * stride + input]), loaded[v], totals[row][v]);
+                totals[row][v] = fused(splat(inputs[row * stride + input]), loaded[v], totals[row][v]);
     }
 }
 
@@ -78,11 +78,11 @@ static inline void
 add_products(const BFloat16* inputs, int64_t stride, const BFloat16* weights, Vector (&totals)[ROWS][COUNT]) {
     Bits loaded[COUNT];
 #pragma GCC unroll 8
-    for (int v = 0; v < COUNT; v++) loaded[v] = pairs(weights + v * 2 * LANES);
+    for (int v = 0; v < COUNT; v++) loaded[v] = load_pairs(weights + v * 2 * LANES);
 #pragma GCC unroll 8
     for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++) totals[row][v] = dots(all(inputs + row * stride), loaded[v], totals[row][v]);
+        for (int v = 0; v < COUNT; v++) totals[row][v] = dot_bf16(splat(inputs + row * stride), loaded[v], totals[row][v]);
 }
 
 /// Adds `ROWS` rows times a piece of a panel to `sums`. Each sum runs over the inputs in their order, whatever `ROWS` is,
@@ -90,21 +90,21 @@ add_products(const BFloat16* inputs, int64_t stride, const BFloat16* weights, Ve
 template <int ROWS, class Input, class Weight>
 static inline void multiply_rows(
     const Input* __restrict inputs, int64_t stride, const Weight* __restrict panel, int64_t count,
-    float (*__restrict sums)[PANEL]
+    float (*__restrict sums)[N_TILE]
 ) {
     constexpr int COUNT = at_once(ROWS);
-    constexpr int64_t STEP = BESIDE<Weight>;
-    for (int part = 0; part < WIDE; part += COUNT) {
+    constexpr int64_t STEP = K_PACK<Weight>;
+    for (int part = 0; part < VECTORS_PER_TILE; part += COUNT) {
         Vector totals[ROWS][COUNT];
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
             for (int v = 0; v < COUNT; v++) totals[row][v] = load(sums[row] + (part + v) * LANES);
         for (int64_t k = 0; k < count; k += STEP) {
-            const char* ahead = (const char*)(panel + k * PANEL) + AHEAD;
+            const char* ahead = (const char*)(panel + k * N_TILE) + PREFETCH_BYTES;
 #pragma GCC unroll 8
-            for (size_t line = 0; line < STEP * PANEL * sizeof(Weight); line += 64) __builtin_prefetch(ahead + line);
-            add_products(inputs + k, stride, panel + k * PANEL + part * LANES * STEP, totals);
+            for (size_t line = 0; line < STEP * N_TILE * sizeof(Weight); line += 64) __builtin_prefetch(ahead + line);
+            add_products(inputs + k, stride, panel + k * N_TILE + part * LANES * STEP, totals);
         }
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row++)
@@ -113,9 +113,9 @@ static inline void multiply_rows(
     }
 }
 
-template <class Input, class Weight, int ROWS = TALLEST>
+template <class Input, class Weight, int ROWS = M_REG>
 static inline void multiply_few(
-    int64_t rows, const Input* inputs, int64_t stride, const Weight* panel, int64_t count, float (*sums)[PANEL]
+    int64_t rows, const Input* inputs, int64_t stride, const Weight* panel, int64_t count, float (*sums)[N_TILE]
 ) {
     if constexpr (ROWS > 0) {
         if (rows == ROWS) return multiply_rows<ROWS>(inputs, stride, panel, count, sums);
@@ -123,19 +123,19 @@ static inline void multiply_few(
     }
 }
 
-/// At most `GROUP` rows times one panel, a piece after the other, each for all rows while it is near.
+/// At most `M_BLOCK` rows times one panel, a piece after the other, each for all rows while it is near.
 template <class Input, class Weight>
 static inline void multiply_group(
-    const Weight* panel, int64_t count, const Input* inputs, int64_t rows, float (*sums)[PANEL]
+    const Weight* panel, int64_t count, const Input* inputs, int64_t rows, float (*sums)[N_TILE]
 ) {
     memset(sums, 0, rows * sizeof(*sums));
-    int64_t blocks = (rows + TALLEST - 1) / TALLEST;
-    for (int64_t k = 0; k < count; k += PIECE)
+    int64_t blocks = (rows + M_REG - 1) / M_REG;
+    for (int64_t k = 0; k < count; k += K_BLOCK)
         for (int64_t block = 0; block < blocks; block++) {
-            Share few(rows, block, blocks);
-            int64_t piece = count - k < PIECE ? count - k : PIECE;
+            Span few(rows, block, blocks);
+            int64_t piece = count - k < K_BLOCK ? count - k : K_BLOCK;
             multiply_few(
-                few.last - few.first, inputs + few.first * count + k, count, panel + k * PANEL, piece, sums + few.first
+                few.last - few.first, inputs + few.first * count + k, count, panel + k * N_TILE, piece, sums + few.first
             );
         }
 }
@@ -144,17 +144,17 @@ static inline void multiply_group(
 struct Outputs {
     int64_t first, count;
     Outputs(const Matrix& matrix, int64_t panel)
-        : first(panel * PANEL), count(matrix.outputs - first < PANEL ? matrix.outputs - first : PANEL) {}
+        : first(panel * N_TILE), count(matrix.outputs - first < N_TILE ? matrix.outputs - first : N_TILE) {}
 };
 
-/// `rows` rows of `inputs` times one panel of a matrix, bias included; `done(row, sums)` takes each row's `PANEL` sums.
+/// `rows` rows of `inputs` times one panel of a matrix, bias included; `done(row, sums)` takes each row's `N_TILE` sums.
 /// Inputs are float, or bfloat16 where `HAS_DOTS` and the matrix is.
 template <class Input, class Done>
 static inline void multiply(const Matrix& matrix, int64_t panel, const Input* inputs, int64_t rows, Done done) {
-    alignas(64) float sums[GROUP][PANEL];
-    int64_t offset = panel * PANEL * matrix.inputs;
-    for (int64_t first = 0; first < rows; first += GROUP) {
-        int64_t count = rows - first < GROUP ? rows - first : GROUP;
+    alignas(64) float sums[M_BLOCK][N_TILE];
+    int64_t offset = panel * N_TILE * matrix.inputs;
+    for (int64_t first = 0; first < rows; first += M_BLOCK) {
+        int64_t count = rows - first < M_BLOCK ? rows - first : M_BLOCK;
         const Input* from = inputs + first * matrix.inputs;
         if (matrix.kind == BFLOAT16)
             multiply_group((const BFloat16*)matrix.panels + offset, matrix.inputs, from, count, sums);
@@ -174,14 +174,14 @@ static inline void multiply(const Matrix& matrix, int64_t panel, const Input* in
 }
 
 template <class Weight> static void pack(const Weight* weights, int64_t outputs, int64_t inputs, Weight* panels) {
-    constexpr int64_t STEP = BESIDE<Weight>;
-    int64_t count = (outputs + PANEL - 1) / PANEL;
+    constexpr int64_t STEP = K_PACK<Weight>;
+    int64_t count = (outputs + N_TILE - 1) / N_TILE;
 #pragma omp parallel for
     for (int64_t panel = 0; panel < count; panel++)
-        for (int64_t i = 0; i < PANEL; i++) {
-            int64_t output = panel * PANEL + i;
-            Weight* to = panels + panel * PANEL * inputs + i * STEP;
+        for (int64_t i = 0; i < N_TILE; i++) {
+            int64_t output = panel * N_TILE + i;
+            Weight* to = panels + panel * N_TILE * inputs + i * STEP;
             for (int64_t k = 0; k < inputs; k++)
-                to[k / STEP * STEP * PANEL + k % STEP] = output < outputs ? weights[output * inputs + k] : Weight{};
+                to[k / STEP * STEP * N_TILE + k % STEP] = output < outputs ? weights[output * inputs + k] : Weight{};
         }
 }

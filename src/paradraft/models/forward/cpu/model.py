@@ -129,15 +129,15 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, Matrix) for name in ("queries_keys_values", "output", "gate", "up", "down")),
-        *((name, ctypes.c_void_p) for name in ("norm", "norm_behind_attention", "query_norm", "key_norm")),
+        *((name, Matrix) for name in ("qkv", "output", "gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("norm", "post_attention_norm", "query_norm", "key_norm")),
     )
 
 
 class _Model(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("width", "inner", "heads", "kv_heads", "head_size", "layers")),
-        *((name, ctypes.c_int64) for name in ("vocabulary", "is_bfloat16")),
+        *((name, ctypes.c_int64) for name in ("hidden_size", "intermediate", "heads", "kv_heads", "head_size")),
+        *((name, ctypes.c_int64) for name in ("layers", "vocabulary", "is_bfloat16")),
         ("epsilon", ctypes.c_float), ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "final_norm", "embedding", "embedding_bfloat16")),
         ("head", Matrix), ("layer", ctypes.POINTER(_Layer)),
@@ -206,8 +206,8 @@ class NativePass:
         half = kv_cache.head_size(config) // 2
         self._vocab_rows = len(model.lm_head.weight)
         self._model = _Model(
-            width=config.hidden_size,
-            inner=config.intermediate_size,
+            hidden_size=config.hidden_size,
+            intermediate=config.intermediate_size,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_size=2 * half,
@@ -248,13 +248,13 @@ class NativePass:
         attention, mlp = layer.self_attn, layer.mlp
         query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         return _Layer(
-            queries_keys_values=self._matrix([attention.q_proj, attention.k_proj, attention.v_proj]),
+            qkv=self._matrix([attention.q_proj, attention.k_proj, attention.v_proj]),
             output=self._matrix([attention.o_proj]),
             gate=self._matrix([mlp.gate_proj]),
             up=self._matrix([mlp.up_proj]),
             down=self._matrix([mlp.down_proj]),
             norm=self._floats(layer.input_layernorm.weight),
-            norm_behind_attention=self._floats(layer.post_attention_layernorm.weight),
+            post_attention_norm=self._floats(layer.post_attention_layernorm.weight),
             query_norm=self._floats(query_norm and query_norm.weight),
             key_norm=self._floats(key_norm and key_norm.weight),
         )
@@ -265,7 +265,12 @@ class NativePass:
         return weight.numel() * dtype.itemsize + (4 * len(weight) if dtype == torch.int8 else 0)
 
     def __call__(
-        self, storage: kv_cache.Storage, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor, rows_BR: Tensor
+        self,
+        storage: kv_cache.Storage,
+        lengths: list[int],
+        tokens_BN: Tensor,
+        parents_BN: Tensor,
+        logit_rows: Tensor,
     ) -> Tensor:
         """The logits `[B, R, V]`, float32, of some tokens of one pass; keys and values go into the storage.
 
@@ -276,15 +281,15 @@ class NativePass:
             parents_BN: `[B, N]` the token that each one follows, -1 for the last kept one.
             rows_BR: `[B, R]` indices of the tokens whose logits are wanted.
         """
-        (B, N), R = tokens_BN.shape, rows_BR.shape[1]
+        (B, N), R = tokens_BN.shape, logit_rows.shape[1]
         logits = torch.empty(B, R, self._vocab_rows, dtype=torch.float32, device="cpu")
         if storage is not self._storage:
             self._storage, addresses = storage, ctypes.c_void_p * len(storage)
             self._pointers = [addresses(*(layer[part].data_ptr() for layer in storage)) for part in (0, 1)]
         keys, values = map(ctypes.addressof, self._pointers)
-        assert all(tensor.dtype == torch.long for tensor in (tokens_BN, parents_BN, rows_BR))
-        assert len(storage[0][0]) == len(lengths) == len(rows_BR) == B and parents_BN.shape == (B, N)
-        integers = [tensor.contiguous() for tensor in (tokens_BN, parents_BN, rows_BR)]
+        assert all(tensor.dtype == torch.long for tensor in (tokens_BN, parents_BN, logit_rows))
+        assert len(storage[0][0]) == len(lengths) == len(logit_rows) == B and parents_BN.shape == (B, N)
+        integers = [tensor.contiguous() for tensor in (tokens_BN, parents_BN, logit_rows)]
         ids, parents, places = (tensor.data_ptr() for tensor in integers)
         lengths_B = (ctypes.c_int64 * B)(*lengths)
         batch = _Batch(

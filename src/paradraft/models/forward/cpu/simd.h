@@ -46,17 +46,17 @@ template <class To, class From> static inline To same_bits(From from) {
     return to;
 }
 
-static inline Vector all(float value) { return value - Vector{}; }
+static inline Vector splat(float value) { return value - Vector{}; }
 
 /// A pair of numbers in each lane, the first in its lower half.
-static inline Bits pairs(const BFloat16* from) {
+static inline Bits load_pairs(const BFloat16* from) {
     Bits vector;
     memcpy(&vector, from, sizeof(vector));
     return vector;
 }
 
 /// The same pair in all lanes.
-static inline Bits all(const BFloat16* pair) {
+static inline Bits splat(const BFloat16* pair) {
     uint32_t bits;
     memcpy(&bits, pair, sizeof(bits));
     return bits - Bits{};
@@ -101,7 +101,7 @@ static inline Vector fused(Vector left, Vector right, Vector sum) {
 }
 
 /// In each lane, left * right + sum of a pair of bfloat16 numbers; only where `HAS_DOTS`.
-static inline Vector dots([[maybe_unused]] Bits left, [[maybe_unused]] Bits right, Vector sum) {
+static inline Vector dot_bf16([[maybe_unused]] Bits left, [[maybe_unused]] Bits right, Vector sum) {
 #if defined(__AVX512BF16__)
     return _mm512_dpbf16_ps(sum, same_bits<__m512bh>(left), same_bits<__m512bh>(right));
 #else
@@ -178,17 +178,17 @@ static inline float largest(Vector vector) {
 /// e to the power of each lane, to about 2 units in the last place; below -87 it is 0.
 static inline Vector exponential(Vector x) {
     auto is_nothing = x < -87.0f;
-    x = x > 88.0f ? all(88.0f) : x;
-    const Vector shift = all(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number
+    x = x > 88.0f ? splat(88.0f) : x;
+    const Vector shift = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number
     Vector shifted = x * 1.44269504088896341f + shift;
     Vector whole = shifted - shift;
     Vector rest = x - whole * 0.693359375f;
     rest = rest + whole * 2.12194440e-4f;
-    Vector series = fused(rest, all(1.9875691500e-4f), all(1.3981999507e-3f)); // Cephes, expf
-    series = fused(series, rest, all(8.3334519073e-3f));
-    series = fused(series, rest, all(4.1665795894e-2f));
-    series = fused(series, rest, all(1.6666665459e-1f));
-    series = fused(series, rest, all(5.0000001201e-1f));
+    Vector series = fused(rest, splat(1.9875691500e-4f), splat(1.3981999507e-3f)); // Cephes, expf
+    series = fused(series, rest, splat(8.3334519073e-3f));
+    series = fused(series, rest, splat(4.1665795894e-2f));
+    series = fused(series, rest, splat(1.6666665459e-1f));
+    series = fused(series, rest, splat(5.0000001201e-1f));
     series = fused(series, rest * rest, rest + 1.0f);
     Integers power = __builtin_convertvector(whole, Integers);
     return is_nothing ? Vector{} : series * same_bits<Vector>((power + 127) << 23);

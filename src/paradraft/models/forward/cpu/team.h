@@ -66,8 +66,8 @@ class Team {
     /// they are done. `worker` is below `MOST_WORKERS`, and no two threads have the same.
     template <class Work> void each(int64_t count, int64_t items, Work work) {
         int64_t chunks = std::min<int64_t>((count + items - 1) / items, UINT16_MAX);
-        if (size == 1 || chunks <= 1) return work(Share(count, 0, 1), 0);
-        auto call = [](void* work, Share share, int worker) { (*(Work*)work)(share, worker); };
+        if (size == 1 || chunks <= 1) return work(Span(count, 0, 1), 0);
+        auto call = [](void* work, Span share, int worker) { (*(Work*)work)(share, worker); };
         job.call.store(call, std::memory_order_relaxed);
         job.work.store(&work, std::memory_order_relaxed);
         job.count.store(count, std::memory_order_relaxed);
@@ -75,7 +75,7 @@ class Team {
         job.size.store(size, std::memory_order_relaxed);
         step++;
         for (int worker = 0; worker < size; worker++) {
-            Share share(chunks, worker, size);
+            Span share(chunks, worker, size);
             Range range = {step, uint16_t(share.first), uint16_t(share.last)};
             workers[worker].range.store(same_bits<uint64_t>(range), std::memory_order_release);
         }
@@ -119,7 +119,7 @@ class Team {
     };
 
     struct alignas(64) Job {
-        std::atomic<void (*)(void*, Share, int)> call;
+        std::atomic<void (*)(void*, Span, int)> call;
         std::atomic<void*> work;
         std::atomic<int64_t> count, chunks, size;
     };
@@ -222,7 +222,7 @@ class Team {
                 int64_t count = job.count.load(std::memory_order_relaxed), chunks = job.chunks.load(std::memory_order_relaxed);
                 Range less = {rest.step, uint16_t(rest.next + 1), rest.end};
                 if (!range.compare_exchange_strong(found, same_bits<uint64_t>(less), std::memory_order_acq_rel)) continue;
-                call(work, Share(count, rest.next, chunks), worker);
+                call(work, Span(count, rest.next, chunks), worker);
                 std::atomic<int64_t>& finished = workers[worker].finished;
                 finished.store(finished.load(std::memory_order_relaxed) + 1, std::memory_order_release);
                 taken++;
