@@ -1,59 +1,86 @@
-"""The vocabulary of the library: what a drafter proposes, what a target answers, what is decided.
+"""The vocabulary of the library: what is asked, what a drafter proposes, what a target answers, what is decided.
 
-Shape letters: B rows of a batch, N nodes of a draft, T tokens of a prompt, V vocabulary.
+Shape letters: B rows of a batch, N nodes of a draft, M committed tokens, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from paradraft.sampling_params import Sampling
+from paradraft import ragged
+from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.tree import ABSENT, Tree, parents_of_chains
 
 INVALID = -2
 """Token id of a place where the logits are NaN or all -inf, so that no token can be chosen."""
-RULES = ("match", "rejection")
-"""The verification rules, `paradraft/verify/<name>.py`; both are lossless."""
+NO_LIMIT = 2**31 - 1
+"""More tokens than any answer has."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """The prompts of one batch and how to answer them.
+class Request:
+    """One prompt, and how it is answered.
 
     Args:
-        tokens: `[B, T]` token ids, ragged rows filled with `ABSENT` on the right.
-        sampling: for each row how its tokens are chosen.
-        rule: one of `RULES`. It decides how drafters draw: with the target's random numbers (match),
-            or with their own, telling the distribution (rejection).
-        tree: the shape of the drafts; None for chains.
-        wants_confidence: whether drafts shall tell how sure the drafter is.
-        eos_ids: tokens that end an answer.
-        limits: for each row the most tokens of its answer; None for no limit.
-        answered: for each row how many of the last tokens are part of its answer already, where one is taken up again.
+        id: names it in rounds and statistics.
+        tokens: of the prompt, at least one.
+        sampling: how the tokens of its answer are chosen.
+        max_new_tokens: most tokens of its answer, at least 1.
+        eos_ids: tokens that end its answer.
+        answered: how many of `tokens`, the last ones, belong to the answer already: a request that is resumed.
     """
 
-    tokens: Tensor
-    sampling: tuple[Sampling, ...]
+    id: int = 0
+    tokens: list[int]
+    sampling: Sampling = GREEDY
+    max_new_tokens: int = NO_LIMIT
+    eos_ids: frozenset[int] = frozenset()
+    answered: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.tokens, "a prompt has at least one token"
+        assert 0 <= self.answered < len(self.tokens)
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}: ask for at least 1")
+
+
+class RequestError(Exception):
+    """Something that belongs to some requests alone, such as their processors, raised an exception.
+
+    Args:
+        requests: their ids.
+        cause: the exception.
+    """
+
+    def __init__(self, requests: Sequence[int], cause: Exception) -> None:
+        super().__init__(f"{type(cause).__name__} for requests {list(requests)}: {cause}")
+        self.requests = requests
+        self.cause = cause
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """What all drafts of a batch have in common.
+
+    Args:
+        rule: a verification rule, `paradraft/verify/<name>.py`. It decides how drafters draw: with the target's random
+            numbers (match), or with their own, telling the distribution (rejection).
+        tree: the shape of the drafts; None for chains.
+        wants_confidence: whether drafts tell how sure the drafter is.
+    """
+
     rule: str = "match"
     tree: Tree | None = None
     wants_confidence: bool = False
-    eos_ids: frozenset[int] = frozenset()
-    limits: tuple[int, ...] | None = None
-    answered: tuple[int, ...] | None = None
 
-    def __post_init__(self) -> None:
-        assert self.tokens.ndim == 2 and bool((self.tokens[:, 0] != ABSENT).all()), "a prompt has at least one token"
-        assert len(self.sampling) == len(self.tokens) and self.rule in RULES
-        assert all(part is None or len(part) == len(self.tokens) for part in (self.limits, self.answered))
 
-    @property
-    def lengths(self) -> Tensor:
-        """`[B]` number of tokens of each prompt."""
-        return (self.tokens != ABSENT).sum(1)
+CHAINS = Drafting()
+"""Drafts without branches for the match rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +156,13 @@ class Verdict:
         path: `[B, N]` indices of the accepted nodes from the root down, then `ABSENT`.
         accepted: `[B]` how many there are.
         tokens: `[B, N + 1]` the committed tokens: the accepted ones, the next token, then `ABSENT`.
+        drawn: see `Committed`.
     """
 
     path: Tensor
     accepted: Tensor
     tokens: Tensor
+    drawn: Tensor | None = None
 
     @classmethod
     def of(cls, draft: Draft, path: Tensor, next_token: Tensor) -> Verdict:
@@ -149,19 +178,39 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundOutput:
-    """One round as a reader of the stream sees it; every list has one entry per row still in the batch.
+class Committed:
+    """The tokens that prompts or a round added to the committed text.
 
     Args:
-        rows: which prompts these are.
-        tokens: the new tokens of each row, cut at its stop.
+        tokens: `[B, M]` in order, `ABSENT` on the right.
+        hidden: for each layer that the drafter asked for, `[B, M, D]` the target's state from which each token was
+            predicted: that of the token before it. Zeros for the first token of a prompt.
+        drawn: `[B, N + 1]` the token that the target chose after the last committed token and after each node of the
+            draft; None for prompts and under the rejection rule.
+    """
+
+    tokens: Tensor
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    drawn: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.tokens.ndim == 2 and all(state.shape[:2] == self.tokens.shape for state in self.hidden.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOutput:
+    """What a round gave each request of the batch; every list has one entry per row.
+
+    Args:
+        requests: the ids of the requests.
+        tokens: the new tokens of each, cut at its end; none for a request that had ended before.
         accepted: how many of them, counted from the first, were drafted.
         drafted: how deep the draft was; for a chain, how many tokens.
         nodes: how many tokens the draft had, all nodes of a tree.
-        finished: whether the row has ended.
+        finished: whether the request has ended.
     """
 
-    rows: list[int]
+    requests: list[int]
     tokens: list[list[int]]
     accepted: list[int]
     drafted: list[int]
@@ -169,26 +218,70 @@ class RoundOutput:
     finished: list[bool]
 
 
-class Drafter(Protocol):
-    """Proposes drafts; its private state is a function of the committed tokens."""
+class Drafter:
+    """Proposes drafts for the rows of a batch; its own state is a function of their committed tokens.
 
-    needs_hidden: tuple[int, ...]
-    """Layers of the target whose hidden states `commit` wants; () for none."""
-    can_run_ahead: bool
+    A drafter overrides `propose`, and what of the rest its state needs.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    """Layers of the target whose states `join` and `commit` want; -1 is the last one after its norm."""
+    branching: Literal["chain", "spine", "tree"] = "chain"
+    """Drafts without branches, trees whose best path alone branches, or any trees."""
+    can_run_ahead: bool = False
     """Whether it can propose before the verdict on its last draft (PEARL)."""
-    can_branch: bool
-    """Whether its drafts take the shape of `Prompt.tree`; False for chains only."""
-    can_branch_aside: bool
-    """Whether side branches may have branches, or only the path of the best tokens has any."""
+    reserved_tokens: tuple[int, ...] = ()
+    """Tokens, such as a mask, that no answer may contain."""
 
-    def start(self, prompt: Prompt, out: TargetOut | None) -> None:
-        """Forgets everything and takes in a new batch of prompts."""
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """Forgets all rows.
+
+        Args:
+            drafting: what the drafts are to be like.
+            device: of the target's tensors.
+        """
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """Adds rows after the others.
+
+        Args:
+            requests: one for each new row.
+            prompt: their tokens, as they are in `requests`, and the target's states.
+        """
 
     def propose(self, k: int, after: Draft | None = None) -> Draft:
         """Guesses at most `k` tokens deep what follows the committed tokens (or `after` them)."""
+        raise NotImplementedError
 
-    def commit(self, verdict: Verdict, out: TargetOut) -> None:
-        """Brings the drafter's own state back to the committed tokens."""
+    def commit(self, new: Committed) -> None:
+        """Takes in the tokens of a round, the rejected ones excluded."""
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Forgets all rows of the batch but `rows`, `[b]` indices in rising order; the others have ended."""
+    def keep(self, rows: Tensor) -> None:
+        """Forgets all rows but some, and orders these anew.
+
+        Args:
+            rows: `[b]` the index that each row had before.
+        """
+
+
+class TextDrafter(Drafter):
+    """A drafter that looks at the committed tokens alone."""
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """See `Drafter`."""
+        self.device = device
+        self.texts: list[list[int]] = []
+        """The committed tokens of each row."""
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """Remembers the prompts."""
+        self.texts += [list(request.tokens) for request in requests]
+
+    def commit(self, new: Committed) -> None:
+        """Appends the committed tokens."""
+        for text, tokens in zip(self.texts, ragged.to_lists(new.tokens), strict=True):
+            text += tokens
+
+    def keep(self, rows: Tensor) -> None:
+        """Forgets the other rows."""
+        self.texts = [self.texts[row] for row in rows.tolist()]

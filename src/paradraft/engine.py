@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import overload
 
-from paradraft import ragged
-from paradraft.core import RULES, Drafter, Prompt, RoundOutput
+from paradraft.core import Drafter, Request
+from paradraft.decode.batch import Batch, run
 from paradraft.decode.draft_length import POLICIES, Fixed, LengthPolicy
-from paradraft.decode.generation import AnswerText, Stops, StopStrings, stop_strings
-from paradraft.decode.sequential import VERIFY, decode
+from paradraft.decode.generation import AnswerText, Generation, StopStrings, stop_strings
 from paradraft.decode.stats import Clock, Stats
 from paradraft.drafters import check_draft, load_drafter
 from paradraft.errors import whole_number
@@ -22,49 +22,13 @@ from paradraft.models.presets import check_has_weights
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.tokenization import Detokenizer
-from paradraft.request import Request, requests_of
+from paradraft.request import requests_of
 from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.scheduler import Scheduler
 from paradraft.tree import Tree
-from paradraft.turns import Turn, Turns
+from paradraft.verify import RULES, Verify
 
 CPU = Runtime()
-
-
-def load(
-    target: str,
-    *,
-    drafter: str = "none",
-    draft: str | None = None,
-    k: int = 8,
-    verify: str = "match",
-    tree: Tree | int | None = None,
-    lengths: str = "fixed",
-    runtime: Runtime = CPU,
-) -> Engine:
-    """Loads a target and a drafter.
-
-    Args:
-        target: a Hugging Face id, a folder, or "pocket".
-        drafter: one of `drafter_names()`; "none" decodes plainly.
-        draft: the draft model, for drafters that have one; the pocket target brings its own.
-        k: most tokens drafted per round, one behind the other, at least 1.
-        verify: "match" gives the same tokens with every drafter; "rejection" gives the same
-            distribution and accepts more when sampling.
-        tree: let drafts branch: a `Tree`, or a number of nodes to grow to. None drafts chains.
-        lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success,
-            "confidence" while the drafter is sure, "expected" what pays on this machine.
-        runtime: device, dtype, compilation.
-
-    Raises:
-        ValueError: a name or setting is unknown, or the draft does not fit the target.
-    """
-    check_draft(drafter, draft, target)
-    for name in (target, draft or ""):
-        check_has_weights(name)
-    loaded = load_target(target, runtime)
-    model = load_drafter(drafter, loaded, draft=draft, runtime=runtime)
-    shape = Tree(budget=tree) if isinstance(tree, int) else tree
-    return Engine(loaded, model, k=k, verify=verify, tree=shape, lengths=lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +78,9 @@ class Chunk:
 class Engine:
     """A target, a drafter, and how to draft and verify.
 
-    Any number of threads may use one engine. It answers one call of `generate`, or one stream, after the other; a
-    stream that its reader leaves waiting makes room and goes on later: with the match rule with the same text, with the
-    rejection rule with a text of the same distribution.
+    Any number of threads may use one engine: requests of all threads are decoded together, one row of a batch each.
+    Whoever waits for tokens runs the next round for all. With the match rule a request's text is the same as alone;
+    with the rejection rule it has the same distribution.
 
     Build one with `load`, which explains the settings.
     """
@@ -133,19 +97,19 @@ class Engine:
     ) -> None:
         if not 1 <= k < target.lm.width:
             raise ValueError(f"k={k}: draft 1 to {target.lm.width - 1} tokens per round")
-        if drafter.needs_hidden:
+        if drafter.hidden_layers:
             raise ValueError("this drafter wants hidden states of the target, which no pass returns yet")
         if verify not in RULES:
             raise ValueError(f"verify={verify!r}: use one of {', '.join(RULES)}")
         if lengths not in POLICIES:
             raise ValueError(f"lengths={lengths!r}: use one of {', '.join(POLICIES)}")
         if tree is not None:
-            if not drafter.can_branch:
+            if drafter.branching == "chain":
                 raise ValueError("this drafter drafts chains only: leave the tree out")
             if tree.nodes >= target.lm.width:
                 raise ValueError(f"a tree of {tree.nodes} nodes: a pass has room for {target.lm.width - 1}")
             aside = [path for path in tree.paths or () if any(path[:-1])]
-            if aside and not drafter.can_branch_aside:
+            if aside and drafter.branching == "spine":
                 raise ValueError(f"tree path {aside[0]}: this drafter branches from its best tokens only, remove it")
             if tree.depth is not None and tree.depth > k:
                 raise ValueError(f"a tree path is {tree.depth} tokens deep, but k={k}: raise k or shorten the path")
@@ -157,10 +121,15 @@ class Engine:
         self.deepest = k if tree is None else min(k, tree.depth or tree.nodes)
         """Most tokens of a path of a draft."""
         self.lengths: LengthPolicy = POLICIES[lengths](self.deepest)
+        self._batch = self.new_batch()
+        self._scheduler = Scheduler(self._batch, self._torch_threads)
         self._detokenizer = Detokenizer(target.tokenizer)
-        self._turns = Turns()
-        self.clock = Clock()
-        """Times and counts of the last batch."""
+        self._ids = itertools.count()
+
+    @property
+    def clock(self) -> Clock:
+        """Times and counts since the engine last had nothing to do."""
+        return self._batch.clock
 
     @overload
     def generate(
@@ -213,10 +182,13 @@ class Engine:
         strings = self._strings(stop)
         if whole_number("batch_size", batch_size) < 1:
             raise ValueError(f"batch_size={batch_size}: use at least 1")
-        results: list[Result] = []
-        for start in range(0, len(requests), batch_size):
-            results += self._answers(requests[start : start + batch_size], strings)
-        return results[0] if isinstance(prompts, str) else results
+        generations = [self._generation(request, strings if strings.patterns else None) for request in requests]
+        results: dict[int, Result] = {}
+        with closing(self._scheduler.answer(generations, most=batch_size)) as finished:
+            for generation in finished:
+                results[generation.request.id] = self._result(generation, strings)
+        answers = [results[generation.request.id] for generation in generations]
+        return answers[0] if isinstance(prompts, str) else answers
 
     def stream(
         self,
@@ -234,113 +206,76 @@ class Engine:
         Raises:
             ValueError: as `generate`.
         """
-        requests = requests_of(self.target, [prompt], max_new_tokens, sampling)
-        strings = self._strings(stop)
-        text = self._text(requests[0], strings)
-        self.clock = Clock.on(self.target.lm.device)
-        return self._chunks(self._streamed(requests[0], self._stops(requests, strings), self.clock), text)
+        (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
+        return self._chunks(self._generation(request, self._strings(stop)))
 
-    def _streamed(self, request: Request, stops: Stops, clock: Clock) -> Iterator[RoundOutput]:
-        """The rounds of one request. If others have used the engine since the last one, its text so far is read again.
+    def _chunks(self, generation: Generation) -> Iterator[Chunk]:
+        rounds = first = 0
+        with closing(self._scheduler.stream(generation)) as news:
+            for _ in news:
+                for accepted, end in zip(generation.accepted[rounds:], generation.round_ends[rounds:], strict=True):
+                    pieces = generation.pieces[first:end]
+                    drafted, own = "".join(pieces[:accepted]), "".join(pieces[accepted:])
+                    yield Chunk(
+                        drafted_text=drafted, own_text=own, tokens=generation.tokens[first:end], accepted=accepted
+                    )
+                    rounds, first = rounds + 1, end
 
-        With the match rule this changes no token, because every position has its own random numbers.
-        """
-        turn, tokens = Turn(), list[int]()
-        steps: Iterator[RoundOutput] = iter(())
-        try:
-            while not stops.all_finished:
-                with self._turns.round(turn) as is_unchanged, self._torch_threads():
-                    if not is_unchanged:
-                        clock.skip()
-                        so_far = replace(request, tokens=request.tokens + tokens)
-                        steps = self._steps([so_far], stops, clock, answered=(len(tokens),))
-                    step = next(steps)
-                tokens += step.tokens[0]
-                if stops.all_finished:
-                    self._turns.end(turn)  # whether or not the reader comes back
-                yield step
-        finally:
-            self._turns.end(turn)
-
-    def _chunks(self, steps: Iterator[RoundOutput], text: AnswerText) -> Iterator[Chunk]:
-        for step in steps:
-            new, accepted = step.tokens[0], step.accepted[0]
-            drafted, own = (list(map(text.add, part)) for part in (new[:accepted], new[accepted:]))
-            if step.finished[0]:
-                (own or drafted).append(text.end())
-            yield Chunk(drafted_text="".join(drafted), own_text="".join(own), tokens=new, accepted=accepted)
-
-    def _answers(self, requests: list[Request], strings: StopStrings) -> list[Result]:
-        stops = self._stops(requests, strings)
-        answers: list[list[int]] = [[] for _ in requests]
-        rounds: list[list[int]] = [[] for _ in requests]
-        with self._alone():
-            self.clock = clock = Clock.on(self.target.lm.device)
-            for step in self._steps(requests, stops, clock):
-                for row, tokens, drafted in zip(step.rows, step.tokens, step.accepted, strict=True):
-                    answers[row] += tokens
-                    rounds[row] += [drafted] * bool(tokens)
-        results = []
-        for row, (request, tokens) in enumerate(zip(requests, answers, strict=True)):
-            growing = self._text(request, strings)
-            text = "".join(map(growing.add, tokens)) + growing.end()
-            stats = clock.stats_of(row)
-            reason, accepted = stops.reasons[row], tuple(rounds[row])
-            results.append(Result(text=text, tokens=tokens, finish_reason=reason, stats=stats, accepted=accepted))
-        return results
+    def _generation(self, request: Request, strings: StopStrings | None) -> Generation:
+        """An answer with no token yet; without `strings` its text is not needed before its end."""
+        text = None if strings is None else self._text(request, strings)
+        return Generation(replace(request, id=next(self._ids)), text)
 
     def _text(self, request: Request, strings: StopStrings) -> AnswerText:
-        """The text of a request's answer, with no token yet."""
         return AnswerText(self._detokenizer.after(request.tokens), strings)
 
-    def _stops(self, requests: list[Request], strings: StopStrings) -> Stops:
-        limits = [request.max_new_tokens for request in requests]
-        texts = [self._text(request, strings) for request in requests] if strings.patterns else None
-        return Stops(limits=limits, eos_ids=self.target.eos_ids, texts=texts)
-
-    def _steps(
-        self, requests: list[Request], stops: Stops, clock: Clock, answered: tuple[int, ...] | None = None
-    ) -> Iterator[RoundOutput]:
-        prompt = self.prompt([r.tokens for r in requests], tuple(r.sampling for r in requests))
-        prompt = replace(prompt, answered=answered)
-        verify = VERIFY[self.verify]
-        return decode(self.target, self.drafter, prompt, verify, stops=stops, lengths=self.lengths, clock=clock)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """The engine for one piece of work, from its first round to its last."""
-        turn = Turn()
-        try:
-            with self._turns.round(turn), self._torch_threads():
-                yield
-        finally:
-            self._turns.end(turn)
+    def _result(self, generation: Generation, strings: StopStrings) -> Result:
+        pieces = generation.pieces
+        if not strings.patterns:
+            text = self._text(generation.request, strings)
+            pieces = [*map(text.add, generation.tokens), text.end()]
+        assert generation.finish_reason is not None and generation.stats is not None
+        return Result(
+            text="".join(pieces),
+            tokens=generation.tokens,
+            finish_reason=generation.finish_reason,
+            stats=generation.stats,
+            accepted=tuple(generation.accepted),
+        )
 
     def _torch_threads(self) -> AbstractContextManager[None]:
         """One thread for what torch computes in a round, if all passes are in C++ with threads of their own."""
         lms = [self.target.lm, *(part for part in vars(self.drafter).values() if isinstance(part, CausalLM))]
         return one_torch_thread() if all(lm.is_native for lm in lms) else nullcontext()
 
-    def prompt(self, rows: list[list[int]], sampling: tuple[Sampling, ...]) -> Prompt:
-        """Token ids and settings of a batch, with the engine's own rule and tree."""
-        return Prompt(
-            tokens=ragged.from_lists(rows, self.target.lm.device),
-            sampling=sampling,
-            rule=self.verify,
-            tree=self.tree,
-            wants_confidence=self.lengths.wants_confidence,
-        )
-
     def warm_up(self, batch_size: int = 1) -> None:
         """Runs the passes that decoding will use, so that none is compiled in the middle of an answer; twice where
         passes that come again are recorded."""
-        prompt = self.prompt([[0]] * batch_size, (GREEDY,) * batch_size)
-        verify, lengths = VERIFY[self.verify], Fixed(self.k)
-        with self._alone():
-            for _ in range(2 if self.target.lm.is_replayed else 1):
-                stops = Stops(limits=[self.k + 2] * batch_size, eos_ids=frozenset())
-                for _ in decode(self.target, self.drafter, prompt, verify, stops=stops, lengths=lengths, clock=Clock()):
+        for _ in range(2 if self.target.lm.is_replayed else 1):
+            requests = [Request(id=row, tokens=[0], max_new_tokens=self.k + 2) for row in range(batch_size)]
+            with self._scheduler.exclusive():
+                for _ in run(self.new_batch(lengths=Fixed(self.k)), list(map(Generation, requests))):
                     pass
+
+    def new_batch(
+        self,
+        *,
+        target: Target | None = None,
+        drafter: Drafter | None = None,
+        lengths: LengthPolicy | None = None,
+        verify: Verify | None = None,
+        keeps_finished: bool = False,
+    ) -> Batch:
+        """A batch that decodes as this engine does, but for what is given; see `Batch`."""
+        return Batch(
+            target or self.target,
+            drafter or self.drafter,
+            lengths=lengths or self.lengths,
+            rule=self.verify,
+            tree=self.tree,
+            verify=verify,
+            keeps_finished=keeps_finished,
+        )
 
     def check(
         self,
@@ -356,3 +291,40 @@ class Engine:
 
     def _strings(self, stop: str | Sequence[str]) -> StopStrings:
         return stop_strings(stop, self._detokenizer.special)
+
+
+def load(
+    target: str,
+    *,
+    drafter: str = "none",
+    draft: str | None = None,
+    k: int = 8,
+    verify: str = "match",
+    tree: Tree | int | None = None,
+    lengths: str = "fixed",
+    runtime: Runtime = CPU,
+) -> Engine:
+    """Loads a target and a drafter.
+
+    Args:
+        target: a Hugging Face id, a folder, or "pocket".
+        drafter: one of `drafter_names()`; "none" decodes plainly.
+        draft: the draft model, for drafters that have one; the pocket target brings its own.
+        k: most tokens drafted per round, one behind the other, at least 1.
+        verify: "match" gives the same tokens with every drafter; "rejection" gives the same
+            distribution and accepts more when sampling.
+        tree: let drafts branch: a `Tree`, or a number of nodes to grow to. None drafts chains.
+        lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success,
+            "confidence" while the drafter is sure, "expected" what pays on this machine.
+        runtime: device, dtype, compilation.
+
+    Raises:
+        ValueError: a name or setting is unknown, or the draft does not fit the target.
+    """
+    check_draft(drafter, draft, target)
+    for name in (target, draft or ""):
+        check_has_weights(name)
+    loaded = load_target(target, runtime)
+    model = load_drafter(drafter, loaded, draft=draft, runtime=runtime)
+    shape = Tree(budget=tree) if isinstance(tree, int) else tree
+    return Engine(loaded, model, k=k, verify=verify, tree=shape, lengths=lengths)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
+from paradraft.core import Request
 from paradraft.errors import one_line, whole_number
 from paradraft.models.target import Target
 from paradraft.models.tokenization import encode_prompt
@@ -15,28 +15,13 @@ from paradraft.sampling_params import Sampling
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One prompt and what was asked for it.
-
-    Args:
-        tokens: of the prompt.
-        max_new_tokens: most tokens of its answer.
-        sampling: how they are chosen.
-    """
-
-    tokens: list[int]
-    max_new_tokens: int
-    sampling: Sampling
-
-
 def requests_of(
     target: Target,
     prompts: list[str] | list[list[int]] | list[str | list[int]],
     max_new_tokens: int | Sequence[int],
     sampling: Sampling | Sequence[Sampling],
 ) -> list[Request]:
-    """Tokenizes and checks prompts.
+    """Tokenizes and checks prompts; the ids of the requests are their numbers, from 0.
 
     Args:
         target: who will answer.
@@ -61,8 +46,9 @@ def requests_of(
     requests = []
     for number, (prompt, limit, chosen) in enumerate(zip(rows, limits, samplings, strict=True), start=1):
         name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-        request = Request(tokens=_tokens(target, prompt, name), max_new_tokens=limit, sampling=chosen)
-        _check(request, target, name)
+        tokens = _tokens(target, prompt, name)
+        _check(tokens, limit, chosen, target, name)
+        request = Request(id=number - 1, tokens=tokens, sampling=chosen, max_new_tokens=limit, eos_ids=target.eos_ids)
         requests.append(request)
     return requests
 
@@ -92,9 +78,8 @@ def _sampling(value: object) -> Sampling:
     return value
 
 
-def _check(request: Request, target: Target, name: str) -> None:
-    tokens, limit, biases = request.tokens, request.max_new_tokens, dict(request.sampling.biases)
-    known = target.lm.vocab_size
+def _check(tokens: list[int], limit: int, sampling: Sampling, target: Target, name: str) -> None:
+    biases, known = dict(sampling.biases), target.lm.vocab_size
     if not tokens:
         raise ValueError(f"{name} is empty: give at least one token")
     if limit < 1:

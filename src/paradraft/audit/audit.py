@@ -19,10 +19,10 @@ from paradraft.audit.divergence import Comparison, Divergence, compare, rounding
 from paradraft.audit.recording import Case, NotNumbersError, Recorder, Recording, record
 from paradraft.audit.reference import MEASURED, OwnPass, own_logits, own_pass
 from paradraft.audit.uniformity import Uniformity, place_of_tokens, uniformity
-from paradraft.core import Draft, Drafter, TargetOut, Verdict
-from paradraft.decode.draft_length import Fixed, LengthPolicy
-from paradraft.decode.sequential import VERIFY, Verify
-from paradraft.decode.stats import Clock
+from paradraft.core import Draft, Request, TargetOut, Verdict
+from paradraft.decode.batch import Batch
+from paradraft.decode.draft_length import Fixed
+from paradraft.decode.stats import Stats
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.request import requests_of
@@ -163,18 +163,19 @@ def audit(
         raise ValueError("drafter 'none' drafts nothing that could be rejected: audit it with verify='match'")
     answering = _Answering(engine, cases, max_new_tokens, report)
     figures: dict[str, Any] = {"answers": len(cases), "tokens": 0, "acceptance_length": 0.0}
-    clock = Clock()
+    counts: list[Stats] = []
     try:
-        drafted = answering.with_drafter(batch_size, clock)
+        drafted = answering.with_drafter(batch_size, counts)
         figures["tokens"] = sum(len(answer.tokens) for answer in drafted)
-        figures["acceptance_length"] = clock.stats.acceptance_length
+        rounds = sum(stats.rounds for stats in counts)
+        figures["acceptance_length"] = sum(stats.tokens for stats in counts) / max(rounds, 1)
         if tests_distribution:
             judged = _judge_distribution(answering, drafted, batch_size, figures)
         else:
             judged = _judge_tokens(answering, drafted, batch_size, figures)
     except NotNumbersError as error:
         return _report(FAIL, str(error), figures)
-    if has_drafter and judged.verdict in (PASS, TIES) and not clock.stats.nodes:
+    if has_drafter and judged.verdict in (PASS, TIES) and not any(stats.nodes for stats in counts):
         reason = "nothing was drafted, so this shows nothing: use more prompts or tokens, and fixed lengths"
         return replace(judged, verdict=INCONCLUSIVE, reason=reason)
     return judged
@@ -189,37 +190,29 @@ class _Answering:
     max_new_tokens: int
     report: Callable[[str], None]
 
-    def with_drafter(self, batch_size: int, clock: Clock) -> list[Recording]:
-        """By the engine as it is."""
-        engine = self.engine
-        target, verify = Recorder(engine.target), VERIFY[engine.verify]
-        return self._answers(target, engine.drafter, verify, engine.lengths, "with the drafter", batch_size, clock)
+    def with_drafter(self, batch_size: int, counts: list[Stats]) -> list[Recording]:
+        """By the engine as it is; appends what is counted of each batch."""
+        target = Recorder(self.engine.target)
+        return self._answers(self.engine.new_batch(target=target), target, "with the drafter", batch_size, counts)
 
     def plain(self) -> list[Recording]:
         """One token a pass, one prompt after the other."""
-        target, verify = Recorder(self.engine.target), VERIFY[self.engine.verify]
-        return self._answers(target, NoDrafter(), verify, Fixed(0), "in plain decoding", 1, Clock())
+        target, drafter = Recorder(self.engine.target), NoDrafter(self.engine.drafter.reserved_tokens)
+        batch = self.engine.new_batch(target=target, drafter=drafter, lengths=Fixed(0))
+        return self._answers(batch, target, "in plain decoding", 1, [])
 
     def control(self, batch_size: int) -> list[Recording]:
         """By a wrong rule; it drafts even where a length policy has learnt not to."""
-        engine, target, lengths = self.engine, Recorder(self.engine.target), Fixed(self.engine.deepest)
-        return self._answers(target, engine.drafter, accept_all, lengths, "with the control", batch_size, Clock())
+        target, lengths = Recorder(self.engine.target), Fixed(self.engine.deepest)
+        batch = self.engine.new_batch(target=target, lengths=lengths, verify=accept_all)
+        return self._answers(batch, target, "with the control", batch_size, [])
 
-    def _answers(
-        self,
-        target: Recorder,
-        drafter: Drafter,
-        verify: Verify,
-        lengths: LengthPolicy,
-        name: str,
-        size: int,
-        clock: Clock,
-    ) -> list[Recording]:
+    def _answers(self, batch: Batch, target: Recorder, name: str, size: int, counts: list[Stats]) -> list[Recording]:
         found = []
         for start in range(0, len(self.cases), size):
             self.report(f"{name}: answer {start + 1} of {len(self.cases)}")
-            batch = self.cases[start : start + size]
-            found += record(self.engine, target, drafter, verify, lengths, batch, self.max_new_tokens, clock, name)
+            found += record(batch, target, self.cases[start : start + size], self.max_new_tokens, name)
+            counts.append(batch.clock.stats)
         return found
 
 
@@ -332,7 +325,7 @@ def _uniformity(engine: Engine, cases: list[Case], answers: list[Recording]) -> 
     generator = torch.Generator().manual_seed(0)
     places = []
     for case, answer in zip(cases, answers, strict=True):
-        prompt = engine.prompt([case.prompt], (case.sampling,))
         logits_NV = own_logits(engine.target.lm, case, answer)
-        places.append(place_of_tokens(logits_NV, prompt, answer.tokens, generator))
+        request = Request(tokens=case.prompt, sampling=case.sampling)
+        places.append(place_of_tokens(logits_NV, request, answer.tokens, generator))
     return uniformity(torch.cat(places))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paradraft.audit.recording import Case, NotNumbersError, Recording, are_numbers
 from paradraft.audit.reference import difference
+from paradraft.core import Request
 from paradraft.engine import Engine
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
@@ -128,7 +129,9 @@ def rounding_of(engine: Engine, case: Case, answer: Recording, batch_size: int) 
     width = min(lm.width, 1 + (engine.k if engine.tree is None else engine.tree.nodes))
     device = answer.logits.device
     reading = [case.prompt[-1], *answer.tokens[:-1]]
-    lm.start(engine.prompt([case.prompt] * batch_size, (case.sampling,) * batch_size))
+    lm.start()
+    lm.join(batch_size)
+    lm.prefill([case.prompt] * batch_size)
     largest = 0.0
     for start in range(0, len(reading), width):
         tokens = torch.tensor([reading[start : start + width]] * batch_size, device=device)
@@ -146,7 +149,7 @@ def _scores(engine: Engine, case: Case, answer: Recording) -> Tensor:
     N, device = len(answer.tokens), answer.logits.device
     before_NN = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
     texts_NN = torch.where(before_NN, torch.tensor(answer.tokens, device=device), ABSENT)
-    sampler = Sampler(engine.prompt([case.prompt], (case.sampling,)))
+    sampler = Sampler([Request(tokens=case.prompt, sampling=case.sampling)], device=device)
     return sampler.scores(answer.logits[None], torch.arange(N, device=device)[None], texts_NN[None])[0]
 
 

@@ -5,17 +5,15 @@ Shape letters: B rows of a batch, N tokens of an answer, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paradraft.core import Draft, Drafter, Prompt, TargetOut, Verdict
-from paradraft.decode.draft_length import LengthPolicy
-from paradraft.decode.generation import Stops
-from paradraft.decode.sequential import Verify, decode
-from paradraft.decode.stats import Clock
-from paradraft.engine import Engine
+from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
+from paradraft.decode.batch import Batch, run
+from paradraft.decode.generation import Generation
 from paradraft.models.forward.eager import NotFiniteError
 from paradraft.models.target import Target
 from paradraft.ragged import to_lists
@@ -76,79 +74,69 @@ class Recorder(Target):
         """Prompts of the batch, and which of their new tokens was to be chosen by logits that are not numbers."""
         self._numbers: list[int] = []
 
-    def prefill(self, prompt: Prompt) -> None:
+    def start(self, reserved_tokens: Iterable[int] = ()) -> None:
         """See `Target`."""
-        super().prefill(prompt)
-        self.rows = [[] for _ in prompt.tokens]
-        self.not_numbers = []
-        self._numbers = list(range(len(prompt.tokens)))
+        super().start(reserved_tokens)
+        self.rows, self.not_numbers, self._numbers = [], [], []
+
+    def join(self, requests: Sequence[Request]) -> Committed:
+        """See `Target`."""
+        committed = super().join(requests)
+        self._numbers += range(len(self.rows), len(self.rows) + len(requests))
+        self.rows += [[] for _ in requests]
+        return committed
 
     def forward(self, draft: Draft) -> TargetOut:
         """See `Target`."""
-        self._out = super().forward(draft)
+        out = super().forward(draft)
         is_there_BM = torch.nn.functional.pad(draft.tokens != ABSENT, (1, 0), value=True)
         # Looked at before a token is chosen: a rule need not be able to choose one.
-        is_wrong_BM = is_there_BM & ~are_numbers(self._out.logits)
+        is_wrong_BM = is_there_BM & ~are_numbers(out.logits)
         self.not_numbers = [(number, len(self.rows[number])) for number in self._numbers_of(is_wrong_BM.any(1))]
-        return self._out
+        return out
 
-    def commit(self, verdict: Verdict) -> None:
+    def commit(self, verdict: Verdict, out: TargetOut) -> Committed:
         """See `Target`."""
         wrong = []
         for place, path in enumerate(to_lists(verdict.path)):
             number = self._numbers[place]
-            new = self._out.logits[place, [0, *(node + 1 for node in path)]].clone()
+            new = out.logits[place, [0, *(node + 1 for node in path)]].clone()
             wrong += [
                 (number, len(self.rows[number]) + index) for index in (~are_numbers(new)).nonzero()[:, 0].tolist()
             ]
             self.rows[number] += list(new)
         # A rejected token may be followed by anything: the text does not depend on it.
         self.not_numbers = wrong
-        super().commit(verdict)
+        return super().commit(verdict, out)
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep(self, rows: Tensor) -> None:
         """See `Target`."""
-        super().keep_rows(rows)
+        super().keep(rows)
         self._numbers = [self._numbers[row] for row in rows.tolist()]
 
     def _numbers_of(self, is_meant_B: Tensor) -> list[int]:
         return [number for number, is_meant in zip(self._numbers, is_meant_B.tolist(), strict=True) if is_meant]
 
 
-def record(
-    engine: Engine,
-    target: Recorder,
-    drafter: Drafter,
-    verify: Verify,
-    lengths: LengthPolicy,
-    cases: list[Case],
-    max_new_tokens: int,
-    clock: Clock,
-    name: str,
-) -> list[Recording]:
+def record(batch: Batch, target: Recorder, cases: list[Case], max_new_tokens: int, name: str) -> list[Recording]:
     """Answers cases together.
 
     Args:
-        engine: makes the prompts.
-        target: records the engine's.
-        drafter: the engine's, or none.
-        verify: the rule.
-        lengths: how many tokens to draft.
+        batch: of the recording target, without rows.
+        target: the batch's.
         cases: one batch.
         max_new_tokens: tokens of an answer; end-of-sequence tokens do not end it.
-        clock: takes the times.
         name: what this way of answering is called.
 
     Raises:
         NotNumbersError: a token was chosen by logits that are not numbers, or the engine refused to choose one.
     """
-    prompt = engine.prompt([case.prompt for case in cases], tuple(case.sampling for case in cases))
-    stops = Stops(limits=[max_new_tokens] * len(cases), eos_ids=frozenset())
-    tokens: list[list[int]] = [[] for _ in cases]
+    generations = [
+        Generation(Request(id=row, tokens=case.prompt, sampling=case.sampling, max_new_tokens=max_new_tokens))
+        for row, case in enumerate(cases)
+    ]
     try:
-        for step in decode(target, drafter, prompt, verify, stops=stops, lengths=lengths, clock=clock):
-            for row, new in zip(step.rows, step.tokens, strict=True):
-                tokens[row] += new
+        for _ in run(batch, generations):
             _check_numbers(target, cases, name)
     except NotFiniteError as error:
         raise NotNumbersError(cases[error.row], 0, name) from None
@@ -156,8 +144,8 @@ def record(
         _check_numbers(target, cases, name)
         raise
     return [
-        Recording(tokens=new, logits=torch.stack(rows[: len(new)]))
-        for new, rows in zip(tokens, target.rows, strict=True)
+        Recording(tokens=generation.tokens, logits=torch.stack(rows[: len(generation.tokens)]))
+        for generation, rows in zip(generations, target.rows, strict=True)
     ]
 
 

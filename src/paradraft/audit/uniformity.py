@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paradraft.core import Prompt
+from paradraft.core import Request
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
 
@@ -79,19 +79,21 @@ def uniformity(places: Tensor) -> Uniformity:
 
 
 @torch.no_grad()
-def place_of_tokens(logits_NV: Tensor, prompt: Prompt, tokens: list[int], generator: torch.Generator) -> Tensor:
+def place_of_tokens(logits_NV: Tensor, request: Request, tokens: list[int], generator: torch.Generator) -> Tensor:
     """The number u of each token of one answer, `[N]` in float64; 2 where the token is impossible.
 
     Args:
         logits_NV: `[N, V]` of the model's own pass over the whole text.
-        prompt: of one row.
-        tokens: its answer.
+        request: whose answer it is.
+        tokens: the answer.
         generator: of the place within each token's piece.
     """
-    device, N = prompt.tokens.device, len(tokens)
+    device, N = logits_NV.device, len(tokens)
     answer = torch.tensor(tokens, device=device)
     before = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
-    p_NV = Sampler(prompt).probabilities(logits_NV[None], torch.where(before, answer, ABSENT)[None])[0]
+    p_NV = Sampler([request], device=device).probabilities(logits_NV[None], torch.where(before, answer, ABSENT)[None])[
+        0
+    ]
     p_N1 = p_NV.gather(1, answer[:, None])
     likelier = p_NV.masked_fill(p_NV <= p_N1, 0.0).sum(1, keepdim=True)
     index = torch.arange(p_NV.shape[1], device=device)

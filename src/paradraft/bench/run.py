@@ -18,13 +18,12 @@ from paradraft.bench.roofline import Size, added, reached, speeds_for
 from paradraft.bench.setup import Preparation, Workload, check, prepare
 from paradraft.bench.spec import AR, Benchmark, Method
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds
-from paradraft.decode.sequential import VERIFY
-from paradraft.decode.stats import Clock
 from paradraft.digests import model_digest
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
+from paradraft.verify import RULES
 
 
 def run_benchmark(
@@ -114,12 +113,11 @@ def _summary(
 
 def _profile(benchmark: Benchmark, engine: Engine, prompts: list[str], max_new_tokens: int) -> dict[str, Any] | None:
     """Where the time of a method's rounds goes."""
-    verify = VERIFY[engine.verify]
+    verify = RULES[engine.verify]
     if benchmark.acceptance is not None:
         verify = benchmark.acceptance.instead_of(verify)
-    samplings = [benchmark.sampling] * len(prompts)
-    steps = rounds(engine, prompts, max_new_tokens, samplings, verify, Clock.on(engine.target.lm.device))
-    return profile(steps, engine.target.lm.device)
+    batch, samplings = engine.new_batch(verify=verify), [benchmark.sampling] * len(prompts)
+    return profile(rounds(batch, prompts, max_new_tokens, samplings), engine.target.device)
 
 
 def _answers(measured: list[Measured]) -> dict[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from paradraft.bench.baselines import ASSISTED, CONFIDENCE, HF, LOOKUP, PEERS, t
 from paradraft.bench.result import Answerer, BatchResult
 from paradraft.bench.roofline import models_of, passes_of
 from paradraft.bench.synthetic import SyntheticAcceptance
-from paradraft.core import RULES, Drafter
+from paradraft.core import Drafter
 from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import branches, drafter_names, load_drafter, takes_draft
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
@@ -26,6 +26,7 @@ from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
+from paradraft.verify import RULES
 
 AR = "ar"
 SETTINGS = ("k", "tree", "verify", "lengths", "batch", "dtype", "draft", "confidence")

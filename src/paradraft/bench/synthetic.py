@@ -19,38 +19,31 @@ import torch
 from paradraft.bench.result import Answerer, BatchResult
 from paradraft.bench.roofline import models_of, passes_of
 from paradraft.core import Draft, RoundOutput, TargetOut, Verdict
-from paradraft.decode.generation import Stops
-from paradraft.decode.sequential import VERIFY, Verify, decode
-from paradraft.decode.stats import Clock
+from paradraft.decode.batch import Batch, run
+from paradraft.decode.generation import Generation
 from paradraft.engine import Engine
 from paradraft.models.target import Target
 from paradraft.request import requests_of
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
+from paradraft.verify import RULES, Verify
 
 
-def rounds(
-    engine: Engine, prompts: list[str], max_new_tokens: int, samplings: list[Sampling], verify: Verify, clock: Clock
-) -> Iterator[RoundOutput]:
-    """Answers one batch with the engine's target, drafter and lengths.
+def rounds(batch: Batch, prompts: list[str], max_new_tokens: int, samplings: list[Sampling]) -> Iterator[RoundOutput]:
+    """Answers prompts together; only their length ends the answers.
 
     Args:
-        engine: how to draft.
+        batch: without rows.
         prompts: texts.
         max_new_tokens: tokens of each answer.
         samplings: for each prompt.
-        verify: the rule, which need not be the engine's.
-        clock: takes the times.
 
     Raises:
         ValueError: a prompt and its answer do not fit into the model.
     """
-    requests = requests_of(engine.target, prompts, max_new_tokens, samplings)
-    stops = Stops(limits=[max_new_tokens] * len(requests), eos_ids=frozenset())
-    prompt = engine.prompt([request.tokens for request in requests], tuple(samplings))
-    clock.skip()
-    return decode(engine.target, engine.drafter, prompt, verify, stops=stops, lengths=engine.lengths, clock=clock)
+    requests = requests_of(batch.target, prompts, max_new_tokens, samplings)
+    return run(batch, [Generation(replace(request, eos_ids=frozenset())) for request in requests])
 
 
 LOSSLESS = False
@@ -140,17 +133,17 @@ class SyntheticAcceptance:
 
     def answerer(self, engine: Engine) -> Answerer:
         """What answers prompts with this acceptance."""
-        verify = self.instead_of(VERIFY[engine.verify])
+        verify = self.instead_of(RULES[engine.verify])
         models = models_of(engine.target.lm, engine.drafter)
 
         def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
-            clock = Clock.on(engine.target.lm.device)
+            batch = engine.new_batch(verify=verify)
             tokens: list[list[int]] = [[] for _ in prompts]
             samplings = [replace(sampling, seed=_seed(prompt, sampling.seed)) for prompt in prompts]
-            for step in rounds(engine, prompts, max_new_tokens, samplings, verify, clock):
-                for row, new in zip(step.rows, step.tokens, strict=True):
-                    tokens[row] += new
-            stats = clock.stats
+            for output in rounds(batch, prompts, max_new_tokens, samplings):
+                for request, new in zip(output.requests, output.tokens, strict=True):
+                    tokens[request] += new
+            stats = batch.clock.stats
             return BatchResult(tokens=tokens, total_s=stats.total_s, stats=stats, passes=passes_of(models))
 
         return answer

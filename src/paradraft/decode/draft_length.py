@@ -26,8 +26,11 @@ class LengthPolicy(Protocol):
     wants_confidence: bool
     """Whether `cut` looks at the drafter's confidence."""
 
-    def start(self, batch_size: int) -> None:
-        """Begins with a new batch; what was learnt about costs may stay."""
+    def start(self) -> None:
+        """Begins with a batch without rows; what was learnt about costs may stay."""
+
+    def join(self, rows: int) -> None:
+        """Takes in so many new rows, after the others."""
 
     def next(self) -> int:
         """Most tokens to draft in any row of the next round; 0 decodes plainly."""
@@ -38,8 +41,8 @@ class LengthPolicy(Protocol):
     def observe(self, step: RoundOutput, *, draft_s: float, verify_s: float) -> None:
         """Learns what a round accepted and how long its two passes took."""
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Forgets all rows of the batch but `rows`."""
+    def keep(self, rows: Tensor) -> None:
+        """Forgets all rows but `rows`, `[b]` the index that each had before."""
 
 
 class Fixed:
@@ -50,8 +53,11 @@ class Fixed:
     def __init__(self, k: int) -> None:
         self.k = k
 
-    def start(self, batch_size: int) -> None:
-        """See `LengthPolicy`."""
+    def start(self) -> None:
+        """Nothing to forget."""
+
+    def join(self, rows: int) -> None:
+        """Nothing to take in."""
 
     def next(self) -> int:
         """See `LengthPolicy`."""
@@ -64,7 +70,7 @@ class Fixed:
     def observe(self, step: RoundOutput, *, draft_s: float, verify_s: float) -> None:
         """Nothing to learn."""
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep(self, rows: Tensor) -> None:
         """Nothing to forget."""
 
 
@@ -75,9 +81,13 @@ class Heuristic(Fixed):
         k: most tokens.
     """
 
-    def start(self, batch_size: int) -> None:
+    def start(self) -> None:
+        """Forgets all rows."""
+        self._wanted: list[int] = []
+
+    def join(self, rows: int) -> None:
         """Every row begins with half of the most."""
-        self._wanted = [max(self.k // 2, 1)] * batch_size
+        self._wanted += [max(self.k // 2, 1)] * rows
 
     def next(self) -> int:
         """What the most successful row gets."""
@@ -97,7 +107,7 @@ class Heuristic(Fixed):
                 change = 2 if accepted == drafted else -1
                 self._wanted[row] = min(max(self._wanted[row] + change, 1), self.k)
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep(self, rows: Tensor) -> None:
         """Keeps the lengths of these rows."""
         self._wanted = [self._wanted[row] for row in rows.tolist()]
 

@@ -107,12 +107,16 @@ class Expected:
         self._is_change = True
         self._is_learning = True
         self._rounds_of_try = 0
-        self._batch = 1
+        self._batch = 0
         self._lent: set[int] = set()
 
-    def start(self, batch_size: int) -> None:
+    def start(self) -> None:
         """Keeps what is known of costs and acceptance."""
-        self._batch = batch_size
+        self._batch = 0
+
+    def join(self, rows: int) -> None:
+        """A larger batch has costs of its own, which are learnt where they were only borrowed."""
+        self._batch += rows
         if self._size in self._lent:
             self._lent.remove(self._size)
             del self._costs[self._size]
@@ -190,7 +194,7 @@ class Expected:
             self._accepted[place] = kept * self._accepted[place] + sum(accepted > place for accepted in rows)
             self._drafted[place] = kept * self._drafted[place] + len(rows)
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep(self, rows: Tensor) -> None:
         """A smaller batch has other costs; the larger one's serve where they are unknown, for the few rounds left."""
         larger = self._costs[self._size]
         self._batch = len(rows)

@@ -1,21 +1,14 @@
-"""Where the text of each row ends: at an end-of-sequence token, a stop string, or the length limit.
-
-The end may lie inside an accepted run. What comes after it is cut: neither emitted nor counted.
-"""
+"""One request's answer as it grows: its tokens, its text, and where they end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
-from paradraft.core import INVALID, Draft, RoundOutput, Verdict
+from paradraft.core import INVALID, Request
+from paradraft.decode.stats import Stats
 from paradraft.errors import one_line
 from paradraft.models.tokenization import REPLACEMENT, GrowingText
-from paradraft.ragged import upload
-from paradraft.tree import ABSENT, Tree, depths
 
 NOT_NUMBERS = (
     "the {model}'s largest logit is NaN or infinite: its weights are damaged, its dtype overflows (try bfloat16 or "
@@ -25,136 +18,98 @@ _FIRST_MARK = 0xD800
 """The first of 2048 characters that no text contains (half a pair in UTF-16)."""
 
 
-class Stops:
-    """Cuts what the rounds commit and remembers which rows have ended, and why.
+class Generation:
+    """One request's answer as it grows: its tokens, its text, and where it ends.
+
+    An answer ends at an end-of-sequence token, at a stop string or at its limit, whichever comes first, also inside an
+    accepted run. What comes after the end is cut: neither emitted nor counted.
 
     Args:
-        limits: for each row the most tokens it may get.
-        eos_ids: tokens that end a row; the end token itself is emitted.
-        texts: for each row its text, which a stop string ends; the token that completes one is emitted, the text
-            ends before it. None without stop strings.
-
-    Raises:
-        ValueError: a limit is below 1.
+        request: what is asked.
+        text: its text, with no token yet, which a stop string ends; the token that completes one is emitted, the text
+            ends before it. None for an answer whose text nobody needs while it grows.
     """
 
-    def __init__(
-        self, *, limits: list[int], eos_ids: frozenset[int], texts: Sequence[AnswerText] | None = None
-    ) -> None:
-        if min(limits) < 1:
-            raise ValueError(f"max_new_tokens={min(limits)}: ask for at least 1")
-        assert texts is None or len(texts) == len(limits)
-        self.eos_ids = eos_ids
-        self.limits = tuple(limits)
-        self.reasons = ["length"] * len(limits)
-        """For each row "eos", "stop" or "length"; right once the row has ended."""
-        self._texts = texts
-        self._left = list(limits)
-        self._rows = list(range(len(limits)))
-
-    @property
-    def all_finished(self) -> bool:
-        """Whether every row has ended."""
-        return not any(self._left)
+    def __init__(self, request: Request, text: AnswerText | None = None) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        """The new tokens."""
+        self.accepted: list[int] = []
+        """For each round, how many of its tokens were drafted."""
+        self.round_ends: list[int] = []
+        """For each round, how many tokens there were after it."""
+        self.stats: Stats | None = None
+        """Counts and times, once the answer has ended."""
+        self.pieces: list[str] = []
+        """The text that each token adds, with `text`; what is held back at the end comes with the last one."""
+        self.finish_reason: str | None = None
+        """"eos", "stop" or "length"; "error" with `error`; None while the answer grows."""
+        self.error: Exception | None = None
+        self.is_cancelled = False
+        """Set it to let the request leave the batch before its next round."""
+        self._text = text
 
     @property
     def room(self) -> int:
-        """Most tokens that any row may still get."""
-        return max(self._left)
+        """Most tokens that the answer may still get."""
+        return 0 if self.is_finished else self.request.max_new_tokens - len(self.tokens)
 
-    def worth(self, k: int, tree: Tree | None) -> int:
-        """How deep to draft: no deeper than some row has room for.
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer has ended."""
+        return self.finish_reason is not None
 
-        A tree that grows to its budget takes another shape if it is shallower, so it is cut afterwards;
-        else what a row gets would depend on the rows beside it.
-        """
-        room = self.room - 1
-        return k if room and tree is not None and tree.budget is not None else min(k, room)
+    @property
+    def so_far(self) -> Request:
+        """The request for the rest of the answer: with the match rule, its tokens are those that are still missing."""
+        if not self.tokens:
+            return self.request
+        answered = self.request.answered + len(self.tokens)
+        return replace(self.request, tokens=self.request.tokens + self.tokens, answered=answered)
 
-    def limit(self, draft: Draft) -> Draft:
-        """The draft without what no row has room for: the target's own token takes the last place.
+    def fail(self, error: Exception) -> None:
+        """Ends the answer without a result."""
+        self.error, self.finish_reason = error, "error"
 
-        Each row by its own limit, so that a row's drafts do not depend on its batch.
-        """
-        most = [max(self._left[row] - 1, 0) for row in self._rows]
-        if draft.tokens.shape[1] <= min(most):
-            return draft
-        return draft.where(depths(draft.parents) < upload(most, draft.tokens.device)[:, None])
-
-    def cut(self, draft: Draft, verdict: Verdict) -> RoundOutput:
-        """The tokens of one round that are really emitted.
-
-        Raises:
-            ValueError: the target's or the drafter's logits are not numbers where a token was to be chosen.
-        """
-        tokens, accepted, drafted, nodes, finished = [], [], [], [], []
-        parts = (verdict.tokens, verdict.accepted, draft.tokens, depths(draft.parents))
-        for row, committed, kept, guessed, depth in zip(self._rows, *(part.tolist() for part in parts), strict=True):
-            emitted = self._emit(row, [token for token in committed if token != ABSENT][: self._left[row]])
-            # Deeper in the draft a processor may have forbidden every token, after a guess that does not become text.
-            if emitted and any(token == INVALID and not above for token, above in zip(guessed, depth, strict=True)):
-                raise ValueError(NOT_NUMBERS.format(model="draft model"))
-            tokens.append(emitted)
-            accepted.append(min(kept, len(emitted)))
-            # Nobody drafts for a row that had ended before.
-            deep = [deep + 1 for token, deep in zip(guessed, depth, strict=True) if token >= 0] if emitted else []
-            drafted.append(max(deep, default=0))
-            nodes.append(len(deep))
-            finished.append(self._left[row] == 0)
-        return RoundOutput(
-            rows=list(self._rows), tokens=tokens, accepted=accepted, drafted=drafted, nodes=nodes, finished=finished
-        )
-
-    def _emit(self, row: int, new: list[int]) -> list[int]:
-        """Cuts the new tokens of a row at its end, if it is among them."""
-        end = next((place + 1 for place, token in enumerate(new) if token in self.eos_ids), None)
-        if end is not None:
-            new, self.reasons[row] = new[:end], "eos"
-        is_valid = INVALID not in new
-        new = new if is_valid else new[: new.index(INVALID)]
-        if self._texts is not None:
-            stop = _first_stop(self._texts[row], new)
-            if stop is not None:
-                new, self.reasons[row], end = new[:stop], "stop", stop
-        if not is_valid and end is None:
-            raise ValueError(NOT_NUMBERS.format(model="target"))
-        self._left[row] = 0 if end is not None else self._left[row] - len(new)
-        return new
-
-    def leave(self, *, at_least: int = 1) -> Tensor | None:
-        """Lets rows that have ended go, once they are a quarter of the batch: moving the others costs time too.
+    def emit(self, committed: list[int], accepted: int) -> list[int]:
+        """Takes in the tokens of a round.
 
         Args:
-            at_least: how many rows must stay.
+            committed: the accepted tokens, then the target's own; `INVALID` where none could be chosen.
+            accepted: how many of them were drafted.
 
         Returns:
-            `[b]` which rows of the batch stay; None if all do.
+            Those that belong to the answer; none if it had ended before, or if it fails.
         """
-        batch = len(self._rows)
-        going = [place for place, row in enumerate(self._rows) if self._left[row] == 0][: batch - at_least]
-        if self.all_finished or not are_enough(len(going), batch):
-            return None
-        staying = [place for place in range(batch) if place not in set(going)]
-        self._rows = [self._rows[place] for place in staying]
-        return torch.tensor(staying)
-
-
-def are_enough(ended: int, batch: int) -> bool:
-    """Whether so many rows of a batch have ended that it is worth moving the others together.
-
-    >>> are_enough(3, 16), are_enough(4, 16), are_enough(0, 2)
-    (False, True, False)
-    """
-    return ended > 0 and ended * 4 >= batch
-
-
-def _first_stop(text: AnswerText, new: list[int]) -> int | None:
-    """How many of the new tokens it takes to complete a stop string."""
-    for number, token in enumerate(new, start=1):
-        text.add(token)
-        if text.has_stop:
-            return number
-    return None
+        if self.is_finished:
+            return []
+        new, reason = committed[: self.room], None
+        end = next((place + 1 for place, token in enumerate(new) if token in self.request.eos_ids), None)
+        if end is not None:
+            new, reason = new[:end], "eos"
+        is_valid = INVALID not in new
+        new = new if is_valid else new[: new.index(INVALID)]
+        pieces: list[str] = []
+        if self._text is not None:
+            for token in new:
+                pieces.append(self._text.add(token))
+                if self._text.has_stop:
+                    break
+            if self._text.has_stop:
+                new, reason = new[: len(pieces)], "stop"
+        if not is_valid and reason is None:
+            self.fail(ValueError(NOT_NUMBERS.format(model="target")))
+            return []
+        self.tokens += new
+        self.accepted.append(min(accepted, len(new)))
+        self.round_ends.append(len(self.tokens))
+        if reason is None and len(self.tokens) == self.request.max_new_tokens:
+            reason = "length"
+        if reason is not None and self._text is not None:
+            pieces[-1] += self._text.end()
+        self.pieces += pieces
+        self.finish_reason = reason
+        return new
 
 
 @dataclass(frozen=True, kw_only=True)

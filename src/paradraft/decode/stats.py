@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,7 +73,7 @@ class Stats:
 
     Args:
         tokens: emitted tokens.
-        rounds: target passes after prefill that gave a row tokens, summed over the rows.
+        rounds: target passes after prefill that gave a row tokens, summed over the requests.
         nodes: drafted tokens, side branches included.
         drafted: by position in the draft, rounds whose draft was that deep.
         accepted: by position in the draft, accepted tokens that were emitted.
@@ -110,13 +111,20 @@ class Stats:
 
 @dataclass
 class _Counts:
-    """What one row has got so far; of drafted and accepted tokens, how many rounds had so many."""
+    """What one request has got so far; of drafted and accepted tokens, how many rounds had so many."""
 
     tokens: int = 0
     rounds: int = 0
     nodes: int = 0
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
+
+    def add(self, other: _Counts) -> None:
+        self.tokens += other.tokens
+        self.rounds += other.rounds
+        self.nodes += other.nodes
+        self.drafted += other.drafted
+        self.accepted += other.accepted
 
 
 class Clock:
@@ -139,6 +147,8 @@ class Clock:
         self._marks = marks or HostMarks()
         self._times_s = {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "other": 0.0}
         self._counts: dict[int, _Counts] = defaultdict(_Counts)
+        self._ended = _Counts()
+        self._before: dict[int, dict[str, float]] = {}
         self._open: list[tuple[str, Any, Any]] = []
         self._last = self._marks.mark()
         self.last_s: dict[str, float] = {}
@@ -166,10 +176,16 @@ class Clock:
         """Books the time since the last lap nowhere."""
         self._last = self._marks.mark()
 
+    def join(self, requests: Iterable[int]) -> None:
+        """Notes that requests begin now: the times so far are not theirs."""
+        self._settle()
+        for request in requests:
+            self._before.setdefault(request, dict(self._times_s))
+
     def count(self, step: RoundOutput) -> None:
         """Adds one round."""
-        for place, row in enumerate(step.rows):
-            counts = self._counts[row]
+        for place, request in enumerate(step.requests):
+            counts = self._counts[request]
             counts.rounds += bool(step.tokens[place])
             counts.tokens += len(step.tokens[place])
             counts.nodes += step.nodes[place]
@@ -178,15 +194,23 @@ class Clock:
 
     @property
     def stats(self) -> Stats:
-        """What has been taken so far, summed over the rows."""
-        return self._stats(list(self._counts.values()))
+        """What has been taken so far, summed over the requests."""
+        return self._stats([self._ended, *self._counts.values()], {})
 
-    def stats_of(self, row: int) -> Stats:
-        """The counts of one row; the times are those of its whole batch."""
-        return self._stats([self._counts[row]])
+    def end(self, request: int) -> Stats:
+        """What `stats_of` says of a request that has ended; the clock keeps its counts in the sum alone."""
+        stats = self.stats_of(request)
+        self._before.pop(request, None)
+        self._ended.add(self._counts.pop(request, _Counts()))
+        return stats
 
-    def _stats(self, counts: list[_Counts]) -> Stats:
+    def stats_of(self, request: int) -> Stats:
+        """The counts of one request; the times are those of its whole batch since it joined."""
+        return self._stats([self._counts[request]], self._before.get(request, {}))
+
+    def _stats(self, counts: list[_Counts], before_s: Mapping[str, float]) -> Stats:
         self._settle()
+        times_s = {f"{name}_s": time_s - before_s.get(name, 0.0) for name, time_s in self._times_s.items()}
         drafted = sum((c.drafted for c in counts), Counter[int]())
         accepted = sum((c.accepted for c in counts), Counter[int]())
         return Stats(
@@ -195,10 +219,7 @@ class Clock:
             nodes=sum(c.nodes for c in counts),
             drafted=_by_position(drafted, max(drafted, default=0)),
             accepted=_by_position(accepted, max(drafted, default=0)),
-            prefill_s=self._times_s["prefill"],
-            draft_s=self._times_s["draft"],
-            verify_s=self._times_s["verify"],
-            other_s=self._times_s["other"],
+            **times_s,
         )
 
 

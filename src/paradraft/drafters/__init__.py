@@ -61,7 +61,7 @@ def branches(name: str) -> bool:
         ValueError: there is no such drafter.
     """
     built = get_type_hints(drafter_module(name).build)["return"]
-    return bool(built.can_branch)
+    return bool(built.branching != "chain")
 
 
 def drafter_module(name: str) -> ModuleType:

@@ -5,6 +5,7 @@ Shape letters: B rows of a batch, M pending tokens, K drafted tokens, V vocabula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradraft import ragged
-from paradraft.core import Draft, Prompt, TargetOut, Verdict
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_draft_lm, locate
 from paradraft.models.runtime import Runtime
@@ -34,7 +35,7 @@ class Config:
     draft: str
 
 
-class AutoregressiveDrafter:
+class AutoregressiveDrafter(Drafter):
     """K passes of a small causal LM.
 
     After a round its cache holds all committed tokens but the pending ones: the target's own
@@ -44,10 +45,7 @@ class AutoregressiveDrafter:
         lm: the draft model.
     """
 
-    needs_hidden: tuple[int, ...] = ()
-    can_run_ahead = False
-    can_branch = True
-    can_branch_aside = False
+    branching = "spine"
     _sampler: Sampler
 
     def __init__(self, lm: CausalLM) -> None:
@@ -57,22 +55,27 @@ class AutoregressiveDrafter:
         self._best_BK = torch.empty(0, 0, dtype=torch.long)
         self._committed: list[int] = []
 
-    def start(self, prompt: Prompt, out: TargetOut | None) -> None:
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """Forgets all rows."""
+        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
+        self.lm.start()
+        self._committed, self._pending = [], []
+        self._best_BK = torch.empty(0, 0, dtype=torch.long, device=device)
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Remembers the prompts; they are read when a draft is wanted for the first time."""
-        self._sampler, self._tree = Sampler(prompt), prompt.tree
-        self.lm.clear(len(prompt.tokens))
-        self._committed = self.lm.lengths
-        self._pending = ragged.to_lists(prompt.tokens)
-        self._best_BK = prompt.tokens[:, :0]
+        self._sampler.join(requests)
+        self.lm.join(len(requests))
+        self._pending += [list(request.tokens) for request in requests]
 
     def propose(self, k: int, after: Draft | None = None) -> Draft:
         """Reads what is pending, then drafts token by token; a tree's side branches are the next best tokens."""
         self._committed = self.lm.lengths
-        self._best_BK = self._best_BK[:, :0]
+        self._best_BK = torch.empty(len(self._pending), 0, dtype=torch.long, device=self.lm.device)
         if k == 0:
             return Draft.empty(len(self._pending), self.lm.device)
         if max(map(len, self._pending)) >= self.lm.width:
-            self._pending = self.lm.prefill(ragged.from_lists(self._pending, self.lm.device)).tolist()
+            self._pending = self.lm.prefill(self._pending)
         reading, numbers = ragged.from_lists(self._pending, self.lm.device), list(map(len, self._pending))
         last_B1 = upload([[number - 1] for number in numbers], self.lm.device)
         found: list[Candidates] = []
@@ -87,10 +90,10 @@ class AutoregressiveDrafter:
             self._best_BK = torch.cat([self._best_BK, reading], dim=1)
         return assemble(joined(found), self._tree, aside=0.0)
 
-    def commit(self, verdict: Verdict, out: TargetOut) -> None:
+    def commit(self, new: Committed) -> None:
         """Drops the rejected tokens from the cache; what it has not read becomes pending."""
         kept, unread = [], []
-        guesses, committed = self._best_BK.tolist(), ragged.to_lists(verdict.tokens)
+        guesses, committed = self._best_BK.tolist(), ragged.to_lists(new.tokens)
         for row, (best, tokens) in enumerate(zip(guesses, committed, strict=True)):
             followed = takewhile(lambda pair: pair[0] == pair[1], zip(best, tokens[:-1], strict=False))
             read = min(sum(1 for _ in followed), self.lm.lengths[row] - self._committed[row])
@@ -98,15 +101,13 @@ class AutoregressiveDrafter:
             unread.append(tokens[read:])
         self.lm.rollback(kept)
         self._pending = ragged.joined(self._pending, unread)
-        self._sampler.commit(verdict)
+        self._sampler.commit(new)
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep(self, rows: Tensor) -> None:
         """Forgets the other rows."""
         self._pending = [self._pending[row] for row in rows.tolist()]
-        self._committed = [self._committed[row] for row in rows.tolist()]
-        self._best_BK = self._best_BK[rows]
-        self._sampler.keep_rows(rows)
-        self.lm.keep_rows(rows)
+        self._sampler.keep(rows)
+        self.lm.keep(rows)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> AutoregressiveDrafter:

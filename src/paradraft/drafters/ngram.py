@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from paradraft import ragged
-from paradraft.core import Draft, Prompt, TargetOut, Verdict
+from paradraft.core import Draft, TextDrafter
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 
@@ -36,37 +33,16 @@ class Config:
             raise ValueError(f"max_ngram={self.max_ngram}: use at least 1")
 
 
-class NgramDrafter:
+class NgramDrafter(TextDrafter):
     """Looks the draft up in the committed tokens."""
-
-    needs_hidden: tuple[int, ...] = ()
-    can_run_ahead = False
-    can_branch = False
-    can_branch_aside = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._texts: list[list[int]] = []
-        self._device = torch.device("cpu")
-
-    def start(self, prompt: Prompt, out: TargetOut | None) -> None:
-        """Remembers the prompts."""
-        self._texts = ragged.to_lists(prompt.tokens)
-        self._device = prompt.tokens.device
 
     def propose(self, k: int, after: Draft | None = None) -> Draft:
         """At most `k` tokens per row; rows in which nothing is found stay empty."""
-        found = [lookup(text, k, self.config.max_ngram) for text in self._texts]
-        return Draft.chain(ragged.from_lists(found, self._device))
-
-    def commit(self, verdict: Verdict, out: TargetOut) -> None:
-        """Appends the committed tokens."""
-        for text, new in zip(self._texts, ragged.to_lists(verdict.tokens), strict=True):
-            text += new
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
-        self._texts = [self._texts[row] for row in rows.tolist()]
+        found = [lookup(text, k, self.config.max_ngram) for text in self.texts]
+        return Draft.chain(ragged.from_lists(found, self.device))
 
 
 def lookup(text: list[int], k: int, max_ngram: int) -> list[int]:

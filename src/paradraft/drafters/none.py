@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from paradraft.core import Draft, Prompt, TargetOut, Verdict
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 
@@ -16,28 +18,32 @@ class Config:
     """No settings."""
 
 
-class NoDrafter:
-    """Proposes nothing."""
+class NoDrafter(Drafter):
+    """Proposes nothing.
 
-    needs_hidden: tuple[int, ...] = ()
-    can_run_ahead = False
-    can_branch = False
-    can_branch_aside = False
+    Args:
+        reserved_tokens: those of another drafter, with which this is compared.
+    """
 
-    def start(self, prompt: Prompt, out: TargetOut | None) -> None:
+    def __init__(self, reserved_tokens: tuple[int, ...] = ()) -> None:
+        self.reserved_tokens = reserved_tokens
+        self._rows = 0
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
-        self._nothing = Draft.empty(len(prompt.tokens), prompt.tokens.device)
+        self._device, self._rows = device, 0
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """Counts the rows."""
+        self._rows += len(requests)
 
     def propose(self, k: int, after: Draft | None = None) -> Draft:
         """An empty draft."""
-        return self._nothing
+        return Draft.empty(self._rows, self._device)
 
-    def commit(self, verdict: Verdict, out: TargetOut) -> None:
-        """Nothing to bring back."""
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """See `Drafter`."""
-        self._nothing = Draft.empty(len(rows), self._nothing.tokens.device)
+    def keep(self, rows: Tensor) -> None:
+        """Counts the rows."""
+        self._rows = len(rows)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> NoDrafter:

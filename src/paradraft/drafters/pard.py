@@ -10,14 +10,15 @@ Shape letters: B rows of a batch, M pending tokens, K drafted tokens, V vocabula
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from paradraft import ragged
-from paradraft.core import Draft, Prompt, TargetOut, Verdict
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_draft_lm, locate
 from paradraft.models.runtime import Runtime
@@ -46,7 +47,7 @@ class Config:
     draft: str
 
 
-class PardDrafter:
+class PardDrafter(Drafter):
     """One pass of a causal LM that was trained to see mask tokens.
 
     Args:
@@ -55,24 +56,28 @@ class PardDrafter:
         masks: how many ids from there on are masks, each for one place of the draft; the last for all later ones.
     """
 
-    needs_hidden: tuple[int, ...] = ()
-    can_run_ahead = False
-    can_branch = True
-    can_branch_aside = True
+    branching = "tree"
     _sampler: Sampler
 
     def __init__(self, lm: CausalLM, mask_id: int, masks: int = 1) -> None:
         self.lm = lm
         self.mask_id = mask_id
         self.masks = masks
+        self.reserved_tokens = tuple(range(mask_id, mask_id + masks))
         self._tree: Tree | None = None
         self._pending: list[list[int]] = []
 
-    def start(self, prompt: Prompt, out: TargetOut | None) -> None:
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """Forgets all rows."""
+        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
+        self.lm.start()
+        self._pending = []
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Remembers the prompts; they are read when a draft is wanted for the first time."""
-        self._sampler, self._tree = Sampler(prompt), prompt.tree
-        self.lm.clear(len(prompt.tokens))
-        self._pending = ragged.to_lists(prompt.tokens)
+        self._sampler.join(requests)
+        self.lm.join(len(requests))
+        self._pending += [list(request.tokens) for request in requests]
 
     def propose(self, k: int, after: Draft | None = None) -> Draft:
         """Reads [pending tokens, mask × (k - 1)] and draws all k tokens.
@@ -84,7 +89,7 @@ class PardDrafter:
         if k == 0:
             return Draft.empty(len(self._pending), device)
         if max(map(len, self._pending)) + k > self.lm.width:
-            self._pending = self.lm.prefill(ragged.from_lists(self._pending, device)).tolist()
+            self._pending = self.lm.prefill(self._pending)
         numbers = [len(row) for row in self._pending]
         masks = [self.mask_id + min(place, self.masks - 1) for place in range(k - 1)]
         rows_BK = upload([range(number - 1, number - 1 + k) for number in numbers], device)
@@ -95,16 +100,16 @@ class PardDrafter:
         candidates = self._sampler.candidates(logits_BKV, 0, candidates_needed(self._tree))
         return assemble(candidates, self._tree, aside=ASIDE)
 
-    def commit(self, verdict: Verdict, out: TargetOut) -> None:
+    def commit(self, new: Committed) -> None:
         """All newly committed tokens are read in the next pass."""
-        self._pending = ragged.joined(self._pending, ragged.to_lists(verdict.tokens))
-        self._sampler.commit(verdict)
+        self._pending = ragged.joined(self._pending, ragged.to_lists(new.tokens))
+        self._sampler.commit(new)
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep(self, rows: Tensor) -> None:
         """Forgets the other rows."""
         self._pending = [self._pending[row] for row in rows.tolist()]
-        self._sampler.keep_rows(rows)
-        self.lm.keep_rows(rows)
+        self._sampler.keep(rows)
+        self.lm.keep(rows)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> PardDrafter:
@@ -128,8 +133,7 @@ def build(config: Config, target: Target, runtime: Runtime) -> PardDrafter:
                 "drafter without mask_token_id",
                 stacklevel=2,
             )
-        target.lm.forbid(token)
-        lm.forbid(token)
+    lm.forbid(range(mask_id, mask_id + masks))
     return PardDrafter(lm, mask_id, masks)
 
 

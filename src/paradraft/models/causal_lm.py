@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paradraft.core import Prompt
 from paradraft.models import kv_cache
 from paradraft.models.architecture import check_architecture
 from paradraft.models.forward.cpu.build import CannotBuildError
 from paradraft.models.forward.cpu.model import NativePass, can_serve
 from paradraft.models.forward.cuda_graphs import graph_size
-from paradraft.models.forward.eager import BUCKET, TorchPass
+from paradraft.models.forward.eager import BUCKET, NotFiniteError, TorchPass
 from paradraft.ragged import from_lists, upload
 from paradraft.tree import ABSENT, depths, parents_of_chains
 
@@ -84,7 +84,8 @@ class CausalLM:
             raise ValueError(f"capacity={capacity}: this model has room for 1 to {most} tokens")
         self.model = model
         self.vocab_size = vocab_size
-        self._forbidden: list[int] = []
+        self._forbidden = set[int]()
+        self._reserved = set[int]()
         self.capacity = capacity or most
         self.width = max(width, pad_to, 2)
         self.device = model.device
@@ -92,61 +93,81 @@ class CausalLM:
         self._compute = (None if compiled is False else _native_pass(model, self._slots)) or TorchPass(
             model, self._slots, compiled=compiled is True, cuda_graphs=cuda_graphs, pad_to=pad_to
         )
-        self._largest = self._storage = self._allocate(1)
+        self.starts = 0
+        """How often `start` was called: there is one cache, so whoever starts ends what others had in it."""
+        self._largest = self._allocate(1)
+        self._storage: kv_cache.Storage = []
         self.passes = Counter[Pass]()
         """The passes since `clear`, for whoever wants to know what they cost."""
-        self._set_lengths([0])
+        self._set_lengths([])
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
         return kv_cache.allocate(
             self.model.config, batch_size=batch_size, capacity=self._slots, dtype=self.model.dtype, device=self.device
         )
 
-    def start(self, prompt: Prompt) -> Tensor:
-        """Forgets everything and reads all but the last token of each prompt.
+    def start(self) -> None:
+        """Forgets all rows."""
+        self.starts += 1
+        self._storage = []
+        self._set_lengths([])
+        self.passes = Counter()
 
-        Returns:
-            `[B, 1]` the last tokens, not yet read.
-
-        Raises:
-            ValueError: a prompt is longer than the capacity, or a cache for so many rows does not fit
-                into memory.
-        """
-        longest = prompt.tokens.shape[1]
-        if longest > self.capacity:
-            raise ValueError(f"the prompt has {longest} tokens, the model has room for {self.capacity}: shorten it")
-        self.clear(len(prompt.tokens))
-        return self.prefill(prompt.tokens)
-
-    def clear(self, batch_size: int) -> None:
-        """Forgets everything.
+    def join(self, rows: int) -> None:
+        """Adds empty rows after the others.
 
         Raises:
             ValueError: a cache for so many rows does not fit into memory.
         """
-        if not self._largest or len(self._largest[0][0]) < batch_size:
-            self._largest = self._storage = []  # given back before more is taken
-            self._compute.forget()
-            self._largest = self._allocate(batch_size)
-        self._storage = kv_cache.first_rows(self._largest, batch_size)
-        self._set_lengths([0] * batch_size)
-        self.passes = Counter()
+        total = len(self.lengths) + rows
+        if not self._largest or len(self._largest[0][0]) < total:
+            self._grow(total)
+        self._storage = kv_cache.rows_of(self._largest, 0, total)
+        self._set_lengths([*self.lengths, *[0] * rows])
+
+    def _grow(self, rows: int) -> None:
+        """A larger cache. Without rows, the smaller one is given back before; else what it holds is copied."""
+        self._storage = []
+        self._compute.forget()
+        before = self._largest if self.lengths else []
+        self._largest = []
+        self._largest = self._allocate(rows)
+        for new, old in zip(self._largest, before, strict=False):
+            for new_BCHD, old_BCHD in zip(new, old, strict=True):
+                new_BCHD[: len(self.lengths), : self._longest] = old_BCHD[: len(self.lengths), : self._longest]
 
     @torch.no_grad()
-    def prefill(self, tokens_BT: Tensor) -> Tensor:
+    def prefill(self, rows: list[list[int]]) -> list[list[int]]:
         """Reads and keeps all but the last token of each row; at any length, in chunks.
 
+        Args:
+            rows: for each row of the batch the tokens after those that it has, at least one. Rows of one token are not
+                read, if no row before them has more.
+
         Returns:
-            `[B, 1]` the last tokens.
+            The last token of each row.
+
+        Raises:
+            NotFiniteError: the states of a row are not numbers.
         """
-        last_B1 = (tokens_BT != ABSENT).sum(1, keepdim=True) - 1
-        rest = tokens_BT.scatter(1, last_B1, ABSENT)[:, :-1]
-        for start in range(0, rest.shape[1], PREFILL_CHUNK):
-            chunk = rest[:, start : start + PREFILL_CHUNK]
-            nothing_B0 = torch.zeros(len(chunk), 0, dtype=torch.long, device=self.device)
-            self._pass(chunk, parents_of_chains(*chunk.shape, self.device), nothing_B0)
-            self.advance((chunk != ABSENT).sum(1).tolist())
-        return tokens_BT.gather(1, last_B1)
+        first = next((row for row, tokens in enumerate(rows) if len(tokens) > 1), len(rows))
+        first = min(first, len(rows) - self.fewest_rows)
+        rest_bT = from_lists([tokens[:-1] for tokens in rows[first:]], self.device)
+        for start in range(0, rest_bT.shape[1], PREFILL_CHUNK):
+            self._read(rest_bT[:, start : start + PREFILL_CHUNK], first)
+        return [tokens[-1:] for tokens in rows]
+
+    def _read(self, chunk_bN: Tensor, first: int) -> None:
+        """Reads and keeps a piece of the texts of the rows from `first` on."""
+        storage = kv_cache.rows_of(self._largest, first, len(self.lengths))
+        nothing_b0 = torch.zeros(len(chunk_bN), 0, dtype=torch.long, device=self.device)
+        chains_bN = parents_of_chains(*chunk_bN.shape, self.device)
+        lengths = self.lengths[first:]
+        try:
+            self._pass(storage, lengths, chunk_bN, chains_bN, nothing_b0)
+        except NotFiniteError as error:
+            raise NotFiniteError(first + error.row) from None
+        self.advance([0] * first + (chunk_bN != ABSENT).sum(1).tolist())
 
     @torch.no_grad()
     def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None, logit_rows: Tensor | None = None) -> Tensor:
@@ -166,12 +187,14 @@ class CausalLM:
         chains_BN = parents_of_chains(B, N, self.device)
         parents_BN = chains_BN if parents_BN is None else parents_BN
         logit_rows = depths(chains_BN) if logit_rows is None else logit_rows
-        return self.allowed(self._pass(tokens_BN, parents_BN, logit_rows))
+        return self.allowed(self._pass(self._storage, self.lengths, tokens_BN, parents_BN, logit_rows))
 
-    def _pass(self, tokens_BN: Tensor, parents_BN: Tensor, logit_rows: Tensor) -> Tensor:
+    def _pass(
+        self, storage: kv_cache.Storage, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor, logit_rows: Tensor
+    ) -> Tensor:
         (B, N), R = tokens_BN.shape, logit_rows.shape[1]
-        self.passes[Pass(rows=B, tokens=N, logits=R, context=self._longest)] += 1
-        return self._compute(self._storage, self.lengths, tokens_BN, parents_BN, logit_rows)
+        self.passes[Pass(rows=B, tokens=N, logits=R, context=max(lengths))] += 1
+        return self._compute(storage, lengths, tokens_BN, parents_BN, logit_rows)
 
     @property
     def is_native(self) -> bool:
@@ -201,19 +224,22 @@ class CausalLM:
     def allowed(self, logits: Tensor) -> Tensor:
         """Logits `[…, V]` of the tokens that may be chosen, in place; forbidden ones are -inf."""
         logits = logits.narrow(-1, 0, self.vocab_size)
-        for token in self._forbidden:
+        for token in self._forbidden | self._reserved:
             logits.select(-1, token).fill_(-torch.inf)
         return logits
 
-    def forbid(self, token: int) -> None:
-        """Makes sure that a token, such as a drafter's mask, is never chosen."""
-        if token < self.vocab_size and token not in self._forbidden:
-            self._forbidden.append(token)
+    def forbid(self, tokens: Iterable[int]) -> None:
+        """Makes sure that tokens, such as those that the model suppresses, are never chosen."""
+        self._forbidden |= {token for token in tokens if token < self.vocab_size}
+
+    def reserve(self, tokens: Iterable[int]) -> None:
+        """Makes sure that these tokens, such as a drafter's mask, are not chosen until others are named."""
+        self._reserved = {token for token in tokens if token < self.vocab_size}
 
     def _set_lengths(self, lengths: list[int]) -> None:
         self.lengths = list(lengths)
         """How many tokens of each row the cache holds."""
-        self._longest = max(lengths)
+        self._longest = max(lengths, default=0)
 
     def advance(self, counts: list[int]) -> None:
         """Keeps the first tokens of the last pass, of each row so many."""
@@ -227,9 +253,10 @@ class CausalLM:
             kv_cache.compact(self._storage, first_slot_B, from_lists(paths, self.device))
         self.advance(list(map(len, paths)))
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Forgets all rows of the batch but `rows`, `[b]` indices."""
-        self._storage = kv_cache.keep_rows(self._storage, rows, self._longest)
+    def keep(self, rows: Tensor) -> None:
+        """Forgets all rows but `rows`, `[b]` the index that each had before."""
+        kv_cache.move_rows(self._storage, rows, self._longest)
+        self._storage = kv_cache.rows_of(self._largest, 0, len(rows))
         self._set_lengths([self.lengths[row] for row in rows.tolist()])
 
     def rollback(self, lengths: list[int]) -> None:

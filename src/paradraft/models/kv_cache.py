@@ -52,32 +52,28 @@ def head_size(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def first_rows(storage: Storage, batch_size: int) -> Storage:
-    """The first rows of a storage, in the same memory."""
+def rows_of(storage: Storage, start: int, stop: int) -> Storage:
+    """Some rows of a storage, one after the other, in the same memory."""
     parts = []
     for layer in storage:
-        keys, values = (_shared(stored_BCHD, batch_size) for stored_BCHD in layer)
+        keys, values = (_shared(stored_BCHD, start, stop) for stored_BCHD in layer)
         parts.append((keys, values))
     return parts
 
 
-def keep_rows(storage: Storage, rows_b: Tensor, used: int) -> Storage:
-    """Moves some rows of the batch, `[b]` indices, to the front; only their first `used` slots.
-
-    Returns:
-        The storage of these rows, in the same memory.
-    """
-    for layer in storage:
+def move_rows(storage: Storage, rows_b: Tensor, used: int) -> None:
+    """Moves some rows to the front, in place: row `rows_b[i]` becomes row i; only their first `used` slots."""
+    to_m = (rows_b != torch.arange(len(rows_b))).nonzero()[:, 0]
+    for layer in storage if len(to_m) else ():
         for stored_BCHD in layer:
-            stored_BCHD[: len(rows_b), :used] = stored_BCHD[rows_b, :used]
-    return first_rows(storage, len(rows_b))
+            stored_BCHD[to_m, :used] = stored_BCHD[rows_b[to_m], :used]
 
 
-def _shared(stored_BCHD: Tensor, batch_size: int) -> Tensor:
+def _shared(stored_BCHD: Tensor, start: int, stop: int) -> Tensor:
     # Not a view, because torch.compile guards on what a view is a view of.
     part = torch.empty(0, dtype=stored_BCHD.dtype, device=stored_BCHD.device)
-    shape = (batch_size, *stored_BCHD.shape[1:])
-    part.set_(stored_BCHD.untyped_storage(), 0, shape, stored_BCHD.stride())
+    shape, stride = (stop - start, *stored_BCHD.shape[1:]), stored_BCHD.stride()
+    part.set_(stored_BCHD.untyped_storage(), start * stride[0], shape, stride)
     return _marked(part)
 
 

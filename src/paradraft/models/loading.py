@@ -191,8 +191,7 @@ def load_target(name: str, runtime: Runtime) -> Target:
 def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
     """Does what a model's generation config asks for, and warns of what is ignored."""
     config = model.generation_config
-    for token in suppressed_ids(config):
-        target.lm.forbid(token)
+    target.lm.forbid(suppressed_ids(config))
     if (ignored := complaint(config)) is not None:
         warnings.warn(f"{name}: {ignored}", stacklevel=3)
     if not end_ids(config) and model.config.eos_token_id not in (None, []):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.core import Draft, Prompt, TargetOut, Verdict
+from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.generation import end_ids
-from paradraft.ragged import to_lists
-from paradraft.tree import with_root
+from paradraft.ragged import from_lists, to_lists, upload
+from paradraft.tree import ABSENT, with_root
 
 
 class Target:
@@ -27,9 +29,17 @@ class Target:
     def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
         self.lm = lm
         self.tokenizer = tokenizer
-        self.request = 0
-        """Counts the requests: there is one cache, so a new request ends the one before."""
         self._root_B1 = torch.empty(0, 1, dtype=torch.long)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.lm.device
+
+    @property
+    def starts(self) -> int:
+        """How often a batch was started: there is one cache, so a new batch ends the one before."""
+        return self.lm.starts
 
     @property
     def capacity(self) -> int:
@@ -46,26 +56,53 @@ class Target:
         """The tokens that end a text, as `generate` of `transformers` finds them."""
         return end_ids(self.lm.model.generation_config)
 
-    def prefill(self, prompt: Prompt) -> None:
-        """Reads the prompts, all but their last tokens.
+    def start(self, reserved_tokens: Iterable[int] = ()) -> None:
+        """Forgets all rows.
+
+        Args:
+            reserved_tokens: tokens that are not chosen in any row that joins from now on.
+        """
+        self.lm.start()
+        self.lm.reserve(reserved_tokens)
+        self._root_B1 = torch.empty(0, 1, dtype=torch.long, device=self.device)
+
+    def join(self, requests: Sequence[Request]) -> Committed:
+        """Adds rows after the others and reads their prompts, all but the last tokens.
 
         Raises:
-            ValueError: a prompt is longer than the capacity, or the cache does not fit into memory.
+            ValueError: a prompt is longer than the capacity, its states are not numbers, or the cache does not fit into
+                memory.
         """
-        self.request += 1
-        self._root_B1 = self.lm.start(prompt)
+        prompts = [request.tokens for request in requests]
+        if (longest := max(map(len, prompts))) > self.capacity:
+            raise ValueError(f"the prompt has {longest} tokens, the model has room for {self.capacity}: shorten it")
+        before = len(self._root_B1)
+        self.lm.join(len(prompts))
+        # Of the other rows nothing is read: their roots are theirs until the next round.
+        roots = self.lm.prefill([[ABSENT]] * before + prompts)[before:]
+        self._root_B1 = torch.cat([self._root_B1, upload(roots, self.device)])
+        return Committed(tokens=from_lists(prompts, self.device))
 
     def forward(self, draft: Draft) -> TargetOut:
         """Reads the last committed tokens and the whole draft in one pass."""
         tokens = torch.cat([self._root_B1, draft.tokens], dim=1)
         return TargetOut(logits=self.lm.forward(tokens, with_root(draft.parents)), hidden={})
 
-    def commit(self, verdict: Verdict) -> None:
+    def commit(self, verdict: Verdict, out: TargetOut) -> Committed:
         """Keeps the accepted path; the verdict's next token becomes the new root."""
         self.lm.accept_path([[0, *(node + 1 for node in path)] for path in to_lists(verdict.path)])
         self._root_B1 = verdict.tokens.gather(1, verdict.accepted[:, None])
+        # Row 0 of the pass follows the root, row n + 1 node n.
+        rows_BM = torch.nn.functional.pad((verdict.path + 1).clamp(min=0), (1, 0)) if out.hidden else None
+        hidden = {} if rows_BM is None else {layer: gathered(state, rows_BM) for layer, state in out.hidden.items()}
+        return Committed(tokens=verdict.tokens, hidden=hidden, drawn=verdict.drawn)
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Forgets all rows of the batch but `rows`, `[b]` indices."""
-        self.lm.keep_rows(rows)
+    def keep(self, rows: Tensor) -> None:
+        """Forgets all rows but `rows`, `[b]` the index that each had before."""
+        self.lm.keep(rows)
         self._root_B1 = self._root_B1[rows]
+
+
+def gathered(states_BMD: Tensor, rows_BR: Tensor) -> Tensor:
+    """`[B, R, D]` the states at some places of each row."""
+    return states_BMD.gather(1, rows_BR[:, :, None].expand(-1, -1, states_BMD.shape[2]))

@@ -11,14 +11,10 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from dataclasses import dataclass, field, replace
 
 from paradraft.decode.draft_length import Fixed
-from paradraft.decode.generation import Stops
-from paradraft.decode.sequential import VERIFY, decode
-from paradraft.decode.stats import Clock
+from paradraft.decode.generation import Generation
 from paradraft.engine import Engine
 from paradraft.request import requests_of
 from paradraft.sampling_params import Sampling
@@ -88,7 +84,7 @@ class Rotation(Fixed):
         """Whether this is not the first round of a turn or of a batch."""
         return self._rounds > 1
 
-    def start(self, batch_size: int) -> None:
+    def start(self) -> None:
         """A new batch: its first round reads prompts."""
         self._rounds = 0
 
@@ -104,14 +100,6 @@ class Rotation(Fixed):
     def count(self) -> None:
         """The round was worth its time."""
         self._useful += 1
-
-
-class WholeBatch(Stops):
-    """Rows that have ended stay: the batch size is what is measured."""
-
-    def leave(self, *, at_least: int = 1) -> Tensor | None:
-        """Nobody leaves."""
-        return None
 
 
 @dataclass(kw_only=True)
@@ -183,13 +171,16 @@ def _decode(
     """Decodes one batch until half of its rows have ended, or for some rounds; returns the seconds of its prefill."""
     requests = requests_of(engine.target, prompts, 1, sampling)
     limit = min(limit, engine.target.capacity - max(len(request.tokens) for request in requests))
-    stops = WholeBatch(limits=[limit] * len(requests), eos_ids=frozenset())
-    clock = Clock.on(engine.target.lm.device)
-    prompt = engine.prompt([request.tokens for request in requests], (sampling,) * len(requests))
-    verify, rotation = VERIFY[engine.verify], samples.rotation
-    before, room, done, useful = clock.stats, stops.room, 0, 0
-    for step in decode(engine.target, engine.drafter, prompt, verify, stops=stops, lengths=rotation, clock=clock):
-        after = clock.stats
+    requests = [replace(request, max_new_tokens=limit, eos_ids=frozenset()) for request in requests]
+    generations = list(map(Generation, requests))
+    rotation = samples.rotation
+    # Requests that have ended stay: the batch size is what is measured.
+    batch = engine.new_batch(lengths=rotation, keeps_finished=True)
+    batch.join(generations)
+    before, room, done, useful = batch.clock.stats, limit, 0, 0
+    while not batch.is_finished:
+        output = batch.step()
+        after = batch.clock.stats
         taken = RoundTime(
             draft_s=after.draft_s - before.draft_s,
             verify_s=after.verify_s - before.verify_s,
@@ -201,8 +192,8 @@ def _decode(
             rotation.count()
             samples.rounds[rotation.k].append(taken)
             useful += 1
-        before, room, done = after, stops.room, done + 1
-        if 2 * sum(step.finished) >= len(requests) or done == rounds:
+        before, room, done = after, max(generation.room for generation in generations), done + 1
+        if 2 * sum(output.finished) >= len(requests) or done == rounds:
             break
     samples.futile = 0 if useful else samples.futile + 1
     if samples.futile >= FUTILE and not samples.are_enough:

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paradraft.decode.batch import should_compact
 from paradraft.decode.expected_length import on_lines
-from paradraft.decode.generation import are_enough
 from paradraft.plan.costs import Costs
 
 
@@ -130,7 +130,7 @@ def sizes(passes: Sequence[float], *, fewest_rows: int) -> list[tuple[int, float
         found.append((size, end - before))
         before, ended = end, ended + number
         going = max(min(ended, size - fewest_rows), 0)
-        if are_enough(going, size):
+        if should_compact(going, size):
             size, ended = size - going, ended - going
     return found
 

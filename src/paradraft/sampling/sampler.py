@@ -1,6 +1,6 @@
 """Chooses the tokens of a batch: the settings, the random numbers and the text of each row.
 
-The target and every drafter hold one each, made from the same prompt, so p and q go through the
+The target's side and every drafter have one each, for the same requests, so p and q go through the
 same function. Its state is a function of the committed tokens.
 
 Shape letters: B rows of a batch, R positions, C candidates, D tokens of a path, V vocabulary.
@@ -8,7 +8,7 @@ Shape letters: B rows of a batch, R positions, C candidates, D tokens of a path,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from paradraft import ragged
-from paradraft.core import Prompt, Verdict
+from paradraft.core import CHAINS, Committed, Drafting, Request, RequestError
+from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, _candidates, joined
 from paradraft.sampling.distribution import best_token, filtered_logits, penalized_logits, probabilities
 from paradraft.sampling.noise import seed_of, uniform_numbers, with_noise
-from paradraft.sampling_params import Sampling
+from paradraft.tree import ABSENT
 
 # Purposes of random numbers under the rejection rule, where each must be independent of all others.
 _DRAFT, _ACCEPT, _NEXT = 1, 2, 3
@@ -31,53 +32,71 @@ class Sampler:
     """Applies each row's own `Sampling`.
 
     Args:
-        prompt: the batch; its rule decides how candidates are drawn.
+        requests: the first rows.
+        drafting: its rule decides how candidates are drawn.
+        device: of all tensors.
     """
 
-    def __init__(self, prompt: Prompt) -> None:
-        self.rule = prompt.rule
-        self._has_paths = prompt.tree is not None and prompt.tree.paths is not None
-        self._is_chain = prompt.tree is None
-        self._wants_confidence = prompt.wants_confidence
-        self.lengths_B = prompt.lengths
+    def __init__(
+        self,
+        requests: Sequence[Request] = (),
+        *,
+        drafting: Drafting = CHAINS,
+        device: torch.device | None = None,
+    ) -> None:
+        self.rule = drafting.rule
+        self._has_paths = drafting.tree is not None and drafting.tree.paths is not None
+        self._is_chain = drafting.tree is None
+        self._wants_confidence = drafting.wants_confidence
+        self._device = device or torch.device("cpu")
+        self._requests: list[Request] = []
+        self._texts: list[list[int]] = []
+        self.lengths_B = upload([], self._device)
         """`[B]` number of committed tokens, which is the position of the next one."""
-        self._prompt_lengths_B = prompt.lengths
-        if prompt.answered is not None:
-            self._prompt_lengths_B = prompt.lengths - torch.tensor(prompt.answered, device=prompt.tokens.device)
-        self._texts_BT = prompt.tokens
-        self._eos_ids = prompt.eos_ids
-        self._limits_B = None if prompt.limits is None else torch.tensor(prompt.limits, device=prompt.tokens.device)
-        self._take(prompt.sampling)
+        self.reads_text = False
+        """Whether `paths` are looked at."""
+        if requests:
+            self.join(requests)
 
-    def _take(self, samplings: tuple[Sampling, ...]) -> None:
-        self._samplings = samplings
-        device = self.lengths_B.device
-        self._seeds_B = torch.tensor([sampling.seed for sampling in samplings], device=device)
+    def join(self, requests: Sequence[Request]) -> None:
+        """Adds rows after the others."""
+        self._texts += [list(request.tokens) for request in requests]
+        lengths_b = upload([len(request.tokens) for request in requests], self._device)
+        self.lengths_B = torch.cat([self.lengths_B, lengths_b])
+        self._serve([*self._requests, *requests])
+
+    def keep(self, rows: Tensor) -> None:
+        """Forgets all rows but `rows`, `[b]` the index that each had before."""
+        order = rows.tolist()
+        self._texts = [self._texts[row] for row in order]
+        self.lengths_B = self.lengths_B[rows]
+        self._serve([self._requests[row] for row in order])
+
+    def commit(self, new: Committed) -> None:
+        """Takes in the tokens of a round."""
+        self.lengths_B = self.lengths_B + (new.tokens != ABSENT).sum(1)
+        if self.reads_text:
+            self._texts = ragged.joined(self._texts, ragged.to_lists(new.tokens))
+
+    def _serve(self, requests: list[Request]) -> None:
+        """Sets what follows from who the rows are."""
+        self._requests = requests
+        samplings = [request.sampling for request in requests]
+        device = self._device
+        self._seeds_B = upload([sampling.seed for sampling in samplings], device)
+        self._prompt_lengths_B = upload([len(request.tokens) - request.answered for request in requests], device)
+        self._limits_B = upload([request.max_new_tokens for request in requests], device)
         self._is_random_B = torch.tensor([not sampling.is_greedy for sampling in samplings], device=device)
         self._are_random = not any(sampling.is_greedy for sampling in samplings)
         rows_of: dict[object, list[int]] = {}
-        for row, sampling in enumerate(samplings):
+        for row, request in enumerate(requests):
             # Processors need not be hashable, nor equal only if they do the same.
-            settings = replace(sampling, seed=0, processors=()), tuple(map(id, sampling.processors))
+            sampling = replace(request.sampling, seed=0, processors=())
+            settings = sampling, tuple(map(id, request.sampling.processors)), request.eos_ids
             rows_of.setdefault(settings, []).append(row)
-        self._groups = [(samplings[rows[0]], torch.tensor(rows, device=device)) for rows in rows_of.values()]
+        self._groups = [(requests[rows[0]], torch.tensor(rows, device=device)) for rows in rows_of.values()]
         self._is_plain = all(sampling.is_plain_greedy for sampling in samplings)
         self.reads_text = any(sampling.reads_text for sampling in samplings)
-        """Whether `paths` are looked at."""
-
-    def commit(self, verdict: Verdict) -> None:
-        """Takes in the tokens of a round."""
-        self.lengths_B = self.lengths_B + verdict.accepted + 1
-        if self.reads_text:
-            self._texts_BT = ragged.append(self._texts_BT, verdict.tokens)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Forgets all rows but `rows`, `[b]` indices."""
-        self.lengths_B = self.lengths_B[rows]
-        self._prompt_lengths_B = self._prompt_lengths_B[rows]
-        self._texts_BT = self._texts_BT[rows]
-        self._limits_B = None if self._limits_B is None else self._limits_B[rows]
-        self._take(tuple(self._samplings[row] for row in rows.tolist()))
 
     def draw(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
         """The token `[B, R]` at each position: argmax of log p plus that position's noise; `INVALID` if p has NaN.
@@ -99,8 +118,8 @@ class Sampler:
     def probabilities(self, logits_BRV: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
         """The distributions `[B, R, V]` that tokens are drawn from, in float64; arguments as in `draw`."""
 
-        def of_group(sampling: Sampling, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
-            return probabilities(self._penalized(sampling, logits, paths, rows), sampling)
+        def of_group(request: Request, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
+            return probabilities(self._penalized(request, logits, paths, rows), request.sampling)
 
         return self._each(of_group, logits_BRV, paths_BRD)
 
@@ -177,23 +196,27 @@ class Sampler:
         noised = with_noise(scores_BRV, seeds_B, positions_BR)
         return noised if self._are_random else torch.where(self._is_random_B[:, None, None], noised, scores_BRV)
 
-    def _scores(self, sampling: Sampling, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
-        logits = self._penalized(sampling, logits, paths, rows)
-        return logits if sampling.is_greedy else filtered_logits(logits, sampling)
+    def _scores(self, request: Request, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
+        logits = self._penalized(request, logits, paths, rows)
+        return logits if request.sampling.is_greedy else filtered_logits(logits, request.sampling)
 
-    def _penalized(self, sampling: Sampling, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
-        texts = self._texts_BT[rows, None]
-        if sampling.reads_text:
+    def _penalized(self, request: Request, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
+        texts = torch.empty(len(rows), 1, 0, dtype=torch.long, device=self._device)
+        if request.sampling.reads_text:
+            texts = ragged.from_lists([self._texts[row] for row in rows.tolist()], self._device)[:, None]
             texts = texts.expand(-1, logits.shape[1], -1)
             texts = texts if paths is None else torch.cat([texts, paths.expand(-1, logits.shape[1], -1)], dim=2)
-        limits_B = None if self._limits_B is None else self._limits_B[rows]
-        return penalized_logits(
-            logits, sampling, texts, self._prompt_lengths_B[rows], eos_ids=self._eos_ids, limits_B=limits_B
-        )
+        lengths_B, limits_B = self._prompt_lengths_B[rows], self._limits_B[rows]
+        try:
+            return penalized_logits(
+                logits, request.sampling, texts, lengths_B, eos_ids=request.eos_ids, limits_B=limits_B
+            )
+        except Exception as error:  # a processor's, which is anybody's code
+            raise RequestError([self._requests[row].id for row in rows.tolist()], error) from error
 
     def _each(
         self,
-        function: Callable[[Sampling, Tensor, Tensor | None, Tensor], Tensor],
+        function: Callable[[Request, Tensor, Tensor | None, Tensor], Tensor],
         logits_BRV: Tensor,
         paths_BRD: Tensor | None,
     ) -> Tensor:
@@ -201,8 +224,8 @@ class Sampler:
         if len(self._groups) == 1:
             return function(self._groups[0][0], logits_BRV, paths_BRD, self._groups[0][1])
         parts = [
-            function(sampling, logits_BRV[rows], None if paths_BRD is None else paths_BRD[rows], rows)
-            for sampling, rows in self._groups
+            function(request, logits_BRV[rows], None if paths_BRD is None else paths_BRD[rows], rows)
+            for request, rows in self._groups
         ]
         order = torch.cat([rows for _, rows in self._groups]).argsort()
         return torch.cat(parts)[order]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paradraft.core import Request
 from paradraft.data.samples import Sample
-from paradraft.decode.draft_length import Fixed
-from paradraft.decode.generation import Stops
-from paradraft.decode.sequential import VERIFY, decode
-from paradraft.decode.stats import Clock
+from paradraft.decode.batch import run
+from paradraft.decode.generation import Generation
 from paradraft.drafters import load_drafter
 from paradraft.engine import Engine
 from paradraft.models.loading import load_draft_lm, load_target
 from paradraft.models.runtime import Runtime
-from paradraft.sampling_params import GREEDY
 
 ORDINARY_K = 4
 """Tokens that an ordinary draft drafts when it is measured."""
@@ -54,15 +52,14 @@ class AcceptanceMeter:
     def of(self, folder: Path) -> float:
         """Tokens per target pass with the drafter in a folder."""
         drafter = load_drafter(self._drafter, self._target, draft=str(folder), runtime=self._runtime)
-        engine = Engine(self._target, drafter, k=self._k)
-        rows = len(self._prompts)
-        prompt = engine.prompt(self._prompts, (GREEDY,) * rows)
-        stops = Stops(limits=[self._answer_tokens] * rows, eos_ids=self._target.eos_ids)
-        clock = Clock()
-        verify = VERIFY[engine.verify]
-        for _ in decode(self._target, drafter, prompt, verify, stops=stops, lengths=Fixed(self._k), clock=clock):
+        batch = Engine(self._target, drafter, k=self._k).new_batch()
+        requests = [
+            Request(id=row, tokens=prompt, max_new_tokens=self._answer_tokens, eos_ids=self._target.eos_ids)
+            for row, prompt in enumerate(self._prompts)
+        ]
+        for _ in run(batch, list(map(Generation, requests))):
             pass
-        return clock.stats.acceptance_length
+        return batch.clock.stats.acceptance_length
 
 
 def prompt_of(sample: Sample, *, most: int) -> list[int]:

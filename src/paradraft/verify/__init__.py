@@ -1,0 +1,13 @@
+"""The verification rules: which drafted tokens become text. Both are lossless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.sampling.sampler import Sampler
+from paradraft.verify import match, rejection
+
+Verify = Callable[[Draft, TargetOut, Sampler], Verdict]
+RULES: dict[str, Verify] = {"match": match.verify, "rejection": rejection.verify}
+"""The rules by name."""

@@ -29,11 +29,10 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     5, and 9 after 6. Tokens 5 and 6 are accepted and 9 is recovered.
 
     >>> import torch
-    >>> from paradraft.core import Prompt
-    >>> from paradraft.sampling_params import GREEDY
+    >>> from paradraft.core import Request
     >>> logits = torch.eye(10)[[5, 6, 9, 0]][None]
     >>> draft = Draft.chain(torch.tensor([[5, 6, 7]]))
-    >>> sampler = Sampler(Prompt(tokens=torch.tensor([[1, 2, 3, 4]]), sampling=(GREEDY,)))
+    >>> sampler = Sampler([Request(tokens=[1, 2, 3, 4])])
     >>> verdict = verify(draft, TargetOut(logits=logits, hidden={}), sampler)
     >>> verdict.accepted.tolist(), verdict.tokens.tolist()
     ([2], [[5, 6, 9, -1]])
@@ -51,7 +50,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     accepted = [sum(node != ABSENT for node in path) for path in paths]
     # In three tensors at once: of operations on tensors this small, each takes longer than all of the above.
     path_BN, accepted_B, tokens_BM = (upload(part, draft.tokens.device) for part in (paths, accepted, tokens))
-    return Verdict(path=path_BN.view(B, N), accepted=accepted_B, tokens=tokens_BM)
+    return Verdict(path=path_BN.view(B, N), accepted=accepted_B, tokens=tokens_BM, drawn=drawn_BM)
 
 
 def accepted_path(tokens: list[int], parents: list[int], drawn: list[int]) -> list[int]:

@@ -33,12 +33,13 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     Worked example: p is 0.5 for the drafted token and q is 1, because it was chosen
     deterministically. It is kept in half of all rounds; else p without it is drawn from.
 
-    >>> from paradraft.core import Prompt
+    >>> from paradraft.core import Drafting, Request
     >>> from paradraft.sampling_params import Sampling
     >>> logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1000, 2, 3)
     >>> draft = Draft.chain(torch.zeros(1000, 1, dtype=torch.long))
-    >>> samplings = tuple(Sampling(temperature=1.0, seed=seed) for seed in range(1000))
-    >>> sampler = Sampler(Prompt(tokens=torch.ones(1000, 1, dtype=torch.long), sampling=samplings, rule="rejection"))
+    >>> samplings = [Sampling(temperature=1.0, seed=seed) for seed in range(1000)]
+    >>> requests = [Request(tokens=[1], sampling=sampling) for sampling in samplings]
+    >>> sampler = Sampler(requests, drafting=Drafting(rule="rejection"))
     >>> verdict = verify(draft, TargetOut(logits=logits, hidden={}), sampler)
     >>> [(verdict.tokens[:, 0] == token).sum().item() for token in range(3)]
     [490, 319, 191]

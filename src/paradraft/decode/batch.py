@@ -1,0 +1,228 @@
+"""The requests that are decoded together, one row each: they join, take part in rounds, and leave.
+
+A row's tokens do not depend on the rows beside it, nor on when it joined: every position has its own random numbers,
+and the rows of a cache have lengths of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from paradraft.core import INVALID, Draft, Drafter, Drafting, RequestError, RoundOutput, Verdict
+from paradraft.decode.draft_length import LengthPolicy
+from paradraft.decode.generation import NOT_NUMBERS, Generation
+from paradraft.decode.sequential import decode_round
+from paradraft.decode.stats import Clock
+from paradraft.models.target import Target
+from paradraft.ragged import upload
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import ABSENT, Tree, depths
+from paradraft.verify import RULES, Verify
+
+
+class Batch:
+    """The rows that a target and a drafter decode together.
+
+    One batch at a time may have rows on a target: its cache is the batch's.
+
+    Args:
+        target: the model whose text this is.
+        drafter: where the guesses come from; it changes the speed, never the text.
+        lengths: how many tokens to draft in the next round.
+        rule: a name in `RULES`.
+        tree: the shape of the drafts; None for chains.
+        verify: decides instead of `RULES[rule]`, for audits and timing.
+        keeps_finished: let requests that have ended stay, so that the number of rows is constant.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        *,
+        lengths: LengthPolicy,
+        rule: str = "match",
+        tree: Tree | None = None,
+        verify: Verify | None = None,
+        keeps_finished: bool = False,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.lengths = lengths
+        self.drafting = Drafting(rule=rule, tree=tree, wants_confidence=lengths.wants_confidence)
+        self.verify = verify or RULES[rule]
+        self.generations: list[Generation] = []
+        """By row."""
+        self.clock = Clock.on(target.device)
+        """Times and counts since the batch was last without rows."""
+        self._keeps_finished = keeps_finished
+        self._start_number = 0
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no other batch has been started on this target since this one was."""
+        return self.target.starts == self._start_number
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no row needs another round."""
+        return all(generation.is_finished for generation in self.generations)
+
+    def join(self, generations: Sequence[Generation]) -> None:
+        """Adds requests, one row each, after the others; the target reads their prompts.
+
+        Args:
+            generations: may have tokens already, of an earlier batch: the answer goes on behind them.
+
+        Raises:
+            ValueError: a prompt is longer than the target's capacity, or the caches do not fit into memory.
+        """
+        if not self.generations:
+            self._start()
+        self.clock.skip()
+        requests = [generation.so_far for generation in generations]
+        self.clock.join(request.id for request in requests)
+        prompt = self.target.join(requests)
+        self.drafter.join(requests, prompt)
+        self.sampler.join(requests)
+        self.lengths.join(len(requests))
+        self.generations += generations
+        self.clock.lap("prefill")
+
+    def _start(self) -> None:
+        device = self.target.device
+        self.target.start(self.drafter.reserved_tokens)
+        self._start_number = self.target.starts
+        self.drafter.start(self.drafting, device)
+        self.sampler = Sampler(drafting=self.drafting, device=device)
+        self.lengths.start()
+        self.clock = Clock.on(device)
+
+    def step(self) -> RoundOutput:
+        """Runs one round; then requests that have ended leave, as soon as that pays."""
+        if not self.is_current:
+            raise ValueError("another batch was started on this target: finish one before the next")
+        self.clock.skip()
+        output = decode_round(self)
+        seconds = self.clock.last_s
+        self.lengths.observe(output, draft_s=seconds["draft"], verify_s=seconds["verify"])
+        self.clock.count(output)
+        if self.is_finished:
+            self.clear()
+        elif not self._keeps_finished:
+            finished = [generation for generation in self.generations if generation.is_finished]
+            if should_compact(len(finished), len(self.generations)):
+                self.leave(finished)
+        self.clock.lap("other")
+        return output
+
+    def leave(self, generations: Collection[Generation]) -> None:
+        """Removes requests, ended or not, from the batch. The last rows take the places of those that leave."""
+        gone = set(map(id, generations))
+        holes = [row for row, generation in enumerate(self.generations) if id(generation) in gone]
+        least = min(self.target.fewest_rows, len(self.generations))
+        holes = holes[: len(self.generations) - least] if len(holes) < len(self.generations) else holes
+        if len(holes) == len(self.generations):
+            self.clear()
+        elif holes:
+            rows = rows_without(holes, len(self.generations))
+            kept_b = torch.tensor(rows)
+            for part in (self.target, self.drafter, self.sampler, self.lengths):
+                part.keep(kept_b)
+            self.generations = [self.generations[row] for row in rows]
+
+    def clear(self) -> None:
+        """Removes all requests."""
+        self.generations = []
+
+    def depth(self) -> int:
+        """How deep to draft: no deeper than some row has room for.
+
+        A tree that grows to its budget takes another shape if it is shallower, so it is cut afterwards; else what a row
+        gets would depend on the rows beside it.
+        """
+        k, tree = self.lengths.next(), self.drafting.tree
+        room = max(generation.room for generation in self.generations) - 1
+        return k if room and tree is not None and tree.budget is not None else min(k, room)
+
+    def trim(self, draft: Draft) -> Draft:
+        """The draft without what is not worth its time, and without what a row has no room for.
+
+        The target's own token takes the last place. Each row has its own limit, so that its drafts do not depend on its
+        batch.
+        """
+        draft = self.lengths.cut(draft)
+        most = [max(generation.room - 1, 0) for generation in self.generations]
+        if draft.tokens.shape[1] <= min(most):
+            return draft
+        return draft.where(depths(draft.parents) < upload(most, draft.tokens.device)[:, None])
+
+    def emit(self, draft: Draft, verdict: Verdict) -> RoundOutput:
+        """Hands the committed tokens of a round to the requests; a request whose logits are not numbers fails."""
+        tokens, accepted, drafted, nodes = [], [], [], []
+        parts = (verdict.tokens, verdict.accepted, draft.tokens, depths(draft.parents))
+        rows = zip(self.generations, *(part.tolist() for part in parts), strict=True)
+        for generation, committed, kept, guessed, depth in rows:
+            was_finished = generation.is_finished
+            new = generation.emit([token for token in committed if token != ABSENT], kept)
+            # Deeper in the draft a processor may have forbidden every token, after a guess that does not become text.
+            if new and any(token == INVALID and not above for token, above in zip(guessed, depth, strict=True)):
+                generation.fail(ValueError(NOT_NUMBERS.format(model="draft model")))
+            deep = [deep + 1 for token, deep in zip(guessed, depth, strict=True) if token >= 0 and not was_finished]
+            tokens.append(new)
+            accepted.append(min(kept, len(new)))
+            drafted.append(max(deep, default=0))
+            nodes.append(len(deep))
+        return RoundOutput(
+            requests=[generation.request.id for generation in self.generations],
+            tokens=tokens,
+            accepted=accepted,
+            drafted=drafted,
+            nodes=nodes,
+            finished=[generation.is_finished for generation in self.generations],
+        )
+
+
+def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[RoundOutput]:
+    """Decodes requests together, from the first round to the last.
+
+    Raises:
+        ValueError: see `Batch.join`, or the logits of a model are not numbers where a token was to be chosen.
+    """
+    try:
+        batch.join(generations)
+    except RequestError as error:
+        raise error.cause from None
+    while not batch.is_finished:
+        try:
+            output = batch.step()
+        except RequestError as error:
+            raise error.cause from None
+        yield output
+        for generation in generations:
+            if generation.error is not None:
+                batch.clear()
+                raise generation.error
+
+
+def should_compact(finished: int, rows: int) -> bool:
+    """Whether so many rows of a batch have ended that it is worth moving others into their places.
+
+    >>> should_compact(3, 16), should_compact(4, 16), should_compact(0, 2)
+    (False, True, False)
+    """
+    return finished > 0 and finished * 4 >= rows
+
+
+def rows_without(holes: Collection[int], rows: int) -> list[int]:
+    """Which row comes where when some leave: the last ones fill the holes, and all others stay where they are.
+
+    >>> rows_without([1, 4], 5)
+    [0, 3, 2]
+    """
+    gone = set(holes)
+    staying = [row for row in range(rows) if row not in gone]
+    last = staying[::-1]
+    return [row if row not in gone else last.pop(0) for row in range(len(staying))]

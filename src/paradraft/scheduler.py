@@ -1,0 +1,173 @@
+"""Requests of any number of threads in one batch: whoever waits for tokens runs the next round for all."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from paradraft.core import RequestError
+from paradraft.decode.batch import Batch
+from paradraft.decode.generation import Generation
+from paradraft.models.forward.eager import NotFiniteError
+
+
+class Scheduler:
+    """Decodes the requests of several threads together.
+
+    A thread that waits for tokens runs rounds, in which all requests take part; the others wait for it to tell them of
+    theirs. So a stream whose reader is slow goes on while others decode, and what it gets is kept for its reader. A
+    round that fails costs the request that is to blame its answer; the others are read again and go on.
+
+    Args:
+        batch: nobody else uses it, or its target while it has rows.
+        in_round: what surrounds rounds.
+    """
+
+    def __init__(self, batch: Batch, in_round: Callable[[], AbstractContextManager[None]]) -> None:
+        self._batch = batch
+        self._in_round = in_round
+        self._changed = threading.Condition()
+        self._waiting = deque[Generation]()
+        self._runner: int | None = None
+
+    def stream(self, generation: Generation) -> Generator[None, None, None]:
+        """Decodes one request; yields each time it has new tokens, the last time when it has ended.
+
+        A generator that is closed before cancels the request.
+
+        Raises:
+            ValueError: the answer failed, or this thread is in the middle of a round already.
+        """
+        seen = 0
+
+        def has_news() -> bool:
+            return generation.is_finished or len(generation.tokens) > seen
+
+        try:
+            self._waiting.append(generation)
+            while not generation.is_finished:
+                self._wait_until(has_news)
+                if generation.error is not None:
+                    raise generation.error
+                seen = len(generation.tokens)
+                yield
+        finally:
+            generation.is_cancelled = True
+
+    def answer(self, generations: Sequence[Generation], *, most: int) -> Generator[Generation, None, None]:
+        """Decodes requests, and yields each as soon as it has ended; the next one then takes its row.
+
+        A generator that is closed before cancels the others.
+
+        Args:
+            generations: with no token yet.
+            most: how many of them are decoded together.
+
+        Raises:
+            ValueError: an answer failed, or this thread is in the middle of a round already.
+        """
+        ahead = deque(generations)
+        active: list[Generation] = []
+        try:
+            while ahead or active:
+                while ahead and len(active) < most:
+                    active.append(ahead.popleft())
+                    self._waiting.append(active[-1])
+                self._wait_until(lambda: any(generation.is_finished for generation in active))
+                for generation in [generation for generation in active if generation.is_finished]:
+                    if generation.error is not None:
+                        raise generation.error
+                    active.remove(generation)
+                    yield generation
+        finally:
+            for generation in active:
+                generation.is_cancelled = True
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """The target and the drafter for somebody else's batch; requests that are under way go on afterwards."""
+        with self._changed:
+            while self._runner is not None:
+                self._wait()
+            self._runner = threading.get_ident()
+        try:
+            with self._in_round():
+                self._start_over()
+                yield
+        finally:
+            self._rest()
+
+    def _wait_until(self, is_ready: Callable[[], bool]) -> None:
+        """Runs rounds, or waits while another thread runs them."""
+        with self._changed:
+            while self._runner is not None and not is_ready():
+                self._wait()
+            if is_ready():
+                return
+            self._runner = threading.get_ident()
+        try:
+            with self._in_round():
+                while not is_ready():
+                    self._run_round()
+                    with self._changed:
+                        self._changed.notify_all()
+        finally:
+            self._rest()
+
+    def _wait(self) -> None:
+        if self._runner == threading.get_ident():
+            raise ValueError("this engine is in the middle of another answer of the same thread: load a second engine")
+        self._changed.wait()
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._runner = None
+            self._changed.notify_all()
+
+    def _run_round(self) -> None:
+        batch = self._batch
+        if batch.generations and not batch.is_current:
+            self._start_over()
+        joining: list[Generation] = []
+        try:
+            batch.leave([generation for generation in batch.generations if generation.is_cancelled])
+            while self._waiting:
+                joining.append(self._waiting.popleft())
+            joining = [generation for generation in joining if not generation.is_cancelled]
+            if joining:
+                batch.leave([generation for generation in batch.generations if generation.is_finished])
+                batch.join(joining)
+                joining = []
+            rows = list(batch.generations)
+            batch.step()
+            for generation in rows:
+                if generation.is_finished and generation.stats is None:
+                    generation.stats = batch.clock.end(generation.request.id)
+        except BaseException as error:
+            to_blame, cause = self._to_blame(error, joining)
+            for generation in to_blame:
+                generation.fail(cause)
+            self._waiting.extendleft(reversed(joining))
+            self._start_over()
+            if not to_blame:
+                raise
+
+    def _to_blame(self, error: BaseException, joining: list[Generation]) -> tuple[list[Generation], Exception]:
+        """Which requests a round failed for; none if that is not known."""
+        rows = self._batch.generations + joining
+        if isinstance(error, RequestError):
+            return [row for row in rows if row.request.id in error.requests], error.cause
+        if isinstance(error, NotFiniteError):
+            return [rows[error.row]], error
+        if joining and isinstance(error, Exception):
+            return joining, error
+        return [], Exception()
+
+    def _start_over(self) -> None:
+        """Empties the batch; its requests join again, with the tokens that they have."""
+        unfinished = [generation for generation in self._batch.generations if not generation.is_finished]
+        self._batch.clear()
+        self._waiting.extendleft(reversed(unfinished))
+        self._waiting = deque(generation for generation in self._waiting if not generation.is_finished)
