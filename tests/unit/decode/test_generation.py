@@ -1,29 +1,20 @@
+"""Where an answer ends, inside an accepted run too, and its text."""
+
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.core import Draft, RoundOutput, Verdict
-from paradraft.decode.generation import AnswerText, Stops, find_stop, stop_strings
+from paradraft.core import INVALID, Request
+from paradraft.decode.generation import AnswerText, Generation, find_stop, stop_strings
 from paradraft.models.tokenization import Detokenizer
-from paradraft.tree import ABSENT, Tree
+from paradraft.sampling_params import Sampling
 from tests.support.small_tokenizers import END, byte_fallback, byte_level
 
 
-def committed(*rows: list[int], nodes: int = 4) -> tuple[Draft, Verdict]:
-    """A round in which each row's tokens but the last were drafted, `nodes` of them, and accepted."""
-    accepted = torch.tensor([len(row) - 1 for row in rows])
-    index = torch.arange(nodes).expand(len(rows), nodes)
-    path = index.masked_fill(index >= accepted[:, None], ABSENT)
-    tokens = torch.tensor([row + [ABSENT] * (nodes + 1 - len(row)) for row in rows])
-    draft = Draft.chain(torch.where(path == ABSENT, 9, tokens[:, :nodes]))
-    return draft, Verdict(path=path, accepted=accepted, tokens=tokens)
-
-
-def cut(stops: Stops, *rows: list[int]) -> RoundOutput:
-    return stops.cut(*committed(*rows))
+def generation(limit: int, *eos: int, text: AnswerText | None = None) -> Generation:
+    return Generation(Request(tokens=[1], max_new_tokens=limit, eos_ids=frozenset(eos)), text)
 
 
 @pytest.mark.parametrize(
@@ -38,64 +29,85 @@ def cut(stops: Stops, *rows: list[int]) -> RoundOutput:
 )
 def test_text_ends_at_the_first_end_token(row: list[int], emitted: list[int], accepted: int) -> None:
     """Guards against tokens behind an end token, which are neither emitted nor counted as accepted."""
-    stops = Stops(limits=[10], eos_ids=frozenset([7, 8]))
-    step = cut(stops, row)
-    assert step == RoundOutput(rows=[0], tokens=[emitted], accepted=[accepted], drafted=[4], nodes=[4], finished=[True])
-    assert stops.all_finished and stops.room == 0
+    answer = generation(10, 7, 8)
+    assert answer.emit(row, len(row) - 1) == answer.tokens == emitted
+    assert (answer.accepted, answer.round_ends, answer.finish_reason) == ([accepted], [len(emitted)], "eos")
+    assert answer.is_finished and answer.room == 0
 
 
 def test_text_ends_at_the_length_limit_inside_an_accepted_run() -> None:
     """Guards against answers of up to K tokens too many, and against counting what was cut as accepted."""
-    stops = Stops(limits=[5], eos_ids=frozenset([7]))
-    assert cut(stops, [1, 2, 3]).finished == [False]
-    assert stops.room == 2
-    step = cut(stops, [4, 5, 6, 7])
-    assert (step.tokens, step.accepted, step.finished) == ([[4, 5]], [2], [True])
+    answer = generation(5, 7)
+    answer.emit([1, 2, 3], 2)
+    assert not answer.is_finished and answer.room == 2
+    assert answer.emit([4, 5, 6, 7], 3) == [4, 5]
+    assert (answer.accepted, answer.round_ends, answer.finish_reason) == ([2, 2], [3, 5], "length")
 
 
 def test_the_limit_beats_an_end_token_behind_it() -> None:
     """Guards against an end token that lies beyond the limit and is emitted all the same."""
-    stops = Stops(limits=[2], eos_ids=frozenset([7]))
-    assert cut(stops, [1, 2, 7]).tokens == [[1, 2]]
-    assert stops.all_finished
+    answer = generation(2, 7)
+    assert answer.emit([1, 2, 7], 2) == [1, 2]
+    assert answer.finish_reason == "length"
 
 
-def test_rows_end_on_their_own() -> None:
-    """Guards against a row that goes on after its end, or one that ends because another has."""
-    stops = Stops(limits=[4] * 2, eos_ids=frozenset([7]))
-    assert cut(stops, [7, 1], [1, 2]).finished == [True, False]
-    assert not stops.all_finished and stops.room == 2
-    step = cut(stops, [1, 2, 3], [3, 7, 1])
-    assert (step.tokens, step.accepted, step.finished) == ([[], [3, 7]], [0, 2], [True, True])
+def test_an_end_token_at_the_limit_is_an_end() -> None:
+    """Guards the reason that users see: an answer that ended by itself was not cut."""
+    answer = generation(2, 7)
+    assert answer.emit([1, 7], 1) == [1, 7]
+    assert answer.finish_reason == "eos"
 
 
-def test_a_finished_row_counts_no_drafts() -> None:
-    """Guards the acceptance rate: what is drafted for a row after its end is not counted, as its tokens are not."""
-    stops = Stops(limits=[9] * 2, eos_ids=frozenset([7]))
-    assert cut(stops, [7], [1]).drafted == [4, 4]
-    assert cut(stops, [1, 2], [1]).drafted == [0, 4]
-
-
-def test_absent_nodes_are_not_drafted() -> None:
-    """Guards the acceptance rate of drafters whose rows propose different numbers of tokens."""
-    draft, verdict = committed([1, 2], [3])
-    tokens = draft.tokens.clone()
-    tokens[1, 1:] = ABSENT
-    stops = Stops(limits=[9] * 2, eos_ids=frozenset())
-    assert stops.cut(Draft.chain(tokens), verdict).drafted == [4, 1]
+def test_an_answer_that_has_ended_takes_nothing_more() -> None:
+    """Guards rows that are read on because too few have ended to leave: no token, no round is counted."""
+    answer = generation(4, 7)
+    answer.emit([7, 1], 1)
+    assert answer.emit([1, 2, 3], 2) == []
+    assert (answer.tokens, answer.accepted, answer.round_ends) == ([7], [1], [1])
 
 
 def test_token_zero_is_a_token() -> None:
     """Guards against token 0 taken for padding."""
-    stops = Stops(limits=[9], eos_ids=frozenset())
-    assert cut(stops, [0, 0, 5]).tokens == [[0, 0, 5]]
+    assert generation(9).emit([0, 0, 5], 2) == [0, 0, 5]
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_at_least_one_token_is_asked_for(limit: int) -> None:
-    """Guards against a loop that never runs, or drafts a negative number of tokens."""
-    with pytest.raises(ValueError, match=f"max_new_tokens={limit}"):
-        Stops(limits=[limit], eos_ids=frozenset())
+@pytest.mark.parametrize(
+    ("committed", "strings", "tokens", "reason"),
+    [
+        ([0, INVALID], [], [], "error"),
+        ([INVALID], [], [], "error"),
+        ([0, 7, INVALID], [], [0, 7], "eos"),
+        ([0, 1, INVALID], ["ab"], [0, 1], "stop"),
+        ([0, 1, 0, INVALID], [], [0, 1, 0], "length"),
+    ],
+)
+def test_a_token_that_could_not_be_chosen_is_an_error(
+    committed: list[int], strings: list[str], tokens: list[int], reason: str
+) -> None:
+    """Guards against texts of damaged models, and against an error for a place behind the answer's end."""
+    answer = generation(3, 7, text=answer_text(strings))
+    assert answer.emit(committed, len(committed) - 1) == answer.tokens == tokens
+    assert answer.finish_reason == reason
+    if reason == "error":
+        assert isinstance(answer.error, ValueError) and "the target's largest logit is NaN" in str(answer.error)
+        assert answer.is_finished and answer.room == 0 and not answer.accepted
+    else:
+        assert answer.error is None
+
+
+def test_the_rest_of_an_answer_is_a_request() -> None:
+    """Guards requests that are taken up again: prompt, limit, seed and processors are told as for the whole."""
+    asked = Request(id=3, tokens=[1, 2], sampling=Sampling(seed=5), max_new_tokens=9, eos_ids=frozenset([7]))
+    answer = Generation(asked)
+    assert answer.so_far is asked
+    answer.emit([4, 5], 1)
+    rest = answer.so_far
+    assert (rest.tokens, rest.answered) == ([1, 2, 4, 5], 2)
+    assert (rest.id, rest.sampling, rest.max_new_tokens, rest.eos_ids) == (3, asked.sampling, 9, asked.eos_ids)
+    assert asked.tokens == [1, 2], "and the request itself stays"
+    again = Generation(rest)
+    again.emit([6], 0)
+    assert (again.so_far.tokens, again.so_far.answered) == ([1, 2, 4, 5, 6], 3)
 
 
 PIECES = ["a", "b", "ab", "ba", "aab", "\n", "", "\ufffd", ""]
@@ -147,15 +159,17 @@ def test_any_cut_into_rounds_ends_where_single_tokens_do(
     """Guards stop strings across tokens and rounds, and the order of stop, end token and limit inside a run."""
     tokens = [token for row in rounds for token in row]
     expected, reason = ends(tokens + [eos] * limit, tuple(strings), eos, limit)
-    stops = Stops(limits=[limit], eos_ids=frozenset([eos]), texts=[answer_text(strings)])
+    answer = generation(limit, eos, text=answer_text(strings))
     found: list[int] = []
     for row in [*rounds, *[[eos]] * limit]:
-        if stops.all_finished:
+        if answer.is_finished:
             break
-        path = torch.arange(len(row) - 1)[None]
-        verdict = Verdict(path=path, accepted=torch.tensor([len(row) - 1]), tokens=torch.tensor([row]))
-        found += stops.cut(Draft.chain(torch.tensor([row[:-1]], dtype=torch.long)), verdict).tokens[0]
-    assert (found, stops.reasons[0]) == (expected, reason)
+        found += answer.emit(row, len(row) - 1)
+        assert answer.round_ends[-1] == len(answer.tokens)
+    assert (found, answer.finish_reason) == (expected, reason)
+    assert answer.tokens == found and len(answer.pieces) == len(found)
+    shown = text_of(found)
+    assert "".join(answer.pieces) == shown[: find_stop(shown, tuple(strings))]
 
 
 @given(st.lists(st.integers(0, 7), max_size=20), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
@@ -256,48 +270,7 @@ def test_an_answer_ends_where_its_text_first_holds_a_stop_string(kind: str, data
     assert answered(kind, tokens, stop) == (answered(kind, tokens, [])[0], None)
 
 
-def test_a_draft_is_no_deeper_than_some_row_has_room_for() -> None:
-    """Guards draft passes that are thrown away; a grown tree keeps its shape, but for rows of one token."""
-    stops = Stops(limits=[3, 5], eos_ids=frozenset())
-    assert [stops.worth(k, None) for k in (1, 4, 9)] == [1, 4, 4]
-    assert stops.worth(9, Tree(paths=((0,),))) == 4
-    assert stops.worth(9, Tree(budget=7)) == 9
-    assert Stops(limits=[1], eos_ids=frozenset()).worth(9, Tree(budget=7)) == 0
-    draft = stops.limit(Draft.chain(torch.arange(18).view(2, 9)))
-    assert (draft.tokens != ABSENT).sum(1).tolist() == [2, 4]
-
-
 def test_a_stop_string_must_not_be_empty() -> None:
     """Guards against answers that end before they begin."""
     with pytest.raises(ValueError, match="stop string is empty"):
         stop_strings(["a", ""], {})
-
-
-def test_rows_leave_once_a_quarter_has_ended() -> None:
-    """Guards throughput (rows that ended cost time) and the numbering of the rows that stay."""
-    stops = Stops(limits=[1, 9, 9, 2, 9, 9, 9, 9], eos_ids=frozenset())
-    draft = Draft.empty(8, torch.device("cpu"))
-
-    def round_of(number: int) -> RoundOutput:
-        tokens = torch.arange(number)[:, None]
-        nothing = torch.empty(number, 0, dtype=torch.long)
-        return stops.cut(
-            Draft.empty(number, draft.tokens.device),
-            Verdict(path=nothing, accepted=torch.zeros(number, dtype=torch.long), tokens=tokens),
-        )
-
-    assert round_of(8).finished.count(True) == 1
-    assert stops.leave() is None
-    assert round_of(8).tokens[0] == []
-    rows = stops.leave()
-    assert rows is not None and rows.tolist() == [1, 2, 4, 5, 6, 7]
-    assert round_of(6).rows == [1, 2, 4, 5, 6, 7]
-
-
-def test_as_many_rows_stay_as_must() -> None:
-    """Guards compiled passes, which exist for one row or for several."""
-    stops = Stops(limits=[1, 9, 1], eos_ids=frozenset())
-    draft, verdict = committed([1], [1], [1])
-    stops.cut(draft, verdict)
-    rows = stops.leave(at_least=2)
-    assert rows is not None and rows.tolist() == [1, 2]

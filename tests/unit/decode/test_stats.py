@@ -9,10 +9,10 @@ from paradraft.decode.stats import Clock
 
 
 def step(tokens: list[list[int]], accepted: list[int], drafted: list[int]) -> RoundOutput:
-    rows = list(range(len(tokens)))
     return RoundOutput(
-        rows=rows, tokens=tokens, accepted=accepted, drafted=drafted, nodes=drafted, finished=[False] * len(tokens)
-    )
+        requests=list(range(len(tokens))), tokens=tokens, accepted=accepted, drafted=drafted, nodes=drafted,
+        finished=[False] * len(tokens),
+    )  # fmt: skip
 
 
 def test_acceptance_length_is_emitted_tokens_per_round() -> None:
@@ -123,3 +123,59 @@ def test_a_clock_is_that_of_the_gpu_that_works(monkeypatch: pytest.MonkeyPatch) 
     assert recorded == [torch.device("cuda:1")] * 2
     Clock.on(torch.device("cpu")).lap("draft")
     assert len(recorded) == 2
+
+
+def test_a_request_is_told_its_own_rounds_and_the_times_since_it_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards requests that join later: what was before is not theirs, and what others do while they run is time."""
+    now_s = [100.0]
+    monkeypatch.setattr(stats_module.time, "perf_counter", lambda: now_s[0])
+    clock = Clock()
+
+    def lap(name: str, seconds: float) -> None:
+        now_s[0] += seconds
+        clock.lap(name)
+
+    clock.join([0])
+    lap("prefill", 1.0)
+    lap("draft", 2.0)
+    clock.count(step([[1, 2]], [1], [3]))
+    lap("other", 8.0)  # of a round before the next request, though it is booked later
+    clock.join([1])
+    lap("prefill", 16.0)
+    lap("verify", 32.0)
+    clock.count(step([[3], [4, 5, 6]], [0, 2], [0, 2]))
+    first, second = clock.stats_of(0), clock.stats_of(1)
+    assert (first.tokens, first.rounds, first.nodes, first.drafted, first.accepted) == (3, 2, 3, (1, 1, 1), (1, 0, 0))
+    assert (first.prefill_s, first.draft_s, first.verify_s, first.other_s) == (17.0, 2.0, 32.0, 8.0)
+    assert (second.tokens, second.rounds, second.nodes, second.drafted, second.accepted) == (3, 1, 2, (1, 1), (1, 1))
+    assert (second.prefill_s, second.draft_s, second.verify_s, second.other_s) == (16.0, 0.0, 32.0, 0.0)
+
+
+def test_a_request_that_joins_again_began_when_it_first_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time of an answer that was taken up again."""
+    now_s = [100.0]
+    monkeypatch.setattr(stats_module.time, "perf_counter", lambda: now_s[0])
+    clock = Clock()
+    clock.join([0])
+    now_s[0] += 1.0
+    clock.lap("prefill")
+    clock.join([0])
+    now_s[0] += 2.0
+    clock.lap("prefill")
+    assert clock.stats_of(0).prefill_s == 3.0
+
+
+def test_what_has_ended_is_in_the_sum_alone() -> None:
+    """Guards the memory of a service that answers for days, and the sum over all requests."""
+    clock = Clock()
+    for request in range(3):
+        clock.join([request])
+        clock.count(
+            RoundOutput(requests=[request], tokens=[[1, 2]], accepted=[1], drafted=[4], nodes=[5], finished=[True])
+        )
+        ended = clock.end(request)
+        assert (ended.tokens, ended.rounds, ended.nodes, ended.accepted) == (2, 1, 5, (1, 0, 0, 0))
+    stats = clock.stats
+    assert (stats.tokens, stats.rounds, stats.nodes) == (6, 3, 15)
+    assert (stats.drafted, stats.accepted) == ((3, 3, 3, 3), (3, 0, 0, 0))
+    assert not clock._counts and not clock._before

@@ -1,0 +1,182 @@
+"""What a batch does around a round: how deep to draft, what is emitted, and to whom."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from paradraft.core import INVALID, Draft, RoundOutput, Verdict
+from paradraft.decode.batch import Batch, run
+from paradraft.decode.draft_length import Fixed
+from paradraft.decode.generation import Generation
+from paradraft.drafters.none import NoDrafter
+from paradraft.models.causal_lm import CausalLM
+from paradraft.sampling_params import Sampling
+from paradraft.tree import ABSENT, Tree
+from tests.conftest import VOCAB, tiny_model
+from tests.support.decoding import CPU, requests, target_of
+
+
+def batch_of(limits: list[int], *, eos: frozenset[int] = frozenset(), k: int = 4, tree: Tree | None = None) -> Batch:
+    """A batch whose target is never asked."""
+    batch = Batch(SimpleNamespace(device=CPU), NoDrafter(), lengths=Fixed(k), tree=tree)
+    batch.generations = list(map(Generation, requests([[1]] * len(limits), limits=limits, eos_ids=eos)))
+    return batch
+
+
+def accepting(*rows: list[int], nodes: int = 4) -> tuple[Draft, Verdict]:
+    """A round in which each row's tokens but the last were drafted, `nodes` of them, and accepted."""
+    accepted = torch.tensor([len(row) - 1 for row in rows])
+    index = torch.arange(nodes).expand(len(rows), nodes)
+    path = index.masked_fill(index >= accepted[:, None], ABSENT)
+    tokens = torch.tensor([row + [ABSENT] * (nodes + 1 - len(row)) for row in rows])
+    draft = Draft.chain(torch.where(path == ABSENT, 9, tokens[:, :nodes]))
+    return draft, Verdict(path=path, accepted=accepted, tokens=tokens)
+
+
+def test_what_a_round_gave_is_told() -> None:
+    """Guards statistics and streams: the accepted tokens that were cut off at the end are not counted."""
+    batch = batch_of([10], eos=frozenset([7, 8]))
+    assert batch.emit(*accepting([1, 7, 2, 3])) == RoundOutput(
+        requests=[0], tokens=[[1, 7]], accepted=[2], drafted=[4], nodes=[4], finished=[True]
+    )
+    assert batch.is_finished
+
+
+def test_rows_end_on_their_own() -> None:
+    """Guards against a row that goes on after its end, or one that ends because another has."""
+    batch = batch_of([4, 4], eos=frozenset([7]))
+    assert batch.emit(*accepting([7, 1], [1, 2])).finished == [True, False]
+    assert not batch.is_finished and [generation.room for generation in batch.generations] == [0, 2]
+    step = batch.emit(*accepting([1, 2, 3], [3, 7, 1]))
+    assert (step.tokens, step.accepted, step.finished) == ([[], [3, 7]], [0, 2], [True, True])
+
+
+def test_a_finished_row_counts_no_drafts() -> None:
+    """Guards the acceptance rate: what is drafted for a row after its end is not counted, as its tokens are not."""
+    batch = batch_of([9, 9], eos=frozenset([7]))
+    assert batch.emit(*accepting([7], [1])).drafted == [4, 4]
+    step = batch.emit(*accepting([1, 2], [1]))
+    assert (step.drafted, step.nodes) == ([0, 4], [0, 4])
+
+
+def test_absent_nodes_are_not_drafted() -> None:
+    """Guards the acceptance rate of drafters whose rows propose different numbers of tokens."""
+    draft, verdict = accepting([1, 2], [3])
+    tokens = draft.tokens.clone()
+    tokens[1, 1:] = ABSENT
+    step = batch_of([9, 9]).emit(Draft.chain(tokens), verdict)
+    assert (step.drafted, step.nodes) == ([4, 1], [4, 1])
+
+
+def test_all_nodes_of_a_tree_are_counted_and_its_depth() -> None:
+    """Guards the acceptance per position against the side branches, which are no deeper."""
+    tree = Draft(tokens=torch.tensor([[1, 2, 3]]), parents=torch.tensor([[-1, -1, 0]]))
+    verdict = Verdict.of(tree, torch.tensor([[ABSENT] * 3]), torch.tensor([5]))
+    step = batch_of([9]).emit(tree, verdict)
+    assert (step.drafted, step.nodes) == ([2], [3])
+
+
+def test_requests_are_named_by_their_ids() -> None:
+    """Guards whoever collects the tokens: rows move, ids do not."""
+    batch = batch_of([9, 9, 9])
+    batch.generations = [batch.generations[2], batch.generations[0]]
+    assert batch.emit(*accepting([1], [2])).requests == [2, 0]
+
+
+def test_damage_belongs_to_one_row() -> None:
+    """Guards the other requests of a batch: one whose logits are not numbers fails alone, the target's or the draft
+    model's; deeper in a draft a processor may have forbidden every token."""
+    batch = batch_of([9] * 4)
+    draft, verdict = accepting([1, 2], [INVALID], [3], [4, 5])
+    tokens = draft.tokens.clone()
+    tokens[2, 0] = tokens[3, 2] = INVALID
+    step = batch.emit(Draft.chain(tokens), verdict)
+    assert step.tokens == [[1, 2], [], [3], [4, 5]]
+    assert step.finished == [False, True, True, False]
+    errors = [str(generation.error) for generation in batch.generations]
+    assert errors[0] == errors[3] == "None"
+    assert "the target's largest logit is NaN" in errors[1] and "the draft model's largest logit is NaN" in errors[2]
+
+
+def test_a_draft_is_no_deeper_than_some_row_has_room_for() -> None:
+    """Guards draft passes that are thrown away; a grown tree keeps its shape, but for rows of one token."""
+    assert [batch_of([3, 5], k=k).depth() for k in (1, 4, 9)] == [1, 4, 4]
+    assert batch_of([3, 5], k=9, tree=Tree(paths=((0,),))).depth() == 4
+    assert batch_of([3, 5], k=9, tree=Tree(budget=7)).depth() == 9
+    assert batch_of([1], k=9, tree=Tree(budget=7)).depth() == 0
+    draft = batch_of([3, 5]).trim(Draft.chain(torch.arange(18).view(2, 9)))
+    assert (draft.tokens != ABSENT).sum(1).tolist() == [2, 4]
+    ended = batch_of([1, 5])
+    ended.emit(*accepting([6], [6]))
+    draft = ended.trim(Draft.chain(torch.arange(18).view(2, 9)))
+    assert (draft.tokens != ABSENT).sum(1).tolist() == [0, 3]
+
+
+def tiny_batch(seed: int = 1, **settings: int) -> Batch:
+    lm = CausalLM(tiny_model(seed), vocab_size=VOCAB, compiled=False, **settings)
+    return Batch(target_of(lm), NoDrafter(), lengths=Fixed(0))
+
+
+def test_no_two_batches_use_one_target() -> None:
+    """Guards against texts from the cache of another batch; the newer one may go on."""
+    first = tiny_batch()
+    second = Batch(first.target, first.drafter, lengths=Fixed(0))
+    first.join(list(map(Generation, requests([[1, 2]], limits=9))))
+    assert first.is_current
+    first.step()
+    second.join(list(map(Generation, requests([[3, 4]], limits=9))))
+    assert second.is_current and not first.is_current
+    with pytest.raises(ValueError, match="another batch was started on this target"):
+        first.step()
+    second.step()
+
+
+def test_a_batch_begins_anew_when_it_is_empty() -> None:
+    """Guards the statistics of a service, and the cache: what ended leaves nothing behind."""
+    batch = tiny_batch()
+    for tokens in ([1, 2], [5, 6, 7]):
+        outputs = list(run(batch, list(map(Generation, requests([tokens], limits=3)))))
+        assert [output.requests for output in outputs] == [[0]] * 3
+        assert batch.generations == [] and batch.is_finished
+        assert batch.clock.stats.tokens == 3
+
+
+def test_what_a_drafter_reserves_is_not_chosen_and_is_given_back() -> None:
+    """Guards one target of two drafters: a mask of one of them is an ordinary token beside the other."""
+    batch = tiny_batch()
+    free = next(run(batch, list(map(Generation, requests([[1, 2]], limits=1))))).tokens[0]
+    for reserved, is_chosen in ((tuple(free), False), ((), True)):
+        other = Batch(batch.target, NoDrafter(reserved), lengths=Fixed(0))
+        found = next(run(other, list(map(Generation, requests([[1, 2]], limits=1))))).tokens[0]
+        assert (found == free) == is_chosen
+
+
+def test_an_error_of_one_request_is_raised() -> None:
+    """Guards audits and plans, which use no scheduler: an answer that failed is not taken for a short one."""
+
+    def forbids(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf)
+
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    for processor, kind, said in ((forbids, ValueError, "forbids every token"), (fails, KeyError, "mine")):
+        batch = tiny_batch()
+        samplings = [Sampling(), Sampling(processors=[processor])]
+        generations = list(map(Generation, requests([[1, 2], [3, 4]], samplings, 5)))
+        with pytest.raises(kind, match=said):
+            list(run(batch, generations))
+
+
+def test_prompts_and_roots_stay_with_their_rows() -> None:
+    """Guards rows that join later: the last token of a prompt is read in the round after, and others' roots stay."""
+    batch = tiny_batch()
+    first, second = map(Generation, requests([[1, 2], [9, 3, 4, 5]], limits=4))
+    batch.join([first])
+    batch.step()
+    batch.join([second])
+    assert batch.target._root_B1.tolist() == [[first.tokens[0]], [5]]
+    assert batch.target.lm.lengths == [2, 3]
