@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.core import Prompt
 from paradraft.sampling.candidates import Candidates, assemble, best_first, candidates_needed
 from paradraft.sampling.distribution import probabilities
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree
+from tests.support.decoding import sampler
 from tests.support.trees import path_to
 from tests.unit.sampling.test_distribution import random_logits
 
@@ -99,9 +99,10 @@ def test_nothing_grows_from_nothing() -> None:
     assert best_first([], 5, aside=0.5) == []
 
 
-def prompt(samplings: tuple[Sampling, ...], rule: str, tree: Tree | None, *, confidence: bool = False) -> Prompt:
-    tokens = torch.tensor([[1, 2, 3]] * len(samplings))
-    return Prompt(tokens=tokens, sampling=samplings, rule=rule, tree=tree, wants_confidence=confidence)
+def sampler_of(
+    samplings: tuple[Sampling, ...], rule: str, tree: Tree | None, *, confidence: bool = False
+) -> Sampler:
+    return sampler([[1, 2, 3]] * len(samplings), samplings, rule=rule, tree=tree, wants_confidence=confidence)
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection"])
@@ -112,8 +113,8 @@ def test_a_draft_has_as_many_nodes_as_the_budget(rule: str, vocabulary: int, bud
     planned for, and not smaller where there are candidates enough."""
     samplings = (GREEDY, Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, top_k=2, seed=4))
     tree = Tree(budget=budget)
-    sampler = Sampler(prompt(samplings, rule, tree))
-    candidates = sampler.candidates(random_logits(3, 3, vocabulary), 0, candidates_needed(tree))
+    made = sampler_of(samplings, rule, tree)
+    candidates = made.candidates(random_logits(3, 3, vocabulary), 0, candidates_needed(tree))
     for aside in ASIDES:
         draft = assemble(candidates, tree, aside=aside)
         C = candidates.tokens.shape[2]
@@ -139,7 +140,7 @@ def test_estimates_are_logarithms_of_probabilities(rule: str, tree: Tree) -> Non
     """Guards the ranking of a tree's paths: estimates of one position add up to 1, so that positions can be compared,
     and fall from candidate to candidate where the best come first."""
     samplings = (GREEDY, Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, top_k=4, seed=4))
-    found = Sampler(prompt(samplings, rule, tree)).candidates(random_logits(3, 4, 9), 0, 9)
+    found = sampler_of(samplings, rule, tree).candidates(random_logits(3, 4, 9), 0, 9)
     torch.testing.assert_close(found.log_probs.exp().sum(-1), torch.ones(3, 4, dtype=torch.float64))
     if found.probs is not None:
         # Behind the last token that can be drawn, nothing can be; a greedy row draws nothing.
@@ -151,11 +152,11 @@ def test_estimates_are_logarithms_of_probabilities(rule: str, tree: Tree) -> Non
 
 def test_as_many_candidates_are_asked_for_as_the_best_tree_may_need() -> None:
     """Guards trees against candidates that were never looked at: with all of the vocabulary the tree is no better."""
-    sampler = Sampler(prompt((GREEDY,), "match", Tree(budget=1)))
+    made = sampler_of((GREEDY,), "match", Tree(budget=1))
     logits = random_logits(1, 3, 30) / 20  # nearly uniform, so trees are wide
     for budget in range(1, MOST_CANDIDATES + 1):
         few, many = (
-            sampler.candidates(logits, 0, number).log_probs[0].tolist()
+            made.candidates(logits, 0, number).log_probs[0].tolist()
             for number in (candidates_needed(Tree(budget=budget)), 30)
         )
         assert best_first(few, budget, aside=0.5) == best_first(many, budget, aside=0.5)
@@ -172,8 +173,8 @@ def test_nodes_keep_what_is_known_of_their_place(tree: Tree | None, rule: str, c
     where a draft does not say how sure it is: as a chain and as a tree, nodes have what their candidates have."""
     samplings = (GREEDY, Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, top_k=2, seed=4))
     logits = random_logits(3, 3, 7)
-    sampler = Sampler(prompt(samplings, rule, tree, confidence=confidence))
-    found = sampler.candidates(logits, 0, candidates_needed(tree))
+    made = sampler_of(samplings, rule, tree, confidence=confidence)
+    found = made.candidates(logits, 0, candidates_needed(tree))
     draft = assemble(found, tree, aside=0.5)
     assert (draft.confidence is None) == (not confidence)
     assert (draft.probs is None) == (rule == "match" or (tree is not None and tree.budget is not None))
@@ -203,8 +204,8 @@ def test_nodes_keep_what_is_known_of_their_place(tree: Tree | None, rule: str, c
 def test_a_fixed_tree_has_the_paths_that_there_are_candidates_for(positions: int, vocabulary: int) -> None:
     """Guards rounds that are shallower than the tree, near the end of an answer, and the smallest vocabularies."""
     tree = Tree(paths=((0,), (1,), (2,), (3,), (0, 0), (0, 2), (0, 0, 0), (0, 0, 3)))
-    sampler = Sampler(prompt((GREEDY,), "match", tree))
-    found = sampler.candidates(random_logits(1, positions, vocabulary), 0, candidates_needed(tree))
+    made = sampler_of((GREEDY,), "match", tree)
+    found = made.candidates(random_logits(1, positions, vocabulary), 0, candidates_needed(tree))
     expected = [path for path in tree.paths or () if len(path) <= positions and max(path) < vocabulary]
     draft = assemble(found, tree, aside=0.5)
     tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()

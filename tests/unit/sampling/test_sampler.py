@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from paradraft.core import Draft, Prompt, Verdict
-from paradraft.ragged import from_lists
+from paradraft.core import Drafting, Request, RequestError
 from paradraft.sampling.candidates import Candidates, assemble, best_first
 from paradraft.sampling.distribution import draw, probabilities
 from paradraft.sampling.sampler import Sampler
-from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT, Tree
+from tests.support.decoding import committed, sampler
 from tests.unit.sampling.test_distribution import chi_square, chi_square_limit, random_logits
 
 ROWS, VOCAB = 20_000, 6
 FIXED = Tree(paths=((0,), (1,), (2,)))
 
 
-def prompt(samplings: tuple[Sampling, ...], **settings: object) -> Prompt:
-    return Prompt(tokens=from_lists([[1, 2, 3]] * len(samplings)), sampling=samplings, **settings)
+def sampler_of(samplings: tuple[Sampling, ...], **settings: object) -> Sampler:
+    return sampler([[1, 2, 3]] * len(samplings), samplings, **settings)
 
 
 def many(**settings: object) -> tuple[Sampler, torch.Tensor]:
     """A batch whose rows differ in their seed alone, and its logits."""
     samplings = tuple(Sampling(temperature=0.9, seed=seed) for seed in range(ROWS))
-    return Sampler(prompt(samplings, rule="rejection", **settings)), random_logits(1, 1, VOCAB).expand(ROWS, 2, VOCAB)
+    return sampler_of(samplings, rule="rejection", **settings), random_logits(1, 1, VOCAB).expand(ROWS, 2, VOCAB)
 
 
 def test_siblings_have_the_distributions_that_they_tell() -> None:
     """Guards the rejection rule: the first candidate is a draw from q, the second from q without the first, and so on
     (chi-square, false alarm 1e-6 each)."""
-    sampler, logits = many(tree=FIXED)
-    found = sampler.candidates(logits, 0, 3)
+    made, logits = many(tree=FIXED)
+    found = made.candidates(logits, 0, 3)
     q = probabilities(logits[:1], Sampling(temperature=0.9))[0, 0]
     assert found.probs is not None
     torch.testing.assert_close(found.probs[:, 0, 0], q.expand(ROWS, VOCAB))
@@ -55,29 +56,26 @@ def test_siblings_have_the_distributions_that_they_tell() -> None:
 def test_chains_are_drawn_from_q_independently_of_the_target() -> None:
     """Guards the independence that the rejection rule needs: with the target's own noise, a draft and the token that
     ends the round would be the same (correlation of 20,000 pairs, false alarm 1e-6)."""
-    sampler, logits = many()
-    drafted = sampler.candidates(logits, 0, 1).tokens[:, 0, 0]
-    second = sampler.candidates(logits, 0, 1).tokens[:, 1, 0]
+    made, logits = many()
+    drafted = made.candidates(logits, 0, 1).tokens[:, 0, 0]
+    second = made.candidates(logits, 0, 1).tokens[:, 1, 0]
     q = probabilities(logits[:1], Sampling(temperature=0.9))[0, 0]
-    ending = sampler.draw_next(q.expand(ROWS, VOCAB))
+    ending = made.draw_next(q.expand(ROWS, VOCAB))
     expected = float((q * q).sum())
     limit = 4.9 * (expected * (1 - expected) / ROWS) ** 0.5
     for a, b in ((drafted, ending), (drafted, second), (second, ending)):
         assert abs(float((a == b).double().mean()) - expected) < limit
-    numbers = sampler.acceptance_numbers(2)
+    numbers = made.acceptance_numbers(2)
     for a, b in ((numbers[:, 0], numbers[:, 1]), (numbers[:, 0], drafted.double()), (numbers[:, 1], ending.double())):
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 4.9 / ROWS**0.5
 
 
 def test_no_random_number_is_used_in_two_rounds() -> None:
     """Guards the independence of rounds: behind another committed text all numbers are others."""
-    sampler, logits = many()
-    before = (sampler.candidates(logits, 0, 1).tokens, sampler.acceptance_numbers(3))
-    path = torch.full((ROWS, 1), ABSENT)
-    sampler.commit(
-        Verdict.of(Draft.chain(torch.zeros(ROWS, 1, dtype=torch.long)), path, torch.zeros(ROWS, dtype=torch.long))
-    )
-    after = (sampler.candidates(logits, 0, 1).tokens, sampler.acceptance_numbers(3))
+    made, logits = many()
+    before = (made.candidates(logits, 0, 1).tokens, made.acceptance_numbers(3))
+    made.commit(committed(*[[0]] * ROWS))
+    after = (made.candidates(logits, 0, 1).tokens, made.acceptance_numbers(3))
     q = probabilities(logits[:1], Sampling(temperature=0.9))[0, 0]
     same = float((before[0][:, 1] == after[0][:, 0]).double().mean())
     assert abs(same - float((q * q).sum())) < 0.02
@@ -88,37 +86,139 @@ def test_match_draws_with_the_noise_of_the_position() -> None:
     """Guards the coupling: a draft model that equals the target is always right, at every depth and temperature."""
     samplings = tuple(Sampling(temperature=temperature, seed=seed) for seed, temperature in enumerate([0.0, 0.7, 1.3]))
     logits = random_logits(3, 4, VOCAB)
-    sampler = Sampler(prompt(samplings))
+    chains = sampler_of(samplings)
     depths = torch.arange(4).expand(3, 4)
     expected = torch.stack([draw(logits[row : row + 1], 3 + depths[:1], samplings[row])[0] for row in range(3)])
-    assert torch.equal(sampler.draw(logits, depths), expected)
-    assert torch.equal(sampler.candidates(logits, 0, 1).tokens[..., 0], expected)
-    tree = Sampler(prompt(samplings, tree=Tree(budget=9)))
+    assert torch.equal(chains.draw(logits, depths), expected)
+    assert torch.equal(chains.candidates(logits, 0, 1).tokens[..., 0], expected)
+    tree = sampler_of(samplings, tree=Tree(budget=9))
     assert torch.equal(tree.candidates(logits, 0, 5).tokens[..., 0], expected)
 
 
+def hears_the_end(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor of one sequence after the other: its scores depend on the whole text."""
+    return scores + ids.sum(1, keepdim=True) * torch.arange(scores.shape[1]) / 10
+
+
+KINDS = (
+    Request(tokens=[1], max_new_tokens=9),
+    Request(tokens=[2, 3], sampling=Sampling(temperature=0.9, top_k=2, seed=4), max_new_tokens=8),
+    Request(tokens=[3, 3, 3], sampling=Sampling(repetition_penalty=3.0), max_new_tokens=7),
+    Request(tokens=[4] * 5, sampling=Sampling(temperature=0.9, top_k=2, seed=5), max_new_tokens=6),
+    Request(
+        tokens=[5, 1],
+        sampling=Sampling(temperature=1.2, frequency_penalty=2.0, logit_bias={0: 1.0}, seed=6),
+        eos_ids=frozenset([4]),
+    ),
+    Request(tokens=[5, 1, 4, 4], sampling=Sampling(presence_penalty=1.0), answered=2),
+    Request(tokens=[2, 2], sampling=Sampling(temperature=0.5, seed=7, processors=[hears_the_end]), max_new_tokens=4),
+    Request(tokens=[2, 2], sampling=Sampling(processors=[hears_the_end]), eos_ids=frozenset([4]), max_new_tokens=3),
+)
+"""Requests that differ in all that a sampler looks at."""
+
+
+def scores_of(made: Sampler, rows: list[int]) -> torch.Tensor:
+    """What the rows, each of which is one of `KINDS`, say to logits of their own."""
+    logits, depths = random_logits(len(KINDS), 3, VOCAB)[rows], torch.arange(3).expand(len(rows), 3)
+    paths = torch.tensor([[ABSENT, ABSENT], [3, ABSENT], [3, 5]]).expand(len(rows), 3, 2)
+    return made.scores(logits, depths, paths)
+
+
+def alone(row: int, new: list[int]) -> torch.Tensor:
+    """What one of `KINDS` says by itself, behind its prompt and more tokens, given as an answer so far."""
+    kind = KINDS[row]
+    rest = replace(kind, tokens=kind.tokens + new, answered=kind.answered + len(new))
+    return scores_of(Sampler([rest]), [row])[0]
+
+
 def test_rows_have_settings_of_their_own() -> None:
-    """Guards batches: every row gets what it gets alone, also after other rows have left."""
-    samplings = (
-        GREEDY,
-        Sampling(temperature=0.9, top_k=2, seed=4),
-        Sampling(repetition_penalty=3.0),
-        Sampling(temperature=0.9, top_k=2, seed=5),
-        Sampling(temperature=1.2, frequency_penalty=2.0, logit_bias={0: 1.0}, seed=6),
-    )
-    tokens = from_lists([[1], [2, 3], [3, 3, 3], [4] * 5, [5, 1]])
-    whole = Sampler(Prompt(tokens=tokens, sampling=samplings))
-    logits, depths = random_logits(5, 3, VOCAB), torch.arange(3).expand(5, 3)
-    paths = torch.tensor([[ABSENT, ABSENT], [4, ABSENT], [4, 5]]).expand(5, 3, 2)
-    rows = torch.arange(5)
-    for staying in ([0, 1, 2, 3, 4], [1, 2, 4], [1]):
-        whole.keep_rows(torch.searchsorted(rows, torch.tensor(staying)))
-        rows = torch.tensor(staying)
-        found = whole.scores(logits[rows], depths[rows], paths[rows])
-        for place, row in enumerate(staying):
-            alone = Sampler(Prompt(tokens=tokens[row : row + 1], sampling=samplings[row : row + 1]))
-            one = slice(row, row + 1)
-            assert torch.equal(found[place], alone.scores(logits[one], depths[one], paths[one])[0])
+    """Guards batches: every row gets what it gets alone, also after other rows have left, in any order."""
+    whole = Sampler(KINDS)
+    rows = list(range(len(KINDS)))
+    for staying in (rows, [7, 1, 2, 4, 6, 5], [4, 1, 7], [1]):
+        whole.keep(torch.tensor([rows.index(row) for row in staying]))
+        rows = staying
+        found = scores_of(whole, rows)
+        for place, row in enumerate(rows):
+            assert torch.equal(found[place], alone(row, []))
+
+
+class Forgetful(Sampler):
+    """Orders the texts, but not the settings."""
+
+    def keep(self, rows: torch.Tensor) -> None:
+        settings = self._requests[: len(rows)]
+        super().keep(rows)
+        self._serve(settings)
+
+
+def joins_and_leaves(made: Sampler, chooser: random.Random, rounds: int = 8) -> None:
+    """Rows join, get tokens and leave by chance; fails where a row does not get what it gets alone."""
+    rows: list[tuple[int, list[int]]] = []
+    for _ in range(rounds):
+        joining = chooser.sample(range(len(KINDS)), chooser.randint(0 if rows else 1, 3))
+        made.join([KINDS[row] for row in joining])
+        rows += [(row, []) for row in joining]
+        found = scores_of(made, [row for row, _ in rows])
+        for place, (row, new) in enumerate(rows):
+            assert torch.equal(found[place], alone(row, new)), KINDS[row]
+        numbers = [len(KINDS[row].tokens) + len(new) for row, new in rows]
+        assert made.lengths_B.tolist() == numbers
+        more = [[chooser.randrange(4) for _ in range(chooser.randint(1, 3))] for _ in rows]
+        made.commit(committed(*more))
+        rows = [(row, new + tokens) for (row, new), tokens in zip(rows, more, strict=True)]
+        staying = [place for place in range(len(rows)) if chooser.random() < 0.7] or [0]
+        chooser.shuffle(staying)
+        made.keep(torch.tensor(staying))
+        rows = [rows[place] for place in staying]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_may_join_and_leave_at_any_time(seed: int) -> None:
+    """Guards rows that join later: texts, limits, ends and noise are those that they have alone, whatever is beside
+    them, and of rows whose settings read no text too once others do."""
+    joins_and_leaves(Sampler(), random.Random(seed))
+
+
+def test_settings_in_the_wrong_order_are_caught() -> None:
+    """Control of the schedules: a sampler whose rows are ordered in part."""
+    with pytest.raises(AssertionError):
+        for seed in range(6):
+            joins_and_leaves(Forgetful(), random.Random(seed))
+
+
+def test_the_settings_of_a_row_reach_the_rejection_rule() -> None:
+    """Guards the rule's random numbers and q: they too are those that the row has alone, after joining and leaving."""
+    kinds = [KINDS[row] for row in (0, 1, 3, 4)]
+    whole = Sampler(kinds[:2], drafting=Drafting(rule="rejection"))
+    whole.join(kinds[2:])
+    whole.keep(torch.tensor([3, 1, 2]))
+    logits = random_logits(4, 2, VOCAB)[[3, 1, 2]]
+    probs = whole.probabilities(logits)
+    found, numbers, ending = whole.candidates(logits, 0, 1), whole.acceptance_numbers(3), whole.draw_next(probs[:, 0])
+    for place, row in enumerate((3, 1, 2)):
+        one = Sampler([kinds[row]], drafting=Drafting(rule="rejection"))
+        own = logits[place : place + 1]
+        assert torch.equal(one.probabilities(own)[0], probs[place])
+        assert torch.equal(one.candidates(own, 0, 1).tokens[0], found.tokens[place])
+        assert torch.equal(one.candidates(own, 0, 1).probs[0], found.probs[place])
+        assert torch.equal(one.acceptance_numbers(3)[0], numbers[place])
+        assert torch.equal(one.draw_next(probs[place : place + 1, 0])[0], ending[place])
+
+
+def test_an_error_of_a_processor_names_its_requests() -> None:
+    """Guards the other requests of a batch, and of two with one processor both are to blame."""
+
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    samplings = [Sampling(), Sampling(processors=[fails]), Sampling(temperature=1.0), Sampling(processors=[fails])]
+    made = sampler([[1]] * 4, samplings)
+    with pytest.raises(RequestError, match="KeyError for requests") as caught:
+        made.draw(random_logits(4, 1, VOCAB), torch.zeros(4, 1, dtype=torch.long))
+    assert list(caught.value.requests) == [1, 3] and isinstance(caught.value.cause, KeyError)
+    made.keep(torch.tensor([2, 0]))
+    made.draw(random_logits(2, 1, VOCAB), torch.zeros(2, 1, dtype=torch.long))
 
 
 def test_processors_need_not_be_hashable() -> None:
@@ -132,17 +232,16 @@ def test_processors_need_not_be_hashable() -> None:
             return scores.index_fill(1, torch.tensor([self.token]), -torch.inf)
 
     samplings = tuple(Sampling(processors=[Forbid(token)]) for token in (2, 3))
-    sampler = Sampler(prompt(samplings))
+    made = sampler_of(samplings)
     logits = torch.arange(4.0).expand(2, 1, 4)
-    assert sampler.draw(logits, torch.zeros(2, 1, dtype=torch.long)).flatten().tolist() == [3, 2]
+    assert made.draw(logits, torch.zeros(2, 1, dtype=torch.long)).flatten().tolist() == [3, 2]
 
 
 def test_settings_that_read_the_text_see_the_drafted_tokens() -> None:
     """Guards the acceptance of drafts under penalties: the second position knows what was drafted for the first."""
     sampling = Sampling(presence_penalty=100.0)
     logits = torch.tensor([[[3.0, 2.0, 1.0]] * 3])
-    sampler = Sampler(Prompt(tokens=torch.tensor([[0]]), sampling=(sampling,)))
-    assert sampler.candidates(logits, 0, 1).tokens.flatten().tolist() == [0, 1, 2]
+    assert sampler([[0]], sampling).candidates(logits, 0, 1).tokens.flatten().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 100])

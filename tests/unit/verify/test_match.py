@@ -8,24 +8,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paradraft.core import Draft, Prompt, TargetOut, Verdict
-from paradraft.ragged import from_lists
+from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.sampling.distribution import draw
 from paradraft.sampling.sampler import Sampler
-from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT, depths
 from paradraft.verify.match import verify
 from tests.support.bonus import with_bonus
+from tests.support.decoding import sampler
 from tests.support.trees import path_to, random_parents
 
 VOCAB = 6
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4), Sampling(temperature=0.8, top_k=4, top_p=0.9, seed=-1)]
 Verify = Callable[[Draft, TargetOut, Sampler], Verdict]
-
-
-def prompt_of(texts: list[list[int]], sampling: Sampling) -> Prompt:
-    """Committed texts as a batch."""
-    return Prompt(tokens=from_lists(texts), sampling=(sampling,) * len(texts))
 
 
 def target_logits(text: list[int]) -> torch.Tensor:
@@ -66,7 +61,7 @@ def check(verify: Verify) -> int:
         tokens, parents, logits = zip(*rows, strict=True)
         draft = Draft(tokens=torch.tensor(tokens), parents=torch.tensor(parents))
         out = TargetOut(logits=torch.stack(logits), hidden={})
-        verdict = verify(draft, out, Sampler(prompt_of(texts, sampling)))
+        verdict = verify(draft, out, sampler(texts, sampling))
         for row, text in enumerate(texts):
             path, emitted = naive_walk(tokens[row], parents[row], text, sampling)
             rest = nodes - len(path)
@@ -92,6 +87,19 @@ def naive_walk(tokens: list[int], parents: list[int], text: list[int], sampling:
 def test_verdict_is_what_plain_decoding_gives() -> None:
     """Guards losslessness: the emitted tokens are plain decoding's, for ragged trees and chains, at any temperature."""
     assert check(verify) > 60, "a check in which nothing is accepted shows nothing"
+
+
+def test_what_the_target_drew_is_told() -> None:
+    """Guards drafters that learn from a round: the target's own token behind the root and behind every node, whether
+    it was accepted or not."""
+    for seed, sampling in enumerate(SAMPLINGS):
+        text = [seed, 1, 2]
+        tokens, parents, logits = random_row(seed, 5, 4, text, sampling, chain=False)
+        draft = Draft(tokens=torch.tensor([tokens]), parents=torch.tensor([parents]))
+        verdict = verify(draft, TargetOut(logits=logits[None], hidden={}), sampler([text], sampling))
+        before = [[tokens[i] for i in path_to(parents, node)] for node in range(-1, 4)]
+        assert verdict.drawn is not None and verdict.drawn.shape == (1, 6)
+        assert verdict.drawn[0, :5].tolist() == [plain_token(text + more, sampling) for more in before]
 
 
 def always_accept(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
@@ -136,7 +144,7 @@ def test_empty_draft_is_plain_decoding() -> None:
     """Guards the rounds with K = 0."""
     logits = torch.eye(VOCAB)[torch.tensor([[3], [0]])]
     out = TargetOut(logits=logits, hidden={})
-    verdict = verify(Draft.empty(2, torch.device("cpu")), out, Sampler(prompt_of([[1], [1] * 9], GREEDY)))
+    verdict = verify(Draft.empty(2, torch.device("cpu")), out, sampler([[1], [1] * 9]))
     assert verdict.accepted.tolist() == [0, 0]
     assert verdict.tokens.tolist() == [[3], [0]]
 
@@ -157,6 +165,6 @@ def test_siblings_with_the_same_token_are_one_continuation(
     the second must not cost what hangs below the first."""
     draft = Draft(tokens=torch.tensor([tokens]), parents=torch.tensor([parents]))
     logits = torch.eye(10)[[5, *(token + 1 for token in tokens)]][None]  # the target counts
-    verdict = verify(draft, TargetOut(logits=logits, hidden={}), Sampler(prompt_of([[1, 2, 3]], GREEDY)))
+    verdict = verify(draft, TargetOut(logits=logits, hidden={}), sampler([[1, 2, 3]]))
     assert verdict.accepted.tolist() == [len([token for token in committed if token != ABSENT]) - 1]
     assert verdict.tokens.tolist() == [committed]
