@@ -167,7 +167,7 @@ def main() -> None:
     from paradraft.bench.summary import write_json
     from paradraft.environment import describe_machine
 
-    here = Path(__file__).resolve().parent.parent / "src"
+    here = Path(__file__).resolve().parents[2] / "src"
     settings = {name: getattr(given, name) for name in ("target", "dtype", "drafter", "k", "batch_size")}
     workers = {
         "one thread": Worker(here, settings | {"threads": 1}),

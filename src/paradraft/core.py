@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -261,6 +261,18 @@ class Drafter:
 
         Args:
             rows: `[b]` the index that each row had before.
+        """
+
+    def save(self, row: int, most: int) -> Any:
+        """What is worth keeping of a row that leaves, of its first `most` tokens; see `restore`."""
+
+    def restore(self, row: int, saved: Any, shared: int) -> None:
+        """Begins a row that has just joined with what was saved of another.
+
+        Args:
+            row: the new one.
+            saved: by `save`.
+            shared: how many tokens the new row and the other have in common, from the first.
         """
 
 

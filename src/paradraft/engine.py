@@ -94,6 +94,7 @@ class Engine:
         verify: str = "match",
         tree: Tree | None = None,
         lengths: str = "fixed",
+        kept_rows: int = 0,
     ) -> None:
         if not 1 <= k < target.lm.width:
             raise ValueError(f"k={k}: draft 1 to {target.lm.width - 1} tokens per round")
@@ -121,7 +122,9 @@ class Engine:
         self.deepest = k if tree is None else min(k, tree.depth or tree.nodes)
         """Most tokens of a path of a draft."""
         self.lengths: LengthPolicy = POLICIES[lengths](self.deepest)
-        self._batch = self.new_batch()
+        if whole_number("kept_rows", kept_rows) < 0:
+            raise ValueError(f"kept_rows={kept_rows}: use 0 (keep none) or more")
+        self._batch = Batch(target, drafter, lengths=self.lengths, rule=verify, tree=tree, kept_rows=kept_rows)
         self._scheduler = Scheduler(self._batch, self._torch_threads)
         self._detokenizer = Detokenizer(target.tokenizer)
         self._ids = itertools.count()
@@ -302,6 +305,7 @@ def load(
     verify: str = "match",
     tree: Tree | int | None = None,
     lengths: str = "fixed",
+    kept_rows: int = 0,
     runtime: Runtime = CPU,
 ) -> Engine:
     """Loads a target and a drafter.
@@ -316,6 +320,8 @@ def load(
         tree: let drafts branch: a `Tree`, or a number of nodes to grow to. None drafts chains.
         lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success,
             "confidence" while the drafter is sure, "expected" what pays on this machine.
+        kept_rows: of how many answers, the last ones, the caches are kept: a prompt that begins with such an answer and
+            its prompt, as the next turn of a conversation does, is read from its end on.
         runtime: device, dtype, compilation.
 
     Raises:
@@ -327,4 +333,4 @@ def load(
     loaded = load_target(target, runtime)
     model = load_drafter(drafter, loaded, draft=draft, runtime=runtime)
     shape = Tree(budget=tree) if isinstance(tree, int) else tree
-    return Engine(loaded, model, k=k, verify=verify, tree=shape, lengths=lengths)
+    return Engine(loaded, model, k=k, verify=verify, tree=shape, lengths=lengths, kept_rows=kept_rows)

@@ -14,6 +14,7 @@ from torch import Tensor
 from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
+from paradraft.models.causal_lm import SavedRow
 from paradraft.models.forward.eager import NotFiniteError
 from paradraft.models.target import Target
 from paradraft.ragged import to_lists
@@ -79,9 +80,9 @@ class Recorder(Target):
         super().start(reserved_tokens)
         self.rows, self.not_numbers, self._numbers = [], [], []
 
-    def join(self, requests: Sequence[Request]) -> Committed:
+    def join(self, requests: Sequence[Request], begun: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:
         """See `Target`."""
-        committed = super().join(requests)
+        committed = super().join(requests, begun)
         self._numbers += range(len(self.rows), len(self.rows) + len(requests))
         self.rows += [[] for _ in requests]
         return committed

@@ -6,7 +6,10 @@ and the rows of a cache have lengths of their own.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,11 +18,27 @@ from paradraft.decode.draft_length import LengthPolicy
 from paradraft.decode.generation import NOT_NUMBERS, Generation
 from paradraft.decode.sequential import decode_round
 from paradraft.decode.stats import Clock
+from paradraft.models.causal_lm import SavedRow
 from paradraft.models.target import Target
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT, Tree, depths
 from paradraft.verify import RULES, Verify
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptRow:
+    """What is kept of a request that has left, for one whose prompt begins with the same tokens.
+
+    Args:
+        tokens: its prompt and its answer.
+        target: what the target's cache held of it.
+        drafter: what the drafter saved of it.
+    """
+
+    tokens: list[int]
+    target: SavedRow
+    drafter: Any
 
 
 class Batch:
@@ -35,6 +54,8 @@ class Batch:
         tree: the shape of the drafts; None for chains.
         verify: decides instead of `RULES[rule]`, for audits and timing.
         keeps_finished: let requests that have ended stay, so that the number of rows is constant.
+        kept_rows: of how many requests, the last to end, the caches are kept: a prompt that begins as one of them, such
+            as the next turn of a conversation, is read from where they part.
     """
 
     def __init__(
@@ -47,6 +68,7 @@ class Batch:
         tree: Tree | None = None,
         verify: Verify | None = None,
         keeps_finished: bool = False,
+        kept_rows: int = 0,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -58,6 +80,7 @@ class Batch:
         self.clock = Clock.on(target.device)
         """Times and counts since the batch was last without rows."""
         self._keeps_finished = keeps_finished
+        self._kept = deque[KeptRow](maxlen=kept_rows)
         self._start_number = 0
 
     @property
@@ -84,12 +107,32 @@ class Batch:
         self.clock.skip()
         requests = [generation.so_far for generation in generations]
         self.clock.join(request.id for request in requests)
-        prompt = self.target.join(requests)
+        begun = [self._begun(request.tokens) for request in requests] if self._kept else []
+        prompt = self.target.join(requests, [found and (found[0].target, found[1]) for found in begun])
         self.drafter.join(requests, prompt)
+        for row, found in enumerate(begun, start=len(self.generations)):
+            if found is not None:
+                self.drafter.restore(row, found[0].drafter, found[1])
         self.sampler.join(requests)
         self.lengths.join(len(requests))
         self.generations += generations
         self.clock.lap("prefill")
+
+    def _begun(self, tokens: list[int]) -> tuple[KeptRow, int] | None:
+        """The kept row that has the most of a prompt's first tokens, and how many; None if none has any."""
+        shared = [shared_length(kept.tokens, tokens) for kept in self._kept]
+        best = max(range(len(shared)), key=shared.__getitem__)
+        return (self._kept[best], shared[best]) if shared[best] else None
+
+    def _save(self, gone: Collection[Generation]) -> None:
+        """Keeps the caches of requests that have ended."""
+        if not self._kept.maxlen or self.drafter.hidden_layers:
+            return
+        for row, generation in enumerate(self.generations):
+            if generation in gone and generation.is_finished and generation.error is None:
+                tokens = generation.request.tokens + generation.tokens
+                target, drafter = self.target.lm.save(row, len(tokens)), self.drafter.save(row, len(tokens))
+                self._kept.append(KeptRow(tokens=tokens, target=target, drafter=drafter))
 
     def _start(self) -> None:
         device = self.target.device
@@ -110,6 +153,7 @@ class Batch:
         self.lengths.observe(output, draft_s=seconds["draft"], verify_s=seconds["verify"])
         self.clock.count(output)
         if self.is_finished:
+            self._save(self.generations)
             self.clear()
         elif not self._keeps_finished:
             finished = [generation for generation in self.generations if generation.is_finished]
@@ -124,6 +168,7 @@ class Batch:
         holes = [row for row, generation in enumerate(self.generations) if id(generation) in gone]
         least = min(self.target.fewest_rows, len(self.generations))
         holes = holes[: len(self.generations) - least] if len(holes) < len(self.generations) else holes
+        self._save([self.generations[row] for row in holes])
         if len(holes) == len(self.generations):
             self.clear()
         elif holes:
@@ -205,6 +250,16 @@ def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[RoundOutput
             if generation.error is not None:
                 batch.clear()
                 raise generation.error
+
+
+def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts have in common, from the first.
+
+    >>> shared_length([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    pairs = zip(first, second, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
 
 def should_compact(finished: int, rows: int) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
-from paradraft.models.causal_lm import CausalLM
+from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.loading import load_draft_lm, locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -108,6 +108,15 @@ class AutoregressiveDrafter(Drafter):
         self._pending = [self._pending[row] for row in rows.tolist()]
         self._sampler.keep(rows)
         self.lm.keep(rows)
+
+    def save(self, row: int, most: int) -> SavedRow:
+        """What the cache holds of a row."""
+        return self.lm.save(row, most)
+
+    def restore(self, row: int, saved: SavedRow, shared: int) -> None:
+        """Reads only what the cache of the other row did not hold."""
+        known = self.lm.restore(row, saved, min(shared, len(self._pending[row]) - 1))
+        self._pending[row] = self._pending[row][known:]
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> AutoregressiveDrafter:

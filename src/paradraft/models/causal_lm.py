@@ -47,6 +47,19 @@ class Pass:
 PREFILL_CHUNK = 256
 
 
+@dataclass(frozen=True, kw_only=True)
+class SavedRow:
+    """What a cache held of one row.
+
+    Args:
+        length: how many tokens.
+        storage: their keys and values.
+    """
+
+    length: int
+    storage: kv_cache.Storage
+
+
 class CausalLM:
     """A model, its cache, and how many tokens of each row the cache holds.
 
@@ -124,6 +137,18 @@ class CausalLM:
             self._grow(total)
         self._storage = kv_cache.rows_of(self._largest, 0, total)
         self._set_lengths([*self.lengths, *[0] * rows])
+
+    def save(self, row: int, most: int) -> SavedRow:
+        """Keys and values of a row's first tokens, at most so many, for another row that begins with the same."""
+        length = min(self.lengths[row], most)
+        return SavedRow(length=length, storage=kv_cache.copied(self._storage, row, length))
+
+    def restore(self, row: int, saved: SavedRow, most: int) -> int:
+        """Begins an empty row with the first tokens of another, at most so many; returns how many there are."""
+        length = min(saved.length, most)
+        kv_cache.restore(self._storage, row, saved.storage, length)
+        self._set_lengths([length if index == row else before for index, before in enumerate(self.lengths)])
+        return length
 
     def _grow(self, rows: int) -> None:
         """A larger cache. Without rows, the smaller one is given back before; else what it holds is copied."""

@@ -69,6 +69,18 @@ def move_rows(storage: Storage, rows_b: Tensor, used: int) -> None:
             stored_BCHD[to_m, :used] = stored_BCHD[rows_b[to_m], :used]
 
 
+def copied(storage: Storage, row: int, used: int) -> Storage:
+    """A copy of the first `used` slots of one row, `[S, H, D]` each."""
+    return [(keys[row, :used].clone(), values[row, :used].clone()) for keys, values in storage]
+
+
+def restore(storage: Storage, row: int, copy: Storage, used: int) -> None:
+    """Writes the first `used` slots of a copy into a row."""
+    for stored, saved in zip(storage, copy, strict=True):
+        for stored_BCHD, saved_SHD in zip(stored, saved, strict=True):
+            stored_BCHD[row, :used] = saved_SHD[:used]
+
+
 def _shared(stored_BCHD: Tensor, start: int, stop: int) -> Tensor:
     # Not a view, because torch.compile guards on what a view is a view of.
     part = torch.empty(0, dtype=stored_BCHD.dtype, device=stored_BCHD.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
-from paradraft.models.causal_lm import CausalLM
+from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.generation import end_ids
 from paradraft.ragged import from_lists, to_lists, upload
 from paradraft.tree import ABSENT, with_root
@@ -66,8 +66,13 @@ class Target:
         self.lm.reserve(reserved_tokens)
         self._root_B1 = torch.empty(0, 1, dtype=torch.long, device=self.device)
 
-    def join(self, requests: Sequence[Request]) -> Committed:
+    def join(self, requests: Sequence[Request], begun: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:
         """Adds rows after the others and reads their prompts, all but the last tokens.
+
+        Args:
+            requests: one for each new row.
+            begun: for each a row that was saved, and how many of its first tokens the prompt begins with; they are not
+                read again. Nothing for none.
 
         Raises:
             ValueError: a prompt is longer than the capacity, its states are not numbers, or the cache does not fit into
@@ -78,8 +83,14 @@ class Target:
             raise ValueError(f"the prompt has {longest} tokens, the model has room for {self.capacity}: shorten it")
         before = len(self._root_B1)
         self.lm.join(len(prompts))
+        unread = list(prompts)
+        for index, found in enumerate(begun):
+            if found is not None:
+                saved, shared = found
+                known = self.lm.restore(before + index, saved, min(shared, len(prompts[index]) - 1))
+                unread[index] = prompts[index][known:]
         # Of the other rows nothing is read: their roots are theirs until the next round.
-        roots = self.lm.prefill([[ABSENT]] * before + prompts)[before:]
+        roots = self.lm.prefill([[ABSENT]] * before + unread)[before:]
         self._root_B1 = torch.cat([self._root_B1, upload(roots, self.device)])
         return Committed(tokens=from_lists(prompts, self.device))
 
