@@ -5,10 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.core import Prompt, Verdict
 from paradraft.drafters.ngram import Config, NgramDrafter, lookup
-from paradraft.sampling_params import GREEDY
 from paradraft.tree import ABSENT
+from tests.support.decoding import committed, requests, started
 
 
 def naive(text: list[int], k: int, max_ngram: int) -> list[int]:
@@ -35,14 +34,23 @@ def test_lookup_equals_naive(text: list[int], k: int, max_ngram: int) -> None:
 def test_rows_without_a_match_are_absent() -> None:
     """Guards against token 0 in place of a missing draft, and against a commit that forgets its tokens."""
     drafter = NgramDrafter(Config(max_ngram=2))
-    tokens = torch.tensor([[5, 6, 7, 5], [1, 2, ABSENT, ABSENT]])
-    drafter.start(Prompt(tokens=tokens, sampling=(GREEDY, GREEDY)), None)
+    started(drafter, [[5, 6, 7, 5], [1, 2]])
     assert drafter.propose(3).tokens.tolist() == [[6, 7, 5], [ABSENT] * 3]
     assert drafter.propose(0).tokens.shape == (2, 0)
-    path = torch.tensor([[0, 1, ABSENT], [ABSENT] * 3])
-    new = torch.tensor([[6, 7, 9, ABSENT], [1, ABSENT, ABSENT, ABSENT]])
-    drafter.commit(Verdict(path=path, accepted=torch.tensor([2, 0]), tokens=new), None)
+    drafter.commit(committed([6, 7, 9], [1]))
     assert drafter.propose(2).tokens.tolist() == [[ABSENT] * 2, [2, 1]]
+
+
+def test_rows_come_and_go() -> None:
+    """Guards texts of rows that join later or move, and the prompts themselves, which are not the drafter's."""
+    drafter = NgramDrafter(Config(max_ngram=2))
+    started(drafter, [[5, 6, 7, 5], [1, 2]])
+    asked = requests([[3, 4, 3]])
+    drafter.join(asked, committed([3, 4, 3]))
+    drafter.commit(committed([6], [1], [4]))
+    drafter.keep(torch.tensor([2, 0]))
+    assert drafter.propose(2).tokens.tolist() == [[3, 4], [7, 5]]
+    assert asked[0].tokens == [3, 4, 3]
 
 
 def test_max_ngram_is_at_least_one() -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from paradraft.core import Drafter, Prompt, Verdict
+from paradraft.core import Drafter
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.pard import PardDrafter, mask_token_id
 from paradraft.engine import load
 from paradraft.models.causal_lm import CausalLM
-from paradraft.sampling_params import GREEDY
 from paradraft.tree import ABSENT, Tree
 from tests.conftest import VOCAB, tiny_model
+from tests.support.decoding import committed, requests, started
 
 MASK = VOCAB + 1
 
@@ -75,14 +75,10 @@ def test_draft_is_one_fresh_pass_over_the_text_and_masks(number: int, masks: lis
     lm = CausalLM(model, vocab_size=VOCAB, compiled=False, width=12)
     drafter = PardDrafter(lm, MASK, number) if number > 1 else PardDrafter(lm, MASK)
     texts = [[5, 3], [1, 2, 3, 4, 5, 6]]
-    tokens = torch.tensor([texts[0] + [ABSENT] * 4, texts[1]])
-    drafter.start(Prompt(tokens=tokens, sampling=(GREEDY, GREEDY)), None)
+    started(drafter, texts)
     for new in ([[1], [2, 3, 4]], [[9, 8], [7]], [[4, 4, 4], [6, 5]]):
         assert drafter.propose(k).tokens.tolist() == [naive_draft(model, text, masks) for text in texts]
-        accepted = torch.tensor([len(row) - 1 for row in new])
-        path = torch.where(torch.arange(3) < accepted[:, None], torch.arange(3), ABSENT)
-        rows = torch.tensor([row + [ABSENT] * (4 - len(row)) for row in new])
-        drafter.commit(Verdict(path=path, accepted=accepted, tokens=rows), None)
+        drafter.commit(committed(*new))
         texts = [text + row for text, row in zip(texts, new, strict=True)]
 
 
@@ -124,7 +120,7 @@ def test_a_draft_is_one_pass_and_no_wider_than_it_must_be(prompt: int, read: lis
     stand k - 1 masks and no more."""
     lm = CausalLM(tiny_model(4), vocab_size=VOCAB, compiled=False, width=12)
     drafter = PardDrafter(lm, MASK)
-    drafter.start(Prompt(tokens=torch.full((1, prompt), 5), sampling=(GREEDY,)), None)
+    started(drafter, [[5] * prompt])
     assert drafter.propose(4).tokens.shape == (1, 4)
     assert [(made.tokens, made.logits) for made in lm.passes.elements()] == read
 
@@ -137,9 +133,37 @@ def test_side_branches_have_branches_where_the_drafter_knows_what_follows(build:
     with torch.no_grad():
         model.model.norm.weight *= 0.01  # nearly all tokens are as likely as the best
     drafter = build(CausalLM(model, vocab_size=VOCAB, compiled=False, width=12))
-    drafter.start(Prompt(tokens=torch.tensor([[5, 3]]), sampling=(GREEDY,), tree=Tree(budget=40)), None)
+    started(drafter, [[5, 3]], tree=Tree(budget=40))
     draft = drafter.propose(3)
     parents = draft.parents[0].tolist()
     firsts = [node for node, parent in enumerate(parents) if parent == ABSENT]
     assert len(parents) == 40
-    assert {parent in firsts[1:] for parent in parents if parent != ABSENT} == {False, drafter.can_branch_aside}
+    assert {parent in firsts[1:] for parent in parents if parent != ABSENT} == {False, drafter.branching == "tree"}
+
+
+@pytest.mark.parametrize("masks", [1, 3])
+def test_masks_are_reserved(masks: int) -> None:
+    """Guards answers against masks, all of them: the target is told not to choose them while this drafter drafts."""
+    lm = CausalLM(tiny_model(4), vocab_size=VOCAB, compiled=False, width=12)
+    assert PardDrafter(lm, 60, masks).reserved_tokens == tuple(range(60, 60 + masks))
+
+
+@pytest.mark.parametrize("joining", [[9], [9] * 30])
+def test_rows_that_join_are_read_in_the_next_pass(joining: list[int]) -> None:
+    """Guards rows that join between two rounds, and those beside them: every draft equals that of a fresh pass, with
+    prompts that fit into the draft's pass and those that do not; and after rows have left."""
+    model, k = tiny_model(4), 4
+    drafter = PardDrafter(CausalLM(model, vocab_size=VOCAB, compiled=False, width=12), MASK)
+    texts = [[5, 3], [1, 2, 3, 4, 5, 6]]
+    started(drafter, texts)
+    for round_number in range(3):
+        if round_number == 1:
+            drafter.join(requests([joining]), committed(joining))
+            texts.append(list(joining))
+        if round_number == 2:
+            drafter.keep(torch.tensor([2, 1]))
+            texts = [texts[2], texts[1]]
+        assert drafter.propose(k).tokens.tolist() == [naive_draft(model, text, [MASK] * (k - 1)) for text in texts]
+        new = [[7 + round_number, row] for row in range(len(texts))]
+        drafter.commit(committed(*new))
+        texts = [text + tokens for text, tokens in zip(texts, new, strict=True)]

@@ -9,14 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.core import Prompt
-from paradraft.models import causal_lm
+from paradraft.models import causal_lm, kv_cache
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import eager
+from paradraft.models.forward.eager import NotFiniteError
 from paradraft.models.kv_cache import SlotCache
-from paradraft.sampling_params import GREEDY
+from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT
 from tests.conftest import VOCAB, tiny_model
+from tests.support.decoding import prefilled
 from tests.support.trees import path_to, random_parents
 
 PROMPTS = [[7], [3, 1, 4, 1, 5], [2, 0, 9, 9, 0, 1, 2, 3, 4]]
@@ -24,12 +25,6 @@ PROMPTS = [[7], [3, 1, 4, 1, 5], [2, 0, 9, 9, 0, 1, 2, 3, 4]]
 
 def causal(*, llama: bool = False, **settings: int) -> CausalLM:
     return CausalLM(tiny_model(3, llama=llama), vocab_size=VOCAB, compiled=False, **{"width": 16, **settings})
-
-
-def prompt_of(rows: list[list[int]]) -> Prompt:
-    width = max(map(len, rows))
-    tokens = torch.tensor([row + [ABSENT] * (width - len(row)) for row in rows])
-    return Prompt(tokens=tokens, sampling=(GREEDY,) * len(rows))
 
 
 @torch.inference_mode()
@@ -56,7 +51,7 @@ def test_tree_and_kept_path_equal_a_fresh_prefill(llama: bool, pad_to: int, seed
     """Guards the cache: nodes rotate by depth, see their ancestors only, and an accepted path is moved together."""
     lm = causal(llama=llama, pad_to=pad_to)
     texts = [list(row) for row in PROMPTS]
-    last_B1 = lm.start(prompt_of(texts))
+    last_B1 = prefilled(lm, texts)
     assert last_B1.flatten().tolist() == [row[-1] for row in texts]
     for turn in range(3):
         tokens, parents = random_trees(seed * 3 + turn, nodes=7)
@@ -83,7 +78,7 @@ def test_any_sequence_of_trees_and_leaving_rows_equals_fresh_passes(seed: int, n
     chooser = random.Random(seed)
     lm = causal()
     texts = [[chooser.randrange(VOCAB) for _ in range(chooser.randint(1, 30))] for _ in range(3)]
-    lm.start(prompt_of(texts))
+    prefilled(lm, texts)
     for _ in range(3):
         shapes = [[ABSENT, *(parent + 1 for parent in random_parents(chooser.randrange(99), nodes - 1))] for _ in texts]
         tokens = [[text[-1], *(chooser.randrange(VOCAB) for _ in range(nodes - 1))] for text in texts]
@@ -98,14 +93,14 @@ def test_any_sequence_of_trees_and_leaving_rows_equals_fresh_passes(seed: int, n
         lm.accept_path(paths)
         staying = [row for row in range(len(texts)) if chooser.random() < 0.7] or [0]
         texts = [texts[row] for row in staying]
-        lm.keep_rows(torch.tensor(staying))
+        lm.keep(torch.tensor(staying))
         assert lm.lengths == [len(text) - 1 for text in texts]
 
 
 def assert_cache_is_fresh(lm: CausalLM, texts: list[list[int]]) -> None:
     other = CausalLM(lm.model, vocab_size=VOCAB, compiled=False)
     for row, text in enumerate(texts):
-        other.start(prompt_of([text]))
+        prefilled(other, [text])
         slots = len(text) - 1
         for layer in range(2):
             for ours, theirs in zip(cached(lm, layer, slots), cached(other, layer, slots), strict=True):
@@ -123,9 +118,9 @@ def cached(lm: CausalLM, layer: int, slots: int) -> tuple[torch.Tensor, torch.Te
 def test_ragged_chain_equals_fresh_passes(llama: bool) -> None:
     """Guards rows of different lengths in one pass: `ABSENT` at the end is neither kept nor seen."""
     lm = causal(llama=llama)
-    lm.start(prompt_of(PROMPTS))
+    prefilled(lm, PROMPTS)
     more = [[row[-1], *new] for row, new in zip(PROMPTS, [[5, 6, 7], [], [8]], strict=True)]
-    tokens = prompt_of(more).tokens
+    tokens = from_lists(more)
     number_B = (tokens != ABSENT).sum(1)
     logits = lm.forward(tokens, logit_rows=number_B[:, None] - 1)
     assert logits.shape == (3, 1, VOCAB)
@@ -140,7 +135,7 @@ def test_ragged_chain_equals_fresh_passes(llama: bool) -> None:
 def test_rewind_forgets_what_came_after() -> None:
     """Guards rollback: rejected tokens must not be seen by later passes, at another length in every row."""
     lm = causal()
-    lm.start(prompt_of(PROMPTS))
+    prefilled(lm, PROMPTS)
     kept = lm.lengths
     lm.forward(torch.tensor([[1, 2, 3, 4]] * 3))
     lm.advance([4, 4, 4])
@@ -155,7 +150,7 @@ def test_rewind_forgets_what_came_after() -> None:
 def test_nothing_is_kept_before_keep() -> None:
     """Guards against a pass that changes what the next one sees although nothing was committed."""
     lm = causal()
-    lm.start(prompt_of(PROMPTS))
+    prefilled(lm, PROMPTS)
     first = lm.forward(torch.tensor([[1, 2, 3]] * 3))
     lm.forward(torch.tensor([[9, 9, 9, 9, 9]] * 3), torch.tensor([[-1, -1, 0, 1, -1]] * 3))
     assert torch.equal(lm.forward(torch.tensor([[1, 2, 3]] * 3)), first)
@@ -164,11 +159,10 @@ def test_nothing_is_kept_before_keep() -> None:
 def test_forbidden_tokens_are_never_chosen() -> None:
     """Guards against a mask token in the text; other logits stay, and ids beyond the vocabulary are no error."""
     lm = causal()
-    lm.start(prompt_of([[1, 2]]))
+    prefilled(lm, [[1, 2]])
     before = lm.forward(torch.tensor([[2, 3]]))
-    lm.forbid(5)
-    lm.forbid(5)
-    lm.forbid(VOCAB + 3)
+    lm.forbid([5])
+    lm.forbid([5, VOCAB + 3])
     after = lm.forward(torch.tensor([[2, 3]])).clone()
     assert after.shape[-1] == VOCAB
     assert (after[..., 5] == -torch.inf).all()
@@ -182,7 +176,7 @@ def test_prompts_are_read_in_chunks_across_buckets(monkeypatch: pytest.MonkeyPat
     lm = causal()
     chooser = random.Random(0)
     rows = [[chooser.randrange(VOCAB) for _ in range(length)] for length in (1, 25, 100)]
-    last_B1 = lm.start(prompt_of(rows))
+    last_B1 = prefilled(lm, rows)
     assert lm.lengths == [0, 24, 99]
     logits = lm.forward(last_B1)
     for row, text in enumerate(rows):
@@ -193,21 +187,19 @@ def test_a_second_start_forgets_the_first() -> None:
     """Guards against keys of the last request seen by the next one, with another number of rows too."""
     lm = causal()
     for rows in (PROMPTS, [[1, 2, 3]], [[4]], PROMPTS):
-        logits = lm.forward(lm.start(prompt_of(rows)))
+        logits = lm.forward(prefilled(lm, rows))
         for row, text in enumerate(rows):
             assert_close(logits[row, 0], fresh(lm, text))
 
 
 def test_capacity_is_checked_and_can_be_filled() -> None:
-    """Guards against prompts that overrun the cache, and against room that cannot be used."""
+    """Guards against room that the model does not have, and against room that cannot be used."""
     with pytest.raises(ValueError, match="capacity=129"):
         causal(capacity=129)
     with pytest.raises(ValueError, match="capacity=0"):
         causal(capacity=0)
     lm = causal(capacity=20)
-    with pytest.raises(ValueError, match="21 tokens, the model has room for 20"):
-        lm.start(prompt_of([[1] * 21]))
-    full = lm.start(prompt_of([list(range(20))]))
+    full = prefilled(lm, [list(range(20))])
     logits = lm.forward(torch.cat([full, torch.ones(1, 15, dtype=torch.long)], dim=1))
     assert_close(logits[0, 0], fresh(lm, list(range(20))))
     with pytest.raises(AssertionError):
@@ -228,9 +220,110 @@ def test_an_ended_row_may_outgrow_its_cache(monkeypatch: pytest.MonkeyPatch) -> 
     for module in (causal_lm, eager):
         monkeypatch.setattr(module, "BUCKET", 16)
     lm, alone = causal(capacity=40), causal(capacity=40)
-    lm.start(prompt_of([[7] * 40, [3]]))
-    lm.prefill(torch.tensor([[5] * 36, [3, *[9] * 35]]))
-    alone.start(prompt_of([[3, *[9] * 35]]))
+    prefilled(lm, [[7] * 40, [3]])
+    lm.prefill([[5] * 36, [3, *[9] * 35]])
+    prefilled(alone, [[3, *[9] * 35]])
     for one in (lm, alone):
         assert one.lengths[-1] == 35
     assert_close(lm.forward(torch.tensor([[1], [9]]))[1], alone.forward(torch.tensor([[9]]))[0])
+
+
+def test_a_cache_that_grows_holds_what_it_held() -> None:
+    """Guards rows that join when the memory is full: the others' keys come along, and the old memory is not written
+    or read any more; with as many rows as there were at most, none is taken."""
+    lm = causal()
+    texts, memory = [list(row) for row in PROMPTS], list[int]()
+    prefilled(lm, texts)
+    for joining in ([[5, 5]], [[1], [6] * 40], []):
+        before = lm._storage
+        lm.join(len(joining))
+        lm.prefill([[ABSENT]] * len(texts) + joining)
+        texts += joining
+        if joining:
+            for keys, values in before:
+                keys.fill_(torch.nan)
+                values.fill_(torch.nan)
+        memory.append(lm._storage[0][0].data_ptr())
+        assert len(lm._storage[0][0]) == len(texts)
+        assert_cache_is_fresh(lm, texts)
+        logits = lm.forward(torch.tensor([[text[-1]] for text in texts]))
+        for row, text in enumerate(texts):
+            assert_close(logits[row, 0], fresh(lm, text))
+    assert memory[2] == memory[1] != memory[0]
+    lm.keep(torch.tensor([5, 1]))
+    texts = [texts[5], texts[1]]
+    lm.join(4)
+    lm.prefill([[ABSENT]] * 2 + PROMPTS + [[7, 7]])
+    assert lm._storage[0][0].data_ptr() == memory[2]
+    assert_cache_is_fresh(lm, [*texts, *PROMPTS, [7, 7]])
+
+
+def test_a_cache_that_cannot_grow_is_said_and_can_be_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a service that is asked for too much at once: the next, smaller batch finds a cache."""
+    lm = causal()
+    prefilled(lm, PROMPTS)
+    with monkeypatch.context() as patched:
+        patched.setattr(kv_cache, "_free_bytes", lambda _: 1.0)
+        with pytest.raises(ValueError, match="a cache for 4 rows"):
+            lm.join(1)
+    logits = lm.forward(prefilled(lm, PROMPTS))
+    for row, text in enumerate(PROMPTS):
+        assert_close(logits[row, 0], fresh(lm, text))
+
+
+def test_rows_move_into_holes_with_their_texts() -> None:
+    """Guards rows that fill the places of others: also where a long one moves into a short one's place, where two
+    change places, and where a row that was there before joins into the place behind."""
+    lm = causal()
+    texts = [[7], [3, 1, 4, 1, 5], [2, 0, 9], list(range(30)), [8] * 12]
+    prefilled(lm, texts)
+    for order in ([3, 4, 2], [1, 0, 2], [2, 1]):
+        lm.keep(torch.tensor(order))
+        texts = [texts[row] for row in order]
+        assert lm.lengths == [len(text) - 1 for text in texts]
+        assert_cache_is_fresh(lm, texts)
+    lm.join(1)
+    lm.prefill([[ABSENT], [ABSENT], [6, 5, 4]])
+    texts.append([6, 5, 4])
+    logits = lm.forward(torch.tensor([[text[-1]] for text in texts]))
+    for row, text in enumerate(texts):
+        assert_close(logits[row, 0], fresh(lm, text))
+
+
+def test_rows_that_join_are_read_alone() -> None:
+    """Guards the time of the others: rows of which nothing is to be read are not in the pass, if none before them
+    is; the read rows need not be new."""
+    lm = causal()
+    prefilled(lm, PROMPTS)
+    lm.join(2)
+    before = lm.passes.copy()
+    assert lm.prefill([[9], [9], [9], [1, 2, 3], [4]]) == [[9], [9], [9], [3], [4]]
+    (read,) = (lm.passes - before).elements()
+    assert (read.rows, read.tokens, read.logits) == (2, 2, 0)
+    assert lm.lengths == [0, 4, 8, 2, 0]
+    assert lm.prefill([[9], [5, 6], [9], [9], [7, 8]])[1] == [6]
+    assert lm.lengths == [0, 5, 8, 2, 1]
+    assert_cache_is_fresh(lm, [[7], [*PROMPTS[1][:-1], 5, 6], PROMPTS[2], [1, 2, 3], [7, 8]])
+
+
+def test_the_row_whose_states_are_no_numbers_is_named() -> None:
+    """Guards the other requests of a batch: the number is that of the row in the batch, not among those that join."""
+    lm = causal()
+    with torch.no_grad():
+        lm.model.get_input_embeddings().weight[50] = torch.nan
+    prefilled(lm, PROMPTS)
+    lm.join(2)
+    with pytest.raises(NotFiniteError) as caught:
+        lm.prefill([[ABSENT]] * 3 + [[1, 2, 3], [4, 50, 5]])
+    assert caught.value.row == 4
+
+
+def test_reserved_tokens_are_not_chosen_until_others_are() -> None:
+    """Guards one target of two drafters: what is forbidden for good stays so."""
+    lm = causal()
+    last = prefilled(lm, [[1, 2]])
+    lm.forbid([5])
+    for reserved in ([6, VOCAB + 3], [7], []):
+        lm.reserve(reserved)
+        wanted = {5, *reserved} - {VOCAB + 3}
+        assert set((lm.forward(last)[0, 0] == -torch.inf).nonzero().flatten().tolist()) == wanted

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from paradraft.models import kv_cache
-from paradraft.models.kv_cache import SlotCache, Storage, allocate, compact, first_rows, keep_rows
+from paradraft.models.kv_cache import SlotCache, Storage, allocate, compact, move_rows, rows_of
 from paradraft.tree import ABSENT
 
 B, H, C, D = 2, 2, 12, 3
@@ -67,19 +67,43 @@ def test_compact_moves_a_path_and_nothing_else() -> None:
             assert torch.equal(tensor, old)
 
 
-def test_rows_that_stay_move_to_the_front_of_the_same_memory() -> None:
-    """Guards batches that shrink: the others' keys are not lost, no memory is taken, and a batch can grow again."""
-    config = LlamaConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=H, num_hidden_layers=1)
+def four_rows() -> Storage:
+    config = LlamaConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=H, num_hidden_layers=2)
     layers = allocate(config, batch_size=4, capacity=C, dtype=torch.float64, device=torch.device("cpu"))
-    for tensor in layers[0]:
-        tensor.copy_(torch.randn(tensor.shape, dtype=torch.float64))
-    before = [tensor.clone() for tensor in layers[0]]
-    kept = keep_rows(layers, torch.tensor([1, 3]), used=7)
-    for now, old, whole in zip(kept[0], before, layers[0], strict=True):
-        assert now.shape == (2, *old.shape[1:])
-        assert torch.equal(now[:, :7], old[[1, 3], :7])
-        assert now.data_ptr() == whole.data_ptr() and not now._is_view()
-    assert first_rows(layers, 4)[0][0].shape[0] == 4
+    for layer in layers:
+        for tensor in layer:
+            tensor.copy_(torch.randn(tensor.shape, dtype=torch.float64))
+    return layers
+
+
+@pytest.mark.parametrize("order", [[1, 3], [3, 1, 2], [0, 1], [1, 0, 3, 2], [2, 0, 1], [3]])
+def test_rows_that_stay_move_to_the_front_of_the_same_memory(order: list[int]) -> None:
+    """Guards batches that shrink: the others' keys are not lost, in any order, no memory is taken, and what lies
+    behind the used part is not moved."""
+    layers = four_rows()
+    before = [[tensor.clone() for tensor in layer] for layer in layers]
+    move_rows(layers, torch.tensor(order), used=7)
+    for layer, old_layer in zip(rows_of(layers, 0, len(order)), before, strict=True):
+        for now, old in zip(layer, old_layer, strict=True):
+            assert torch.equal(now[:, :7], old[order, :7])
+            assert torch.equal(now[:, 7:], old[: len(order), 7:])
+    for layer, old_layer in zip(layers, before, strict=True):
+        for now, old in zip(layer, old_layer, strict=True):
+            assert torch.equal(now[len(order) :], old[len(order) :]), "the rest stays as it was"
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 4), (0, 1), (1, 3), (3, 4)])
+def test_rows_of_a_cache_are_in_the_same_memory(start: int, stop: int) -> None:
+    """Guards rows that are read alone: what is written there is in the cache; it is no view, on which a compiled pass
+    would depend."""
+    layers = four_rows()
+    part = rows_of(layers, start, stop)
+    for layer, whole_layer in zip(part, layers, strict=True):
+        for now, whole in zip(layer, whole_layer, strict=True):
+            assert now.shape == (stop - start, *whole.shape[1:]) and not now._is_view()
+            assert torch.equal(now, whole[start:stop])
+            now[-1, 2] = 5.0
+            assert (whole[stop - 1, 2] == 5.0).all()
 
 
 def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

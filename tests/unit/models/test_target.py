@@ -1,23 +1,102 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
-from paradraft.core import Prompt
+from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
-from paradraft.sampling_params import GREEDY
+from paradraft.tree import ABSENT
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+from tests.support.decoding import requests, target_of
 
 
-def test_every_prompt_begins_another_request() -> None:
-    """Guards two streams on one cache: the older one is told that it has ended, also after many requests."""
-    target = Target(CausalLM(tiny_model(1), vocab_size=VOCAB, compiled=False), tiny_tokenizer())
-    prompt = Prompt(tokens=torch.tensor([[5, 6]]), sampling=(GREEDY,))
-    seen = [target.request]
+def target(**settings: int) -> Target:
+    return target_of(CausalLM(tiny_model(1), vocab_size=VOCAB, compiled=False, **settings))
+
+
+def test_every_batch_begins_another_cache() -> None:
+    """Guards two batches on one cache: the older one is told that it has ended, also after many; rows that join one
+    that is under way begin nothing."""
+    ours = target()
+    seen = [ours.starts]
     for _ in range(3):
-        target.prefill(prompt)
-        seen.append(target.request)
+        ours.start()
+        seen.append(ours.starts)
+        for _ in range(2):
+            ours.join(requests([[5, 6]]))
+            assert ours.starts == seen[-1]
     assert len(set(seen)) == 4
+
+
+def test_prompts_are_as_long_as_the_capacity_at_most() -> None:
+    """Guards against prompts that overrun the cache; who is refused has not joined."""
+    ours = target(capacity=20)
+    ours.start()
+    with pytest.raises(ValueError, match="21 tokens, the model has room for 20"):
+        ours.join(requests([[1], [1] * 21]))
+    assert ours.lm.lengths == []
+    ours.join(requests([[1] * 20]))
+    assert ours.lm.lengths == [19]
+
+
+def test_what_was_read_is_told() -> None:
+    """Guards drafters that read the prompts: in order, as they were asked, and with a row for each."""
+    ours = target()
+    ours.start()
+    assert ours.join(requests([[5, 6, 7], [8]])).tokens.tolist() == [[5, 6, 7], [8, ABSENT, ABSENT]]
+    assert ours.join(requests([[0]])).tokens.tolist() == [[0]]
+
+
+def test_rows_that_join_go_on_from_their_own_last_token() -> None:
+    """Guards the roots: those of rows that were there already, that join, and that are ordered anew."""
+    ours, texts = target(), [[5, 6, 7], [8]]
+    ours.start()
+    ours.join(requests(texts))
+    for more in ([9, 10], [11], None):
+        draft = Draft.chain(torch.tensor([[1, 2]] * len(texts)))
+        out = ours.forward(draft)
+        path = torch.tensor([[0, ABSENT]] + [[ABSENT, ABSENT]] * (len(texts) - 1))
+        verdict = Verdict.of(draft, path, torch.arange(20, 20 + len(texts)))
+        assert torch.equal(ours.commit(verdict, out).tokens, verdict.tokens)
+        texts = [text + [token for token in new if token != ABSENT] for text, new in zip(texts, verdict.tokens.tolist(), strict=True)]
+        if more is not None:
+            ours.join(requests([more]))
+            texts.append(more)
+        else:
+            ours.keep(torch.tensor([3, 1, 0]))
+            texts = [texts[row] for row in (3, 1, 0)]
+        logits = ours.forward(Draft.empty(len(texts), ours.device)).logits
+        for row, text in enumerate(texts):
+            fresh = ours.lm.model(torch.tensor([text])).logits[0, -1, :VOCAB]
+            torch.testing.assert_close(logits[row, 0], fresh, rtol=1e-10, atol=1e-10)
+
+
+def test_hidden_states_are_those_from_which_each_token_was_predicted() -> None:
+    """Guards drafters that read the target's states: the next token's state is that of the last accepted node."""
+    ours = target()
+    ours.start()
+    ours.join(requests([[5, 6], [7, 8]]))
+    draft = Draft(tokens=torch.tensor([[1, 2, 3]] * 2), parents=torch.tensor([[-1, -1, 1]] * 2))
+    logits = ours.forward(draft).logits
+    states = torch.arange(8.0).view(2, 4, 1)  # of the root and of three nodes
+    verdict = Verdict.of(draft, torch.tensor([[1, 2, ABSENT], [ABSENT] * 3]), torch.tensor([9, 9]))
+    new = ours.commit(verdict, TargetOut(logits=logits, hidden={4: states, -1: -states}))
+    there = new.tokens != ABSENT
+    assert new.tokens.tolist() == [[2, 3, 9, ABSENT], [9, ABSENT, ABSENT, ABSENT]]
+    assert new.hidden[4][there].flatten().tolist() == [0.0, 2.0, 3.0, 4.0]
+    assert new.hidden[-1][there].flatten().tolist() == [0.0, -2.0, -3.0, -4.0]
+
+
+def test_reserved_tokens_are_those_of_this_batch() -> None:
+    """Guards one target of two drafters; what the model itself suppresses stays forbidden."""
+    ours = target()
+    ours.lm.forbid([3])
+    for reserved in ([5, 6], [VOCAB + 3], [7], []):
+        ours.start(reserved)
+        ours.join(requests([[1, 2]]))
+        logits = ours.forward(Draft.empty(1, ours.device)).logits[0, 0]
+        assert {3, *reserved} - {VOCAB + 3} == set((logits == -torch.inf).nonzero().flatten().tolist())
 
 
 def test_end_tokens_are_found_wherever_a_model_names_them() -> None:
