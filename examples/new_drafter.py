@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from paradraft import ragged
-from paradraft.core import Draft, Prompt, TargetOut, Verdict
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 
@@ -72,36 +73,33 @@ class Bigrams:
         return guessed
 
 
-class BigramDrafter:
+class BigramDrafter(Drafter):
     """Guesses from the pairs in the committed tokens; every row of a batch has its own."""
-
-    needs_hidden: tuple[int, ...] = ()
-    can_run_ahead = False
-    can_branch = False
-    can_branch_aside = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._rows: list[Bigrams] = []
-        self._device = torch.device("cpu")
 
-    def start(self, prompt: Prompt, out: TargetOut | None) -> None:
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """Forgets all rows."""
+        self._rows: list[Bigrams] = []
+        self._device = device
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Counts the pairs of the prompts."""
-        self._rows = [Bigrams(row) for row in ragged.to_lists(prompt.tokens)]
-        self._device = prompt.tokens.device
+        self._rows += [Bigrams(request.tokens) for request in requests]
 
     def propose(self, k: int, after: Draft | None = None) -> Draft:
         """At most `k` tokens per row, filled with `ABSENT` on the right."""
         guesses = [row.guess(k, min_count=self.config.min_count) for row in self._rows]
         return Draft.chain(ragged.from_lists(guesses, self._device))
 
-    def commit(self, verdict: Verdict, out: TargetOut) -> None:
+    def commit(self, new: Committed) -> None:
         """Counts the pairs of the committed tokens."""
-        for row, tokens in zip(self._rows, ragged.to_lists(verdict.tokens), strict=True):
+        for row, tokens in zip(self._rows, ragged.to_lists(new.tokens), strict=True):
             row.read(tokens)
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Forgets the rows that have ended."""
+    def keep(self, rows: torch.Tensor) -> None:
+        """Forgets the rows that have left."""
         self._rows = [self._rows[row] for row in rows.tolist()]
 
 
