@@ -337,7 +337,7 @@ class Engine:
         prompt = self.prompt([[0]] * batch_size, (GREEDY,) * batch_size)
         verify, lengths = VERIFY[self.verify], Fixed(self.k)
         with self._alone():
-            for _ in range(2 if self.target.lm.is_replayed else 1):
+            for _ in range(max(self.target.lm.warm_up_rounds, 1)):
                 stops = Stops(limits=[self.k + 2] * batch_size, eos_ids=frozenset())
                 for _ in decode(self.target, self.drafter, prompt, verify, stops=stops, lengths=lengths, clock=Clock()):
                     pass

@@ -16,7 +16,7 @@ from paradraft.decode.generation import Stops
 from paradraft.decode.sequential import Verify, decode
 from paradraft.decode.stats import Clock
 from paradraft.engine import Engine
-from paradraft.models.forward.eager import NotFiniteError
+from paradraft.models.forward import NotFiniteError
 from paradraft.models.target import Target
 from paradraft.ragged import to_lists
 from paradraft.sampling_params import Sampling
@@ -76,12 +76,13 @@ class Recorder(Target):
         """Prompts of the batch, and which of their new tokens was to be chosen by logits that are not numbers."""
         self._numbers: list[int] = []
 
-    def prefill(self, prompt: Prompt) -> None:
+    def prefill(self, prompt: Prompt) -> dict[int, Tensor]:
         """See `Target`."""
-        super().prefill(prompt)
+        hidden = super().prefill(prompt)
         self.rows = [[] for _ in prompt.tokens]
         self.not_numbers = []
         self._numbers = list(range(len(prompt.tokens)))
+        return hidden
 
     def forward(self, draft: Draft) -> TargetOut:
         """See `Target`."""

@@ -84,12 +84,12 @@ class PardDrafter:
         if k == 0:
             return Draft.empty(len(self._pending), device)
         if max(map(len, self._pending)) + k > self.lm.width:
-            self._pending = self.lm.prefill(ragged.from_lists(self._pending, device)).tolist()
+            self._pending = self.lm.prefill(ragged.from_lists(self._pending, device)).last.tolist()
         numbers = [len(row) for row in self._pending]
         masks = [self.mask_id + min(place, self.masks - 1) for place in range(k - 1)]
         rows_BK = upload([range(number - 1, number - 1 + k) for number in numbers], device)
         reading = ragged.from_lists([row + masks for row in self._pending], device)
-        logits_BKV = self.lm.forward(reading, logit_rows=rows_BK)
+        logits_BKV = self.lm.forward(reading, logit_rows=rows_BK).logits
         self.lm.advance(numbers)
         self._pending = [[] for _ in numbers]
         candidates = self._sampler.candidates(logits_BKV, 0, candidates_needed(self._tree))

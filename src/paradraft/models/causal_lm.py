@@ -1,16 +1,19 @@
 """A Hugging Face causal LM that reads several tokens per row in one pass and can go back.
 
 On CPUs the forward pass is one in C++, built once for all models (`forward/cpu`). Where that does not serve, torch
-computes it (`forward/eager.py`). Prompts are read by the same pass. Attention reads the used part of the cache only.
+computes it (`forward/eager.py`, `forward/compiled.py`). Prompts are read by the same pass. Attention reads the used
+part of the cache only.
 
-Shape letters: B rows of a batch, N tokens of a pass, R tokens whose logits are wanted, V vocabulary.
+Shape letters: B rows of a batch, N tokens of a pass, T tokens of a prompt, R tokens whose logits are wanted,
+V vocabulary, D hidden size, E rows of the embedding, P rows added to it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,10 +22,12 @@ from transformers import PreTrainedModel
 from paradraft.core import Prompt
 from paradraft.models import kv_cache
 from paradraft.models.architecture import check_architecture
+from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut
+from paradraft.models.forward.compiled import CompiledPass
 from paradraft.models.forward.cpu.build import CannotBuildError
 from paradraft.models.forward.cpu.model import NativePass, can_serve
 from paradraft.models.forward.cuda_graphs import graph_size
-from paradraft.models.forward.eager import BUCKET, TorchPass
+from paradraft.models.forward.eager import BUCKET, EagerPass
 from paradraft.ragged import from_lists, upload
 from paradraft.tree import ABSENT, depths, parents_of_chains
 
@@ -42,6 +47,20 @@ class Pass:
     tokens: int
     logits: int
     context: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillOut:
+    """What reading prompts returns.
+
+    Args:
+        last: `[B, 1]` the last token of each prompt, which was not read.
+        hidden: for each hidden layer that was asked for `[B, T - 1, D]` states of all tokens but the last, 0 where a
+            row has no token.
+    """
+
+    last: Tensor
+    hidden: dict[int, Tensor] = field(default_factory=dict)
 
 
 PREFILL_CHUNK = 256
@@ -89,9 +108,10 @@ class CausalLM:
         self.width = max(width, pad_to, 2)
         self.device = model.device
         self._slots = -(-(self.capacity + graph_size(self.width)) // BUCKET) * BUCKET
-        self._compute = (None if compiled is False else _native_pass(model, self._slots)) or TorchPass(
-            model, self._slots, compiled=compiled is True, cuda_graphs=cuda_graphs, pad_to=pad_to
+        self._compute: Forward = _forward_of(
+            model, self._slots, compiled=compiled, cuda_graphs=cuda_graphs, pad_to=pad_to
         )
+        self._added: Tensor | None = None
         self._largest = self._storage = self._allocate(1)
         self.passes = Counter[Pass]()
         """The passes since `clear`, for whoever wants to know what they cost."""
@@ -102,21 +122,18 @@ class CausalLM:
             self.model.config, batch_size=batch_size, capacity=self._slots, dtype=self.model.dtype, device=self.device
         )
 
-    def start(self, prompt: Prompt) -> Tensor:
+    def start(self, prompt: Prompt, hidden_layers: Sequence[int] = ()) -> PrefillOut:
         """Forgets everything and reads all but the last token of each prompt.
 
-        Returns:
-            `[B, 1]` the last tokens, not yet read.
-
         Raises:
-            ValueError: a prompt is longer than the capacity, or a cache for so many rows does not fit
-                into memory.
+            ValueError: a prompt is longer than the capacity, a cache for so many rows does not fit into memory, or
+                there is no such hidden layer.
         """
         longest = prompt.tokens.shape[1]
         if longest > self.capacity:
             raise ValueError(f"the prompt has {longest} tokens, the model has room for {self.capacity}: shorten it")
         self.clear(len(prompt.tokens))
-        return self.prefill(prompt.tokens)
+        return self.prefill(prompt.tokens, hidden_layers)
 
     def clear(self, batch_size: int) -> None:
         """Forgets everything.
@@ -133,45 +150,128 @@ class CausalLM:
         self.passes = Counter()
 
     @torch.no_grad()
-    def prefill(self, tokens_BT: Tensor) -> Tensor:
+    def prefill(
+        self, tokens_BT: Tensor, hidden_layers: Sequence[int] = (), vectors: Tensor | None = None
+    ) -> PrefillOut:
         """Reads and keeps all but the last token of each row; at any length, in chunks.
 
-        Returns:
-            `[B, 1]` the last tokens.
+        Args:
+            tokens_BT: `[B, T]` token ids, `ABSENT` on the right where a row has fewer.
+            hidden_layers: whose states to return, as in `Forward`. For `FINAL_NORM` and the last layer, all of that
+                layer is computed, which nothing else needs of a prompt.
+            vectors: `[B, T - 1, D]` or longer, read in place of the embeddings.
+
+        Raises:
+            ValueError: there is no such hidden layer.
+            NotFiniteError: states became NaN or infinite.
         """
         last_B1 = (tokens_BT != ABSENT).sum(1, keepdim=True) - 1
         rest = tokens_BT.scatter(1, last_B1, ABSENT)[:, :-1]
+        parts: dict[int, list[Tensor]] = {layer: [] for layer in hidden_layers}
         for start in range(0, rest.shape[1], PREFILL_CHUNK):
-            chunk = rest[:, start : start + PREFILL_CHUNK]
+            end = start + PREFILL_CHUNK
+            chunk = rest[:, start:end]
             nothing_B0 = torch.zeros(len(chunk), 0, dtype=torch.long, device=self.device)
-            self._pass(chunk, parents_of_chains(*chunk.shape, self.device), nothing_B0)
+            parents = parents_of_chains(*chunk.shape, self.device)
+            read = None if vectors is None else vectors[:, start : start + chunk.shape[1]]
+            out = self._pass(chunk, parents, nothing_B0, hidden_layers, read)
+            for layer, states in out.hidden.items():
+                parts[layer].append(states)
             self.advance((chunk != ABSENT).sum(1).tolist())
-        return tokens_BT.gather(1, last_B1)
+        if not rest.shape[1]:
+            dtype = torch.float32 if self.is_native else self.model.dtype
+            empty = torch.zeros(len(rest), 0, self.model.config.hidden_size, dtype=dtype, device=self.device)
+            parts = {layer: [empty] for layer in parts}
+        hidden = {layer: torch.cat(states, dim=1) for layer, states in parts.items()}
+        return PrefillOut(last=tokens_BT.gather(1, last_B1), hidden=hidden)
 
     @torch.no_grad()
-    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None, logit_rows: Tensor | None = None) -> Tensor:
-        """Reads new tokens behind the kept ones; nothing is kept until `advance` or `accept_path`.
+    def forward(
+        self,
+        tokens_BN: Tensor,
+        parents_BN: Tensor | None = None,
+        logit_rows: Tensor | None = None,
+        *,
+        hidden_layers: Sequence[int] = (),
+        vectors: Tensor | None = None,
+    ) -> ForwardOut:
+        """Reads new tokens after the kept ones; nothing is kept until `advance` or `accept_path`.
 
         Args:
             tokens_BN: `[B, N]` token ids, `ABSENT` where a row has fewer.
             parents_BN: `[B, N]` the token that each one follows, -1 for the last kept token; by
                 default each follows the one before it.
-            rows_BR: `[B, R]` indices of the tokens whose logits are wanted; all by default.
+            logit_rows: `[B, R]` indices of the tokens whose logits are wanted; all by default.
+            hidden_layers: whose states to return, as in `Forward`.
+            vectors: `[B, N, D]` read in place of the embeddings.
 
         Returns:
-            `[B, R, V]` logits of what comes next; ids that may not be chosen are -inf.
+            `[B, R, V]` logits of what comes next, -inf for ids that may not be chosen, and `[B, N, D]` states of each
+            of `hidden_layers`.
+
+        Raises:
+            ValueError: there is no such hidden layer.
         """
         B, N = tokens_BN.shape
         assert N <= self.width, f"a pass of {N} tokens, but room for {self.width}"
         chains_BN = parents_of_chains(B, N, self.device)
         parents_BN = chains_BN if parents_BN is None else parents_BN
         logit_rows = depths(chains_BN) if logit_rows is None else logit_rows
-        return self.allowed(self._pass(tokens_BN, parents_BN, logit_rows))
+        out = self._pass(tokens_BN, parents_BN, logit_rows, hidden_layers, vectors)
+        return ForwardOut(logits=self.allowed(out.logits), hidden=out.hidden)
 
-    def _pass(self, tokens_BN: Tensor, parents_BN: Tensor, logit_rows: Tensor) -> Tensor:
+    def _pass(
+        self,
+        tokens_BN: Tensor,
+        parents_BN: Tensor,
+        logit_rows: Tensor,
+        hidden_layers: Sequence[int],
+        vectors: Tensor | None,
+    ) -> ForwardOut:
+        if hidden_layers:
+            self.check_hidden_layers(hidden_layers)
         (B, N), R = tokens_BN.shape, logit_rows.shape[1]
         self.passes[Pass(rows=B, tokens=N, logits=R, context=self._longest)] += 1
-        return self._compute(self._storage, self.lengths, tokens_BN, parents_BN, logit_rows)
+        return self._compute(
+            self._storage, self.lengths, tokens_BN, parents_BN, logit_rows=logit_rows, hidden_layers=hidden_layers,
+            vectors=vectors,
+        )  # fmt: skip
+
+    def check_hidden_layers(self, layers: Sequence[int]) -> None:
+        """Raises ValueError if passes cannot return the states of these layers."""
+        last = self.model.config.num_hidden_layers
+        if len(set(layers)) < len(layers):
+            raise ValueError(f"hidden layers {list(layers)}: name each only once")
+        for layer in layers:
+            if type(layer) is not int or not FINAL_NORM <= layer <= last:
+                raise ValueError(
+                    f"hidden layer {layer!r}: use 0 (the embeddings) to {last} (the last layer), or {FINAL_NORM} "
+                    "(after the final norm)"
+                )
+
+    @torch.no_grad()
+    def add_embeddings(self, rows_PD: Tensor) -> range:
+        """Gives further token ids an embedding: of prompt tokens, which are read but never chosen.
+
+        The model, its logits and all other ids stay as they are.
+
+        Args:
+            rows_PD: `[P, D]` one row for each id; at least one.
+
+        Returns:
+            The ids: those after the last row of the embedding and after those of earlier calls.
+
+        Raises:
+            ValueError: the rows do not have the model's hidden size.
+        """
+        width = self.model.config.hidden_size
+        if rows_PD.ndim != 2 or rows_PD.shape[1] != width or not len(rows_PD):
+            raise ValueError(f"embeddings of shape {list(rows_PD.shape)}: this model needs [1 or more, {width}]")
+        rows_PD = rows_PD.to(self.device, self.model.dtype)
+        first = len(self.model.get_input_embeddings().weight) + (0 if self._added is None else len(self._added))
+        self._added = rows_PD.clone() if self._added is None else torch.cat([self._added, rows_PD])
+        self._compute.add_embeddings(self._added)
+        return range(first, first + len(rows_PD))
 
     @property
     def is_native(self) -> bool:
@@ -179,24 +279,19 @@ class CausalLM:
         have threads of their own."""
         return isinstance(self._compute, NativePass)
 
-    def stored_bytes(self, weight: Tensor) -> int:
+    @property
+    def min_rows(self) -> int:
+        """How few rows a batch of several may shrink to: `torch.compile` makes another pass for one row."""
+        return self._compute.min_rows
+
+    @property
+    def warm_up_rounds(self) -> int:
+        """How often a pass must have run before it is compiled and recorded; 0 if it is neither."""
+        return self._compute.warm_up_rounds
+
+    def weight_bytes(self, weight: Tensor) -> int:
         """What a pass reads of one of the model's weights."""
-        return self._compute.stored_bytes(weight)
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether passes go through `torch.compile`, which makes one for a single row and one for more."""
-        return self._compute.is_traced
-
-    @property
-    def is_replayed(self) -> bool:
-        """Whether decoding passes whose shape comes again are recorded."""
-        return self._compute.is_replayed
-
-    @property
-    def fewest_rows(self) -> int:
-        """How few rows a batch may shrink to: `torch.compile` makes a pass for one row, which may not be there."""
-        return 2 if self.is_traced and len(self.lengths) > 1 else 1
+        return self._compute.weight_bytes(weight)
 
     def allowed(self, logits: Tensor) -> Tensor:
         """Logits `[…, V]` of the tokens that may be chosen, in place; forbidden ones are -inf."""
@@ -236,6 +331,17 @@ class CausalLM:
         """Goes back to earlier lengths of the rows."""
         assert all(earlier <= now for earlier, now in zip(lengths, self.lengths, strict=True))
         self._set_lengths(lengths)
+
+
+def _forward_of(
+    model: PreTrainedModel, slots: int, *, compiled: bool | None, cuda_graphs: bool, pad_to: int
+) -> Forward:
+    """What computes a model's passes; the arguments are those of `CausalLM`."""
+    if compiled is not False and (native := _native_pass(model, slots)) is not None:
+        return native
+    if compiled:
+        return CompiledPass(model, slots, pad_to=pad_to, cuda_graphs=cuda_graphs)
+    return EagerPass(model, slots, pad_to=pad_to)
 
 
 def _native_pass(model: PreTrainedModel, slots: int) -> NativePass | None:

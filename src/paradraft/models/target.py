@@ -27,6 +27,11 @@ class Target:
     def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
         self.lm = lm
         self.tokenizer = tokenizer
+        self.hidden_layers: tuple[int, ...] = ()
+        """Layers whose states every round returns; a drafter's `needs_hidden`, named as in `Forward`."""
+        self.prompt_hidden_layers: tuple[int, ...] = ()
+        """Layers whose states `prefill` returns. Drafters that need those of the last token only, such as Medusa, do
+        without: that token is read in the first round."""
         self.request = 0
         """Counts the requests: there is one cache, so a new request ends the one before."""
         self._root_B1 = torch.empty(0, 1, dtype=torch.long)
@@ -39,26 +44,33 @@ class Target:
     @property
     def fewest_rows(self) -> int:
         """How few rows a batch may shrink to."""
-        return self.lm.fewest_rows
+        return min(self.lm.min_rows, len(self.lm.lengths))
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a text, as `generate` of `transformers` finds them."""
         return end_ids(self.lm.model.generation_config)
 
-    def prefill(self, prompt: Prompt) -> None:
+    def prefill(self, prompt: Prompt) -> dict[int, Tensor]:
         """Reads the prompts, all but their last tokens.
+
+        Returns:
+            For each of `prompt_hidden_layers` `[B, T - 1, D]` states of the tokens that were read, 0 where a row has
+            no token.
 
         Raises:
             ValueError: a prompt is longer than the capacity, or the cache does not fit into memory.
         """
         self.request += 1
-        self._root_B1 = self.lm.start(prompt)
+        read = self.lm.start(prompt, self.prompt_hidden_layers)
+        self._root_B1 = read.last
+        return read.hidden
 
     def forward(self, draft: Draft) -> TargetOut:
         """Reads the last committed tokens and the whole draft in one pass."""
         tokens = torch.cat([self._root_B1, draft.tokens], dim=1)
-        return TargetOut(logits=self.lm.forward(tokens, with_root(draft.parents)), hidden={})
+        out = self.lm.forward(tokens, with_root(draft.parents), hidden_layers=self.hidden_layers)
+        return TargetOut(logits=out.logits, hidden=out.hidden)
 
     def commit(self, verdict: Verdict) -> None:
         """Keeps the accepted path; the verdict's next token becomes the new root."""

@@ -56,13 +56,13 @@ def test_tree_and_kept_path_equal_a_fresh_prefill(llama: bool, pad_to: int, seed
     """Guards the cache: nodes rotate by depth, see their ancestors only, and an accepted path is moved together."""
     lm = causal(llama=llama, pad_to=pad_to)
     texts = [list(row) for row in PROMPTS]
-    last_B1 = lm.start(prompt_of(texts))
+    last_B1 = lm.start(prompt_of(texts)).last
     assert last_B1.flatten().tolist() == [row[-1] for row in texts]
     for turn in range(3):
         tokens, parents = random_trees(seed * 3 + turn, nodes=7)
         for row, text in enumerate(texts):
             tokens[row][0] = text[-1]
-        logits = lm.forward(torch.tensor(tokens), torch.tensor(parents))
+        logits = lm.forward(torch.tensor(tokens), torch.tensor(parents)).logits
         paths = []
         for row, text in enumerate(texts):
             for node in range(7):
@@ -87,7 +87,7 @@ def test_any_sequence_of_trees_and_leaving_rows_equals_fresh_passes(seed: int, n
     for _ in range(3):
         shapes = [[ABSENT, *(parent + 1 for parent in random_parents(chooser.randrange(99), nodes - 1))] for _ in texts]
         tokens = [[text[-1], *(chooser.randrange(VOCAB) for _ in range(nodes - 1))] for text in texts]
-        logits = lm.forward(torch.tensor(tokens), torch.tensor(shapes))
+        logits = lm.forward(torch.tensor(tokens), torch.tensor(shapes)).logits
         paths = []
         for row, text in enumerate(texts):
             last = chooser.randrange(nodes)
@@ -127,11 +127,11 @@ def test_ragged_chain_equals_fresh_passes(llama: bool) -> None:
     more = [[row[-1], *new] for row, new in zip(PROMPTS, [[5, 6, 7], [], [8]], strict=True)]
     tokens = prompt_of(more).tokens
     number_B = (tokens != ABSENT).sum(1)
-    logits = lm.forward(tokens, logit_rows=number_B[:, None] - 1)
+    logits = lm.forward(tokens, logit_rows=number_B[:, None] - 1).logits
     assert logits.shape == (3, 1, VOCAB)
     lm.advance(number_B.tolist())
     texts = [row[:-1] + new for row, new in zip(PROMPTS, more, strict=True)]
-    again = lm.forward(torch.tensor([[11], [12], [13]]))
+    again = lm.forward(torch.tensor([[11], [12], [13]])).logits
     for row, text in enumerate(texts):
         assert_close(logits[row, 0], fresh(lm, text))
         assert_close(again[row, 0], fresh(lm, [*text, 11 + row]))
@@ -145,7 +145,7 @@ def test_rewind_forgets_what_came_after() -> None:
     lm.forward(torch.tensor([[1, 2, 3, 4]] * 3))
     lm.advance([4, 4, 4])
     lm.rollback([length + stay for length, stay in zip(kept, [0, 2, 4], strict=True)])
-    logits = lm.forward(torch.tensor([[20, 21]] * 3))
+    logits = lm.forward(torch.tensor([[20, 21]] * 3)).logits
     for row, (prompt, stay) in enumerate(zip(PROMPTS, [0, 2, 4], strict=True)):
         assert_close(logits[row, 1], fresh(lm, [*prompt[:-1], *[1, 2, 3, 4][:stay], 20, 21]))
     with pytest.raises(AssertionError):
@@ -156,20 +156,20 @@ def test_nothing_is_kept_before_keep() -> None:
     """Guards against a pass that changes what the next one sees although nothing was committed."""
     lm = causal()
     lm.start(prompt_of(PROMPTS))
-    first = lm.forward(torch.tensor([[1, 2, 3]] * 3))
+    first = lm.forward(torch.tensor([[1, 2, 3]] * 3)).logits
     lm.forward(torch.tensor([[9, 9, 9, 9, 9]] * 3), torch.tensor([[-1, -1, 0, 1, -1]] * 3))
-    assert torch.equal(lm.forward(torch.tensor([[1, 2, 3]] * 3)), first)
+    assert torch.equal(lm.forward(torch.tensor([[1, 2, 3]] * 3)).logits, first)
 
 
 def test_forbidden_tokens_are_never_chosen() -> None:
     """Guards against a mask token in the text; other logits stay, and ids beyond the vocabulary are no error."""
     lm = causal()
     lm.start(prompt_of([[1, 2]]))
-    before = lm.forward(torch.tensor([[2, 3]]))
+    before = lm.forward(torch.tensor([[2, 3]])).logits
     lm.forbid(5)
     lm.forbid(5)
     lm.forbid(VOCAB + 3)
-    after = lm.forward(torch.tensor([[2, 3]])).clone()
+    after = lm.forward(torch.tensor([[2, 3]])).logits.clone()
     assert after.shape[-1] == VOCAB
     assert (after[..., 5] == -torch.inf).all()
     after[..., 5] = before[..., 5]
@@ -182,9 +182,9 @@ def test_prompts_are_read_in_chunks_across_buckets(monkeypatch: pytest.MonkeyPat
     lm = causal()
     chooser = random.Random(0)
     rows = [[chooser.randrange(VOCAB) for _ in range(length)] for length in (1, 25, 100)]
-    last_B1 = lm.start(prompt_of(rows))
+    last_B1 = lm.start(prompt_of(rows)).last
     assert lm.lengths == [0, 24, 99]
-    logits = lm.forward(last_B1)
+    logits = lm.forward(last_B1).logits
     for row, text in enumerate(rows):
         assert_close(logits[row, 0], fresh(lm, text))
 
@@ -193,7 +193,7 @@ def test_a_second_start_forgets_the_first() -> None:
     """Guards against keys of the last request seen by the next one, with another number of rows too."""
     lm = causal()
     for rows in (PROMPTS, [[1, 2, 3]], [[4]], PROMPTS):
-        logits = lm.forward(lm.start(prompt_of(rows)))
+        logits = lm.forward(lm.start(prompt_of(rows)).last).logits
         for row, text in enumerate(rows):
             assert_close(logits[row, 0], fresh(lm, text))
 
@@ -207,8 +207,8 @@ def test_capacity_is_checked_and_can_be_filled() -> None:
     lm = causal(capacity=20)
     with pytest.raises(ValueError, match="21 tokens, the model has room for 20"):
         lm.start(prompt_of([[1] * 21]))
-    full = lm.start(prompt_of([list(range(20))]))
-    logits = lm.forward(torch.cat([full, torch.ones(1, 15, dtype=torch.long)], dim=1))
+    full = lm.start(prompt_of([list(range(20))])).last
+    logits = lm.forward(torch.cat([full, torch.ones(1, 15, dtype=torch.long)], dim=1)).logits
     assert_close(logits[0, 0], fresh(lm, list(range(20))))
     with pytest.raises(AssertionError):
         lm.forward(torch.ones(1, 17, dtype=torch.long))
@@ -233,4 +233,4 @@ def test_an_ended_row_may_outgrow_its_cache(monkeypatch: pytest.MonkeyPatch) -> 
     alone.start(prompt_of([[3, *[9] * 35]]))
     for one in (lm, alone):
         assert one.lengths[-1] == 35
-    assert_close(lm.forward(torch.tensor([[1], [9]]))[1], alone.forward(torch.tensor([[9]]))[0])
+    assert_close(lm.forward(torch.tensor([[1], [9]])).logits[1], alone.forward(torch.tensor([[9]])).logits[0])

@@ -53,7 +53,7 @@ def test_compiled_passes_equal_eager_ones(dtype: torch.dtype) -> None:
                 lm.start(Prompt(tokens=torch.tensor([[5, 6, 7, 8]] * rows), sampling=(GREEDY,) * rows))
         tree = None if parents is None else torch.tensor([parents] * rows)
         for pair in pairs:
-            plain, fast = (lm.forward(torch.tensor(tokens), tree) for lm in pair)
+            plain, fast = (lm.forward(torch.tensor(tokens), tree).logits for lm in pair)
             there = torch.tensor(tokens) != ABSENT
             torch.testing.assert_close(fast[there], plain[there], rtol=1e-5, atol=1e-5)
         for lm in all_lms:
@@ -71,7 +71,7 @@ def test_prompts_are_read_by_the_passes_that_decode(monkeypatch: pytest.MonkeyPa
         for row, length in zip(tokens, lengths, strict=True):
             row[:length] = torch.arange(length) % 60 + 1
         prompt = Prompt(tokens=tokens, sampling=(GREEDY,) * len(lengths))
-        logits = [lm.forward(lm.start(prompt)) for lm in (plain, fast)]
+        logits = [lm.forward(lm.start(prompt).last).logits for lm in (plain, fast)]
         torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] - before == 2, "one for a row, one for more"
 
@@ -86,7 +86,7 @@ def test_what_was_compiled_is_kept_for_these_weights_only(tmp_path: Path, monkey
     for seed in (5, 5, 6):
         before = counters["inductor"]["fxgraph_cache_hit"]
         model = tiny_model(seed).float()
-        plain, fast = (CausalLM(model, vocab_size=64, compiled=flag).forward(tokens) for flag in (False, True))
+        plain, fast = (CausalLM(model, vocab_size=64, compiled=flag).forward(tokens).logits for flag in (False, True))
         torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5)
         found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
     assert found == [0, 1, 0]
