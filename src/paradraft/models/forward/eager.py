@@ -79,8 +79,8 @@ def hidden_states(
 def _embedded(model: PreTrainedModel, added_PD: Tensor, tokens_BN: Tensor) -> Tensor:
     """The embeddings `[B, N, D]` of tokens, of which those from E on are the added rows."""
     embedding = model.model.embed_tokens
-    E, P = len(embedding.weight), len(added_PD)
-    added_BND = added_PD[(tokens_BN - E).clamp(0, P - 1)]
+    E = len(embedding.weight)
+    added_BND = added_PD[(tokens_BN - E).clamp(min=0)]
     return torch.where((tokens_BN >= E)[:, :, None], added_BND, embedding(tokens_BN.clamp(0, E - 1)))
 
 
