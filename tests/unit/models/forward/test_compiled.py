@@ -77,6 +77,42 @@ def test_prompts_are_read_by_the_passes_that_decode(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
+def test_what_is_asked_for_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards rounds against compiling: hidden layers, vectors and added ids cost one more graph for a row and one for
+    more, for each choice of them, and no choice changes the graph of another. Traced only, which decides that."""
+    compile_all = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *given, **named: compile_all(*given, **named, backend="eager"))
+    monkeypatch.setattr(causal_lm, "PREFILL_CHUNK", 48)
+    plain, fast = (CausalLM(tiny_model(7), vocab_size=64, compiled=flag) for flag in (False, True))
+    embedding = plain.model.get_input_embeddings()
+    counts = []
+    for layers, has_vectors, has_added in [
+        ((), False, False), ((-1, 1), False, False), ((2,), True, False), ((), False, True), ((), False, False),
+    ]:  # fmt: skip
+        if has_added:
+            for lm in (plain, fast):
+                assert lm.add_embeddings(torch.ones(2, embedding.weight.shape[1]).cumsum(0))[0] == len(embedding.weight)
+        before = counters["stats"]["unique_graphs"]
+        for rows, length, width in [(1, 9, 1), (1, 100, 5), (1, 60, 7), (3, 9, 4), (2, 70, 6), (4, 3, 1)]:
+            prompt = (torch.arange(rows * length) % 60 + 1).view(rows, length)
+            tokens = (torch.arange(rows * width) % 50 + 3).view(rows, width)
+            if has_added:
+                tokens[:, -1] = len(embedding.weight) + 1
+            outs = []
+            for lm in (plain, fast):
+                lm.clear(rows)
+                read = lm.prefill(prompt, layers, embedding(prompt) if has_vectors else None)
+                vectors = embedding(tokens) if has_vectors else None
+                out = lm.forward(tokens, hidden_layers=layers, vectors=vectors)
+                assert tuple(read.hidden) == tuple(out.hidden) == layers
+                outs.append([out.logits, *read.hidden.values(), *out.hidden.values()])
+            for ours, theirs in zip(*outs, strict=True):
+                torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+        counts.append(counters["stats"]["unique_graphs"] - before)
+    assert counts == [2, 2, 2, 2, 0]
+
+
+@pytest.mark.slow
 def test_what_was_compiled_is_kept_for_these_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against minutes of compiling at every start, and against the packed weights of a model of the same shapes,
     such as the drafter before its last training step, which torch by itself would take."""
