@@ -51,7 +51,7 @@ def shares(target: str, dtype: str, *, turns: int, rounds: int, prompt_tokens: i
     new_tokens = turns * rounds + 1
     engine = Engine(load_target(target, Runtime(dtype=dtype, capacity=prompt_tokens + new_tokens)), NoDrafter(), k=1)
     lm = engine.target.lm
-    size = Size.of(lm.model, lm.stored_bytes)
+    size = Size.of(lm.model, lm.weight_bytes)
     speeds = Speeds(lm.device, {size.weight_bytes}, {size.dtype})
     speeds.measure()
     prompts = random_prompts(target, 1, prompt_tokens)

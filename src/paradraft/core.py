@@ -225,7 +225,10 @@ class Drafter:
     """
 
     hidden_layers: tuple[int, ...] = ()
-    """Layers of the target whose states `join` and `commit` want; -1 is the last one after its norm."""
+    """Layers of the target whose states `commit` wants, named as in `paradraft.models.forward.Forward`: -1 is the last
+    one after its norm."""
+    prompt_hidden_layers: tuple[int, ...] = ()
+    """Those whose states `join` wants, of the whole prompt but its last token."""
     branching: Literal["chain", "spine", "tree"] = "chain"
     """Drafts without branches, trees whose best path alone branches, or any trees."""
     can_run_ahead: bool = False

@@ -98,8 +98,8 @@ class Engine:
     ) -> None:
         if not 1 <= k < target.lm.width:
             raise ValueError(f"k={k}: draft 1 to {target.lm.width - 1} tokens per round")
-        if drafter.hidden_layers:
-            raise ValueError("this drafter wants hidden states of the target, which no pass returns yet")
+        target.lm.check_hidden_layers(drafter.hidden_layers)
+        target.lm.check_hidden_layers(drafter.prompt_hidden_layers)
         if verify not in RULES:
             raise ValueError(f"verify={verify!r}: use one of {', '.join(RULES)}")
         if lengths not in POLICIES:
@@ -254,7 +254,7 @@ class Engine:
     def warm_up(self, batch_size: int = 1) -> None:
         """Runs the passes that decoding will use, so that none is compiled in the middle of an answer; twice where
         passes that come again are recorded."""
-        for _ in range(2 if self.target.lm.is_replayed else 1):
+        for _ in range(max(self.target.lm.warm_up_rounds, 1)):
             requests = [Request(id=row, tokens=[0], max_new_tokens=self.k + 2) for row in range(batch_size)]
             with self._scheduler.exclusive():
                 for _ in run(self.new_batch(lengths=Fixed(self.k)), list(map(Generation, requests))):

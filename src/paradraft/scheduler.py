@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from paradraft.core import RequestError
 from paradraft.decode.batch import Batch
 from paradraft.decode.generation import Generation
-from paradraft.models.forward.eager import NotFiniteError
+from paradraft.models.forward import NotFiniteError
 
 
 class Scheduler:

@@ -11,6 +11,7 @@ import torch
 from paradraft.audit.audit import accept_all
 from paradraft.decode import sequential
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward import ForwardOut
 from tests.e2e.conftest import Paradraft, drafting
 from tests.support.jsonl import write_lines
 
@@ -66,10 +67,10 @@ def test_faults_of_passes_and_logits_that_are_not_numbers_have_exit_code_one(
         (lambda logits: logits * torch.nan, "FAIL: the target's logits are not numbers at prompt 1, seed 0, new token"),
     ):
 
-        def faulty(lm: CausalLM, tokens: torch.Tensor, *parents: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
-            logits = forward(lm, tokens, *parents, **others)
-            is_targets = bool(parents)
-            return change(logits) if is_targets and tokens.shape[1] > 1 else logits  # noqa: B023  # called in the loop
+        def faulty(lm: CausalLM, tokens: torch.Tensor, *parents: torch.Tensor, **others: torch.Tensor) -> ForwardOut:
+            out = forward(lm, tokens, *parents, **others)
+            is_targets = bool(parents) and tokens.shape[1] > 1
+            return ForwardOut(logits=change(out.logits)) if is_targets else out  # noqa: B023  # called in the loop
 
         monkeypatch.setattr(CausalLM, "forward", faulty)
         outcome = paradraft("audit", *audit_options(family, tmp_path), *options)

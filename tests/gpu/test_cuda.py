@@ -18,7 +18,7 @@ from paradraft.data.samples import Sample
 from paradraft.drafters import drafter_names, takes_draft
 from paradraft.engine import Engine, load
 from paradraft.errors import is_out_of_memory
-from paradraft.models.forward import eager
+from paradraft.models.forward import compiled
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train.batch import Drop, collate
@@ -47,7 +47,7 @@ def test_text_equals_plain_decoding_on_the_cpu(family: Path, name: str) -> None:
 def test_recorded_passes_are_replayed_and_change_no_token(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards CUDA graphs: that they are recorded at all, in this torch and with these kernels, for batches, trees and
     texts that outgrow a step of the cache, and that they say what the passes say that they were recorded from."""
-    monkeypatch.setattr(eager, "REPLAYED_BUCKET", 64)
+    monkeypatch.setattr(compiled, "REPLAYED_BUCKET", 64)
     replays: list[object] = []
     again = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), again(graph)))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from paradraft.models import causal_lm
-from paradraft.models.forward import cuda_graphs, eager
+from paradraft.models.forward import compiled, cuda_graphs
 
 
 class Recorder:
@@ -30,11 +30,11 @@ class Recorder:
 def replay_everything(monkeypatch: pytest.MonkeyPatch, recorder: type[Recorder] = Recorder) -> None:
     """Makes compiled passes replayed ones of the model's own code, without C++ and compiler."""
     replay_compiled(monkeypatch, recorder)
-    monkeypatch.setattr(eager, "compile_pass", lambda function, _: function)
+    monkeypatch.setattr(compiled, "compile_pass", lambda function, _: function)
 
 
 def replay_compiled(monkeypatch: pytest.MonkeyPatch, recorder: type[Recorder] = Recorder) -> None:
     """Makes compiled passes replayed ones of `torch.compile`, without C++."""
     monkeypatch.setattr(recorder, "recorded", 0)
     monkeypatch.setattr(causal_lm, "can_serve", lambda _: False)
-    monkeypatch.setattr(eager, "replays_on", lambda _: cuda_graphs.Replays(recorder))
+    monkeypatch.setattr(compiled, "replays_on", lambda _: cuda_graphs.Replays(recorder))

@@ -135,7 +135,7 @@ def rounding_of(engine: Engine, case: Case, answer: Recording, batch_size: int) 
     largest = 0.0
     for start in range(0, len(reading), width):
         tokens = torch.tensor([reading[start : start + width]] * batch_size, device=device)
-        logits = lm.forward(tokens)
+        logits = lm.forward(tokens).logits
         lm.advance([tokens.shape[1]] * batch_size)
         if not bool((are := are_numbers(logits).all(0)).all()):
             raise NotNumbersError(case, start + int(are.int().argmin()), "in passes of several tokens and rows")

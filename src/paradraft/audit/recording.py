@@ -15,7 +15,7 @@ from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
 from paradraft.models.causal_lm import SavedRow
-from paradraft.models.forward.eager import NotFiniteError
+from paradraft.models.forward import NotFiniteError
 from paradraft.models.target import Target
 from paradraft.ragged import to_lists
 from paradraft.sampling_params import Sampling
@@ -75,9 +75,14 @@ class Recorder(Target):
         """Prompts of the batch, and which of their new tokens was to be chosen by logits that are not numbers."""
         self._numbers: list[int] = []
 
-    def start(self, reserved_tokens: Iterable[int] = ()) -> None:
+    def start(
+        self,
+        reserved_tokens: Iterable[int] = (),
+        hidden_layers: tuple[int, ...] = (),
+        prompt_hidden_layers: tuple[int, ...] = (),
+    ) -> None:
         """See `Target`."""
-        super().start(reserved_tokens)
+        super().start(reserved_tokens, hidden_layers, prompt_hidden_layers)
         self.rows, self.not_numbers, self._numbers = [], [], []
 
     def join(self, requests: Sequence[Request], begun: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:

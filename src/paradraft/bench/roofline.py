@@ -152,7 +152,7 @@ def plain_passes(rows: int, prompt_tokens: int, new_tokens: int) -> Passes:
 
 def speeds_for(models: list[CausalLM]) -> Speeds:
     """What is to be measured of the device of some models, measured for the first time."""
-    sizes = [Size.of(lm.model, lm.stored_bytes) for lm in models]
+    sizes = [Size.of(lm.model, lm.weight_bytes) for lm in models]
     speeds = Speeds(models[0].device, {size.weight_bytes for size in sizes}, {size.dtype for size in sizes})
     speeds.measure()
     return speeds

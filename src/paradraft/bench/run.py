@@ -145,7 +145,7 @@ def _first_answers(measured: list[Measured], targets: dict[str, Target]) -> dict
 
 def _floor(one: Measured, figures: dict[str, Any], models: dict[str, CausalLM], speeds: Speeds) -> dict[str, Any]:
     """Which share of the floor a method reaches."""
-    sizes = {name: Size.of(lm.model, lm.stored_bytes) for name, lm in models.items()}
+    sizes = {name: Size.of(lm.model, lm.weight_bytes) for name, lm in models.items()}
     passes = added([answer.passes for run in one.runs for answer in run])
     return reached(passes, sizes, speeds, total_s=figures["total_s"], prefill_s=figures["prefill_s"])
 

@@ -78,7 +78,7 @@ def generate(
         (prompts is None or not as_json, "without --prompts and --json", ["batch_size"]),
     )
     size = min(batch_size, len(texts)) if as_json else 1
-    if engine.target.lm.is_traced:
+    if engine.target.lm.warm_up_rounds:
         with Console(stderr=True).status("compiling (a minute or two)"):
             engine.warm_up(size)
     is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"

@@ -126,7 +126,7 @@ class Batch:
 
     def _save(self, gone: Collection[Generation]) -> None:
         """Keeps the caches of requests that have ended."""
-        if not self._kept.maxlen or self.drafter.hidden_layers:
+        if not self._kept.maxlen or self.drafter.hidden_layers or self.drafter.prompt_hidden_layers:
             return
         for row, generation in enumerate(self.generations):
             if generation in gone and generation.is_finished and generation.error is None:
@@ -136,7 +136,8 @@ class Batch:
 
     def _start(self) -> None:
         device = self.target.device
-        self.target.start(self.drafter.reserved_tokens)
+        drafter = self.drafter
+        self.target.start(drafter.reserved_tokens, drafter.hidden_layers, drafter.prompt_hidden_layers)
         self._start_number = self.target.starts
         self.drafter.start(self.drafting, device)
         self.sampler = Sampler(drafting=self.drafting, device=device)

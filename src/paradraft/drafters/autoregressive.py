@@ -75,12 +75,12 @@ class AutoregressiveDrafter(Drafter):
         if k == 0:
             return Draft.empty(len(self._pending), self.lm.device)
         if max(map(len, self._pending)) >= self.lm.width:
-            self._pending = self.lm.prefill(self._pending)
+            self._pending = self.lm.prefill(self._pending).last
         reading, numbers = ragged.from_lists(self._pending, self.lm.device), list(map(len, self._pending))
         last_B1 = upload([[number - 1] for number in numbers], self.lm.device)
         found: list[Candidates] = []
         for depth in range(k):
-            logits_B1V = self.lm.forward(reading, logit_rows=last_B1)
+            logits_B1V = self.lm.forward(reading, logit_rows=last_B1).logits
             self.lm.advance(numbers)
             if not found:
                 self._committed, self._pending = self.lm.lengths, [[] for _ in numbers]

@@ -89,12 +89,12 @@ class PardDrafter(Drafter):
         if k == 0:
             return Draft.empty(len(self._pending), device)
         if max(map(len, self._pending)) + k > self.lm.width:
-            self._pending = self.lm.prefill(self._pending)
+            self._pending = self.lm.prefill(self._pending).last
         numbers = [len(row) for row in self._pending]
         masks = [self.mask_id + min(place, self.masks - 1) for place in range(k - 1)]
         rows_BK = upload([range(number - 1, number - 1 + k) for number in numbers], device)
         reading = ragged.from_lists([row + masks for row in self._pending], device)
-        logits_BKV = self.lm.forward(reading, logit_rows=rows_BK)
+        logits_BKV = self.lm.forward(reading, logit_rows=rows_BK).logits
         self.lm.advance(numbers)
         self._pending = [[] for _ in numbers]
         candidates = self._sampler.candidates(logits_BKV, 0, candidates_needed(self._tree))

@@ -1,17 +1,19 @@
 """A Hugging Face causal LM that reads several tokens per row in one pass and can go back.
 
 On CPUs the forward pass is one in C++, built once for all models (`forward/cpu`). Where that does not serve, torch
-computes it (`forward/eager.py`). Prompts are read by the same pass. Attention reads the used part of the cache only.
+computes it (`forward/eager.py`, `forward/compiled.py`). Prompts are read by the same pass. Attention reads the used
+part of the cache only.
 
-Shape letters: B rows of a batch, N tokens of a pass, R tokens whose logits are wanted, V vocabulary.
+Shape letters: B rows of a batch, N tokens of a pass, T tokens of a prompt, R tokens whose logits are wanted,
+V vocabulary, D hidden size, E rows of the embedding, P rows added to it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,10 +21,12 @@ from transformers import PreTrainedModel
 
 from paradraft.models import kv_cache
 from paradraft.models.architecture import check_architecture
+from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut, NotFiniteError
+from paradraft.models.forward.compiled import CompiledPass
 from paradraft.models.forward.cpu.build import CannotBuildError
 from paradraft.models.forward.cpu.model import NativePass, can_serve
 from paradraft.models.forward.cuda_graphs import graph_size
-from paradraft.models.forward.eager import BUCKET, NotFiniteError, TorchPass
+from paradraft.models.forward.eager import BUCKET, EagerPass
 from paradraft.ragged import from_lists, upload
 from paradraft.tree import ABSENT, depths, parents_of_chains
 
@@ -44,7 +48,18 @@ class Pass:
     context: int
 
 
-PREFILL_CHUNK = 256
+@dataclass(frozen=True, kw_only=True)
+class PrefillOut:
+    """What reading prompts returns.
+
+    Args:
+        last: for each row its last token, which was not read.
+        hidden: for each hidden layer that was asked for `[B, T - 1, D]` states of all tokens but the last, 0 where a
+            row has no token.
+    """
+
+    last: list[list[int]]
+    hidden: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +73,9 @@ class SavedRow:
 
     length: int
     storage: kv_cache.Storage
+
+
+PREFILL_CHUNK = 256
 
 
 class CausalLM:
@@ -103,15 +121,16 @@ class CausalLM:
         self.width = max(width, pad_to, 2)
         self.device = model.device
         self._slots = -(-(self.capacity + graph_size(self.width)) // BUCKET) * BUCKET
-        self._compute = (None if compiled is False else _native_pass(model, self._slots)) or TorchPass(
-            model, self._slots, compiled=compiled is True, cuda_graphs=cuda_graphs, pad_to=pad_to
+        self._compute: Forward = _forward_of(
+            model, self._slots, compiled=compiled, cuda_graphs=cuda_graphs, pad_to=pad_to
         )
+        self._added: Tensor | None = None
         self.starts = 0
         """How often `start` was called: there is one cache, so whoever starts ends what others had in it."""
         self._largest = self._allocate(1)
         self._storage: kv_cache.Storage = []
         self.passes = Counter[Pass]()
-        """The passes since `clear`, for whoever wants to know what they cost."""
+        """The passes since `start`, for whoever wants to know what they cost."""
         self._set_lengths([])
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
@@ -162,64 +181,140 @@ class CausalLM:
                 new_BCHD[: len(self.lengths), : self._longest] = old_BCHD[: len(self.lengths), : self._longest]
 
     @torch.no_grad()
-    def prefill(self, rows: list[list[int]]) -> list[list[int]]:
+    def prefill(
+        self, rows: list[list[int]], hidden_layers: Sequence[int] = (), vectors: Tensor | None = None
+    ) -> PrefillOut:
         """Reads and keeps all but the last token of each row; at any length, in chunks.
 
         Args:
-            rows: for each row of the batch the tokens after those that it has, at least one. Rows of one token are not
-                read, if no row before them has more.
-
-        Returns:
-            The last token of each row.
+            rows: for each row of the batch the tokens after those that it has, at least one. The first rows that have
+                one token each take no part in the passes.
+            hidden_layers: whose states to return, as in `Forward`. For `FINAL_NORM` and the last layer, all of that
+                layer is computed, which nothing else needs of a prompt.
+            vectors: `[B, T - 1, D]` or longer, read in place of the embeddings.
 
         Raises:
-            NotFiniteError: the states of a row are not numbers.
+            ValueError: there is no such hidden layer.
+            NotFiniteError: states became NaN or infinite.
         """
         first = next((row for row, tokens in enumerate(rows) if len(tokens) > 1), len(rows))
-        first = min(first, len(rows) - self.fewest_rows)
+        first = min(first, len(rows) - min(self.min_rows, len(rows)))
         rest_bT = from_lists([tokens[:-1] for tokens in rows[first:]], self.device)
+        parts: dict[int, list[Tensor]] = {layer: [self._no_states(len(rest_bT))] for layer in hidden_layers}
         for start in range(0, rest_bT.shape[1], PREFILL_CHUNK):
-            self._read(rest_bT[:, start : start + PREFILL_CHUNK], first)
-        return [tokens[-1:] for tokens in rows]
+            chunk_bN = rest_bT[:, start : start + PREFILL_CHUNK]
+            read = None if vectors is None else vectors[first:, start : start + chunk_bN.shape[1]]
+            for layer, states in self._read(chunk_bN, first, hidden_layers, read).hidden.items():
+                parts[layer].append(states)
+        hidden = {layer: torch.cat(states, dim=1) for layer, states in parts.items()}
+        hidden = {layer: torch.nn.functional.pad(states, (0, 0, 0, 0, first, 0)) for layer, states in hidden.items()}
+        return PrefillOut(last=[tokens[-1:] for tokens in rows], hidden=hidden)
 
-    def _read(self, chunk_bN: Tensor, first: int) -> None:
+    def _read(self, chunk_bN: Tensor, first: int, hidden_layers: Sequence[int], vectors: Tensor | None) -> ForwardOut:
         """Reads and keeps a piece of the texts of the rows from `first` on."""
         storage = kv_cache.rows_of(self._largest, first, len(self.lengths))
         nothing_b0 = torch.zeros(len(chunk_bN), 0, dtype=torch.long, device=self.device)
         chains_bN = parents_of_chains(*chunk_bN.shape, self.device)
         lengths = self.lengths[first:]
         try:
-            self._pass(storage, lengths, chunk_bN, chains_bN, nothing_b0)
+            out = self._pass(storage, lengths, chunk_bN, chains_bN, nothing_b0, hidden_layers, vectors)
         except NotFiniteError as error:
             raise NotFiniteError(first + error.row) from None
         self.advance([0] * first + (chunk_bN != ABSENT).sum(1).tolist())
+        return out
+
+    def _no_states(self, rows: int) -> Tensor:
+        dtype = torch.float32 if self.is_native else self.model.dtype
+        return torch.zeros(rows, 0, self.model.config.hidden_size, dtype=dtype, device=self.device)
 
     @torch.no_grad()
-    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None, logit_rows: Tensor | None = None) -> Tensor:
-        """Reads new tokens behind the kept ones; nothing is kept until `advance` or `accept_path`.
+    def forward(
+        self,
+        tokens_BN: Tensor,
+        parents_BN: Tensor | None = None,
+        logit_rows: Tensor | None = None,
+        *,
+        hidden_layers: Sequence[int] = (),
+        vectors: Tensor | None = None,
+    ) -> ForwardOut:
+        """Reads new tokens after the kept ones; nothing is kept until `advance` or `accept_path`.
 
         Args:
             tokens_BN: `[B, N]` token ids, `ABSENT` where a row has fewer.
             parents_BN: `[B, N]` the token that each one follows, -1 for the last kept token; by
                 default each follows the one before it.
-            rows_BR: `[B, R]` indices of the tokens whose logits are wanted; all by default.
+            logit_rows: `[B, R]` indices of the tokens whose logits are wanted; all by default.
+            hidden_layers: whose states to return, as in `Forward`.
+            vectors: `[B, N, D]` read in place of the embeddings.
 
         Returns:
-            `[B, R, V]` logits of what comes next; ids that may not be chosen are -inf.
+            `[B, R, V]` logits of what comes next, -inf for ids that may not be chosen, and `[B, N, D]` states of each
+            of `hidden_layers`.
+
+        Raises:
+            ValueError: there is no such hidden layer.
         """
         B, N = tokens_BN.shape
         assert N <= self.width, f"a pass of {N} tokens, but room for {self.width}"
         chains_BN = parents_of_chains(B, N, self.device)
         parents_BN = chains_BN if parents_BN is None else parents_BN
         logit_rows = depths(chains_BN) if logit_rows is None else logit_rows
-        return self.allowed(self._pass(self._storage, self.lengths, tokens_BN, parents_BN, logit_rows))
+        out = self._pass(self._storage, self.lengths, tokens_BN, parents_BN, logit_rows, hidden_layers, vectors)
+        return ForwardOut(logits=self.allowed(out.logits), hidden=out.hidden)
 
     def _pass(
-        self, storage: kv_cache.Storage, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor, logit_rows: Tensor
-    ) -> Tensor:
+        self,
+        storage: kv_cache.Storage,
+        lengths: list[int],
+        tokens_BN: Tensor,
+        parents_BN: Tensor,
+        logit_rows: Tensor,
+        hidden_layers: Sequence[int],
+        vectors: Tensor | None,
+    ) -> ForwardOut:
+        if hidden_layers:
+            self.check_hidden_layers(hidden_layers)
         (B, N), R = tokens_BN.shape, logit_rows.shape[1]
         self.passes[Pass(rows=B, tokens=N, logits=R, context=max(lengths))] += 1
-        return self._compute(storage, lengths, tokens_BN, parents_BN, logit_rows)
+        return self._compute(
+            storage, lengths, tokens_BN, parents_BN, logit_rows=logit_rows, hidden_layers=hidden_layers, vectors=vectors
+        )
+
+    def check_hidden_layers(self, layers: Sequence[int]) -> None:
+        """Raises ValueError if passes cannot return the states of these layers."""
+        last = self.model.config.num_hidden_layers
+        if len(set(layers)) < len(layers):
+            raise ValueError(f"hidden layers {list(layers)}: name each only once")
+        for layer in layers:
+            if type(layer) is not int or not FINAL_NORM <= layer <= last:
+                raise ValueError(
+                    f"hidden layer {layer!r}: use 0 (the embeddings) to {last} (the last layer), or {FINAL_NORM} "
+                    "(after the final norm)"
+                )
+
+    @torch.no_grad()
+    def add_embeddings(self, rows_PD: Tensor) -> range:
+        """Gives further token ids an embedding: of prompt tokens, which are read but never chosen.
+
+        The model, its logits and all other ids stay as they are.
+
+        Args:
+            rows_PD: `[P, D]` one row for each id; at least one.
+
+        Returns:
+            The ids: those after the last row of the embedding and after those of earlier calls.
+
+        Raises:
+            ValueError: the rows do not have the model's hidden size.
+        """
+        width = self.model.config.hidden_size
+        if rows_PD.ndim != 2 or rows_PD.shape[1] != width or not len(rows_PD):
+            raise ValueError(f"embeddings of shape {list(rows_PD.shape)}: this model needs [1 or more, {width}]")
+        rows_PD = rows_PD.to(self.device, self.model.dtype)
+        first = len(self.model.get_input_embeddings().weight) + (0 if self._added is None else len(self._added))
+        self._added = rows_PD.clone() if self._added is None else torch.cat([self._added, rows_PD])
+        self._compute.add_embeddings(self._added)
+        return range(first, first + len(rows_PD))
 
     @property
     def is_native(self) -> bool:
@@ -227,24 +322,19 @@ class CausalLM:
         have threads of their own."""
         return isinstance(self._compute, NativePass)
 
-    def stored_bytes(self, weight: Tensor) -> int:
+    @property
+    def min_rows(self) -> int:
+        """How few rows a batch of several may shrink to: `torch.compile` makes another pass for one row."""
+        return self._compute.min_rows
+
+    @property
+    def warm_up_rounds(self) -> int:
+        """How often a pass must have run before it is compiled and recorded; 0 if it is neither."""
+        return self._compute.warm_up_rounds
+
+    def weight_bytes(self, weight: Tensor) -> int:
         """What a pass reads of one of the model's weights."""
-        return self._compute.stored_bytes(weight)
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether passes go through `torch.compile`, which makes one for a single row and one for more."""
-        return self._compute.is_traced
-
-    @property
-    def is_replayed(self) -> bool:
-        """Whether decoding passes whose shape comes again are recorded."""
-        return self._compute.is_replayed
-
-    @property
-    def fewest_rows(self) -> int:
-        """How few rows a batch may shrink to: `torch.compile` makes a pass for one row, which may not be there."""
-        return 2 if self.is_traced and len(self.lengths) > 1 else 1
+        return self._compute.weight_bytes(weight)
 
     def allowed(self, logits: Tensor) -> Tensor:
         """Logits `[…, V]` of the tokens that may be chosen, in place; forbidden ones are -inf."""
@@ -288,6 +378,17 @@ class CausalLM:
         """Goes back to earlier lengths of the rows."""
         assert all(earlier <= now for earlier, now in zip(lengths, self.lengths, strict=True))
         self._set_lengths(lengths)
+
+
+def _forward_of(
+    model: PreTrainedModel, slots: int, *, compiled: bool | None, cuda_graphs: bool, pad_to: int
+) -> Forward:
+    """What computes a model's passes; the arguments are those of `CausalLM`."""
+    if compiled is not False and (native := _native_pass(model, slots)) is not None:
+        return native
+    if compiled:
+        return CompiledPass(model, slots, pad_to=pad_to, cuda_graphs=cuda_graphs)
+    return EagerPass(model, slots, pad_to=pad_to)
 
 
 def _native_pass(model: PreTrainedModel, slots: int) -> NativePass | None:

@@ -30,6 +30,8 @@ class Target:
         self.lm = lm
         self.tokenizer = tokenizer
         self._root_B1 = torch.empty(0, 1, dtype=torch.long)
+        self._hidden_layers: tuple[int, ...] = ()
+        self._prompt_hidden_layers: tuple[int, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -49,19 +51,27 @@ class Target:
     @property
     def fewest_rows(self) -> int:
         """How few rows a batch may shrink to."""
-        return self.lm.fewest_rows
+        return min(self.lm.min_rows, len(self.lm.lengths))
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a text, as `generate` of `transformers` finds them."""
         return end_ids(self.lm.model.generation_config)
 
-    def start(self, reserved_tokens: Iterable[int] = ()) -> None:
-        """Forgets all rows.
+    def start(
+        self,
+        reserved_tokens: Iterable[int] = (),
+        hidden_layers: tuple[int, ...] = (),
+        prompt_hidden_layers: tuple[int, ...] = (),
+    ) -> None:
+        """Forgets all rows, and serves those that join from now on for one drafter.
 
         Args:
-            reserved_tokens: tokens that are not chosen in any row that joins from now on.
+            reserved_tokens: tokens that are not chosen.
+            hidden_layers: layers whose states every round returns.
+            prompt_hidden_layers: layers whose states `join` returns.
         """
+        self._hidden_layers, self._prompt_hidden_layers = hidden_layers, prompt_hidden_layers
         self.lm.start()
         self.lm.reserve(reserved_tokens)
         self._root_B1 = torch.empty(0, 1, dtype=torch.long, device=self.device)
@@ -90,14 +100,19 @@ class Target:
                 known = self.lm.restore(before + index, saved, min(shared, len(prompts[index]) - 1))
                 unread[index] = prompts[index][known:]
         # Of the other rows nothing is read: their roots are theirs until the next round.
-        roots = self.lm.prefill([[ABSENT]] * before + unread)[before:]
-        self._root_B1 = torch.cat([self._root_B1, upload(roots, self.device)])
-        return Committed(tokens=from_lists(prompts, self.device))
+        read = self.lm.prefill([[ABSENT]] * before + unread, self._prompt_hidden_layers)
+        self._root_B1 = torch.cat([self._root_B1, upload(read.last[before:], self.device)])
+        # A token is predicted from the state of the token before it; the first one has none.
+        hidden = {
+            layer: torch.nn.functional.pad(states[before:], (0, 0, 1, 0)) for layer, states in read.hidden.items()
+        }
+        return Committed(tokens=from_lists(prompts, self.device), hidden=hidden)
 
     def forward(self, draft: Draft) -> TargetOut:
         """Reads the last committed tokens and the whole draft in one pass."""
         tokens = torch.cat([self._root_B1, draft.tokens], dim=1)
-        return TargetOut(logits=self.lm.forward(tokens, with_root(draft.parents)), hidden={})
+        out = self.lm.forward(tokens, with_root(draft.parents), hidden_layers=self._hidden_layers)
+        return TargetOut(logits=out.logits, hidden=out.hidden)
 
     def commit(self, verdict: Verdict, out: TargetOut) -> Committed:
         """Keeps the accepted path; the verdict's next token becomes the new root."""

@@ -65,7 +65,7 @@ def run_plan(
     if known is None:
         known = _measure_acceptance(task, target, drafter, report)
     costs = _measure_costs(task, list(known), target, drafter, report)
-    predictions = _predictions(known, costs, fewest_rows=2 if target.lm.is_traced else 1)
+    predictions = _predictions(known, costs, fewest_rows=target.lm.min_rows)
     chosen = {batch: best(predictions, batch) for batch in task.batches}
     chains = {batch: best([one for one in predictions if not one.way.tree], batch).way.k for batch in task.batches}
     checked: Checked = {}

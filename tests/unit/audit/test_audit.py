@@ -15,6 +15,7 @@ from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode import sequential
 from paradraft.decode.draft_length import Fixed
 from paradraft.engine import Engine, load
+from paradraft.models.forward import ForwardOut
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
@@ -90,9 +91,10 @@ def test_near_ties_are_told_from_faults(family: Path, monkeypatch: pytest.Monkey
         embedding[32:64] = embedding[:32]
     forward = lm.forward
 
-    def rounded(tokens: torch.Tensor, *rest: object) -> torch.Tensor:
-        logits = forward(tokens, *rest)
-        return logits + (1e-7 * torch.sin(torch.arange(logits.shape[-1])) if tokens.shape[1] > 1 else 0.0)
+    def rounded(tokens: torch.Tensor, *rest: object, **others: object) -> ForwardOut:
+        logits = forward(tokens, *rest, **others).logits
+        error = 1e-7 * torch.sin(torch.arange(logits.shape[-1])) if tokens.shape[1] > 1 else 0.0
+        return ForwardOut(logits=logits + error)
 
     monkeypatch.setattr(lm, "forward", rounded)
     report = run(engine, tokens=60)

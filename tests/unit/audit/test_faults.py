@@ -21,6 +21,7 @@ from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode import sequential
 from paradraft.engine import Engine, load
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward import ForwardOut
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
@@ -66,9 +67,9 @@ def logits_changed(change: Callable[[Tensor], Tensor], *, from_width: int = 2) -
     def plant(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
         forward = lm.forward
 
-        def faulty(tokens: Tensor, *rest: Tensor) -> Tensor:
-            logits = forward(tokens, *rest)
-            return change(logits) if tokens.shape[1] >= from_width else logits
+        def faulty(tokens: Tensor, *rest: Tensor, **others: Any) -> ForwardOut:
+            out = forward(tokens, *rest, **others)
+            return ForwardOut(logits=change(out.logits)) if tokens.shape[1] >= from_width else out
 
         monkeypatch.setattr(lm, "forward", faulty)
 
@@ -89,13 +90,13 @@ def around_wide_passes(lm: CausalLM, monkeypatch: pytest.MonkeyPatch, before: Ca
     """Calls `before` before each pass of several tokens; the result holds True while such a pass runs."""
     forward, inside = lm.forward, [False]
 
-    def faulty(tokens: Tensor, *rest: Tensor) -> Tensor:
+    def faulty(tokens: Tensor, *rest: Tensor, **others: Any) -> ForwardOut:
         inside[0] = tokens.shape[1] > 1
         if inside[0]:
             before(tokens)
-        logits = forward(tokens, *rest)
+        out = forward(tokens, *rest, **others)
         inside[0] = False
-        return logits
+        return out
 
     monkeypatch.setattr(lm, "forward", faulty)
     return inside
@@ -107,8 +108,8 @@ def blind_drafts(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     if lm.is_native:
         run_pass = lm._pass
 
-        def without_parents(tokens: Tensor, parents: Tensor, rows: Tensor, **rest: object) -> Tensor:
-            return run_pass(tokens, parents.clamp(max=0) if inside[0] else parents, rows, **rest)
+        def without_parents(tokens: Tensor, parents: Tensor, *rest: Any) -> ForwardOut:
+            return run_pass(tokens, parents.clamp(max=0) if inside[0] else parents, *rest)
 
         monkeypatch.setattr(lm, "_pass", without_parents)
         return
@@ -141,7 +142,7 @@ def rejected_tokens_stay(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
             last.clear()
         accept_path(paths)
 
-    monkeypatch.setattr(lm, "keep_path", keep_more)
+    monkeypatch.setattr(lm, "accept_path", keep_more)
 
 
 def positions_off_by_one(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +151,12 @@ def positions_off_by_one(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
         inside = around_wide_passes(lm, monkeypatch, lambda _: None)
 
         class Further(NativePass):
-            def __call__(self, *arguments: Any) -> Tensor:
+            def __call__(self, *arguments: Any, **others: Any) -> ForwardOut:
                 turned = inside[0] * 4 * self._model.head_size // 2
                 self._model.cosines, self._model.sines = self._model.cosines + turned, self._model.sines + turned
-                logits = super().__call__(*arguments)
+                out = super().__call__(*arguments, **others)
                 self._model.cosines, self._model.sines = self._model.cosines - turned, self._model.sines - turned
-                return logits
+                return out
 
         monkeypatch.setattr(lm._compute, "__class__", Further)
         return

@@ -52,9 +52,9 @@ def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
         now.s += target_s(len(draft.tokens), draft.tokens.shape[1] + 1)
         return forward(self, draft)
 
-    def timed_prefill(self: Target, prompt: Prompt) -> None:
+    def timed_prefill(self: Target, prompt: Prompt) -> object:
         now.s += 100.0
-        prefill(self, prompt)
+        return prefill(self, prompt)
 
     def timed_start(self: PardDrafter, prompt: Prompt, out: TargetOut | None) -> None:
         now.has_read = False

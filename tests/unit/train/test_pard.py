@@ -63,8 +63,8 @@ def test_training_predicts_what_decoding_computes(llama: bool, r: float, packed:
         anchor = position - depth
         assert label == TEXTS[sample][position + 1]
         if (sample, anchor) not in drafts:
-            last = lm.start(Prompt(tokens=torch.tensor([TEXTS[sample][: anchor + 1]]), sampling=(Sampling(),)))
-            drafts[sample, anchor] = lm.forward(torch.cat([last, torch.full((1, k - 1), MASK)], dim=1))[0]
+            last = lm.start(Prompt(tokens=torch.tensor([TEXTS[sample][: anchor + 1]]), sampling=(Sampling(),))).last
+            drafts[sample, anchor] = lm.forward(torch.cat([last, torch.full((1, k - 1), MASK)], dim=1)).logits[0]
     expected = torch.stack([drafts[sample, position - depth][depth] for sample, position, depth, _ in rows])
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
 

@@ -1,4 +1,7 @@
-"""Compiles a forward pass once for all its shapes."""
+"""A pass through `torch.compile`, made once for all its shapes; on a GPU recorded as CUDA graphs.
+
+Shape letters as in `eager.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,109 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.fx.experimental._config as sizes_config
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from paradraft.models import kv_cache
+from paradraft.models.forward.cuda_graphs import Replays, graph_size, replays_on
+from paradraft.models.forward.eager import BUCKET, EagerPass, Layers, NewTokens, contiguous_copy, logits_and_states
+from paradraft.tree import ABSENT
+
+REPLAYED_BUCKET = 256
+"""As `BUCKET`, for passes that are replayed: each step is one more to record."""
+Result = TypeVar("Result")
 MOST_KEPT_BYTES = 2**30
 """Largest model of which a compiled pass is kept on disk: on a CPU its packed weights are part of it."""
 
 
-def compile_pass(function: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:
+class CompiledPass(EagerPass):
+    """The eager pass, compiled: one for a single row and one for more, for each choice of hidden layers and of inputs.
+
+    What is asked for is part of what is compiled, so that a pass without hidden layers, vectors and added embeddings
+    is what it would be if there were none of these.
+
+    Args:
+        model: in evaluation mode; its weights must not change afterwards, because compiled passes have copies.
+        slots: of the cache.
+        pad_to: run passes whose logits are wanted with at least this many tokens, and this many logits.
+        cuda_graphs: on a GPU, record passes and replay them.
+    """
+
+    min_rows = 2
+
+    def __init__(self, model: PreTrainedModel, slots: int, *, pad_to: int, cuda_graphs: bool) -> None:
+        # A pass of one token would be compiled a second time: torch.compile takes sizes 0 and 1 for constants.
+        super().__init__(model, slots, pad_to=max(pad_to, 2))
+        self._compiled: dict[tuple[Layers, bool, bool], Callable[..., tuple[Tensor, ...]]] = {}
+        self.replays: Replays | None = replays_on(model.device) if cuda_graphs else None
+        self.warm_up_rounds = 1 if self.replays is None else 2
+
+    def add_embeddings(self, rows_PD: Tensor) -> None:
+        """See `Forward`."""
+        super().add_embeddings(rows_PD)
+        self.forget()  # recordings read the rows that were there
+        for key in [key for key in self._compiled if key[2]]:
+            del self._compiled[key]
+
+    def forget(self) -> None:
+        """See `Forward`: recordings hold the storage."""
+        if self.replays is not None:
+            self.replays.forget()
+
+    def _run(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
+        if self.replays is None:
+            return self._read(storage, lengths, layers, new)
+        sizes = (new.tokens.shape[1], new.logit_rows.shape[1])
+        new = new.padded(*(graph_size(max(size, self._pad_to)) for size in sizes))
+        inputs = contiguous_copy(new.logit_rows), *self._inputs(lengths, new, REPLAYED_BUCKET)
+        run = partial(self._compiled_for(layers, new), self._model, storage, self._added)
+        return self.replays(run, inputs, partial(self._others, *inputs), kind=layers)
+
+    def _read(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
+        """Prompts come in many lengths and are not recorded."""
+        new = new.padded(self._pad_to, self._pad_to)
+        run = self._compiled_for(layers, new)
+        inputs = self._inputs(lengths, new, BUCKET)
+        return run(self._model, storage, self._added, contiguous_copy(new.logit_rows), *inputs)
+
+    def _compiled_for(self, layers: Layers, new: NewTokens) -> Callable[..., tuple[Tensor, ...]]:
+        """The pass that returns the states of these layers, for inputs of this kind."""
+        key = (layers, new.vectors is not None, self._added is not None)
+        if key not in self._compiled:
+            self._compiled[key] = compile_pass(logits_and_states_of(layers), self._model)
+        return self._compiled[key]
+
+    def _others(
+        self, logit_rows: Tensor, slots_S: Tensor, tokens_BN: Tensor, lengths_B: Tensor, depth_BN: Tensor,
+        sees_BNN: Tensor, *vectors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Different inputs of the same shapes, to check a recording with; the slots follow from their number. Nothing
+        that is kept is written over; where the cache is full there is no place further."""
+        N = tokens_BN.shape[1]
+        tokens_BN = torch.where(tokens_BN == ABSENT, ABSENT, (tokens_BN + 1) % self._model.config.vocab_size)
+        lengths_B = (lengths_B + 1).clamp(max=len(self._positions) - N)
+        alone_BNN = contiguous_copy(torch.eye(N, dtype=torch.bool, device=sees_BNN.device).expand_as(sees_BNN))
+        others = (-vectors_BND for vectors_BND in vectors)
+        return (logit_rows + 1) % N, slots_S, tokens_BN, lengths_B, depth_BN + 1, alone_BNN, *others
+
+
+def logits_and_states_of(layers: Layers) -> Callable[..., tuple[Tensor, ...]]:
+    """`logits_and_states` of some layers, as a function of its other arguments."""
+
+    def run(
+        model: PreTrainedModel, storage: kv_cache.Storage, added_PD: Tensor | None, logit_rows: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        return logits_and_states(model, storage, layers, added_PD, logit_rows, *inputs)
+
+    return run
+
+
+def compile_pass(function: Callable[..., Result], model: nn.Module) -> Callable[..., Result]:
     """A pass through `torch.compile`, for any sizes; eager, with a warning, where that fails.
 
     On a CPU the weights are packed ("freezing"; they must not change afterwards) and everything is called from C++.
@@ -37,7 +132,7 @@ def compile_pass(function: Callable[..., Tensor], model: nn.Module) -> Callable[
     seen: set[tuple[torch.Size, ...]] = set()
     works = True
 
-    def run(*args: Any) -> Tensor:
+    def run(*args: Any) -> Result:
         nonlocal works
         if not works:
             return function(*args)

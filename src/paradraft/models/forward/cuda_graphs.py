@@ -11,7 +11,7 @@ that it was made from, for the inputs of the recording and for others. If one di
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -25,6 +25,7 @@ weights takes the time, however few rows are multiplied with them."""
 MOST = 256
 """Recordings, and shapes seen once, that are kept."""
 Inputs = tuple[Tensor, ...]
+Results = tuple[Tensor, ...]
 
 
 def graph_size(tokens: int) -> int:
@@ -68,17 +69,17 @@ class CudaRecorder:
 
 @dataclass(frozen=True, kw_only=True)
 class _Recording:
-    """A pass of one shape, the tensors that it reads, and the one that it writes."""
+    """A pass of one shape, the tensors that it reads, and those that it writes."""
 
     inputs: Inputs
     again: Callable[[], None]
-    result: Tensor
+    results: Results
 
-    def replay(self, inputs: Inputs) -> Tensor:
+    def replay(self, inputs: Inputs) -> Results:
         for ours, given in zip(self.inputs, inputs, strict=True):
             ours.copy_(given)
         self.again()
-        return self.result.clone()  # the next replay writes over it
+        return tuple(result.clone() for result in self.results)  # the next replay writes over them
 
 
 class Replays:
@@ -95,11 +96,13 @@ class Replays:
 
     def forget(self) -> None:
         """Drops all recordings, so that the memory which they read and write can be given back."""
-        self._recordings: dict[tuple[torch.Size, ...], _Recording | None] = {}
+        self._recordings: dict[Hashable, _Recording | None] = {}
         self._record: Recorder | None = None
-        self._results: Tensor | None = None
+        self._results: list[Tensor] = []
 
-    def __call__(self, run: Callable[..., Tensor], inputs: Inputs, others: Callable[[], Inputs]) -> Tensor:
+    def __call__(
+        self, run: Callable[..., Results], inputs: Inputs, others: Callable[[], Inputs], *, kind: Hashable = ()
+    ) -> Results:
         """What a pass says to its inputs.
 
         Args:
@@ -107,32 +110,33 @@ class Replays:
                 `forget`.
             inputs: tensors on the device.
             others: other inputs of the same shapes, for which it writes nothing that anybody keeps.
+            kind: tells passes apart whose inputs have the same shapes.
         """
         if not self._works:
             return run(*inputs)
-        key = tuple(tensor.shape for tensor in inputs)
+        key = kind, tuple(tensor.shape for tensor in inputs)
         has_come = key in self._recordings
         recording = self._recordings.pop(key, None)
         if recording is not None:
-            result = recording.replay(inputs)
+            results = recording.replay(inputs)
         else:
             if has_come:
                 recording = self._compared(run, inputs, others)
-            result = run(*inputs)  # the last to write the cache
+            results = run(*inputs)  # the last to write the cache
         self._recordings[key] = recording
         if len(self._recordings) > MOST:
             del self._recordings[next(iter(self._recordings))]
-        return result
+        return results
 
-    def _compared(self, run: Callable[..., Tensor], inputs: Inputs, others: Callable[[], Inputs]) -> _Recording | None:
+    def _compared(self, run: Callable[..., Results], inputs: Inputs, others: Callable[[], Inputs]) -> _Recording | None:
         """A recording of a pass that does what the pass does; None, with a warning, if there is none."""
         try:
             self._record = self._record or self._new_recorder()
             ours = tuple(tensor.clone() for tensor in inputs)
-            result = self._room_for(run(*inputs))
-            again = self._record(partial(_write, result, run, ours))
-            recording = _Recording(inputs=ours, again=again, result=result)
-            if all(_is_same(recording.replay(given), run(*given)) for given in (inputs, others())):
+            results = self._room_for(run(*inputs))
+            again = self._record(partial(_write, results, run, ours))
+            recording = _Recording(inputs=ours, again=again, results=results)
+            if all(_are_same(recording.replay(given), run(*given)) for given in (inputs, others())):
                 return recording
             reason = "a recording does not do what it recorded"
         except RuntimeError as error:
@@ -142,15 +146,21 @@ class Replays:
         warnings.warn(f"decoding goes on without CUDA graphs: {reason}", stacklevel=2)
         return None
 
-    def _room_for(self, result: Tensor) -> Tensor:
-        """A tensor like a result, in memory that all recordings write theirs to."""
-        if self._results is None or len(self._results) < result.numel():
-            self._results = result.new_empty(result.numel())
-        return self._results[: result.numel()].view(result.shape)
+    def _room_for(self, results: Results) -> Results:
+        """Tensors like some results, in memory that all recordings write theirs to: one piece for each place."""
+        room = []
+        for place, result in enumerate(results):
+            if place == len(self._results):
+                self._results.append(result.new_empty(0))
+            if len(self._results[place]) < result.numel():
+                self._results[place] = result.new_empty(result.numel())
+            room.append(self._results[place][: result.numel()].view(result.shape))
+        return tuple(room)
 
 
-def _write(result: Tensor, run: Callable[..., Tensor], inputs: Inputs) -> None:
-    result.copy_(run(*inputs))
+def _write(results: Results, run: Callable[..., Results], inputs: Inputs) -> None:
+    for result, new in zip(results, run(*inputs), strict=True):
+        result.copy_(new)
 
 
 def replays_on(device: torch.device) -> Replays | None:
@@ -158,9 +168,13 @@ def replays_on(device: torch.device) -> Replays | None:
     return Replays(partial(CudaRecorder, device)) if device.type == "cuda" else None
 
 
+def _are_same(replayed: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(_is_same(ours, theirs) for ours, theirs in zip(replayed, expected, strict=True))
+
+
 def _is_same(replayed: Tensor, expected: Tensor) -> bool:
-    """Whether the logits `[B, R, V]` of each token differ by roundings at most: half of the digits, in standard
-    deviations."""
+    """Whether the logits `[B, R, V]`, or states, of each token differ by roundings at most: half of the digits, in
+    standard deviations."""
     if torch.equal(replayed, expected):
         return True
     most = torch.finfo(expected.dtype).eps ** 0.5

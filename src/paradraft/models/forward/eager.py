@@ -1,40 +1,48 @@
-"""A pass by torch: the model's own code as it is, through `torch.compile`, or on a GPU as a CUDA graph of that.
+"""A pass by the model's own code in torch, as it is.
 
-It is called as the pass in C++ is (`cpu/model.py`), over a cache whose rows have different lengths.
-
-Shape letters: B rows of a batch, N tokens of a pass, R tokens whose logits are wanted, S slots in use, V vocabulary,
-D hidden size.
+Shape letters: B rows of a batch, N tokens of a pass, R tokens whose logits are wanted, S slots in use,
+V vocabulary, D hidden size, E rows of the embedding, P rows added to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from paradraft.models import kv_cache
-from paradraft.models.forward.compiled import compile_pass
-from paradraft.models.forward.cuda_graphs import Replays, graph_size, replays_on
+from paradraft.models.forward import FINAL_NORM, ForwardOut, NotFiniteError
 from paradraft.models.runtime import stored_bytes
 from paradraft.ragged import upload
 from paradraft.tree import ABSENT, ancestors, depths, is_chain, parents_of_chains
+
+BUCKET = 64
+"""Attention reads the used part of the cache, in steps of this many slots."""
+Layers = tuple[int, ...]
 
 
 def hidden_states(
     model: PreTrainedModel,
     storage: kv_cache.Storage,
+    layers: Layers,
+    added_PD: Tensor | None,
     slots_S: Tensor,
     tokens_BN: Tensor,
     lengths_B: Tensor,
     depth_BN: Tensor,
     visible_BNN: Tensor,
-) -> Tensor:
-    """The last hidden states `[B, N, D]` of one pass: a function of tensors, but for the cache it writes.
+    vectors_BND: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The states `[B, N, D]` of one pass: after the final norm, then of each of `layers`, named as in `Forward`.
 
-    The states of a token that sees another without finite keys and values are NaN, and no other states are changed.
+    A function of tensors, but for the cache it writes. The states of a token that sees another without finite keys and
+    values, in whichever layer, are NaN, and no other states are changed. Those of `layers` are 0 where a row has no
+    token.
     """
     B, N = tokens_BN.shape
     S = slots_S.shape[0]
@@ -48,79 +56,122 @@ def hidden_states(
     mask = torch.zeros(B, 1, N, S, dtype=model.dtype, device=tokens_BN.device)
     mask = mask.masked_fill(~sees_BNS[:, None], torch.finfo(model.dtype).min)
     cache = kv_cache.SlotCache(storage, written_BN, S)
-    hidden_BND = model.model(
-        input_ids=tokens_BN.clamp(min=0),
-        attention_mask=mask,
-        position_ids=lengths_B[:, None] + depth_BN,
-        past_key_values=cache,
-        use_cache=True,
-    ).last_hidden_state
-    is_finite_BN = (cache.is_finite_BN[:, None] | ~visible_BNN).all(2)
-    return hidden_BND.where(is_finite_BN[:, :, None], torch.nan)
+    settings = {
+        "attention_mask": mask, "position_ids": lengths_B[:, None] + depth_BN, "past_key_values": cache,
+        "use_cache": True,
+    }  # fmt: skip
+    if vectors_BND is None and added_PD is not None:
+        vectors_BND = _embedded(model, added_PD, tokens_BN)
+    if layers:
+        vectors_BND = model.model.embed_tokens(tokens_BN.clamp(min=0)) if vectors_BND is None else vectors_BND
+        states = _layer_by_layer(model.model, vectors_BND, settings)
+    elif vectors_BND is not None:
+        states = {FINAL_NORM: model.model(inputs_embeds=vectors_BND, **settings).last_hidden_state}
+    else:
+        states = {FINAL_NORM: model.model(input_ids=tokens_BN.clamp(min=0), **settings).last_hidden_state}
+    is_finite_BN1 = (cache.is_finite_BN[:, None] | ~visible_BNN).all(2)[:, :, None]
+    last_BND = states[FINAL_NORM].where(is_finite_BN1, torch.nan)
+    is_token_BN1 = (tokens_BN != ABSENT)[:, :, None]
+    asked = (states[layer].where(is_finite_BN1, torch.nan).where(is_token_BN1, 0.0) for layer in layers)
+    return last_BND, *asked
 
 
-def selected_logits(model: PreTrainedModel, storage: kv_cache.Storage, logit_rows: Tensor, *inputs: Tensor) -> Tensor:
-    """The logits `[B, R, V]` of some rows of one pass, fit to be compiled."""
-    hidden_BND = hidden_states(model, storage, *inputs)
-    return model.lm_head(hidden_BND.gather(1, logit_rows[:, :, None].expand(-1, -1, hidden_BND.shape[2])))
+def _embedded(model: PreTrainedModel, added_PD: Tensor, tokens_BN: Tensor) -> Tensor:
+    """The embeddings `[B, N, D]` of tokens, of which those from E on are the added rows."""
+    embedding = model.model.embed_tokens
+    E = len(embedding.weight)
+    added_BND = added_PD[(tokens_BN - E).clamp(min=0)]
+    return torch.where((tokens_BN >= E)[:, :, None], added_BND, embedding(tokens_BN.clamp(0, E - 1)))
 
 
-BUCKET = 64
-"""Attention reads the used part of the cache, in steps of so many slots."""
-REPLAYED_BUCKET = 256
-"""The same for passes that are replayed: each step is one more to record."""
+def _layer_by_layer(body: Any, vectors_BND: Tensor, settings: dict[str, Any]) -> dict[int, Tensor]:
+    """The states of all layers: what the forward of `LlamaModel`, `Qwen2Model` and `Qwen3Model` does.
+
+    Not their `output_hidden_states`, which does not have what the last layer returns before the final norm, and leaves
+    hooks in the model.
+    """
+    states = {0: vectors_BND}
+    angles = body.rotary_emb(vectors_BND, settings["position_ids"])
+    for number, layer in enumerate(body.layers, 1):
+        states[number] = layer(states[number - 1], position_embeddings=angles, **settings)
+    return states | {FINAL_NORM: body.norm(states[len(body.layers)])}
 
 
-class NotFiniteError(ValueError):
-    """While a prompt was read, the model's states became NaN or infinite.
+def logits_and_states(
+    model: PreTrainedModel, storage: kv_cache.Storage, layers: Layers, added_PD: Tensor | None, logit_rows: Tensor,
+    *inputs: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The logits `[B, R, V]` of some rows of one pass, and the states of `layers`; fit to be compiled."""
+    last_BND, *asked = hidden_states(model, storage, layers, added_PD, *inputs)
+    return model.lm_head(_rows_of(last_BND, logit_rows)), *asked
+
+
+def _rows_of(states_BND: Tensor, rows_BR: Tensor) -> Tensor:
+    return states_BND.gather(1, rows_BR[:, :, None].expand(-1, -1, states_BND.shape[2]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewTokens:
+    """What a pass reads.
 
     Args:
-        row: of the batch; the first of them.
+        tokens: `[B, N]` ids, `ABSENT` where a row has fewer.
+        parents: `[B, N]` the token that each one follows, -1 for the last kept one.
+        logit_rows: `[B, R]` tokens whose logits are wanted.
+        vectors: `[B, N, D]` in place of the embeddings.
     """
 
-    def __init__(self, row: int) -> None:
-        super().__init__(
-            "states of the target or the draft model are not numbers: its weights are damaged, or its dtype overflows"
+    tokens: Tensor
+    parents: Tensor
+    logit_rows: Tensor
+    vectors: Tensor | None
+
+    def padded(self, tokens: int, logits: int) -> NewTokens:
+        """As many tokens, absent ones, and as many logits, or more if there are."""
+        (B, N), R = self.tokens.shape, self.logit_rows.shape[1]
+        if tokens <= N and logits <= R:
+            return self
+        more, most = max(tokens - N, 0), max(tokens, N)
+        if is_chain(self.parents):
+            parents = parents_of_chains(B, most, self.parents.device)
+        else:
+            parents = pad(self.parents, (0, more), value=ABSENT)
+        return NewTokens(
+            tokens=pad(self.tokens, (0, more), value=ABSENT),
+            parents=parents,
+            logit_rows=pad(self.logit_rows, (0, max(logits - R, 0))),
+            vectors=None if self.vectors is None else pad(self.vectors, (0, 0, 0, more)),
         )
-        self.row = row
 
 
-class TorchPass:
-    """Computes the forward pass of a model with torch.
+class EagerPass:
+    """Computes the forward pass of a model with the model's own code.
 
     Args:
         model: in evaluation mode; its weights must not change afterwards.
         slots: of the cache.
-        compiled: through `torch.compile`, which makes one pass for a single row and one for more.
-        cuda_graphs: on a GPU, record compiled passes and replay them.
         pad_to: run passes whose logits are wanted with at least this many tokens, and this many logits.
     """
 
-    def __init__(self, model: PreTrainedModel, slots: int, *, compiled: bool, cuda_graphs: bool, pad_to: int) -> None:
+    min_rows = 1
+    warm_up_rounds = 0
+
+    def __init__(self, model: PreTrainedModel, slots: int, *, pad_to: int) -> None:
         self._model = model
         self._positions = torch.arange(slots, device=model.device)
-        self.is_traced = compiled
-        # A pass of one token would be compiled a second time: torch.compile takes sizes 0 and 1 for constants.
-        self._pad_to = max(pad_to, 2) if compiled else pad_to
-        self._decode: Callable[..., Tensor] = selected_logits
-        self.replays: Replays | None = None
-        if compiled:
-            self._decode = compile_pass(selected_logits, model)
-            self.replays = replays_on(model.device) if cuda_graphs else None
+        self._pad_to = pad_to
+        self._added: Tensor | None = None
 
-    @property
-    def is_replayed(self) -> bool:
-        """Whether passes whose shape comes again are recorded."""
-        return self.replays is not None
-
-    def stored_bytes(self, weight: Tensor) -> int:
-        """What a pass reads of a weight of the model."""
+    def weight_bytes(self, weight: Tensor) -> int:
+        """See `Forward`."""
         return stored_bytes(weight)
 
+    def add_embeddings(self, rows_PD: Tensor) -> None:
+        """See `Forward`."""
+        self._added = rows_PD.detach().to(self._model.device, self._model.dtype, copy=True)
+
     def forget(self) -> None:
-        """Lets go of the storage, before another is allocated."""
-        if self.replays is not None:
-            self.replays.forget()
+        """See `Forward`; nothing is held."""
 
     def __call__(
         self,
@@ -128,93 +179,48 @@ class TorchPass:
         lengths: list[int],
         tokens_BN: Tensor,
         parents_BN: Tensor,
+        *,
         logit_rows: Tensor,
-    ) -> Tensor:
-        """The logits `[B, R, V]` of some tokens of one pass; keys and values go into the storage.
-
-        Args:
-            storage: of the size given at the start.
-            lengths: how many tokens of each row are kept.
-            tokens_BN: `[B, N]` token ids, below 0 where there is none.
-            parents_BN: `[B, N]` the token that each one follows, -1 for the last kept one.
-            rows_BR: `[B, R]` indices of the tokens whose logits are wanted; with none a prompt is read, which is
-                not recorded.
-
-        Raises:
-            NotFiniteError: while a prompt was read, states became NaN or infinite.
-        """
-        R = logit_rows.shape[1]
-        if not R:
-            self._read(storage, lengths, tokens_BN, parents_BN)
-            return torch.empty(len(logit_rows), 0, self._model.config.vocab_size, device=tokens_BN.device)
-        replays = self.replays
-        tokens_BN, parents_BN, logit_rows = self._filled(
-            tokens_BN, parents_BN, logit_rows, replayed=replays is not None
-        )
-        run = partial(self._decode, self._model, storage)
-        if replays is None:
-            return run(_copy(logit_rows), *self._inputs(lengths, tokens_BN, parents_BN, BUCKET))[:, :R]
-        given = _copy(logit_rows), *self._inputs(lengths, tokens_BN, parents_BN, REPLAYED_BUCKET)
-        return replays(run, given, partial(self._others, *given))[:, :R]
-
-    def _read(self, storage: kv_cache.Storage, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor) -> None:
-        """Reads chains of tokens. The last token of a row sees all of them, so it tells whether one is not finite."""
-        last_B1 = ((tokens_BN != ABSENT).sum(1, keepdim=True) - 1).clamp(min=0)
-        if self.is_traced:
-            tokens_BN, parents_BN, last_B1 = self._filled(tokens_BN, parents_BN, last_B1, replayed=False)
-            inputs = self._inputs(lengths, tokens_BN, parents_BN, BUCKET)
-            is_nan_B = self._decode(self._model, storage, _copy(last_B1), *inputs)[:, 0].isnan().any(1)
-        else:
-            inputs = self._inputs(lengths, tokens_BN, parents_BN, BUCKET)
-            hidden_BND = hidden_states(self._model, storage, *inputs)
-            is_nan_B = hidden_BND[torch.arange(len(last_B1)), last_B1[:, 0]].isnan().any(1)
-        if (rows := (is_nan_B & (tokens_BN[:, 0] != ABSENT)).nonzero()).numel():
-            raise NotFiniteError(int(rows[0]))
-
-    def _filled(
-        self, tokens_BN: Tensor, parents_BN: Tensor, logit_rows: Tensor, *, replayed: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A pass with the least number of tokens and of logits, or those that a recording has."""
-
-        def filled(number: int) -> int:
-            least = max(number, self._pad_to)
-            return graph_size(least) if replayed else least
-
+        hidden_layers: Sequence[int] = (),
+        vectors: Tensor | None = None,
+    ) -> ForwardOut:
+        """See `Forward`; logits and states are in the model's dtype."""
         (B, N), R = tokens_BN.shape, logit_rows.shape[1]
-        if (most := filled(N)) > N:
-            tokens_BN = torch.nn.functional.pad(tokens_BN, (0, most - N), value=ABSENT)
-            if is_chain(parents_BN):
-                parents_BN = parents_of_chains(B, most, parents_BN.device)
-            else:
-                parents_BN = torch.nn.functional.pad(parents_BN, (0, most - N), value=ABSENT)
-        if (most := filled(R)) > R:
-            logit_rows = torch.nn.functional.pad(logit_rows, (0, most - R))
-        return tokens_BN, parents_BN, logit_rows
+        layers = tuple(hidden_layers)
+        vectors = None if vectors is None else vectors.to(self._model.dtype)
+        if not R:  # the last token of a row sees all of them, so it tells whether one is not finite
+            logit_rows = ((tokens_BN != ABSENT).sum(1, keepdim=True) - 1).clamp(min=0)
+        new = NewTokens(tokens=tokens_BN, parents=parents_BN, logit_rows=logit_rows, vectors=vectors)
+        outputs_BRX, *states = (self._run if R else self._read)(storage, lengths, layers, new)
+        if not R:
+            if (rows := (outputs_BRX[:, 0].isnan().any(1) & (tokens_BN[:, 0] != ABSENT)).nonzero()).numel():
+                raise NotFiniteError(int(rows[0]))
+            outputs_BRX = outputs_BRX.new_empty(B, 0, self._model.config.vocab_size)
+        hidden = {layer: states_BND[:, :N] for layer, states_BND in zip(layers, states, strict=True)}
+        return ForwardOut(logits=outputs_BRX[:, :R], hidden=hidden)
 
-    def _inputs(self, lengths: list[int], tokens_BN: Tensor, parents_BN: Tensor, bucket: int) -> tuple[Tensor, ...]:
-        """What a pass is told: slots in use, tokens, kept lengths, depths and who sees whom."""
-        used = min(-(-(max(lengths) + tokens_BN.shape[1]) // bucket) * bucket, len(self._positions))
-        slots_S, lengths_B = _copy(self._positions[:used]), upload(lengths, tokens_BN.device)
-        return slots_S, _copy(tokens_BN), lengths_B, depths(parents_BN), _copy(ancestors(parents_BN))
+    def _run(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
+        """The logits `[B, R, V]`, then the states of `layers`; perhaps of further tokens too."""
+        new = new.padded(self._pad_to, self._pad_to)
+        inputs = self._inputs(lengths, new, BUCKET)
+        return logits_and_states(self._model, storage, layers, self._added, new.logit_rows, *inputs)
 
-    def _others(
-        self,
-        logit_rows: Tensor,
-        slots_S: Tensor,
-        tokens_BN: Tensor,
-        lengths_B: Tensor,
-        depth_BN: Tensor,
-        sees_BNN: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Inputs of the same shapes and, but for the slots, which follow from their number, all others. Nothing that is
-        kept is written over; where the cache is full there is no place further."""
-        N = tokens_BN.shape[1]
-        tokens_BN = torch.where(tokens_BN == ABSENT, ABSENT, (tokens_BN + 1) % self._model.config.vocab_size)
-        lengths_B = (lengths_B + 1).clamp(max=len(self._positions) - N)
-        alone_BNN = _copy(torch.eye(N, dtype=torch.bool, device=sees_BNN.device).expand_as(sees_BNN))
-        return (logit_rows + 1) % N, slots_S, tokens_BN, lengths_B, depth_BN + 1, alone_BNN
+    def _read(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
+        """Reads a prompt: as `_run`, but in place of logits it may return anything that is NaN where they would be."""
+        inputs = self._inputs(lengths, new, BUCKET)
+        last_BND, *states = hidden_states(self._model, storage, layers, self._added, *inputs)
+        return _rows_of(last_BND, new.logit_rows), *states
+
+    def _inputs(self, lengths: list[int], new: NewTokens, bucket: int) -> tuple[Tensor, ...]:
+        """What a pass is told: slots in use, tokens, kept lengths, depths, who sees whom, and vectors if there are."""
+        used = min(-(-(max(lengths) + new.tokens.shape[1]) // bucket) * bucket, len(self._positions))
+        slots_S, lengths_B = contiguous_copy(self._positions[:used]), upload(lengths, new.tokens.device)
+        visible_BNN = contiguous_copy(ancestors(new.parents))
+        vectors = () if new.vectors is None else (contiguous_copy(new.vectors),)
+        return slots_S, contiguous_copy(new.tokens), lengths_B, depths(new.parents), visible_BNN, *vectors
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    # torch.compile guards on strides and on what a view is a view of, and would compile again for others.
+def contiguous_copy(tensor: Tensor) -> Tensor:
+    """A copy without a history: `torch.compile` guards on strides and on what a view is a view of, and would compile
+    again for others."""
     return tensor.clone(memory_format=torch.contiguous_format)

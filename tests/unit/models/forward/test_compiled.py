@@ -53,7 +53,7 @@ def test_compiled_passes_equal_eager_ones(dtype: torch.dtype) -> None:
                 lm.start(Prompt(tokens=torch.tensor([[5, 6, 7, 8]] * rows), sampling=(GREEDY,) * rows))
         tree = None if parents is None else torch.tensor([parents] * rows)
         for pair in pairs:
-            plain, fast = (lm.forward(torch.tensor(tokens), tree) for lm in pair)
+            plain, fast = (lm.forward(torch.tensor(tokens), tree).logits for lm in pair)
             there = torch.tensor(tokens) != ABSENT
             torch.testing.assert_close(fast[there], plain[there], rtol=1e-5, atol=1e-5)
         for lm in all_lms:
@@ -71,9 +71,45 @@ def test_prompts_are_read_by_the_passes_that_decode(monkeypatch: pytest.MonkeyPa
         for row, length in zip(tokens, lengths, strict=True):
             row[:length] = torch.arange(length) % 60 + 1
         prompt = Prompt(tokens=tokens, sampling=(GREEDY,) * len(lengths))
-        logits = [lm.forward(lm.start(prompt)) for lm in (plain, fast)]
+        logits = [lm.forward(lm.start(prompt).last).logits for lm in (plain, fast)]
         torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] - before == 2, "one for a row, one for more"
+
+
+@pytest.mark.slow
+def test_what_is_asked_for_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards rounds against compiling: hidden layers, vectors and added ids cost one more graph for a row and one for
+    more, for each choice of them, and no choice changes the graph of another. Traced only, which decides that."""
+    compile_all = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *given, **named: compile_all(*given, **named, backend="eager"))
+    monkeypatch.setattr(causal_lm, "PREFILL_CHUNK", 48)
+    plain, fast = (CausalLM(tiny_model(7), vocab_size=64, compiled=flag) for flag in (False, True))
+    embedding = plain.model.get_input_embeddings()
+    counts = []
+    for layers, has_vectors, has_added in [
+        ((), False, False), ((-1, 1), False, False), ((2,), True, False), ((), False, True), ((), False, False),
+    ]:  # fmt: skip
+        if has_added:
+            for lm in (plain, fast):
+                assert lm.add_embeddings(torch.ones(2, embedding.weight.shape[1]).cumsum(0))[0] == len(embedding.weight)
+        before = counters["stats"]["unique_graphs"]
+        for rows, length, width in [(1, 9, 1), (1, 100, 5), (1, 60, 7), (3, 9, 4), (2, 70, 6), (4, 3, 1)]:
+            prompt = (torch.arange(rows * length) % 60 + 1).view(rows, length)
+            tokens = (torch.arange(rows * width) % 50 + 3).view(rows, width)
+            if has_added:
+                tokens[:, -1] = len(embedding.weight) + 1
+            outs = []
+            for lm in (plain, fast):
+                lm.clear(rows)
+                read = lm.prefill(prompt, layers, embedding(prompt) if has_vectors else None)
+                vectors = embedding(tokens) if has_vectors else None
+                out = lm.forward(tokens, hidden_layers=layers, vectors=vectors)
+                assert tuple(read.hidden) == tuple(out.hidden) == layers
+                outs.append([out.logits, *read.hidden.values(), *out.hidden.values()])
+            for ours, theirs in zip(*outs, strict=True):
+                torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+        counts.append(counters["stats"]["unique_graphs"] - before)
+    assert counts == [2, 2, 2, 2, 0]
 
 
 @pytest.mark.slow
@@ -86,7 +122,7 @@ def test_what_was_compiled_is_kept_for_these_weights_only(tmp_path: Path, monkey
     for seed in (5, 5, 6):
         before = counters["inductor"]["fxgraph_cache_hit"]
         model = tiny_model(seed).float()
-        plain, fast = (CausalLM(model, vocab_size=64, compiled=flag).forward(tokens) for flag in (False, True))
+        plain, fast = (CausalLM(model, vocab_size=64, compiled=flag).forward(tokens).logits for flag in (False, True))
         torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5)
         found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
     assert found == [0, 1, 0]

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward.compiled import CompiledPass
 from paradraft.models.forward.cpu.model import KINDS, NativePass, can_serve
-from paradraft.models.forward.eager import TorchPass
 from paradraft.models.runtime import quantize
 from paradraft.tree import ABSENT
 from tests.support.random_models import KINDS_OF_MODELS, SIZES, random_model
@@ -44,7 +44,7 @@ def test_logits_are_the_models_own(kind: str, size: tuple[int, ...], are_rounded
     assert all(layer.gate.kind == kind_of_weights for layer in lm._compute._model.layer[:3])
     text = tokens(40)
     expected = model.double()(text).logits
-    assert torch.allclose(lm.forward(text).double(), expected, rtol=1e-3, atol=1e-4 * float(expected.std()))
+    assert torch.allclose(lm.forward(text).logits.double(), expected, rtol=1e-3, atol=1e-4 * float(expected.std()))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -55,7 +55,7 @@ def test_bfloat16_models_are_served(kind: str, size: tuple[int, ...]) -> None:
     model = random_model(kind, size, torch.bfloat16)
     lm, text = lm_of(model), tokens(40)
     assert lm._compute._model.layer[0].gate.kind == KINDS[torch.bfloat16 if size[0] % 2 == 0 else torch.float32]
-    ours, theirs = lm.forward(text), model(text).logits
+    ours, theirs = lm.forward(text).logits, model(text).logits
     exact = model.double()(text).logits
     error, their_error = ((logits - exact).square().mean().sqrt() for logits in (ours, theirs))
     assert error < 0.7 * their_error
@@ -71,10 +71,10 @@ def test_weights_of_8_bits_are_multiplied_as_such(kind: str, dtype: torch.dtype)
     quantize(model, 8)
     lm, text = lm_of(model), tokens(40)
     assert lm._compute._model.layer[0].gate.kind == KINDS[torch.int8]
-    assert lm.stored_bytes(model.lm_head.weight) < 1.2 * model.lm_head.weight.numel()
+    assert lm.weight_bytes(model.lm_head.weight) < 1.2 * model.lm_head.weight.numel()
     expected = model(text).logits.float()
     limit = 1e-4 if dtype == torch.float32 else 0.1
-    assert (lm.forward(text) - expected).square().mean().sqrt() < limit * expected.std()
+    assert (lm.forward(text).logits - expected).square().mean().sqrt() < limit * expected.std()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -82,12 +82,12 @@ def test_weights_of_8_bits_are_multiplied_as_such(kind: str, dtype: torch.dtype)
 def test_every_cut_into_passes_gives_the_same_bits(dtype: torch.dtype, size: tuple[int, ...]) -> None:
     """Guards the promise that is stronger than the one of `torch.compile`: there are no near-ties."""
     lm, text = lm_of(random_model(size=size, dtype=dtype)), tokens(30)
-    whole = lm.forward(text)
+    whole = lm.forward(text).logits
     for widths in [(1,) * 30, (2,) * 15, (7, 1, 9, 13), (29, 1)]:
         lm.clear(1)
         parts = []
         for part in text.split(widths, dim=1):
-            parts.append(lm.forward(part))
+            parts.append(lm.forward(part).logits)
             lm.advance([part.shape[1]])
         assert torch.equal(torch.cat(parts, dim=1), whole)
 
@@ -100,15 +100,15 @@ def test_rows_of_a_batch_do_not_see_each_other(dtype: torch.dtype) -> None:
     for row, length in enumerate(lengths):
         text[row, length:] = ABSENT
     lm.clear(3)
-    together = lm.forward(text)
+    together = lm.forward(text).logits
     lm.advance(lengths)
     more = tokens(5, rows=3)
-    later = lm.forward(more)
+    later = lm.forward(more).logits
     for row, length in enumerate(lengths):
         lm.clear(1)
-        assert torch.equal(lm.forward(text[row : row + 1, :length])[0], together[row, :length])
+        assert torch.equal(lm.forward(text[row : row + 1, :length]).logits[0], together[row, :length])
         lm.advance([length])
-        assert torch.equal(lm.forward(more[row : row + 1])[0], later[row])
+        assert torch.equal(lm.forward(more[row : row + 1]).logits[0], later[row])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -119,17 +119,17 @@ def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch
     text, parents = tokens(10), torch.tensor([[-1, 0, 0, 1, 2, 2, 4, 4, 7, 3]])
     lm.forward(tokens(33))
     lm.advance([33])
-    tree = lm.forward(text, parents)
+    tree = lm.forward(text, parents).logits
     for leaf in range(10):
         path = [leaf]
         while (parent := int(parents[0, path[0]])) >= 0:
             path.insert(0, parent)
-        assert torch.equal(lm.forward(text[:, path])[0, -1], tree[0, leaf])
+        assert torch.equal(lm.forward(text[:, path]).logits[0, -1], tree[0, leaf])
     lm.forward(text, parents)
     lm.accept_path([[0, 2, 4, 7, 8]])
-    kept = lm.forward(text[:, 9:])
+    kept = lm.forward(text[:, 9:]).logits
     lm.clear(1)
-    anew = lm.forward(torch.cat([tokens(33), text[:, [0, 2, 4, 7, 8, 9]]], dim=1))
+    anew = lm.forward(torch.cat([tokens(33), text[:, [0, 2, 4, 7, 8, 9]]], dim=1)).logits
     assert torch.equal(kept, anew[:, -1:])
 
 
@@ -141,10 +141,10 @@ def test_more_tokens_than_slots_hurt_nobody() -> None:
     lm.prefill(torch.nn.functional.pad(text.repeat(2, 1), (0, 1), value=3))
     long = torch.cat([tokens(150), torch.nn.functional.pad(tokens(2), (0, 148), value=ABSENT)])
     lm.prefill(long)
-    beside = lm.forward(tokens(1).repeat(2, 1))[1, 0]
+    beside = lm.forward(tokens(1).repeat(2, 1)).logits[1, 0]
     lm.clear(1)
     lm.prefill(torch.cat([text, tokens(2)[:, :1], tokens(1)], dim=1))
-    assert torch.equal(lm.forward(tokens(1))[0, 0], beside)
+    assert torch.equal(lm.forward(tokens(1)).logits[0, 0], beside)
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ def test_wrong_indices_are_refused(text: list[int], parents: list[int], wanted: 
 def test_torchs_defaults_do_not_matter() -> None:
     """Guards memory where a user has set another default dtype."""
     lm, text = lm_of(random_model("qwen2")), tokens(9)
-    expected = lm.forward(text)
+    expected = lm.forward(text).logits
     try:
         torch.set_default_dtype(torch.bfloat16)
-        assert torch.equal(lm.forward(text), expected)
-        assert torch.equal(lm_of(lm.model).forward(text), expected)
+        assert torch.equal(lm.forward(text).logits, expected)
+        assert torch.equal(lm_of(lm.model).forward(text).logits, expected)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -195,7 +195,7 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
     found = []
     for threads in (1, 2, 3, 7):
         lm._compute.threads = threads
-        found.append(lm.forward(text))
+        found.append(lm.forward(text).logits)
     assert all(torch.equal(one, other) for one, other in itertools.pairwise(found))
 
 
@@ -203,18 +203,18 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
 def test_only_wanted_logits_are_computed(dtype: torch.dtype) -> None:
     """Guards the drafter's passes, which want few of many."""
     lm, text = lm_of(random_model(dtype=dtype)), tokens(12)
-    whole, places = lm.forward(text), torch.tensor([[11, 3, 3]])
-    assert torch.equal(lm.forward(text, logit_rows=places), whole[:, places[0]])
+    whole, places = lm.forward(text).logits, torch.tensor([[11, 3, 3]])
+    assert torch.equal(lm.forward(text, logit_rows=places).logits, whole[:, places[0]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_prompts_are_read_in_chunks(dtype: torch.dtype) -> None:
     """Guards prefill: what is read without logits must be in the cache."""
     lm, text = lm_of(random_model(dtype=dtype), width=200), tokens(150)
-    whole = lm.forward(text)
+    whole = lm.forward(text).logits
     lm.clear(1)
-    last = lm.prefill(text)
-    assert torch.equal(lm.forward(last)[0, 0], whole[0, -1])
+    last = lm.prefill(text).last
+    assert torch.equal(lm.forward(last).logits[0, 0], whole[0, -1])
 
 
 def test_a_full_cache_is_not_overrun() -> None:
@@ -223,7 +223,7 @@ def test_a_full_cache_is_not_overrun() -> None:
     lm.clear(2)
     lm._set_lengths([20, 4])
     for _ in range(5):
-        assert lm.forward(tokens(4, rows=2)).isfinite().all()
+        assert lm.forward(tokens(4, rows=2)).logits.isfinite().all()
         lm.advance([4, 0])
 
 
@@ -247,7 +247,7 @@ def test_what_it_cannot_compute_is_left_to_torch(dtype: torch.dtype, change: dic
         with pytest.raises(ValueError, match="'dynamic', which is not supported"):
             CausalLM(model, vocab_size=60, compiled=True)
     else:
-        assert isinstance(CausalLM(model, vocab_size=60, compiled=True)._compute, TorchPass)
+        assert isinstance(CausalLM(model, vocab_size=60, compiled=True)._compute, CompiledPass)
 
 
 def test_other_systems_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_a_model_that_computes_something_else_is_found_out() -> None:
     with pytest.raises(ValueError, match="differ by"):
         NativePass(model, 64)
     with pytest.warns(UserWarning, match=r"no passes in C\+\+"):
-        assert isinstance(CausalLM(model, vocab_size=60, compiled=True)._compute, TorchPass)
+        assert isinstance(CausalLM(model, vocab_size=60, compiled=True)._compute, CompiledPass)
 
 
 def test_numbers_that_overflow_stay_so() -> None:
@@ -271,4 +271,4 @@ def test_numbers_that_overflow_stay_so() -> None:
     model = random_model()
     model.model.embed_tokens.weight[50] = math.nan
     lm = lm_of(model)
-    assert lm.forward(torch.tensor([[3, 50, 4]]))[0, 1:].isnan().all()
+    assert lm.forward(torch.tensor([[3, 50, 4]])).logits[0, 1:].isnan().all()

@@ -28,10 +28,10 @@ class Forgetful(Recorder):
 
     def _again(self, run: Callable[[], object]) -> None:
         assert isinstance(run, partial)
-        result, decode, inputs = run.args
+        results, decode, inputs = run.args
         given = list(inputs)
         given[self.lost] = vars(self).setdefault("first", given[self.lost].clone())
-        run.func(result, decode, given)
+        run.func(results, decode, given)
 
 
 class Broken(Recorder):
@@ -64,7 +64,7 @@ def decode(lm: CausalLM, lengths: tuple[int, ...], widths: list[int]) -> list[Te
     for number, width in enumerate(widths):
         tokens = torch.arange(width * len(lengths)).view(len(lengths), width) * (number + 3) % 60 + 1
         wanted = torch.arange(width - min(width, 3), width).expand(len(lengths), -1)
-        found.append(lm.forward(tokens, logit_rows=wanted))
+        found.append(lm.forward(tokens, logit_rows=wanted).logits)
         lm.advance([min(width, 2)] * len(lengths))
     return found
 
@@ -102,7 +102,8 @@ def test_only_the_latest_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Recorder, "recorded", 0)
     for size in (1, 1, 2, 2, 1, 3, 1, 2, 1):
         inputs = (torch.full((size, 4), 2.0),)
-        assert replays(lambda given: given * 3, inputs, lambda given=inputs: given).tolist() == [[6.0] * 4] * size
+        (result,) = replays(lambda given: (given * 3,), inputs, lambda given=inputs: given)
+        assert result.tolist() == [[6.0] * 4] * size
     assert Recorder.recorded == 2, "of one and of two: two was dropped for three, and came again once"
     assert len(replays._recordings) == 2
 
@@ -160,13 +161,13 @@ def test_memory_is_given_back_before_a_larger_cache_is_taken(monkeypatch: pytest
     replayed, _ = pair()
     decode(replayed, (4,), [5, 5, 5])
     replays = replayed._compute.replays
-    assert replays is not None and replays._results is not None
-    recordings, results = replays._recordings, replays._results
-    assert all(one.result.data_ptr() == results.data_ptr() for one in recordings.values() if one is not None)
+    assert replays is not None
+    recordings, (results,) = replays._recordings, replays._results
+    assert all(one.results[0].data_ptr() == results.data_ptr() for one in recordings.values() if one is not None)
     decode(replayed, (4,), [5])
     assert replays._recordings is recordings
     replayed.start(prompt(3, 4))
-    assert not replays._recordings and replays._results is None
+    assert not replays._recordings and not replays._results
 
 
 @pytest.mark.slow

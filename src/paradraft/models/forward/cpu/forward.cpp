@@ -31,6 +31,8 @@ struct Model {
     const BFloat16* embedding_bfloat16; // in bfloat16
     Matrix head;
     const Layer* layer;
+    const float* added; // [added_rows, hidden_size], the embeddings of the ids from `vocabulary` on
+    int64_t added_rows;
 };
 
 struct Batch {
@@ -40,6 +42,10 @@ struct Batch {
     void* const* keys;                   // of each layer [B, slots, kv_heads, head_size]
     void* const* values;
     float* logits; // [B, R, outputs of the head]
+    const float* vectors; // [B, N, hidden_size] in place of embeddings; null if there are none
+    // Where states [B, N, hidden_size] go: the embeddings, the output of each layer, and that of the final norm; null where
+    // a layer's are not wanted, and null as a whole where none are.
+    float* const* states;
 };
 
 constexpr int64_t FEW_TOKENS = 16; // whose norms take no longer than it takes to share them out
@@ -47,7 +53,7 @@ constexpr int64_t FEW_TOKENS = 16; // whose norms take no longer than it takes t
 /// What a pass writes in between; kept from pass to pass.
 struct Scratch {
     std::vector<float> hidden, last, projected, gates, scores;
-    std::vector<float> normed, attended, intermediate; // what products read, as float or as bfloat16
+    std::vector<float> normed, attended, intermediate, wanted; // what products read, as float or as bfloat16
     std::vector<int32_t> ancestors;
     std::vector<int64_t> depths, tokens;
 };
@@ -72,7 +78,7 @@ static bool is_sound(const Model& model, const Batch& batch) {
         if (batch.lengths[row] < 0) return false;
         for (int64_t token = 0; token < batch.tokens; token++) {
             int64_t at = row * batch.tokens + token;
-            if (batch.ids[at] >= model.vocabulary || batch.parents[at] >= token) return false;
+            if (batch.ids[at] >= model.vocabulary + model.added_rows || batch.parents[at] >= token) return false;
         }
         for (int64_t i = row * batch.wanted; i < (row + 1) * batch.wanted; i++)
             if (batch.places[i] < 0 || batch.places[i] >= batch.tokens) return false;
@@ -177,13 +183,32 @@ static void set_product(Team& team, const Matrix& matrix, const Input* inputs, i
     });
 }
 
-static void embed(const Model& model, int64_t id, float* to) {
-    for (int64_t i = 0, from = std::max<int64_t>(id, 0) * model.hidden_size; i < model.hidden_size; i++)
-        to[i] = model.embedding ? model.embedding[from + i] : number(model.embedding_bfloat16[from + i]);
+/// The first state of a token: the row of the embedding, or what is given in its place.
+static void embed(const Model& model, const Batch& batch, int64_t at, float* to) {
+    int64_t id = std::max<int64_t>(batch.ids[at], 0), size = model.hidden_size;
+    if (batch.vectors)
+        std::copy_n(batch.vectors + at * size, size, to);
+    else if (id >= model.vocabulary)
+        std::copy_n(model.added + (id - model.vocabulary) * size, size, to);
+    else
+        for (int64_t i = 0, from = id * size; i < size; i++)
+            to[i] = model.embedding ? model.embedding[from + i] : number(model.embedding_bfloat16[from + i]);
+}
+
+/// Copies the states of all tokens to where those of a layer are wanted, if they are; of absent tokens they are 0.
+template <class From>
+static void copy_states(Team& team, const Model& model, const Batch& batch, int64_t layer, const From* from) {
+    float* to = batch.states ? batch.states[layer] : nullptr;
+    if (!to) return;
+    team.each(batch.rows * batch.tokens, FEW_TOKENS, [&](Span tokens, int) {
+        int64_t size = model.hidden_size;
+        for (int64_t at = tokens.first; at < tokens.last; at++)
+            for (int64_t i = at * size; i < (at + 1) * size; i++) to[i] = batch.ids[at] < 0 ? 0.0f : number(from[i]);
+    });
 }
 
 /// `Stored` is what the cache holds, `Input` what products read. Of the last layer all tokens have keys and values, and only
-/// those whose logits are wanted more.
+/// those whose logits are wanted more, or all if the states after it are wanted.
 template <class Stored, class Input>
 static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_t threads) {
     threads = std::clamp<int64_t>(threads, 1, MOST_WORKERS);
@@ -202,6 +227,7 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
     Chosen all = {batch.tokens, each_token}, last = {batch.wanted, batch.places};
     Ancestors ancestors = {grown(scratch.depths, count), grown(scratch.ancestors, count * batch.tokens)};
     find(batch, ancestors);
+    bool is_last_whole = batch.states && (batch.states[model.layers] || batch.states[model.layers + 1]);
 
     Team::run(threads, [&](Team& team) {
         float* hidden = all_hidden;
@@ -223,16 +249,17 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
             });
         };
         team.each(count, FEW_TOKENS, [&](Span tokens, int) {
-            for (int64_t at = tokens.first; at < tokens.last; at++) embed(model, batch.ids[at], hidden + at * hidden_size);
+            for (int64_t at = tokens.first; at < tokens.last; at++) embed(model, batch, at, hidden + at * hidden_size);
         });
         for (int64_t number = 0; number < model.layers; number++) {
             const Layer& layer = model.layer[number];
+            copy_states(team, model, batch, number, all_hidden);
             rms_norm_all(layer.norm);
             set_product(team, layer.qkv, normed, count, projected);
             team.each(count, 1, [&](Span tokens, int) {
                 place<Stored>(model, layer, batch, number, ancestors.depths, projected, tokens);
             });
-            const Chosen& chosen = number + 1 < model.layers ? all : last;
+            const Chosen& chosen = number + 1 < model.layers || is_last_whole ? all : last;
             team.each(batch.rows * model.kv_heads * groups_of(model, chosen), 1, [&](Span groups, int worker) {
                 float* scores = all_scores + worker * room;
                 attend_all<Stored>(model, batch, number, ancestors, chosen, projected, attended, scores, groups);
@@ -268,8 +295,19 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
             });
             add_product(layer.down, intermediate);
         }
+        if (is_last_whole) copy_states(team, model, batch, model.layers, all_hidden);
         rms_norm_all(model.final_norm);
-        set_product(team, model.head, normed, rows, batch.logits);
+        const Input* read = normed; // by the head
+        if (is_last_whole) {
+            copy_states(team, model, batch, model.layers + 1, normed);
+            Input* chosen = grown<float, Input>(scratch.wanted, wanted * hidden_size);
+            for (int64_t at = 0; at < wanted; at++) {
+                int64_t from = at / batch.wanted * batch.tokens + batch.places[at];
+                std::copy_n(normed + from * hidden_size, hidden_size, chosen + at * hidden_size);
+            }
+            read = chosen;
+        }
+        set_product(team, model.head, read, wanted, batch.logits);
     });
 }
 

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from paradraft.models import kv_cache
 from paradraft.models.architecture import STATIC_ROPES
+from paradraft.models.forward import FINAL_NORM, ForwardOut
 from paradraft.models.forward.cpu.build import library
 from paradraft.models.forward.cpu.threads import granted_threads
 
@@ -140,7 +141,7 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("layers", "vocabulary", "is_bfloat16")),
         ("epsilon", ctypes.c_float), ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "final_norm", "embedding", "embedding_bfloat16")),
-        ("head", Matrix), ("layer", ctypes.POINTER(_Layer)),
+        ("head", Matrix), ("layer", ctypes.POINTER(_Layer)), ("added", ctypes.c_void_p), ("added_rows", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -148,6 +149,7 @@ class _Batch(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "tokens", "wanted", "slots")),
         *((name, ctypes.c_void_p) for name in ("ids", "parents", "lengths", "places", "keys", "values", "logits")),
+        *((name, ctypes.c_void_p) for name in ("vectors", "states")),
     )
 
 
@@ -188,12 +190,14 @@ class NativePass:
         ValueError: it does not compute what the model does.
     """
 
-    is_traced = is_replayed = False
+    min_rows = 1
+    warm_up_rounds = 0
 
     def __init__(self, model: PreTrainedModel, slots: int, *, threads: int | None = None) -> None:
         self._library = library()
         self.threads = granted_threads() if threads is None else threads
         self._kept: list[Tensor] = []
+        self._added: Tensor | None = None
         self._matrices: list[PackedMatrix] = []
         config: PretrainedConfig = model.config
         body: Any = model.model
@@ -259,7 +263,7 @@ class NativePass:
             key_norm=self._floats(key_norm and key_norm.weight),
         )
 
-    def stored_bytes(self, weight: Tensor) -> int:
+    def weight_bytes(self, weight: Tensor) -> int:
         """What a pass reads of a weight of the model; of one output in 8 bits, its scale too."""
         dtype = packed_dtype(weight) if weight.ndim == 2 else torch.float32
         return weight.numel() * dtype.itemsize + (4 * len(weight) if dtype == torch.int8 else 0)
@@ -270,17 +274,13 @@ class NativePass:
         lengths: list[int],
         tokens_BN: Tensor,
         parents_BN: Tensor,
+        *,
         logit_rows: Tensor,
-    ) -> Tensor:
-        """The logits `[B, R, V]`, float32, of some tokens of one pass; keys and values go into the storage.
-
-        Args:
-            storage: of the size given at the start.
-            lengths: how many tokens of each row are kept.
-            tokens_BN: `[B, N]` token ids, below 0 where there is none.
-            parents_BN: `[B, N]` the token that each one follows, -1 for the last kept one.
-            rows_BR: `[B, R]` indices of the tokens whose logits are wanted.
-        """
+        hidden_layers: Sequence[int] = (),
+        vectors: Tensor | None = None,
+    ) -> ForwardOut:
+        """See `Forward`; logits and states are float32. Those after the final norm are what the head reads: in a
+        bfloat16 model, on CPUs that multiply such numbers, they are rounded."""
         (B, N), R = tokens_BN.shape, logit_rows.shape[1]
         logits = torch.empty(B, R, self._vocab_rows, dtype=torch.float32, device="cpu")
         if storage is not self._storage:
@@ -292,9 +292,15 @@ class NativePass:
         integers = [tensor.contiguous() for tensor in (tokens_BN, parents_BN, logit_rows)]
         ids, parents, places = (tensor.data_ptr() for tensor in integers)
         lengths_B = (ctypes.c_int64 * B)(*lengths)
+        hidden, states = self._states(B, N, hidden_layers) if hidden_layers else ({}, None)
+        if vectors is not None:
+            assert vectors.shape == (B, N, self._model.hidden_size)
+            vectors = vectors.float().contiguous()
         batch = _Batch(
             rows=B, tokens=N, wanted=R, slots=storage[0][0].shape[1], ids=ids, parents=parents, places=places,
             lengths=ctypes.addressof(lengths_B), keys=keys, values=values, logits=logits.data_ptr(),
+            vectors=None if vectors is None else vectors.data_ptr(),
+            states=None if states is None else ctypes.addressof(states),
         )  # fmt: skip
         # A profiler sees nothing of what is not torch's; where nobody looks, a label would cost microseconds.
         is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # torch does not export it
@@ -303,7 +309,24 @@ class NativePass:
                 ctypes.byref(self._model), ctypes.byref(batch), self._scratch, self.threads
             )
         assert not is_wrong, "a token, a parent or a wanted place is outside of its range"
-        return logits
+        return ForwardOut(logits=logits, hidden=hidden)
+
+    def _states(
+        self, batch_size: int, tokens: int, layers: Sequence[int]
+    ) -> tuple[dict[int, Tensor], ctypes.Array[ctypes.c_void_p]]:
+        """Room for the states of some layers, and for each layer where it is."""
+        shape, count = (batch_size, tokens, self._model.hidden_size), self._model.layers
+        hidden = {layer: torch.empty(shape, dtype=torch.float32, device="cpu") for layer in layers}
+        addresses = (ctypes.c_void_p * (count + 2))()
+        for layer, states in hidden.items():
+            assert FINAL_NORM <= layer <= count
+            addresses[count + 1 if layer == FINAL_NORM else layer] = states.data_ptr()
+        return hidden, addresses
+
+    def add_embeddings(self, rows_PD: Tensor) -> None:
+        """See `Forward`."""
+        self._added = rows_PD.detach().to("cpu", torch.float32).contiguous()
+        self._model.added, self._model.added_rows = self._added.data_ptr(), len(rows_PD)
 
     def forget(self) -> None:
         """Lets go of the storage, before another is allocated."""
@@ -316,7 +339,7 @@ class NativePass:
         tokens_BN = torch.arange(1, count + 1)[None] % self._vocab_rows
         places_BN = torch.arange(count)[None]
         storage = kv_cache.allocate(model.config, batch_size=1, capacity=count, dtype=model.dtype, device=model.device)
-        ours = self(storage, [0], tokens_BN, places_BN - 1, places_BN)
+        ours = self(storage, [0], tokens_BN, places_BN - 1, logit_rows=places_BN).logits
         theirs = model(tokens_BN, use_cache=False).logits.float()
         error = float((ours - theirs).square().mean().sqrt() / theirs.std())
         if not error < TOLERANCES[model.dtype]:
