@@ -40,18 +40,19 @@ class Scheduler:
         Raises:
             ValueError: the answer failed, or this thread is in the middle of a round already.
         """
-        seen = 0
+        seen, is_over = 0, False
 
         def has_news() -> bool:
             return generation.is_finished or len(generation.tokens) > seen
 
         try:
             self._waiting.append(generation)
-            while not generation.is_finished:
+            while not is_over:
                 self._wait_until(has_news)
                 if generation.error is not None:
                     raise generation.error
-                seen = len(generation.tokens)
+                # What comes while the reader pauses is news too, the end as well.
+                seen, is_over = len(generation.tokens), generation.is_finished
                 yield
         finally:
             generation.is_cancelled = True

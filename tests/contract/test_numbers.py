@@ -13,6 +13,7 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import LogitsProcessor, Sampling
 from paradraft.tree import ABSENT, Tree
+from tests.support.decoding import empty_rows
 from tests.support.random_models import random_model
 
 RUNTIMES = [Runtime(dtype="float64", compiled=False), Runtime(dtype="float32")]
@@ -41,7 +42,7 @@ def test_what_a_text_does_not_see_cannot_reach_it(dtype: torch.dtype, value: flo
     clean, poisoned = (CausalLM(random_model().to(dtype), vocab_size=60, compiled=False) for _ in range(2))
     poison(poisoned, 7, value)
     for lm in (clean, poisoned):
-        lm.clear(2)
+        empty_rows(lm, 2)
     text = torch.tensor([[1, 2, 3, 4], [5, 6, 8, 9]])
     guesses, parents = torch.tensor([[10, 7, 11], [12, 13, ABSENT]]), torch.tensor([[-1, -1, 0], [-1, 0, 1]])
     for _ in range(3):

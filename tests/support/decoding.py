@@ -66,7 +66,7 @@ def empty_rows(lm: CausalLM, number: int) -> None:
 def prefilled(lm: CausalLM, rows: list[list[int]]) -> Tensor:
     """Begins with these prompts; returns the last token of each, `[B, 1]`, which is not read."""
     empty_rows(lm, len(rows))
-    return torch.tensor(lm.prefill(rows))
+    return torch.tensor(lm.prefill(rows).last)
 
 
 def target_of(lm: CausalLM) -> Target:

@@ -7,9 +7,10 @@ import numpy
 import pytest
 import torch
 
-from paradraft.core import Draft, Prompt
-from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.core import Committed, Draft, Drafter, Request, TextDrafter
+from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
+from tests.support.decoding import committed, requests, started
 
 
 @pytest.mark.parametrize(
@@ -129,12 +130,67 @@ def test_sampling_accepts_the_edges() -> None:
     assert Sampling(seed=-(2**63), top_p=1e-9).seed == -(2**63)
 
 
-def test_prompt_lengths_count_token_zero() -> None:
-    """Guards against taking token 0, which is a real one, for padding."""
-    prompt = Prompt(tokens=torch.tensor([[0, 0, 5], [0, -1, -1]]), sampling=(GREEDY, GREEDY))
-    assert prompt.lengths.tolist() == [3, 1]
+def test_a_request_has_a_prompt() -> None:
+    """Guards against answers to nothing: there is no last token behind which to decode. Token 0 is a real one; a
+    request that is resumed has tokens of its own before those of its answer."""
+    assert Request(tokens=[0]).tokens == [0]
     with pytest.raises(AssertionError):
-        Prompt(tokens=torch.tensor([[-1, -1]]), sampling=(GREEDY,))
+        Request(tokens=[])
+    assert Request(tokens=[1, 2, 3], answered=2).answered == 2
+    for answered in (-1, 3, 4):
+        with pytest.raises(AssertionError):
+            Request(tokens=[1, 2, 3], answered=answered)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_at_least_one_token_is_asked_for(limit: int) -> None:
+    """Guards against a loop that never runs, or drafts a negative number of tokens."""
+    with pytest.raises(ValueError, match=f"max_new_tokens={limit}"):
+        Request(tokens=[1], max_new_tokens=limit)
+
+
+def test_committed_states_are_those_of_the_tokens() -> None:
+    """Guards the seam to drafters that read states: one for each token, of each row."""
+    tokens = torch.ones(2, 3, dtype=torch.long)
+    Committed(tokens=tokens, hidden={4: torch.zeros(2, 3, 8)})
+    for hidden in (torch.zeros(2, 2, 8), torch.zeros(1, 3, 8)):
+        with pytest.raises(AssertionError):
+            Committed(tokens=tokens, hidden={4: hidden})
+    with pytest.raises(AssertionError):
+        Committed(tokens=tokens[0])
+
+
+class Lengths(TextDrafter):
+    """Drafts how long the text is."""
+
+    def propose(self, k: int, after: Draft | None = None) -> Draft:
+        return Draft.chain(torch.tensor([[len(text)] for text in self.texts]))
+
+
+def test_drafters_of_texts_follow_them() -> None:
+    """Guards drafters that look at the tokens alone: texts of rows that join, leave and move, and of another batch."""
+    drafter = Lengths()
+    for _ in range(2):
+        started(drafter, [[1, 2], [3]])
+        drafter.commit(committed([4], [5, 6, 7]))
+        drafter.join(requests([[0] * 7]), committed([0] * 7))
+        assert drafter.propose(1).tokens.tolist() == [[3], [4], [7]]
+        drafter.keep(torch.tensor([2, 1]))
+        drafter.commit(committed([4], [5]))
+        assert drafter.texts == [[0] * 7 + [4], [3, 5, 6, 7, 5]]
+
+
+def test_a_drafter_is_what_it_overrides() -> None:
+    """Guards drafters of an article's length: one that only proposes has no rows to keep, and says nothing else."""
+    drafter = Drafter()
+    started(drafter, [[1]])
+    drafter.commit(committed([2]))
+    drafter.keep(torch.tensor([0]))
+    assert (drafter.hidden_layers, drafter.branching, drafter.can_run_ahead, drafter.reserved_tokens) == (
+        (), "chain", False, (),
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError):
+        drafter.propose(1)
 
 
 def test_empty_draft_is_a_chain_of_nothing() -> None:

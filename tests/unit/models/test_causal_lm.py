@@ -57,7 +57,7 @@ def test_tree_and_kept_path_equal_a_fresh_prefill(llama: bool, pad_to: int, seed
         tokens, parents = random_trees(seed * 3 + turn, nodes=7)
         for row, text in enumerate(texts):
             tokens[row][0] = text[-1]
-        logits = lm.forward(torch.tensor(tokens), torch.tensor(parents))
+        logits = lm.forward(torch.tensor(tokens), torch.tensor(parents)).logits
         paths = []
         for row, text in enumerate(texts):
             for node in range(7):
@@ -82,7 +82,7 @@ def test_any_sequence_of_trees_and_leaving_rows_equals_fresh_passes(seed: int, n
     for _ in range(3):
         shapes = [[ABSENT, *(parent + 1 for parent in random_parents(chooser.randrange(99), nodes - 1))] for _ in texts]
         tokens = [[text[-1], *(chooser.randrange(VOCAB) for _ in range(nodes - 1))] for text in texts]
-        logits = lm.forward(torch.tensor(tokens), torch.tensor(shapes))
+        logits = lm.forward(torch.tensor(tokens), torch.tensor(shapes)).logits
         paths = []
         for row, text in enumerate(texts):
             last = chooser.randrange(nodes)
@@ -122,11 +122,11 @@ def test_ragged_chain_equals_fresh_passes(llama: bool) -> None:
     more = [[row[-1], *new] for row, new in zip(PROMPTS, [[5, 6, 7], [], [8]], strict=True)]
     tokens = from_lists(more)
     number_B = (tokens != ABSENT).sum(1)
-    logits = lm.forward(tokens, logit_rows=number_B[:, None] - 1)
+    logits = lm.forward(tokens, logit_rows=number_B[:, None] - 1).logits
     assert logits.shape == (3, 1, VOCAB)
     lm.advance(number_B.tolist())
     texts = [row[:-1] + new for row, new in zip(PROMPTS, more, strict=True)]
-    again = lm.forward(torch.tensor([[11], [12], [13]]))
+    again = lm.forward(torch.tensor([[11], [12], [13]])).logits
     for row, text in enumerate(texts):
         assert_close(logits[row, 0], fresh(lm, text))
         assert_close(again[row, 0], fresh(lm, [*text, 11 + row]))
@@ -140,7 +140,7 @@ def test_rewind_forgets_what_came_after() -> None:
     lm.forward(torch.tensor([[1, 2, 3, 4]] * 3))
     lm.advance([4, 4, 4])
     lm.rollback([length + stay for length, stay in zip(kept, [0, 2, 4], strict=True)])
-    logits = lm.forward(torch.tensor([[20, 21]] * 3))
+    logits = lm.forward(torch.tensor([[20, 21]] * 3)).logits
     for row, (prompt, stay) in enumerate(zip(PROMPTS, [0, 2, 4], strict=True)):
         assert_close(logits[row, 1], fresh(lm, [*prompt[:-1], *[1, 2, 3, 4][:stay], 20, 21]))
     with pytest.raises(AssertionError):
@@ -151,19 +151,19 @@ def test_nothing_is_kept_before_keep() -> None:
     """Guards against a pass that changes what the next one sees although nothing was committed."""
     lm = causal()
     prefilled(lm, PROMPTS)
-    first = lm.forward(torch.tensor([[1, 2, 3]] * 3))
+    first = lm.forward(torch.tensor([[1, 2, 3]] * 3)).logits
     lm.forward(torch.tensor([[9, 9, 9, 9, 9]] * 3), torch.tensor([[-1, -1, 0, 1, -1]] * 3))
-    assert torch.equal(lm.forward(torch.tensor([[1, 2, 3]] * 3)), first)
+    assert torch.equal(lm.forward(torch.tensor([[1, 2, 3]] * 3)).logits, first)
 
 
 def test_forbidden_tokens_are_never_chosen() -> None:
     """Guards against a mask token in the text; other logits stay, and ids beyond the vocabulary are no error."""
     lm = causal()
     prefilled(lm, [[1, 2]])
-    before = lm.forward(torch.tensor([[2, 3]]))
+    before = lm.forward(torch.tensor([[2, 3]])).logits
     lm.forbid([5])
     lm.forbid([5, VOCAB + 3])
-    after = lm.forward(torch.tensor([[2, 3]])).clone()
+    after = lm.forward(torch.tensor([[2, 3]])).logits.clone()
     assert after.shape[-1] == VOCAB
     assert (after[..., 5] == -torch.inf).all()
     after[..., 5] = before[..., 5]
@@ -178,7 +178,7 @@ def test_prompts_are_read_in_chunks_across_buckets(monkeypatch: pytest.MonkeyPat
     rows = [[chooser.randrange(VOCAB) for _ in range(length)] for length in (1, 25, 100)]
     last_B1 = prefilled(lm, rows)
     assert lm.lengths == [0, 24, 99]
-    logits = lm.forward(last_B1)
+    logits = lm.forward(last_B1).logits
     for row, text in enumerate(rows):
         assert_close(logits[row, 0], fresh(lm, text))
 
@@ -187,7 +187,7 @@ def test_a_second_start_forgets_the_first() -> None:
     """Guards against keys of the last request seen by the next one, with another number of rows too."""
     lm = causal()
     for rows in (PROMPTS, [[1, 2, 3]], [[4]], PROMPTS):
-        logits = lm.forward(prefilled(lm, rows))
+        logits = lm.forward(prefilled(lm, rows)).logits
         for row, text in enumerate(rows):
             assert_close(logits[row, 0], fresh(lm, text))
 
@@ -200,7 +200,7 @@ def test_capacity_is_checked_and_can_be_filled() -> None:
         causal(capacity=0)
     lm = causal(capacity=20)
     full = prefilled(lm, [list(range(20))])
-    logits = lm.forward(torch.cat([full, torch.ones(1, 15, dtype=torch.long)], dim=1))
+    logits = lm.forward(torch.cat([full, torch.ones(1, 15, dtype=torch.long)], dim=1)).logits
     assert_close(logits[0, 0], fresh(lm, list(range(20))))
     with pytest.raises(AssertionError):
         lm.forward(torch.ones(1, 17, dtype=torch.long))
@@ -225,7 +225,7 @@ def test_an_ended_row_may_outgrow_its_cache(monkeypatch: pytest.MonkeyPatch) -> 
     prefilled(alone, [[3, *[9] * 35]])
     for one in (lm, alone):
         assert one.lengths[-1] == 35
-    assert_close(lm.forward(torch.tensor([[1], [9]]))[1], alone.forward(torch.tensor([[9]]))[0])
+    assert_close(lm.forward(torch.tensor([[1], [9]])).logits[1], alone.forward(torch.tensor([[9]])).logits[0])
 
 
 def test_a_cache_that_grows_holds_what_it_held() -> None:
@@ -246,7 +246,7 @@ def test_a_cache_that_grows_holds_what_it_held() -> None:
         memory.append(lm._storage[0][0].data_ptr())
         assert len(lm._storage[0][0]) == len(texts)
         assert_cache_is_fresh(lm, texts)
-        logits = lm.forward(torch.tensor([[text[-1]] for text in texts]))
+        logits = lm.forward(torch.tensor([[text[-1]] for text in texts])).logits
         for row, text in enumerate(texts):
             assert_close(logits[row, 0], fresh(lm, text))
     assert memory[2] == memory[1] != memory[0]
@@ -266,7 +266,7 @@ def test_a_cache_that_cannot_grow_is_said_and_can_be_begun_again(monkeypatch: py
         patched.setattr(kv_cache, "_free_bytes", lambda _: 1.0)
         with pytest.raises(ValueError, match="a cache for 4 rows"):
             lm.join(1)
-    logits = lm.forward(prefilled(lm, PROMPTS))
+    logits = lm.forward(prefilled(lm, PROMPTS)).logits
     for row, text in enumerate(PROMPTS):
         assert_close(logits[row, 0], fresh(lm, text))
 
@@ -285,7 +285,7 @@ def test_rows_move_into_holes_with_their_texts() -> None:
     lm.join(1)
     lm.prefill([[ABSENT], [ABSENT], [6, 5, 4]])
     texts.append([6, 5, 4])
-    logits = lm.forward(torch.tensor([[text[-1]] for text in texts]))
+    logits = lm.forward(torch.tensor([[text[-1]] for text in texts])).logits
     for row, text in enumerate(texts):
         assert_close(logits[row, 0], fresh(lm, text))
 
@@ -297,11 +297,11 @@ def test_rows_that_join_are_read_alone() -> None:
     prefilled(lm, PROMPTS)
     lm.join(2)
     before = lm.passes.copy()
-    assert lm.prefill([[9], [9], [9], [1, 2, 3], [4]]) == [[9], [9], [9], [3], [4]]
+    assert lm.prefill([[9], [9], [9], [1, 2, 3], [4]]).last == [[9], [9], [9], [3], [4]]
     (read,) = (lm.passes - before).elements()
     assert (read.rows, read.tokens, read.logits) == (2, 2, 0)
     assert lm.lengths == [0, 4, 8, 2, 0]
-    assert lm.prefill([[9], [5, 6], [9], [9], [7, 8]])[1] == [6]
+    assert lm.prefill([[9], [5, 6], [9], [9], [7, 8]]).last[1] == [6]
     assert lm.lengths == [0, 5, 8, 2, 1]
     assert_cache_is_fresh(lm, [[7], [*PROMPTS[1][:-1], 5, 6], PROMPTS[2], [1, 2, 3], [7, 8]])
 
@@ -326,4 +326,4 @@ def test_reserved_tokens_are_not_chosen_until_others_are() -> None:
     for reserved in ([6, VOCAB + 3], [7], []):
         lm.reserve(reserved)
         wanted = {5, *reserved} - {VOCAB + 3}
-        assert set((lm.forward(last)[0, 0] == -torch.inf).nonzero().flatten().tolist()) == wanted
+        assert set((lm.forward(last).logits[0, 0] == -torch.inf).nonzero().flatten().tolist()) == wanted

@@ -18,6 +18,7 @@ from paradraft.models.runtime import Runtime, check_quantization, stored_bytes
 from paradraft.sampling_params import Sampling
 from tests.e2e.conftest import Paradraft, assert_mistake
 from tests.e2e.conftest import paradraft as paradraft
+from tests.support.decoding import empty_rows
 
 PROMPT = "abcabcabc"
 
@@ -32,7 +33,7 @@ def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def logits(family: Path, dtype: str, *, compiled: bool = False) -> torch.Tensor:
     lm = load_target(str(family / "target"), Runtime(dtype=dtype, compiled=compiled)).lm
-    lm.clear(1)
+    empty_rows(lm, 1)
     return lm.forward(torch.arange(1, 13)[None]).logits
 
 

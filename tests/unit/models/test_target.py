@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paradraft import ragged
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
@@ -59,7 +60,7 @@ def test_rows_that_join_go_on_from_their_own_last_token() -> None:
         path = torch.tensor([[0, ABSENT]] + [[ABSENT, ABSENT]] * (len(texts) - 1))
         verdict = Verdict.of(draft, path, torch.arange(20, 20 + len(texts)))
         assert torch.equal(ours.commit(verdict, out).tokens, verdict.tokens)
-        texts = [text + [token for token in new if token != ABSENT] for text, new in zip(texts, verdict.tokens.tolist(), strict=True)]
+        texts = ragged.joined(texts, ragged.to_lists(verdict.tokens))
         if more is not None:
             ours.join(requests([more]))
             texts.append(more)

@@ -99,9 +99,7 @@ def test_nothing_grows_from_nothing() -> None:
     assert best_first([], 5, aside=0.5) == []
 
 
-def sampler_of(
-    samplings: tuple[Sampling, ...], rule: str, tree: Tree | None, *, confidence: bool = False
-) -> Sampler:
+def sampler_of(samplings: tuple[Sampling, ...], rule: str, tree: Tree | None, *, confidence: bool = False) -> Sampler:
     return sampler([[1, 2, 3]] * len(samplings), samplings, rule=rule, tree=tree, wants_confidence=confidence)
 
 

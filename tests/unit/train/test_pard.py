@@ -8,15 +8,14 @@ import pytest
 import torch
 from benchmarks.scripts import cod_cost
 
-from paradraft.core import Prompt
 from paradraft.data.samples import Sample
 from paradraft.models.causal_lm import CausalLM
-from paradraft.sampling_params import Sampling
 from paradraft.train.batch import Batch, Drop, collate
 from paradraft.train.losses import IGNORED
 from paradraft.train.pard import Objective, _labelled_by_place, add_mask_token
 from paradraft.train.teacher import Teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+from tests.support.decoding import prefilled
 
 ROWS = VOCAB + 8
 MASK = VOCAB + 1
@@ -63,7 +62,7 @@ def test_training_predicts_what_decoding_computes(llama: bool, r: float, packed:
         anchor = position - depth
         assert label == TEXTS[sample][position + 1]
         if (sample, anchor) not in drafts:
-            last = lm.start(Prompt(tokens=torch.tensor([TEXTS[sample][: anchor + 1]]), sampling=(Sampling(),))).last
+            last = prefilled(lm, [TEXTS[sample][: anchor + 1]])
             drafts[sample, anchor] = lm.forward(torch.cat([last, torch.full((1, k - 1), MASK)], dim=1)).logits[0]
     expected = torch.stack([drafts[sample, position - depth][depth] for sample, position, depth, _ in rows])
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from paradraft.core import Prompt
 from paradraft.models import causal_lm
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import compiled
 from paradraft.models.forward.compiled import compile_pass
-from paradraft.sampling_params import GREEDY
 from paradraft.tree import ABSENT
 from tests.conftest import tiny_model
+from tests.support.decoding import empty_rows, prefilled
 
 PASSES: list[tuple[list[list[int]], list[int] | None]] = [
     ([[8]], None),
@@ -50,7 +49,7 @@ def test_compiled_passes_equal_eager_ones(dtype: torch.dtype) -> None:
         if len(tokens) != rows:
             rows = len(tokens)
             for lm in all_lms:
-                lm.start(Prompt(tokens=torch.tensor([[5, 6, 7, 8]] * rows), sampling=(GREEDY,) * rows))
+                prefilled(lm, [[5, 6, 7, 8]] * rows)
         tree = None if parents is None else torch.tensor([parents] * rows)
         for pair in pairs:
             plain, fast = (lm.forward(torch.tensor(tokens), tree).logits for lm in pair)
@@ -67,11 +66,8 @@ def test_prompts_are_read_by_the_passes_that_decode(monkeypatch: pytest.MonkeyPa
     plain, fast = (CausalLM(tiny_model(7), vocab_size=64, compiled=flag) for flag in (False, True))
     before = counters["stats"]["unique_graphs"]
     for lengths in ([1], [2], [3], [100], [65], [1, 1], [2, 50, 1], [97, 3], [49]):
-        tokens = torch.full((len(lengths), max(lengths)), ABSENT)
-        for row, length in zip(tokens, lengths, strict=True):
-            row[:length] = torch.arange(length) % 60 + 1
-        prompt = Prompt(tokens=tokens, sampling=(GREEDY,) * len(lengths))
-        logits = [lm.forward(lm.start(prompt).last).logits for lm in (plain, fast)]
+        rows = [[place % 60 + 1 for place in range(length)] for length in lengths]
+        logits = [lm.forward(prefilled(lm, rows)).logits for lm in (plain, fast)]
         torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] - before == 2, "one for a row, one for more"
 
@@ -103,7 +99,7 @@ def test_what_is_asked_for_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> 
                 lm.clear(rows)
                 read = lm.prefill(prompt, layers, embedding(prompt) if has_vectors else None)
                 vectors = embedding(tokens) if has_vectors else None
-                out = lm.forward(tokens, hidden_layers=layers, vectors=vectors)
+                out = lm.forward(tokens, hidden_layers=layers, vectors=vectors).logits
                 assert tuple(read.hidden) == tuple(out.hidden) == layers
                 outs.append([out.logits, *read.hidden.values(), *out.hidden.values()])
             for ours, theirs in zip(*outs, strict=True):
@@ -122,7 +118,10 @@ def test_what_was_compiled_is_kept_for_these_weights_only(tmp_path: Path, monkey
     for seed in (5, 5, 6):
         before = counters["inductor"]["fxgraph_cache_hit"]
         model = tiny_model(seed).float()
-        plain, fast = (CausalLM(model, vocab_size=64, compiled=flag).forward(tokens).logits for flag in (False, True))
+        lms = [CausalLM(model, vocab_size=64, compiled=flag) for flag in (False, True)]
+        for lm in lms:
+            empty_rows(lm, 1)
+        plain, fast = (lm.forward(tokens).logits for lm in lms)
         torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5)
         found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
     assert found == [0, 1, 0]

@@ -16,13 +16,14 @@ from paradraft.models.forward.compiled import CompiledPass
 from paradraft.models.forward.cpu.model import KINDS, NativePass, can_serve
 from paradraft.models.runtime import quantize
 from paradraft.tree import ABSENT
+from tests.support.decoding import empty_rows
 from tests.support.random_models import KINDS_OF_MODELS, SIZES, random_model
 
 
 def lm_of(model: PreTrainedModel, **settings: int) -> CausalLM:
     lm = CausalLM(model, vocab_size=model.config.vocab_size, compiled=True, **settings)
     assert isinstance(lm._compute, NativePass)
-    lm.clear(1)
+    empty_rows(lm, 1)
     return lm
 
 
@@ -84,7 +85,7 @@ def test_every_cut_into_passes_gives_the_same_bits(dtype: torch.dtype, size: tup
     lm, text = lm_of(random_model(size=size, dtype=dtype)), tokens(30)
     whole = lm.forward(text).logits
     for widths in [(1,) * 30, (2,) * 15, (7, 1, 9, 13), (29, 1)]:
-        lm.clear(1)
+        empty_rows(lm, 1)
         parts = []
         for part in text.split(widths, dim=1):
             parts.append(lm.forward(part).logits)
@@ -99,13 +100,13 @@ def test_rows_of_a_batch_do_not_see_each_other(dtype: torch.dtype) -> None:
     text, lengths = tokens(20, rows=3), [20, 3, 11]
     for row, length in enumerate(lengths):
         text[row, length:] = ABSENT
-    lm.clear(3)
+    empty_rows(lm, 3)
     together = lm.forward(text).logits
     lm.advance(lengths)
     more = tokens(5, rows=3)
     later = lm.forward(more).logits
     for row, length in enumerate(lengths):
-        lm.clear(1)
+        empty_rows(lm, 1)
         assert torch.equal(lm.forward(text[row : row + 1, :length]).logits[0], together[row, :length])
         lm.advance([length])
         assert torch.equal(lm.forward(more[row : row + 1]).logits[0], later[row])
@@ -128,7 +129,7 @@ def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch
     lm.forward(text, parents)
     lm.accept_path([[0, 2, 4, 7, 8]])
     kept = lm.forward(text[:, 9:]).logits
-    lm.clear(1)
+    empty_rows(lm, 1)
     anew = lm.forward(torch.cat([tokens(33), text[:, [0, 2, 4, 7, 8, 9]]], dim=1)).logits
     assert torch.equal(kept, anew[:, -1:])
 
@@ -137,13 +138,12 @@ def test_more_tokens_than_slots_hurt_nobody() -> None:
     """Guards a live row beside one whose pending text has outgrown the cache: only the last slot may be hit."""
     lm = lm_of(random_model(), capacity=20, width=4)
     text = tokens(7)
-    lm.clear(2)
-    lm.prefill(torch.nn.functional.pad(text.repeat(2, 1), (0, 1), value=3))
-    long = torch.cat([tokens(150), torch.nn.functional.pad(tokens(2), (0, 148), value=ABSENT)])
-    lm.prefill(long)
+    empty_rows(lm, 2)
+    lm.prefill([[*text[0].tolist(), 3]] * 2)
+    lm.prefill([tokens(150)[0].tolist(), tokens(2)[0].tolist()])
     beside = lm.forward(tokens(1).repeat(2, 1)).logits[1, 0]
-    lm.clear(1)
-    lm.prefill(torch.cat([text, tokens(2)[:, :1], tokens(1)], dim=1))
+    empty_rows(lm, 1)
+    lm.prefill(torch.cat([text, tokens(2)[:, :1], tokens(1)], dim=1).tolist())
     assert torch.equal(lm.forward(tokens(1)).logits[0, 0], beside)
 
 
@@ -184,8 +184,28 @@ def test_a_smaller_cache_is_given_back_first() -> None:
     lm = lm_of(random_model())
     lm.forward(tokens(3))
     smaller = weakref.ref(lm._storage[0][0])
-    lm.clear(3)
+    empty_rows(lm, 3)
     assert smaller() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_join_and_move_change_no_bit(dtype: torch.dtype) -> None:
+    """Guards rows that are read while others wait, a cache that grows under them, and rows that fill holes."""
+    lm, text = lm_of(random_model(dtype=dtype)), tokens(20, rows=4)
+    alone = []
+    for row in text:
+        empty_rows(lm, 1)
+        alone.append(lm.forward(row[None]).logits[0, 19])
+    rows = text.tolist()
+    empty_rows(lm, 2)
+    lm._largest = lm._allocate(2)  # so that more rows do not fit
+    lm.prefill([rows[0][:10], rows[1][:7]])
+    lm.join(2)
+    lm.prefill([[ABSENT], [ABSENT], rows[2][:2], rows[3][:19]])
+    lm.keep(torch.tensor([3, 1, 2]))
+    last = lm.prefill([rows[3][18:], rows[1][6:], rows[2][1:]]).last
+    found = lm.forward(torch.tensor(last)).logits[:, 0]
+    assert all(torch.equal(one, alone[row]) for one, row in zip(found, (3, 1, 2), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -212,15 +232,15 @@ def test_prompts_are_read_in_chunks(dtype: torch.dtype) -> None:
     """Guards prefill: what is read without logits must be in the cache."""
     lm, text = lm_of(random_model(dtype=dtype), width=200), tokens(150)
     whole = lm.forward(text).logits
-    lm.clear(1)
-    last = lm.prefill(text).last
-    assert torch.equal(lm.forward(last).logits[0, 0], whole[0, -1])
+    empty_rows(lm, 1)
+    last = lm.prefill(text.tolist()).last
+    assert torch.equal(lm.forward(torch.tensor(last)).logits[0, 0], whole[0, -1])
 
 
 def test_a_full_cache_is_not_overrun() -> None:
     """Guards memory behind the cache: a row that has ended is read on with the others."""
     lm = lm_of(random_model(), capacity=20, width=4)
-    lm.clear(2)
+    empty_rows(lm, 2)
     lm._set_lengths([20, 4])
     for _ in range(5):
         assert lm.forward(tokens(4, rows=2)).logits.isfinite().all()

@@ -12,6 +12,7 @@ import torch
 
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.threads import cpu_quota, granted_threads, one_torch_thread
+from tests.support.decoding import empty_rows
 from tests.support.random_models import random_model
 
 
@@ -19,7 +20,7 @@ def lm_of(threads: int) -> CausalLM:
     lm = CausalLM(random_model(), vocab_size=60)
     assert lm.is_native
     lm._compute.threads = threads
-    lm.clear(1)
+    empty_rows(lm, 1)
     return lm
 
 

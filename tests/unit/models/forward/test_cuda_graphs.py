@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from paradraft.core import Prompt
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import cuda_graphs
 from paradraft.models.forward.cuda_graphs import Replays
-from paradraft.sampling_params import GREEDY
-from paradraft.tree import ABSENT
 from tests.conftest import tiny_model
+from tests.support.decoding import prefilled
 from tests.support.replays import Recorder, replay_compiled, replay_everything
 
 
@@ -41,11 +39,8 @@ class Broken(Recorder):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
 
-def prompt(*lengths: int) -> Prompt:
-    tokens = torch.full((len(lengths), max(lengths)), ABSENT)
-    for row, length in enumerate(lengths):
-        tokens[row, :length] = torch.arange(length) % 50 + 1 + row
-    return Prompt(tokens=tokens, sampling=(GREEDY,) * len(lengths))
+def prompts(*lengths: int) -> list[list[int]]:
+    return [[place % 50 + 1 + row for place in range(length)] for row, length in enumerate(lengths)]
 
 
 def pair(**settings: int) -> tuple[CausalLM, CausalLM]:
@@ -59,7 +54,7 @@ def pair(**settings: int) -> tuple[CausalLM, CausalLM]:
 
 def decode(lm: CausalLM, lengths: tuple[int, ...], widths: list[int]) -> list[Tensor]:
     """The logits of some passes, of which each keeps two tokens, or one."""
-    lm.start(prompt(*lengths))
+    prefilled(lm, prompts(*lengths))
     found = []
     for number, width in enumerate(widths):
         tokens = torch.arange(width * len(lengths)).view(len(lengths), width) * (number + 3) % 60 + 1
@@ -88,7 +83,7 @@ def test_prompts_and_what_came_once_are_not_recorded(monkeypatch: pytest.MonkeyP
     replay_everything(monkeypatch)
     replayed, _ = pair()
     for length in (20, 20, 20):
-        replayed.start(prompt(length))
+        prefilled(replayed, prompts(length))
     decode(replayed, (4,), [2, 5, 9, 17])
     assert Recorder.recorded == 0
     decode(replayed, (4,), [2, 5, 9, 17])
@@ -166,8 +161,12 @@ def test_memory_is_given_back_before_a_larger_cache_is_taken(monkeypatch: pytest
     assert all(one.results[0].data_ptr() == results.data_ptr() for one in recordings.values() if one is not None)
     decode(replayed, (4,), [5])
     assert replays._recordings is recordings
-    replayed.start(prompt(3, 4))
+    prefilled(replayed, prompts(3, 4))
     assert not replays._recordings and not replays._results
+    decode(replayed, (4, 4), [5, 5, 5])
+    assert replays._recordings and replays._results
+    replayed.join(1)
+    assert not replays._recordings and not replays._results, "where rows join too"
 
 
 @pytest.mark.slow

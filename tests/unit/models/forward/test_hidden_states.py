@@ -14,7 +14,9 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM, eager
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cuda_graphs import Replays
+from paradraft.ragged import to_lists
 from paradraft.tree import ABSENT
+from tests.support.decoding import empty_rows
 from tests.support.random_models import KINDS_OF_MODELS, SIZES, random_model
 from tests.support.replays import Recorder, replay_everything
 
@@ -34,6 +36,7 @@ def lm_of(
         replay_everything(monkeypatch)
     lm = CausalLM(model, vocab_size=model.config.vocab_size, compiled=backend != "eager")
     assert isinstance(lm._compute, NativePass) == (backend in dtypes)
+    empty_rows(lm, 1)
     return lm
 
 
@@ -87,16 +90,16 @@ def test_every_cut_batch_and_tree_has_the_same_bits(
     whole = read(text)
     for threads, widths in [(1, (1,) * 30), (2, (7, 1, 9, 13)), (7, (29, 1))]:
         lm._compute.threads = threads
-        lm.clear(1)
+        empty_rows(lm, 1)
         assert torch.equal(torch.cat([read(part) for part in text.split(widths, dim=1)], dim=1), whole)
-    lm.clear(3)
+    empty_rows(lm, 3)
     batch = torch.cat([tokens(30), text, tokens(31)[:, :30]])
     batch[0, 11:] = ABSENT
     batch[2, 0] += 1
     together = read(batch)
     assert torch.equal(together[1], whole[0]) and not torch.equal(together[2, 1:], whole[0, 1:])
     assert not together[0, 11:].any(), "no token, no state"
-    lm.clear(1)
+    empty_rows(lm, 1)
     read(text[:, :20])
     parents = [-1, 0, 0, 1, 2, 2, 4, 4, 7, 3]
     tree = read(text[:, 20:], torch.tensor([parents]), keep=False)
@@ -112,7 +115,7 @@ def test_logits_do_not_depend_on_what_else_is_asked_for(backend: str, monkeypatc
     """Guards texts against a drafter that reads states: all layers, some, one, and logits of few tokens, which must not
     be those of others."""
     lm, text = lm_of(backend, monkeypatch), tokens(12, rows=2)
-    lm.clear(2)
+    empty_rows(lm, 2)
     parents, rows = torch.tensor([[-1, 0, 0, 1, 2, 2, 4, 4, 7, 3, 3, 10]] * 2), torch.tensor([[11, 3, 3], [2, 5, 0]])
     for logit_rows in (None, rows):
         plain = lm.forward(text, parents, logit_rows)
@@ -131,12 +134,12 @@ def test_prefill_returns_what_a_single_pass_does(backend: str, monkeypatch: pyte
     lm, text, lengths = lm_of(backend, monkeypatch), tokens(30, rows=3), [30, 1, 12]
     for row, length in enumerate(lengths):
         text[row, length:] = ABSENT
-    lm.clear(3)
+    empty_rows(lm, 3)
     whole = lm.forward(text, hidden_layers=LAYERS).hidden
     monkeypatch.setattr(causal_lm, "PREFILL_CHUNK", 7)
-    out = lm.prefill(text, LAYERS)
-    logits = lm.forward(out.last).logits
-    assert out.last.tolist() == [[int(row[length - 1])] for row, length in zip(text, lengths, strict=True)]
+    out = lm.prefill(to_lists(text), LAYERS)
+    logits = lm.forward(torch.tensor(out.last)).logits
+    assert out.last == [[int(row[length - 1])] for row, length in zip(text, lengths, strict=True)]
     assert tuple(out.hidden) == LAYERS
     for layer, states in out.hidden.items():
         assert states.shape == (3, 29, 64)
@@ -144,11 +147,11 @@ def test_prefill_returns_what_a_single_pass_does(backend: str, monkeypatch: pyte
             expected = whole[layer][row, : length - 1]
             torch.testing.assert_close(states[row, : length - 1], expected, rtol=0 if lm.is_native else 1e-9, atol=0)
             assert not states[row, length - 1 :].any()
-    lm.clear(3)
-    plain = lm.prefill(text)
-    assert plain.hidden == {} and torch.equal(lm.forward(plain.last).logits, logits)
-    lm.clear(1)
-    empty = lm.prefill(text[1:2, :1], (2,)).hidden[2]
+    empty_rows(lm, 3)
+    plain = lm.prefill(to_lists(text))
+    assert plain.hidden == {} and torch.equal(lm.forward(torch.tensor(plain.last)).logits, logits)
+    empty_rows(lm, 1)
+    empty = lm.prefill(to_lists(text[1:2, :1]), (2,)).hidden[2]
     assert empty.shape == (1, 0, 64) and empty.dtype == whole[2].dtype
 
 
@@ -161,9 +164,9 @@ def test_vectors_are_read_in_place_of_embeddings(backend: str, monkeypatch: pyte
     embedding, parents = lm.model.get_input_embeddings(), torch.tensor([[-1, 0, 0, 1, 2, 2]] * 2)
     found = []
     for change in (None, 1.0, -1.0):
-        lm.clear(2)
+        empty_rows(lm, 2)
         given = [None if change is None else change * embedding(ids.clamp(min=0)) for ids in (prompt, text)]
-        lm.prefill(prompt, vectors=given[0])
+        lm.prefill(to_lists(prompt), vectors=given[0])
         for _ in range(3):  # the third is replayed
             out = lm.forward(text, parents, vectors=given[1], hidden_layers=(0, 2))
         found.append(out)
@@ -215,7 +218,7 @@ def test_layers_that_are_not_there_are_refused(
 ) -> None:
     """Guards a drafter whose checkpoint names layers of a deeper target."""
     lm = lm_of("C++", monkeypatch)
-    for read in (lambda: lm.forward(tokens(3), hidden_layers=layers), lambda: lm.prefill(tokens(3), layers)):
+    for read in (lambda: lm.forward(tokens(3), hidden_layers=layers), lambda: lm.prefill(to_lists(tokens(3)), layers)):
         with pytest.raises(ValueError, match=words):
             read()
 
@@ -228,9 +231,9 @@ def test_nothing_is_done_for_nothing(backend: str, monkeypatch: pytest.MonkeyPat
     place, name = (NativePass, "_states") if lm.is_native else (eager, "_layer_by_layer")
     work = getattr(place, name)
     monkeypatch.setattr(place, name, lambda *given: (done.append(name), work(*given))[1])
-    lm.clear(1)
+    empty_rows(lm, 1)
     for layers in ((), (2,)):
-        assert tuple(lm.prefill(tokens(5), layers).hidden) == layers
+        assert tuple(lm.prefill(to_lists(tokens(5)), layers).hidden) == layers
         assert tuple(lm.forward(tokens(4), hidden_layers=layers).hidden) == layers
         assert len(done) == 2 * len(layers)
 
@@ -242,7 +245,7 @@ def test_states_of_a_text_that_sees_nan_are_nan(monkeypatch: pytest.MonkeyPatch)
         embedding = lm.model.get_input_embeddings()
         vectors = embedding(tokens(4, rows=2))
         vectors[0, 1] = torch.nan
-        lm.clear(2)
+        empty_rows(lm, 2)
         hidden = lm.forward(tokens(4, rows=2), torch.tensor([[-1, 0, 0, 1]] * 2), hidden_layers=(1, 3), vectors=vectors)
         for states in hidden.hidden.values():
             assert states.isnan().all(2).tolist() == [[False, True, False, True], [False] * 4]
