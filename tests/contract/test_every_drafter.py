@@ -11,12 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from paradraft.core import Request
+from paradraft.decode.draft_length import Fixed
+from paradraft.decode.generation import Generation
 from paradraft.drafters import drafter_names, takes_draft
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import LogitsProcessor, Sampling
 from paradraft.tree import Tree
 from tests.conftest import VOCAB
+from tests.support.decoding import answers as answers_of
+from tests.support.decoding import requests
 from tests.support.replays import replay_everything
 
 REPLAYED = "replayed, float64"
@@ -53,7 +58,7 @@ def engine(family: Path, name: str, *, k: int = 4, tree: int | None = None, **ch
     # The PARD folder is an ordinary causal LM too, so it serves every drafter that wants a draft model.
     draft = str(family / "pard") if takes_draft(name) else None
     chains = load(str(family / "target"), drafter=name, draft=draft, k=k, runtime=runtime)
-    if tree is None or not chains.drafter.can_branch:
+    if tree is None or chains.drafter.branching == "chain":
         return chains
     return Engine(chains.target, chains.drafter, k=k, tree=Tree(budget=tree))
 
@@ -104,25 +109,20 @@ def test_greedy_equals_transformers(family: Path, runtime: Runtime) -> None:
 def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str) -> None:
     """Guards against a draft that depends on how the rounds before were cut: the same committed
     tokens, reached by rounds or given as a prompt, must lead to the same draft."""
-    drafted = engine(family, name)
-    chunks = list(drafted.stream("abcabcabcabcabc", max_new_tokens=24))
+    drafted, again = engine(family, name), engine(family, name)
     text = drafted.target.tokenizer("abcabcabcabcabc")["input_ids"]
-    for chunk in chunks[:-1]:
-        text = text + chunk.tokens
-    again = engine(family, name)
-    last = drafted.drafter.propose(4)
-    again.drafter.start(again.prompt([text + chunks[-1].tokens], (Sampling(),)), None)
-    assert torch.equal(again.drafter.propose(4).tokens, last.tokens)
+    batch, generation = drafted.new_batch(), Generation(Request(tokens=text, max_new_tokens=40))
+    batch.join([generation])
+    while len(generation.tokens) < 24:
+        batch.step()
+    anew = again.new_batch()
+    anew.join([Generation(generation.so_far)])
+    assert torch.equal(again.drafter.propose(4).tokens, drafted.drafter.propose(4).tokens)
 
 
 @pytest.mark.parametrize("name", drafter_names())
 def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
     """Guards against drafters that forget to read the tokens of rounds with K = 0."""
-    from paradraft.decode import sequential
-    from paradraft.decode.draft_length import Fixed
-    from paradraft.decode.generation import Stops
-    from paradraft.decode.stats import Clock
-    from paradraft.verify.match import verify
 
     class Alternating(Fixed):
         calls = 0
@@ -133,13 +133,9 @@ def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
 
     plain, drafted = engine(family, "none"), engine(family, name, width=8)
     expected = plain.generate("helloworld", max_new_tokens=60).tokens
-    stops = Stops(limits=[60], eos_ids=frozenset([0]))
-    prompt = drafted.prompt([drafted.target.tokenizer("helloworld")["input_ids"]], (Sampling(),))
-    steps = sequential.decode(
-        drafted.target, drafted.drafter, prompt, verify,
-        stops=stops, lengths=Alternating(5), clock=Clock(),
-    )  # fmt: skip
-    assert [token for step in steps for token in step.tokens[0]] == expected
+    tokens = drafted.target.tokenizer("helloworld")["input_ids"]
+    batch = drafted.new_batch(lengths=Alternating(5))
+    assert answers_of(batch, requests([tokens], limits=60, eos_ids=frozenset([0]))) == [expected]
 
 
 @pytest.mark.parametrize("name", drafter_names())
@@ -216,7 +212,7 @@ def test_settings_are_checked_before_any_work(family: Path, name: str) -> None:
         (Tree(budget=64), "chains only|room for 63"),
         (Tree(paths=((0,), (0, 0), (0, 0, 0))), "chains only|k=2"),
     ]:
-        if tree.paths is None or not drafted.drafter.can_branch_aside or tree.depth == 3:
+        if tree.paths is None or drafted.drafter.branching != "tree" or tree.depth == 3:
             with pytest.raises(ValueError, match=named):
                 Engine(drafted.target, drafted.drafter, k=2, tree=tree)
     assert not passes

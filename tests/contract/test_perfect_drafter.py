@@ -11,9 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paradraft.core import RULES, RoundOutput
-from paradraft.decode.generation import Stops
-from paradraft.decode.sequential import VERIFY, decode
+from paradraft.core import RoundOutput
+from paradraft.decode.generation import Generation
 from paradraft.decode.stats import Clock
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.pard import PardDrafter
@@ -24,8 +23,10 @@ from paradraft.sampling.candidates import Candidates
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
+from paradraft.verify import RULES
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.contract.test_random_configurations import never_twice
+from tests.support.decoding import requests, stepped, texts
 from tests.support.random_models import random_model
 
 OPENINGS = [1, 2, 3, 4]
@@ -72,8 +73,8 @@ def pard(compiled: bool) -> tuple[Target, PardDrafter]:
         embedding[alike] = embedding[5].clone()
     target, drafter = Target(lm_of(model, compiled=compiled), tiny_tokenizer()), lm_of(model, compiled=compiled)
     for token in OPENINGS:
-        target.lm.forbid(token)
-        drafter.forbid(token)
+        target.lm.forbid([token])
+        drafter.forbid([token])
     return target, PardDrafter(drafter, MASK, MASKS)
 
 
@@ -98,11 +99,10 @@ def rounds_of(
     engine: Engine, prompts: list[list[int]], samplings: list[Sampling], limits: list[int]
 ) -> list[RoundOutput]:
     """All rounds of a batch."""
-    stops = Stops(limits=limits, eos_ids=engine.target.eos_ids)
-    prompt, rule = engine.prompt(prompts, tuple(samplings)), VERIFY[engine.verify]
-    return list(
-        decode(engine.target, engine.drafter, prompt, rule, stops=stops, lengths=engine.lengths, clock=FairClock())
-    )
+    batch = engine.new_batch()
+    batch.join(list(map(Generation, requests(prompts, samplings, limits, eos_ids=engine.target.eos_ids))))
+    batch.clock = FairClock()
+    return stepped(batch, lambda: batch.is_finished)
 
 
 def share_accepted(steps: list[RoundOutput]) -> float:
@@ -199,6 +199,5 @@ def test_wrong_masks_are_caught(mask: int, masks: int) -> None:
 def test_the_text_is_not_always_the_same_token(name: str) -> None:
     """Control of the models: a target that always says the same is guessed by any drafter."""
     steps = rounds_of(Engine(*PERFECT[name](False), k=4), PROMPTS, [Sampling()] * 4, [40] * 4)
-    for row in range(4):
-        tokens = [token for step in steps for token in step.tokens[row]]
+    for tokens in texts(steps).values():
         assert len(set(tokens)) >= 3, tokens

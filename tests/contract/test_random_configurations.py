@@ -15,7 +15,6 @@ import torch
 
 from paradraft.audit.audit import accept_all
 from paradraft.core import Draft, TargetOut, Verdict
-from paradraft.decode import sequential
 from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import drafter_names, takes_draft
 from paradraft.engine import Engine, load
@@ -23,6 +22,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
+from paradraft.verify import RULES, match
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 RUNTIMES = [Runtime(dtype="float64", width=40), Runtime(dtype="bfloat16", compiled=True, width=40)]
@@ -82,8 +82,8 @@ def check(number: int, engines: dict[str, Engine]) -> None:
     chooser = random.Random(number)
     name = chooser.choice([name for name in engines if name != "none"])
     loaded, k = engines[name], chooser.randint(1, 9)
-    aside = loaded.drafter.can_branch_aside
-    tree = random_tree(chooser, k, side_branches=aside) if loaded.drafter.can_branch else None
+    branching = loaded.drafter.branching
+    tree = None if branching == "chain" else random_tree(chooser, k, side_branches=branching == "tree")
     lengths = chooser.choice(list(POLICIES))
     drafted = Engine(loaded.target, loaded.drafter, k=k, tree=tree, lengths=lengths)
     rows = chooser.choice([1, 1, 2, 3, 6])
@@ -126,7 +126,7 @@ def test_ten_thousand_random_configurations(engines: dict[str, Engine], block: i
 def shifted_noise(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """Counts positions from the start of the round."""
     kept, sampler.lengths_B = sampler.lengths_B, sampler.lengths_B * 0
-    verdict = sequential.match.verify(draft, out, sampler)
+    verdict = match.verify(draft, out, sampler)
     sampler.lengths_B = kept
     return verdict
 
@@ -134,12 +134,12 @@ def shifted_noise(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
 def forgotten_text(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """Shows penalties and processors the committed text without the drafted tokens."""
     empty = Draft(tokens=torch.full_like(draft.tokens, -1), parents=draft.parents)
-    texts = sequential.match.texts_before
+    texts = match.texts_before
     try:
-        sequential.match.texts_before = lambda tokens, parents: texts(empty.tokens, parents)
-        return sequential.match.verify(draft, out, sampler)
+        match.texts_before = lambda tokens, parents: texts(empty.tokens, parents)
+        return match.verify(draft, out, sampler)
     finally:
-        sequential.match.texts_before = texts
+        match.texts_before = texts
 
 
 @pytest.mark.parametrize("wrong", [accept_all, shifted_noise, forgotten_text])
@@ -147,7 +147,7 @@ def test_wrong_rules_are_caught(
     engines: dict[str, Engine], wrong: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: configurations that these rules pass would not guard losslessness."""
-    monkeypatch.setitem(sequential.VERIFY, "match", wrong)
+    monkeypatch.setitem(RULES, "match", wrong)
 
     def check_all() -> None:
         for number in range(40):

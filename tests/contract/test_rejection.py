@@ -38,7 +38,7 @@ def test_the_distribution_is_the_targets(family: Path, name: str, shape: str) ->
 def test_greedy_text_equals_plain_decoding(family: Path, name: str) -> None:
     """Guards temperature 0 under the rejection rule, where all distributions are one-hot; in a batch with others."""
     plain, chains = engine(family, "none"), engine(family, name)
-    tree = Tree(budget=6) if chains.drafter.can_branch else None
+    tree = None if chains.drafter.branching == "chain" else Tree(budget=6)
     sampling = [Sampling(), Sampling(temperature=1.0), Sampling(), Sampling(presence_penalty=1.0)]
     for shape in (None, tree):
         drafted = Engine(chains.target, chains.drafter, k=4, verify="rejection", tree=shape)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from paradraft.audit.audit import accept_all
-from paradraft.decode import sequential
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import ForwardOut
+from paradraft.verify import RULES
 from tests.e2e.conftest import Paradraft, drafting
 from tests.support.jsonl import write_lines
 
@@ -48,7 +48,7 @@ def test_audit_fails_with_exit_code_one(
     family: Path, paradraft: Paradraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards scripts that trust the exit code."""
-    monkeypatch.setitem(sequential.VERIFY, "match", accept_all)
+    monkeypatch.setitem(RULES, "match", accept_all)
     outcome = paradraft("audit", *audit_options(family, tmp_path))
     assert outcome.code == 1
     assert outcome.out.startswith("FAIL: ")

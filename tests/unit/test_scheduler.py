@@ -356,12 +356,18 @@ def test_work_of_its_own_comes_between_rounds(engine: Engine) -> None:
     found = next(stream).tokens
     engine.warm_up(3)
     found += next(stream).tokens
-    with pytest.raises(KeyError), engine._scheduler.exclusive():
-        other = InThread(lambda: alone(engine, PROMPTS[1], 12))
-        other.join(0.2)
-        assert other.is_alive()
-        raise KeyError
-    assert other.result() == expected[1]
+    others: list[InThread] = []
+
+    def work() -> None:
+        with engine._scheduler.exclusive():
+            others.append(InThread(lambda: alone(engine, PROMPTS[1], 12)))
+            others[0].join(0.2)
+            assert others[0].is_alive()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        work()
+    assert others[0].result() == expected[1]
     assert found + tokens_of(stream) == expected[0]
 
 

@@ -12,14 +12,13 @@ from paradraft.audit import audit as module
 from paradraft.audit.audit import FAIL, INCONCLUSIVE, PASS, TIES, Report, accept_all, audit, findings
 from paradraft.audit.uniformity import uniformity
 from paradraft.core import Draft, TargetOut, Verdict
-from paradraft.decode import sequential
 from paradraft.decode.draft_length import Fixed
 from paradraft.engine import Engine, load
 from paradraft.models.forward import ForwardOut
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
-from paradraft.verify import match
+from paradraft.verify import RULES, match
 
 PROMPTS = ["a", "helloworld", "abcabcabcabc"]
 SAMPLED = Sampling(temperature=0.9, seed=3)
@@ -56,7 +55,7 @@ def lagging(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
 @pytest.mark.parametrize("wrong", [accept_all, lagging])
 def test_a_wrong_rule_fails(family: Path, wrong: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the word PASS: what is not lossless must not get it, nor be explained by rounding."""
-    monkeypatch.setitem(sequential.VERIFY, "match", wrong)
+    monkeypatch.setitem(RULES, "match", wrong)
     report = run(drafted(family))
     assert report.verdict == FAIL
     assert report.divergences and not all(found.is_tie for found in report.divergences)
@@ -76,7 +75,7 @@ def test_a_broken_cache_fails(family: Path, monkeypatch: pytest.MonkeyPatch) -> 
                     keys[row, length + 1], values[row, length + 1] = 0.0, 0.0
         accept_path(paths)
 
-    monkeypatch.setattr(engine.target.lm, "keep_path", forgetful)
+    monkeypatch.setattr(engine.target.lm, "accept_path", forgetful)
     report = run(engine, tokens=40)
     assert report.verdict == FAIL
     assert report.largest_difference > 1e-3
@@ -121,7 +120,7 @@ def test_rejection_is_tested_with_a_control(family: Path, monkeypatch: pytest.Mo
     assert report.control is not None and not report.control.is_uniform
     short = run(engine, SAMPLED, seeds=1, tokens=2)
     assert short.verdict == INCONCLUSIVE and "not caught" in short.reason
-    monkeypatch.setitem(sequential.VERIFY, "rejection", accept_all)
+    monkeypatch.setitem(RULES, "rejection", accept_all)
     assert run(engine, SAMPLED, seeds=20).verdict == FAIL
 
 

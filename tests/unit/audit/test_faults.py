@@ -18,16 +18,16 @@ from torch import Tensor
 
 from paradraft.audit.audit import FAIL, INCONCLUSIVE, PASS, TIES, Report, audit, findings
 from paradraft.core import Draft, TargetOut, Verdict
-from paradraft.decode import sequential
 from paradraft.engine import Engine, load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import ForwardOut
 from paradraft.models.forward.cpu.model import NativePass
+from paradraft.models.kv_cache import Storage
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.tree import ABSENT, Tree
-from paradraft.verify import match
+from paradraft.verify import RULES, match
 from tests.conftest import tiny_model, tiny_tokenizer
 
 PROMPTS = ["helloworld", "abcabcabcabc", "a"]
@@ -108,8 +108,10 @@ def blind_drafts(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     if lm.is_native:
         run_pass = lm._pass
 
-        def without_parents(tokens: Tensor, parents: Tensor, *rest: Any) -> ForwardOut:
-            return run_pass(tokens, parents.clamp(max=0) if inside[0] else parents, *rest)
+        def without_parents(
+            storage: Storage, lengths: list[int], tokens: Tensor, parents: Tensor, *rest: Any
+        ) -> ForwardOut:
+            return run_pass(storage, lengths, tokens, parents.clamp(max=0) if inside[0] else parents, *rest)
 
         monkeypatch.setattr(lm, "_pass", without_parents)
         return
@@ -236,7 +238,7 @@ def test_a_wrong_choice_on_both_sides_fails(loaded: Load, monkeypatch: pytest.Mo
         best = out.logits.argmax(-1, keepdim=True)
         return match.verify(draft, TargetOut(logits=out.logits.scatter(-1, best, -torch.inf), hidden={}), sampler)
 
-    monkeypatch.setitem(sequential.VERIFY, "match", second_best)
+    monkeypatch.setitem(RULES, "match", second_best)
     report = run(loaded("float64"))
     assert report.verdict == FAIL and not report.divergences
     assert "not those that" in report.reason
@@ -331,10 +333,10 @@ def test_an_engine_that_refuses_to_choose_is_a_verdict(loaded: Load, monkeypatch
         raise ValueError("something else")
 
     engine = loaded("float64")
-    monkeypatch.setitem(sequential.VERIFY, "match", failing)
+    monkeypatch.setitem(RULES, "match", failing)
     with pytest.raises(ValueError, match="something else"):
         run(engine)
-    monkeypatch.setitem(sequential.VERIFY, "match", refusing)
+    monkeypatch.setitem(RULES, "match", refusing)
     logits_changed(Broken(torch.nan, -1))(engine.target.lm, monkeypatch)
     report = run(engine)
     assert report.verdict == FAIL and "logits are not numbers at prompt 1" in report.reason
@@ -352,7 +354,7 @@ def test_a_rejected_guess_may_be_followed_by_anything(loaded: Load, monkeypatch:
             out.logits[row, rejected] = torch.nan
         return verdict
 
-    monkeypatch.setitem(sequential.VERIFY, "match", spoilt)
+    monkeypatch.setitem(RULES, "match", spoilt)
     assert run(engine).verdict == PASS
 
 

@@ -11,30 +11,27 @@ import torch
 from paradraft.bench import synthetic
 from paradraft.bench.spec import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
-from paradraft.core import RULES, Draft, Prompt, TargetOut, Verdict
-from paradraft.decode.sequential import VERIFY
+from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.engine import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.tree import ABSENT
-from paradraft.verify import match
+from paradraft.verify import RULES, match
+from tests.support.decoding import sampler
 
 RATES = (0.9, 0.6, 0.2)
 
 
 def sampler_of(rows: int, *, seed: int = 0, tokens: int = 4) -> Sampler:
-    samplings = tuple(Sampling(seed=seed + row) for row in range(rows))
-    return Sampler(Prompt(tokens=torch.ones(rows, tokens, dtype=torch.long), sampling=samplings))
+    return sampler([[1] * tokens] * rows, [Sampling(seed=seed + row) for row in range(rows)])
 
 
-def drawn(draft: Draft, sampler: Sampler) -> Verdict:
+def drawn(draft: Draft, made: Sampler) -> Verdict:
     """The verdict where the target itself accepts nothing and says 8."""
     logits = torch.zeros(len(draft.tokens), draft.tokens.shape[1] + 1, 10)
     logits[..., 8] = 1.0
-    return SyntheticAcceptance(rates=RATES).instead_of(match.verify)(
-        draft, TargetOut(logits=logits, hidden={}), sampler
-    )
+    return SyntheticAcceptance(rates=RATES).instead_of(match.verify)(draft, TargetOut(logits=logits, hidden={}), made)
 
 
 def chain(rows: int, length: int = 3) -> Draft:
@@ -97,7 +94,7 @@ def test_the_work_is_done() -> None:
 def test_no_user_of_the_library_can_ask_for_it(family: Path) -> None:
     """Guards the promise of lossless answers: the rule has no name, and says of itself that it is not lossless."""
     assert not synthetic.LOSSLESS
-    assert set(VERIFY) == set(RULES) == {"match", "rejection"}
+    assert set(RULES) == {"match", "rejection"}
     with pytest.raises(ValueError, match="verify='synthetic'"):
         load(str(family / "target"), verify="synthetic", runtime=Runtime(dtype="float64"))
 

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from paradraft.bench.run import run_benchmark
 from paradraft.bench.setup import Workload
 from paradraft.bench.spec import Benchmark, Method
-from paradraft.core import Draft, Prompt, TargetOut
+from paradraft.core import Committed, Draft, Drafting, TargetOut
 from paradraft.decode import stats
 from paradraft.drafters.none import NoDrafter
 from paradraft.drafters.pard import PardDrafter
@@ -46,19 +47,19 @@ def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes take the times above, prefill 100 and the drafter's own 40; nothing else takes any."""
     now = SimpleNamespace(s=0.0, has_read=False)
     monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: now.s))
-    forward, prefill, propose, start = Target.forward, Target.prefill, PardDrafter.propose, PardDrafter.start
+    forward, join, propose, start = Target.forward, Target.join, PardDrafter.propose, PardDrafter.start
 
     def timed_forward(self: Target, draft: Draft) -> TargetOut:
         now.s += target_s(len(draft.tokens), draft.tokens.shape[1] + 1)
         return forward(self, draft)
 
-    def timed_prefill(self: Target, prompt: Prompt) -> object:
+    def timed_join(self: Target, *arguments: Any) -> Committed:
         now.s += 100.0
-        return prefill(self, prompt)
+        return join(self, *arguments)
 
-    def timed_start(self: PardDrafter, prompt: Prompt, out: TargetOut | None) -> None:
+    def timed_start(self: PardDrafter, drafting: Drafting, device: torch.device) -> None:
         now.has_read = False
-        start(self, prompt, out)
+        start(self, drafting, device)
 
     def timed_propose(self: PardDrafter, k: int, after: Draft | None = None) -> Draft:
         if k:
@@ -67,7 +68,7 @@ def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
         return propose(self, k, after)
 
     monkeypatch.setattr(Target, "forward", timed_forward)
-    monkeypatch.setattr(Target, "prefill", timed_prefill)
+    monkeypatch.setattr(Target, "join", timed_join)
     monkeypatch.setattr(PardDrafter, "start", timed_start)
     monkeypatch.setattr(PardDrafter, "propose", timed_propose)
 
@@ -77,7 +78,8 @@ def test_every_length_has_its_turn_and_the_first_round_of_each_is_not_counted() 
     rotation = Rotation((1, 3))
     asked = []
     for _ in range(4):
-        rotation.start(1)
+        rotation.start()
+        rotation.join(1)
         for _ in range(2):  # answers of two rounds
             asked.append((rotation.next(), rotation.is_counted))
             if rotation.is_counted:

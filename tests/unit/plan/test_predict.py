@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
-from paradraft.core import Draft, Verdict
-from paradraft.decode.generation import Stops
+from paradraft.core import Draft, RoundOutput, Verdict
+from paradraft.decode.batch import Batch
+from paradraft.decode.generation import Generation
 from paradraft.plan.costs import Costs, RoundTime
 from paradraft.plan.predict import PLAIN, Way, best, predict, sizes
+from tests.support.decoding import CPU, requests, stepped
 
 CHAIN = Way(k=2)
 
@@ -19,20 +22,41 @@ def cost(k: int, round_s: float, prefill_s: float = 0.0, draft_prefill_s: float 
     return Costs(rounds={k: time}, prefill_s=prefill_s, draft_prefill_s=draft_prefill_s)
 
 
+class Part:
+    """Stands in for all that has rows."""
+
+    device, wants_confidence, starts = CPU, False, 0
+
+    def __init__(self, fewest_rows: int) -> None:
+        self.fewest_rows = fewest_rows
+
+    def keep(self, rows: torch.Tensor) -> None:
+        pass
+
+    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float) -> None:
+        pass
+
+
+def one_token_each(batch: Batch) -> RoundOutput:
+    """A round without a pass."""
+    for name in ("draft", "verify"):
+        batch.clock.lap(name)
+    draft = Draft.empty(len(batch.generations), CPU)
+    return batch.emit(draft, Verdict.of(draft, draft.tokens, torch.ones(len(draft.tokens), dtype=torch.long)))
+
+
 @pytest.mark.parametrize("fewest_rows", [1, 2])
-def test_batches_shrink_as_the_loop_lets_them(fewest_rows: int) -> None:
-    """Guards against a second rule for when rows leave: compared with `Stops` itself, token by token."""
+def test_batches_shrink_as_the_loop_lets_them(fewest_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a second rule for when rows leave: compared with `Batch` itself, token by token."""
+    monkeypatch.setattr("paradraft.decode.batch.decode_round", one_token_each)
     generator = random.Random(1)
     for _ in range(20):
         lengths = [generator.randint(1, 30) for _ in range(generator.randint(2, 17))]
-        stops, size, found = Stops(limits=lengths, eos_ids=frozenset()), len(lengths), []
-        while not stops.all_finished:
-            tokens = Draft.empty(size, "cpu").tokens.new_ones(size)
-            draft = Draft.empty(size, "cpu")
-            stops.cut(draft, Verdict.of(draft, draft.tokens, tokens))
-            found.append(size)
-            if (rows := stops.leave(at_least=fewest_rows)) is not None:
-                size = len(rows)
+        part = Part(fewest_rows)
+        batch = Batch(part, part, lengths=part)
+        batch.sampler = part
+        batch.generations = list(map(Generation, requests([[1]] * len(lengths), limits=lengths)))
+        found = [len(output.requests) for output in stepped(batch, lambda batch=batch: batch.is_finished)]
         predicted = [size for size, rounds in sizes(lengths, fewest_rows=fewest_rows) for _ in range(int(rounds))]
         assert predicted == found
 
