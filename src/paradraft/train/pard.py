@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.drafters.pard import check_ends_nothing, declare_masks, declared_mask_id
+from paradraft.formats.pard import check_ends_nothing, declare_masks, declared_mask_id
 from paradraft.models.tokenization import text_of
 from paradraft.train.batch import Batch
 from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence

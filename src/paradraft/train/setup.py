@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.data.dataset import load_samples
 from paradraft.data.samples import Sample, hold_out
-from paradraft.drafters.pard import check_ends_nothing, forget_masks
 from paradraft.environment import is_main_process
+from paradraft.formats.pard import check_ends_nothing, forget_masks
 from paradraft.models.loading import (
     load_config,
     load_generation_config,
