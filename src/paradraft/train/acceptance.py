@@ -11,12 +11,9 @@ from paradraft.decode.sequential import VERIFY, decode
 from paradraft.decode.stats import Clock
 from paradraft.drafters import load_drafter
 from paradraft.engine import Engine
-from paradraft.models.loading import load_draft_lm, load_target
+from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
-
-ORDINARY_K = 4
-"""Tokens that an ordinary draft drafts when it is measured."""
 
 
 class AcceptanceMeter:
@@ -24,43 +21,41 @@ class AcceptanceMeter:
 
     Args:
         target: whose text it is: a Hugging Face id, a folder, or "pocket".
-        draft: the folder or Hugging Face id that training begins with; it must fit the target.
         prompts: token ids; none empty.
-        k: tokens drafted per round; 1 stands for an ordinary draft, which drafts `ORDINARY_K`.
+        drafter: the name of the drafter that decodes.
+        k: tokens drafted per round.
         answer_tokens: most tokens of an answer.
-        runtime: device, dtype, and a capacity that both models have.
+        runtime: device, dtype, and a capacity that target and drafter have.
 
     Raises:
-        ValueError: the target cannot be loaded, the draft does not fit it, or a prompt and its answer do not
-            fit into the capacity.
+        ValueError: the target cannot be loaded, or a prompt and its answer do not fit into the capacity.
     """
 
     def __init__(
-        self, target: str, draft: str, prompts: list[list[int]], *, k: int, answer_tokens: int, runtime: Runtime
+        self, target: str, prompts: list[list[int]], *, drafter: str, k: int, answer_tokens: int, runtime: Runtime
     ) -> None:
         self._runtime = runtime
-        self._target = load_target(target, runtime)
-        load_draft_lm(draft, self._target, runtime)
+        self.target = load_target(target, runtime)
         self._prompts = prompts
         self._answer_tokens = answer_tokens
-        self._drafter, self._k = ("pard", k) if k > 1 else ("autoregressive", ORDINARY_K)
+        self._drafter, self._k = drafter, k
         longest = max(map(len, prompts))
-        if longest + answer_tokens > self._target.capacity:
+        if longest + answer_tokens > self.target.capacity:
             raise ValueError(
-                f"target and draft have room for {self._target.capacity} tokens, a held-out prompt has {longest} and "
+                f"target and draft have room for {self.target.capacity} tokens, a held-out prompt has {longest} and "
                 f"answer_tokens={answer_tokens}: lower answer_tokens or max_length"
             )
 
     def of(self, folder: Path) -> float:
         """Tokens per target pass with the drafter in a folder."""
-        drafter = load_drafter(self._drafter, self._target, draft=str(folder), runtime=self._runtime)
-        engine = Engine(self._target, drafter, k=self._k)
+        drafter = load_drafter(self._drafter, self.target, draft=str(folder), runtime=self._runtime)
+        engine = Engine(self.target, drafter, k=self._k)
         rows = len(self._prompts)
         prompt = engine.prompt(self._prompts, (GREEDY,) * rows)
-        stops = Stops(limits=[self._answer_tokens] * rows, eos_ids=self._target.eos_ids)
+        stops = Stops(limits=[self._answer_tokens] * rows, eos_ids=self.target.eos_ids)
         clock = Clock()
         verify = VERIFY[engine.verify]
-        for _ in decode(self._target, drafter, prompt, verify, stops=stops, lengths=Fixed(self._k), clock=clock):
+        for _ in decode(self.target, drafter, prompt, verify, stops=stops, lengths=Fixed(self._k), clock=clock):
             pass
         return clock.stats.acceptance_length
 

@@ -14,7 +14,8 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.sampling_params import Sampling
 from paradraft.train.batch import Batch, Drop, collate
 from paradraft.train.losses import IGNORED
-from paradraft.train.pard import Objective, _labelled_by_place, add_mask_token
+from paradraft.train.objective import Objective, _labelled_by_place
+from paradraft.train.pard import add_mask_token
 from paradraft.train.teacher import Teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 
