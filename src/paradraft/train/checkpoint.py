@@ -274,6 +274,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     new = folder.with_name(folder.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
     try:
+        new.mkdir(parents=True)
         yield new
         # Safetensors are written for their owner alone, and a server is often another user.
         for file in new.glob("*.safetensors"):
