@@ -17,7 +17,7 @@ from paradraft.data.samples import Sample
 from paradraft.models.loading import load_config, locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.train.batch import Batch, Drop, collate
+from paradraft.train.batch import Drop, TrainingBatch, collate
 from paradraft.train.checkpoint import whole_folder
 from paradraft.train.objective import LOGITS, loss_of_rows
 from paradraft.train.recipe import Recipe
@@ -43,7 +43,7 @@ class Table(nn.Module):
         self.embedding = nn.Embedding(rows, rank)
         self.lm_head = nn.Linear(rank, rows, bias=False)
 
-    def forward(self, batch: Batch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
         return loss_of_rows(
             self.embedding(batch.tokens),
@@ -67,7 +67,7 @@ class TableTrainee:
         self.objective = objective
         self.max_tokens = max_tokens
 
-    def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> Batch:
+    def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> TrainingBatch:
         """Real tokens only: nothing is masked, and nothing is dropped."""
         return collate(groups, Drop(k=1, r=1.0, r_min=1.0, mask_id=None), generators)
 

@@ -16,7 +16,7 @@ from paradraft.engine import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train import launch, recipe_class, setup, trainee_module, trainee_names
-from paradraft.train.batch import Batch
+from paradraft.train.batch import TrainingBatch
 from paradraft.train.progress import Progress, Report
 from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import Trainee
@@ -123,12 +123,12 @@ def test_a_text_is_memorised(family: Path, tmp_path: Path, name: str) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-def passes(trainee: Trainee) -> tuple[list[Sample], Callable[[list[list[int]]], Batch]]:
+def passes(trainee: Trainee) -> tuple[list[Sample], Callable[[list[list[int]]], TrainingBatch]]:
     """Samples, and what makes a batch of groups of them by their numbers."""
     texts = [[1, 2, 3, 1, 2, 3, 1, 2, 3], [5, 4, 5, 4, 5, 6], [7, 8, 9, 7, 8, 9, 7]]
     samples = [Sample(tokens=text, is_label=[True] * len(text)) for text in texts]
 
-    def batch(groups: list[list[int]]) -> Batch:
+    def batch(groups: list[list[int]]) -> TrainingBatch:
         seeds = [[torch.Generator().manual_seed(index) for index in group] for group in groups]
         return trainee.collate([[samples[index] for index in group] for group in groups], seeds)
 
@@ -145,7 +145,7 @@ def test_a_loss_is_a_sum_over_samples(family: Path, tmp_path: Path, name: str, g
     weights_K = torch.linspace(1.0, 0.5, trainee.depths)
     objective = trainee.objective.train()
 
-    def measured(batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def measured(batches: list[TrainingBatch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         objective.zero_grad()
         losses, rights = zip(*(objective(batch, weights_K) for batch in batches), strict=True)
         sum(losses).backward()

@@ -13,13 +13,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from paradraft.train.batch import Batch
+from paradraft.train.batch import TrainingBatch
 from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence
-from paradraft.train.rows import attention_mask
+from paradraft.train.recipe import Recipe
+from paradraft.train.rows import FLEX, attention_mask
 from paradraft.train.teacher import Teacher
 
 LOGITS = 2**26
 """Most logits that are in memory at a time: 256 MB in float32, and as much again for each step of the loss."""
+
+
+def set_up_passes(model: PreTrainedModel, recipe: Recipe, *, on_gpu: bool) -> None:
+    """Sets a model's attention and its gradient checkpointing to what a recipe says."""
+    model.set_attn_implementation((FLEX if on_gpu else "sdpa") if recipe.attention == "auto" else recipe.attention)
+    if recipe.gradient_checkpointing:
+        # `transformers` renamed it in 5.23.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
 
 
 class Objective(nn.Module):
@@ -55,7 +65,7 @@ class Objective(nn.Module):
         """The teacher, or None."""
         return self._teacher[0]
 
-    def forward(self, batch: Batch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
         """One training pass.
 
         Args:
@@ -85,7 +95,7 @@ class Objective(nn.Module):
 
 def loss_of_rows(
     hidden_SRD: Tensor,
-    batch: Batch,
+    batch: TrainingBatch,
     weights_K: Tensor,
     *,
     head: Callable[[Tensor], Tensor],
@@ -139,7 +149,7 @@ def loss_of_rows(
     return (weights_K[depths_M] * torch.cat(losses)).sum(), right_K
 
 
-def _labelled_by_place(batch: Batch) -> Tensor:
+def _labelled_by_place(batch: TrainingBatch) -> Tensor:
     """`[M]` indices, into all rows, of those that have a label, in the order of the texts: rows of several depths that
     predict the same token come together, so that the teacher's head runs once for them."""
     rows_M = (batch.labels.flatten() != IGNORED).nonzero()[:, 0]
@@ -148,7 +158,7 @@ def _labelled_by_place(batch: Batch) -> Tensor:
     return rows_M[place_M.argsort(stable=True)]
 
 
-def _read(read_SNE: Tensor | None, batch: Batch, rows_m: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _read(read_SNE: Tensor | None, batch: TrainingBatch, rows_m: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """`[P, E]` what the teacher read at the places of some rows, each once; `[m]` which of them each row asks for."""
     if read_SNE is None:
         return None, None

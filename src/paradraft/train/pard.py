@@ -20,12 +20,11 @@ from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.tokenization import text_of
 from paradraft.train import memory
-from paradraft.train.batch import Batch, Drop, collate
+from paradraft.train.batch import Drop, TrainingBatch, collate
 from paradraft.train.checkpoint import save_model
 from paradraft.train.losses import Divergence
-from paradraft.train.objective import Objective
+from paradraft.train.objective import Objective, set_up_passes
 from paradraft.train.recipe import Part, Recipe
-from paradraft.train.rows import FLEX
 from paradraft.train.teacher import Teacher, load_teacher, teacher_folder
 from paradraft.train.trainee import RunData
 from paradraft.train.vocabulary import check_rows, end_ids, free_id, resize, set_to_mean, used_rows
@@ -180,11 +179,7 @@ def _ready(
         masks = range(0)
         forget_masks(model.config)  # a PARD model that learns without masks is none any more
     adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, list(masks), seed=recipe.seed)
-    model.set_attn_implementation((FLEX if on_gpu else "sdpa") if recipe.attention == "auto" else recipe.attention)
-    if recipe.gradient_checkpointing:
-        # `transformers` renamed it in 5.23.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+    set_up_passes(model, recipe, on_gpu=on_gpu)
     return InitialDrafter(model=model, adapted=adapted, masks=masks)
 
 
@@ -209,7 +204,7 @@ class PardTrainee:
         self._recipe = recipe
         self._tokenizer = tokenizer
 
-    def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> Batch:
+    def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> TrainingBatch:
         """The rows that COD keeps of samples, see `Trainee`."""
         recipe = self._recipe
         mask_id = self.masks[0] if self.masks else None

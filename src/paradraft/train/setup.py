@@ -16,7 +16,7 @@ from paradraft.environment import is_main_process
 from paradraft.models.loading import load_config, load_generation_config, load_tokenizer, locate
 from paradraft.models.runtime import Runtime, computes_bf16
 from paradraft.train.acceptance import AcceptanceMeter, prompt_of
-from paradraft.train.batch import Batch, pack
+from paradraft.train.batch import TrainingBatch, pack
 from paradraft.train.provenance import Learnt, learnt_of
 from paradraft.train.recipe import Recipe, ignored_settings
 from paradraft.train.trainee import Builder, R, RunData, Trainee
@@ -55,7 +55,7 @@ class Preparation:
         """Optimizer steps of the whole run."""
         return _steps(self.recipe, len(self.samples))
 
-    def batches(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[Batch]:
+    def batches(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[TrainingBatch]:
         """The passes over some samples; the rows that are dropped depend on a sample's own seed alone."""
         batches = []
         for start in range(0, len(samples), self.per_pass):

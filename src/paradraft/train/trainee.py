@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.data.samples import Sample
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.train.batch import Batch
+from paradraft.train.batch import TrainingBatch
 from paradraft.train.recipe import Recipe
 
 
@@ -49,10 +49,10 @@ class Trainee(Protocol):
     def objective(self) -> nn.Module:
         """What is trained, and its loss, as one module on `RunData.device`, which data-parallel training and FSDP wrap.
 
-        Its forward takes a `Batch` and `[K]` weights, what a row of each depth weighs, and returns the weighted sum of
-        the rows' losses and `[K]` rows of each depth predicted correctly. Parameters that require no gradient are not
-        trained. Checkpoints hold its state dict; frozen models that only give advice, such as a teacher, are kept out
-        of it.
+        Its forward takes a `TrainingBatch` and `[K]` weights, what a row of each depth weighs, and returns the weighted
+        sum of the rows' losses and `[K]` rows of each depth predicted correctly. Parameters that require no gradient
+        are not trained. Checkpoints hold its state dict; frozen models that only give advice, such as a teacher, are
+        kept out of it.
         """
 
     @property
@@ -71,7 +71,7 @@ class Trainee(Protocol):
     def max_tokens(self) -> int:
         """Most tokens of a text that the drafter can read."""
 
-    def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> Batch:
+    def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> TrainingBatch:
         """The rows of some samples; it may run in another thread.
 
         Args:

@@ -21,7 +21,7 @@ from torch import Tensor
 from paradraft.data.samples import Sample
 from paradraft.train import curves, progress
 from paradraft.train.acceptance import AcceptanceMeter
-from paradraft.train.batch import Batch, BatchSampler
+from paradraft.train.batch import BatchSampler, TrainingBatch
 from paradraft.train.checkpoint import Checkpoints, State, put_in_place
 from paradraft.train.losses import row_weights
 from paradraft.train.optimizers import Optimizers
@@ -216,7 +216,7 @@ class Loop:
             sums=self._meter.sums,
         )
 
-    def _batches_of(self, order: BatchSampler, step: int) -> list[Batch]:
+    def _batches_of(self, order: BatchSampler, step: int) -> list[TrainingBatch]:
         """This process's passes of a step."""
         mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
         chosen = order.samples_of(step)
@@ -224,7 +224,7 @@ class Loop:
         seeds = [seed * 8191 + index for index in range(len(chosen))]
         return self.prepared.batches(chosen[mine], seeds[mine])
 
-    def _weights(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+    def _weights(self, batches: list[TrainingBatch]) -> tuple[Tensor, Tensor]:
         """`[K]` what rows weigh in this process's loss, and `[K]` rows with a label in all processes."""
         own_K = sum((batch.labels_by_depth(self.depths) for batch in batches), torch.zeros(self.depths))
         labels_K: Tensor = self.accelerator.reduce(own_K.to(self.device), "sum")
@@ -232,7 +232,7 @@ class Loop:
         weights_K = row_weights(labels_K, self.recipe.average, self.importance_K) * self.accelerator.num_processes
         return weights_K, labels_K
 
-    def _step(self, step: int, batches: list[Batch]) -> tuple[float, Tensor, Tensor, float | None, int | None]:
+    def _step(self, step: int, batches: list[TrainingBatch]) -> tuple[float, Tensor, Tensor, float | None, int | None]:
         """One update.
 
         Returns:
