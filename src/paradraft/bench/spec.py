@@ -54,7 +54,7 @@ class Method:
         lengths: the length policy.
         dtype: of the weights and activations.
         draft: the draft model, where the drafter has one.
-        own: settings of the drafter that the spec names, as `setting=value`.
+        options: settings of the drafter itself that the spec names, as `setting=value`.
         batch: prompts answered together.
         confidence: of `hf-assisted`, below which probability of its token the draft ends.
 
@@ -72,7 +72,7 @@ class Method:
     draft: str | None
     batch: int
     confidence: float | None = None
-    own: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     @classmethod
     def parse(
@@ -91,17 +91,17 @@ class Method:
         known = [AR, *(drafter for drafter in drafter_names() if drafter != "none"), *PEERS]
         if name not in known:
             raise ValueError(f"unknown method {name!r}: use some of {', '.join(known)}")
-        allowed, of_drafter = _settings(name), _own_settings(name)
+        allowed, option_names = _settings(name), _option_names(name)
         values: dict[str, str] = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
-            if not equals or key not in [*allowed, *of_drafter] or key in values:
-                known_ones = ", ".join([*allowed, *of_drafter])
-                raise ValueError(f"method {spec!r}: settings of {name} are {known_ones}, each at most once")
+            if not equals or key not in [*allowed, *option_names] or key in values:
+                listed = ", ".join([*allowed, *option_names])
+                raise ValueError(f"method {spec!r}: settings of {name} are {listed}, each at most once")
             values[key] = value
-        of_its_own = tuple(f"{key}={values[key]}" for key in of_drafter if key in values)
-        if of_its_own:
-            drafter_config(":".join([name, *of_its_own]))
+        options = tuple(f"{key}={values[key]}" for key in option_names if key in values)
+        if options:
+            drafter_config(":".join([name, *options]))
         for key in ("k", "tree", "batch"):
             if not values.get(key, "1").isdigit() or int(values.get(key, 1)) < 1:
                 raise ValueError(f"method {spec!r}: {key} must be a whole number of at least 1")
@@ -129,14 +129,14 @@ class Method:
             draft=values.get("draft", draft) if "draft" in allowed else None,
             batch=int(values.get("batch", 1)),
             confidence=_confidence(spec, values.get("confidence", str(CONFIDENCE))) if name == ASSISTED else None,
-            own=of_its_own,
+            options=options,
         )
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of those settings that it has: `ar` has no `k`. Those of its drafter are under `settings`."""
-        own = {"settings": drafter_settings(self.drafter)} if _own_settings(self.name) else {}
-        return {setting: getattr(self, setting) for setting in _settings(self.name)} | own
+        """The values of those settings that it has: `ar` has no `k`. Those of its drafter are its `options`."""
+        options = {"options": drafter_settings(self.drafter)} if _option_names(self.name) else {}
+        return {setting: getattr(self, setting) for setting in _settings(self.name)} | options
 
     @property
     def left_out(self) -> frozenset[str]:
@@ -151,7 +151,7 @@ class Method:
     @property
     def drafter(self) -> str:
         """The same with its settings."""
-        return ":".join([self.drafter_name, *self.own])
+        return ":".join([self.drafter_name, *self.options])
 
     def load_drafter(self, target: Target, runtime: Runtime) -> Drafter:
         """Loads the drafter, which methods that differ in k alone can share.
@@ -196,8 +196,8 @@ def _settings(name: str) -> list[str]:
     return ["dtype", "batch", "k", "verify", "lengths", *own]
 
 
-def _own_settings(name: str) -> list[str]:
-    """Those of the drafter itself."""
+def _option_names(name: str) -> list[str]:
+    """The settings of the drafter itself."""
     return [] if name == AR or name in PEERS else [key for key in setting_names(name) if key not in SETTINGS]
 
 

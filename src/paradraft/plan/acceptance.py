@@ -137,11 +137,11 @@ def acceptances(
         ValueError: there is no such method, or one is damaged.
     """
     methods: dict[str, dict[str, Any]] = report["methods"]
-    name_of_drafter, settings = split_settings(drafter)[0], drafter_settings(drafter)
+    name_of_drafter, options = split_settings(drafter)[0], drafter_settings(drafter)
     wanted = {"method": name_of_drafter, "verify": verify, "lengths": "fixed"}
     found = [spec for spec, one in methods.items() if all(one.get(key) == value for key, value in wanted.items())]
-    # Files of earlier versions know no settings.
-    found = [spec for spec in found if methods[spec].get("settings", drafter_settings(name_of_drafter)) == settings]
+    # Files of earlier versions do not know them: there they were the defaults.
+    found = [spec for spec in found if methods[spec].get("options", drafter_settings(name_of_drafter)) == options]
     for key, value in (("draft", draft), ("dtype", dtype)):
         if len({methods[spec].get(key) for spec in found}) > 1:
             found = [spec for spec in found if methods[spec].get(key) == value]

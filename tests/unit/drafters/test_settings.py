@@ -95,7 +95,7 @@ def test_settings_are_part_of_a_method(family: Path) -> None:
     """Guards benchmarks of one drafter with several settings: each has its own, and a file says which."""
     five, plain = Method.parse("ngram:k=4:max_ngram=5"), Method.parse("ngram:k=4")
     assert five != plain and (five.k, five.drafter, plain.drafter) == (4, "ngram:max_ngram=5", "ngram")
-    assert five.settings["settings"] == {"max_ngram": 5} and plain.settings["settings"] == {"max_ngram": 3}
+    assert five.settings["options"] == {"max_ngram": 5} and plain.settings["options"] == {"max_ngram": 3}
     target = load(str(family / "target")).target
     assert five.load_drafter(target, load.__kwdefaults__["runtime"]).config.max_ngram == 5
     with pytest.raises(ValueError, match=r"settings of ngram are .*lengths, max_ngram, each at most once"):
@@ -109,7 +109,7 @@ def test_settings_are_what_a_plan_is_about() -> None:
     """Guards plans against the acceptance of a drafter with other settings; files of before have none."""
     figures = {"method": "ngram", "verify": "match", "lengths": "fixed", "k": 1, "tree": None, "dtype": "float32"}
     figures |= {"acceptance_length": 1.5, "accepted_share_of_rounds": [0.5]}
-    methods = {"old": figures, "five": figures | {"settings": {"max_ngram": 5}}}
+    methods = {"old": figures, "five": figures | {"options": {"max_ngram": 5}}}
     report = {"methods": methods, "answers": {spec: {"tokens": [[1, 2, 3]]} for spec in methods}}
     for drafter, spec in (("ngram", "old"), ("ngram:max_ngram=3", "old"), ("ngram:max_ngram=5", "five")):
         (found,) = acceptances(report, "x", drafter=drafter, draft=None, verify="match", dtype="float32")
