@@ -30,7 +30,7 @@ from paradraft.engine import load
 from paradraft.models.loading import POCKET, pocket_folder
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
-from paradraft.train.recipe import PardRecipe
+from paradraft.train.pard import PardRecipe, build
 
 DTYPE = "float32"
 """In float32 near-ties are too rare to flip a token, so texts can be compared with `generate`."""
@@ -84,7 +84,7 @@ def demo(out: Path, size: Size) -> bool:
 
     console.rule("1. Adapt the ordinary draft into a parallel drafter (PARD with COD)")
     out.mkdir(parents=True, exist_ok=True)
-    run_with_display(wanted)
+    run_with_display(wanted, build)
 
     console.rule("2. One answer with the shipped drafter: [green]drafted and accepted[/], the rest is the target's own")
     engine = load(POCKET, drafter="pard", runtime=Runtime(dtype=DTYPE))

@@ -27,8 +27,8 @@ from paradraft.models.presets import PREFIX, SHAPES, random_model
 from paradraft.models.runtime import computes_bf16
 from paradraft.train.batch import Drop, collate
 from paradraft.train.losses import row_weights
+from paradraft.train.objective import Objective
 from paradraft.train.optimizers import Optimizers
-from paradraft.train.pard import Objective
 from paradraft.train.rows import FLEX
 
 SETTINGS = {"without drop": (1.0, 1.0), "COD": (0.7, 0.2)}

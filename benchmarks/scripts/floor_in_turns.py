@@ -24,14 +24,12 @@ from paradraft.bench.roofline import Size
 from paradraft.bench.setup import random_prompts
 from paradraft.bench.summary import write_json
 from paradraft.bench.synthetic import rounds as rounds_of
-from paradraft.decode.stats import Clock
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.models.loading import load_target
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.sampling_params import GREEDY
-from paradraft.verify import match
 
 
 def shares(target: str, dtype: str, *, turns: int, rounds: int, prompt_tokens: int) -> dict[str, Any]:
@@ -55,7 +53,7 @@ def shares(target: str, dtype: str, *, turns: int, rounds: int, prompt_tokens: i
     speeds = Speeds(lm.device, {size.weight_bytes}, {size.dtype})
     speeds.measure()
     prompts = random_prompts(target, 1, prompt_tokens)
-    steps = rounds_of(engine, prompts, new_tokens, [GREEDY], match.verify, Clock())
+    steps = rounds_of(engine.new_batch(), prompts, new_tokens, [GREEDY])
     next(steps)
     found: dict[str, list[float]] = {"shares": [], "bytes_per_s": [], "tokens_per_s": []}
     for _ in track(range(turns), dtype):

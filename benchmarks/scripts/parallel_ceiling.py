@@ -32,8 +32,8 @@ from transformers import DynamicCache, PreTrainedModel
 import paradraft
 from paradraft.bench.summary import write_json
 from paradraft.data.records import read_prompts
-from paradraft.drafters.pard import mask_token_id
 from paradraft.environment import describe_machine, without_folder
+from paradraft.formats.pard import mask_token_id
 from paradraft.models.loading import load_model, locate
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.noise import gumbel_noise

@@ -24,8 +24,8 @@ from paradraft.environment import describe_machine
 from paradraft.models.runtime import Runtime
 from paradraft.train.acceptance import AcceptanceMeter
 from paradraft.train.curves import read_history
+from paradraft.train.pard import PardRecipe, build
 from paradraft.train.progress import Progress
-from paradraft.train.recipe import PardRecipe
 
 TAUGHT = {"teacher": "target"}
 ADAPTED = {"model": "pard"}
@@ -91,7 +91,7 @@ def measure(recipe: PardRecipe, family: Path, prompts: list[list[int]]) -> dict[
     lengths = {}
     for k in DECODED:
         acceptance = AcceptanceMeter(
-            str(family / "target"), str(family / "draft"), prompts, k=k, answer_tokens=ANSWER_TOKENS, runtime=Runtime()
+            str(family / "target"), prompts, drafter="pard", k=k, answer_tokens=ANSWER_TOKENS, runtime=Runtime()
         )
         lengths[k] = acceptance.of(recipe.out)
     rows = [report.rows_per_s for report in read_history(recipe.out) if isinstance(report, Progress)]
@@ -124,7 +124,7 @@ def main() -> None:
             if key not in done:
                 recipe = recipe_of(changes, args.family, args.out, args.steps)
                 print(f"{title}: {name}", flush=True)
-                run_with_display(recipe)
+                run_with_display(recipe, build)
                 done[key] = measure(recipe, args.family, prompts)
             tables[title][name] = done[key]
             print(title, name, done[key]["acceptance_length"], flush=True)

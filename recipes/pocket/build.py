@@ -22,6 +22,8 @@ from paradraft.models.runtime import Runtime, computes_bf16
 from paradraft.train.checkpoint import save_model
 from paradraft.train.init_draft import make
 from paradraft.train.init_from import PrunedTarget
+from paradraft.train.pard import PardRecipe
+from paradraft.train.pard import build as build_drafter
 from paradraft.train.recipe_file import load_recipe
 from pretrain import PretrainConfig, pretrain, windows
 from tokenizer import train_tokenizer
@@ -163,7 +165,8 @@ def build_drafts(out: Path, device: str) -> None:
     for name, model, result, texts, settings in legs:
         data = ",".join(str(work / f"{text}.jsonl") for text in texts)
         files = [f"model={model}", f"teacher={out / 'target'}", f"data=[{data}]", f"out={result}"]
-        run_with_display(load_recipe(RECIPES / f"{name}.yaml", [*files, f"device={device}", *settings]))
+        recipe = load_recipe(PardRecipe, RECIPES / f"{name}.yaml", [*files, f"device={device}", *settings])
+        run_with_display(recipe, build_drafter)
 
 
 def main() -> None:

@@ -9,15 +9,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.core import Prompt
+from paradraft.core import Request
+from paradraft.decode.batch import Batch, run
 from paradraft.decode.draft_length import Fixed
-from paradraft.decode.generation import Stops
-from paradraft.decode.sequential import decode
-from paradraft.decode.stats import Clock
+from paradraft.decode.generation import Generation
 from paradraft.drafters.none import NoDrafter
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
-from paradraft.verify import match
 
 PROMPT_TOKENS = 64
 ANSWER_TOKENS = 256
@@ -52,10 +50,14 @@ def write_text(
         generator = torch.Generator().manual_seed(seed + first)
         starts = torch.randint(len(stream) - PROMPT_TOKENS, (BATCH,), generator=generator).tolist()
         prompts = torch.stack([stream[start : start + PROMPT_TOKENS] for start in starts])
-        stops = Stops(limits=[ANSWER_TOKENS] * BATCH, eos_ids=frozenset())
-        prompt = Prompt(tokens=prompts.to(target.lm.device), sampling=sampling)
-        steps = decode(target, NoDrafter(), prompt, match.verify, stops=stops, lengths=Fixed(0), clock=Clock())
-        answers = torch.cat([torch.tensor(step.tokens) for step in steps], dim=1)
+        requests = [
+            Request(id=row, tokens=tokens, sampling=chosen, max_new_tokens=ANSWER_TOKENS)
+            for row, (tokens, chosen) in enumerate(zip(prompts.tolist(), sampling, strict=True))
+        ]
+        generations = list(map(Generation, requests))
+        for _ in run(Batch(target, NoDrafter(), lengths=Fixed(0)), generations):
+            pass
+        answers = torch.tensor([generation.tokens for generation in generations])
         batches.append(torch.cat([prompts, answers], dim=1))
         torch.save(torch.cat(batches), file.with_suffix(".new"))
         os.replace(file.with_suffix(".new"), file)

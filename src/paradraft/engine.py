@@ -312,7 +312,7 @@ def load(
 
     Args:
         target: a Hugging Face id, a folder, or "pocket".
-        drafter: one of `drafter_names()`; "none" decodes plainly.
+        drafter: one of `drafter_names()`, with settings if wanted, such as "ngram:max_ngram=5"; "none" decodes plainly.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
         k: most tokens drafted per round, one behind the other, at least 1.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same

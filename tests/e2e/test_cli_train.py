@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paradraft.cli import train
+from paradraft.train.pard import Lora, PardRecipe
 from paradraft.train.progress import Progress
-from paradraft.train.recipe import Lora, PardRecipe
 from tests.conftest import VOCAB
 from tests.e2e.conftest import EXACT, INTERRUPTED, MISTAKE, Paradraft, assert_mistake
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft.train.launch import train_pard
-from paradraft.train.recipe import PardRecipe
+from paradraft.train.pard import PardRecipe
+from tests.support.training import train_pard
 
 PARADRAFT = str(Path(sys.executable).with_name("paradraft"))
 
@@ -83,7 +83,7 @@ def test_processes_without_a_gpu_train_together(family: Path, tmp_path: Path) ->
 ASKED_TO_STOP = """
 import os, signal
 from paradraft import cli
-from paradraft.train.loop import Loop
+from paradraft.train.trainer import Loop
 
 step = Loop._step
 

@@ -20,10 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.train.launch import train_pard
-from paradraft.train.recipe import PardRecipe
+from paradraft.train.pard import PardRecipe
 from paradraft.train.recipe_file import load_recipe
 from tests.conftest import VOCAB, tiny_tokenizer
+from tests.support.training import train_pard
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 EXACT = Runtime(dtype="float64")
@@ -174,7 +174,7 @@ def assert_lossless(root: Path, draft: Path) -> Engine:
 @each_family
 def test_the_recipe_is_the_papers(name: str) -> None:
     """Guards against a recipe that cannot be read, and against settings that left the paper (section 4.1)."""
-    recipe = load_recipe(RECIPES / f"{name}.yaml", [])
+    recipe = load_recipe(PardRecipe, RECIPES / f"{name}.yaml", [])
     assert (recipe.k, recipe.r, recipe.r_min, recipe.average) == (8, 0.7, 0.2, "token_mean")
     assert (recipe.epochs, recipe.samples_per_step, recipe.loss) == (4, 64, None)
     assert (recipe.max_length, recipe.optimizer, recipe.device) == (FAMILIES[name].max_length, "adamw", "auto")
@@ -193,10 +193,10 @@ def test_a_family_trains_and_decodes(models: tuple[str, Path], tmp_path: Path) -
         data.write_text(json.dumps({"messages": turns}) + "\n", encoding="utf-8")
     smaller = [f"model={root / 'draft'}", f"data=[{data}]", f"out={tmp_path / 'pard'}", "device=cpu"]
     smaller += ["epochs=null", "steps=2", "samples_per_step=2", "samples_per_pass=2", "held_out=0"]
-    as_published = load_recipe(RECIPES / f"{name}.yaml", [])
+    as_published = load_recipe(PardRecipe, RECIPES / f"{name}.yaml", [])
     if as_published.mask_token_id is not None:
         smaller.append(f"mask_token_id={family.pard_token}")
-    recipe: PardRecipe = load_recipe(RECIPES / f"{name}.yaml", [*smaller, "bf16=false"])
+    recipe: PardRecipe = load_recipe(PardRecipe, RECIPES / f"{name}.yaml", [*smaller, "bf16=false"])
     train_pard(recipe, lambda progress: None)
     config = AutoConfig.from_pretrained(recipe.out)
     assert (config.mask_token_id, config.vocab_size) == (family.pard_token, family.rows[0])

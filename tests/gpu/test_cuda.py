@@ -22,7 +22,7 @@ from paradraft.models.forward import compiled
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train.batch import Drop, collate
-from paradraft.train.pard import Objective
+from paradraft.train.objective import Objective
 from paradraft.tree import Tree
 from tests.e2e.conftest import Paradraft
 from tests.e2e.conftest import paradraft as paradraft

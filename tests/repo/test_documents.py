@@ -28,7 +28,7 @@ from paradraft.drafters import drafter_names
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.train.recipe import PardRecipe
+from paradraft.train.pard import PardRecipe
 from tests.contract import test_every_drafter as contract
 
 ROOT = Path(__file__).parents[2]

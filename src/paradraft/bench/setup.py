@@ -143,7 +143,7 @@ def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
             if acceptance is not None:
                 without_ends(found.targets[method.dtype])
         loaded = found.targets[method.dtype]
-        key = (method.drafter_name, method.draft, method.dtype)
+        key = (method.drafter, method.draft, method.dtype)
         if key not in drafters:
             drafters[key] = method.load_drafter(loaded, of_dtype)
         drafter = drafters[key]
@@ -175,7 +175,7 @@ def check(benchmark: Benchmark, num_prompts: int) -> None:
         if method.draft is not None and is_shape(method.draft):
             shape_of(method.draft)  # its name may be misspelt
         if takes_draft(method.drafter_name):
-            check_draft(method.drafter_name, method.draft, target)
+            check_draft(method.drafter, method.draft, target)
     _check_acceptance(methods, target, benchmark.acceptance)
     check_vllm(methods, benchmark.sampling, benchmark.runtime)
 

@@ -1,14 +1,14 @@
 """What a benchmark compares: methods on one target under the same conditions.
 
 A method is written `name` or `name:setting=value:…`, such as `autoregressive:k=3` or
-`pard:tree=24:verify=rejection:lengths=expected:batch=4`. `hf` is plain `generate` of `transformers` (AR), `ar` is our
+`pard:tree=24:verify=rejection:lengths=expected:batch=4`; a drafter's own settings are among them, as in
+`ngram:max_ngram=5`. `hf` is plain `generate` of `transformers` (AR), `ar` is our
 decoding without a drafter (AR+), every drafter is a method, and so are the baselines, see
 `paradraft.bench.baselines`.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,16 @@ from paradraft.bench.roofline import models_of, passes_of
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.core import Drafter
 from paradraft.decode.draft_length import POLICIES
-from paradraft.drafters import branches, drafter_names, load_drafter, takes_draft
+from paradraft.drafters import (
+    branches,
+    drafter_config,
+    drafter_names,
+    drafter_settings,
+    load_drafter,
+    setting_names,
+    split_settings,
+    takes_draft,
+)
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.engine import Engine
 from paradraft.models.runtime import PRECISIONS, Runtime
@@ -30,7 +39,7 @@ from paradraft.verify import RULES
 
 AR = "ar"
 SETTINGS = ("k", "tree", "verify", "lengths", "batch", "dtype", "draft", "confidence")
-"""What the spec of one method or another may set."""
+"""What the spec of one method or another may set, beside the settings of its drafter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +55,7 @@ class Method:
         lengths: the length policy.
         dtype: of the weights and activations.
         draft: the draft model, where the drafter has one.
+        options: settings of the drafter itself that the spec names, as `setting=value`.
         batch: prompts answered together.
         confidence: of `hf-assisted`, below which probability of its token the draft ends.
 
@@ -63,6 +73,7 @@ class Method:
     draft: str | None
     batch: int
     confidence: float | None = None
+    options: tuple[str, ...] = ()
 
     @classmethod
     def parse(
@@ -77,17 +88,21 @@ class Method:
         draft: str | None = None,
     ) -> Method:
         """Reads a method; the other arguments are the values of settings that it leaves out."""
-        name, *settings = settings_of(spec)
+        name, settings = split_settings(spec)
         known = [AR, *(drafter for drafter in drafter_names() if drafter != "none"), *PEERS]
         if name not in known:
             raise ValueError(f"unknown method {name!r}: use some of {', '.join(known)}")
-        allowed = _settings(name)
+        allowed, option_names = _settings(name), _option_names(name)
         values: dict[str, str] = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
-            if not equals or key not in allowed or key in values:
-                raise ValueError(f"method {spec!r}: settings of {name} are {', '.join(allowed)}, each at most once")
+            if not equals or key not in [*allowed, *option_names] or key in values:
+                listed = ", ".join([*allowed, *option_names])
+                raise ValueError(f"method {spec!r}: settings of {name} are {listed}, each at most once")
             values[key] = value
+        options = tuple(f"{key}={values[key]}" for key in option_names if key in values)
+        if options:
+            drafter_config(":".join([name, *options]))
         for key in ("k", "tree", "batch"):
             if not values.get(key, "1").isdigit() or int(values.get(key, 1)) < 1:
                 raise ValueError(f"method {spec!r}: {key} must be a whole number of at least 1")
@@ -115,12 +130,14 @@ class Method:
             draft=values.get("draft", draft) if "draft" in allowed else None,
             batch=int(values.get("batch", 1)),
             confidence=_confidence(spec, values.get("confidence", str(CONFIDENCE))) if name == ASSISTED else None,
+            options=options,
         )
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of those settings that it has: `ar` has no `k`."""
-        return {setting: getattr(self, setting) for setting in _settings(self.name)}
+        """The values of those settings that it has: `ar` has no `k`. Those of its drafter are its `options`."""
+        options = {"options": drafter_settings(self.drafter)} if _option_names(self.name) else {}
+        return {setting: getattr(self, setting) for setting in _settings(self.name)} | options
 
     @property
     def left_out(self) -> frozenset[str]:
@@ -132,13 +149,18 @@ class Method:
         """The drafter of ours behind the method, or the one that a peer is like."""
         return PEERS[self.name].like if self.name in PEERS else "none" if self.name == AR else self.name
 
+    @property
+    def drafter(self) -> str:
+        """The same with its settings."""
+        return ":".join([self.drafter_name, *self.options])
+
     def load_drafter(self, target: Target, runtime: Runtime) -> Drafter:
         """Loads the drafter, which methods that differ in k alone can share.
 
         Raises:
             ValueError: see `paradraft.load`.
         """
-        return load_drafter(self.drafter_name, target, draft=self.draft, runtime=runtime)
+        return load_drafter(self.drafter, target, draft=self.draft, runtime=runtime)
 
     def answerer(self, target: Target, drafter: Drafter) -> Answerer:
         """What answers prompts by this method.
@@ -165,15 +187,6 @@ class Method:
         return Engine(target, drafter, k=self.k, verify=self.verify, tree=tree, lengths=self.lengths)
 
 
-def settings_of(spec: str) -> list[str]:
-    """A method's name and its settings; the colon of a shape belongs to its name.
-
-    >>> settings_of("pard:k=4:draft=shape:llama-3.2-1b")
-    ['pard', 'k=4', 'draft=shape:llama-3.2-1b']
-    """
-    return re.split(r"(?<!=shape):", spec)
-
-
 def _settings(name: str) -> list[str]:
     """What a method's spec may set."""
     if name in PEERS:
@@ -182,6 +195,11 @@ def _settings(name: str) -> list[str]:
         return ["dtype", "batch"]
     own = ["tree"] * branches(name) + ["draft"] * takes_draft(name)
     return ["dtype", "batch", "k", "verify", "lengths", *own]
+
+
+def _option_names(name: str) -> list[str]:
+    """The settings of the drafter itself."""
+    return [] if name == AR or name in PEERS else [key for key in setting_names(name) if key not in SETTINGS]
 
 
 def _ours(engine: Engine) -> Answerer:

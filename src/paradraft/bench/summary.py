@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from paradraft.bench.result_file import has_faster_baselines, mark, without_baseline
-from paradraft.bench.spec import settings_of
+from paradraft.drafters import split_settings
 from paradraft.files import write_output
 
 MEAN_CAPTION = (
@@ -174,7 +174,7 @@ def marked(title: str, arguments: dict[str, Any]) -> str:
 def label(spec: str, figures: dict[str, Any]) -> str:
     """A method's name for readers: its kind, and the settings that its spec names."""
     name = LABELS.get(figures["method"], figures["method"])
-    settings = settings_of(spec)[1:]
+    _, settings = split_settings(spec)
     for key in _EVIDENT:
         settings = [setting.removeprefix(key) for setting in settings]
     return ", ".join([name, *settings])

@@ -19,7 +19,7 @@ from paradraft.cli.plan import plan
 from paradraft.cli.regenerate import regenerate
 from paradraft.cli.report import report
 from paradraft.cli.terminal import hide_progress_bars
-from paradraft.cli.train import pard
+from paradraft.cli.train import train_drafter
 from paradraft.environment import is_main_process
 from paradraft.errors import is_out_of_memory
 
@@ -33,12 +33,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-train_app = typer.Typer(help="Train a drafter from a recipe.", rich_markup_mode=None)
-app.add_typer(train_app, name="train")
 app.command()(generate)
 app.command()(init_draft)
 app.command()(regenerate)
-train_app.command()(pard)
+app.command("train")(train_drafter)
 app.command()(bench)
 app.command()(report)
 app.command()(plan)

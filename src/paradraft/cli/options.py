@@ -52,7 +52,8 @@ MOST_DRAFTED = 256
 MOST_NODES = 1024
 """Largest tree of a draft."""
 Target = Annotated[str, typer.Option("--target", help="Hugging Face id, folder, or pocket (the shipped family).")]
-Drafter = Annotated[str, typer.Option("--drafter", help=f"One of {', '.join(drafter_names())}.")]
+DRAFTERS = f"one of {', '.join(drafter_names())}; its settings follow it, as in ngram:max_ngram=5."
+Drafter = Annotated[str, typer.Option("--drafter", help=f"The drafter, {DRAFTERS}")]
 Draft = Annotated[str | None, typer.Option("--draft", help="Draft model; the pocket target brings its own.")]
 K = Annotated[int, typer.Option("-k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]

@@ -16,10 +16,9 @@ from rich import progress as bars
 from rich.console import Console
 
 from paradraft.cli import options
-from paradraft.cli.options import given, warn_ignored, without_chance, without_drafter
+from paradraft.cli.options import DRAFTERS, given, warn_ignored, without_chance, without_drafter
 from paradraft.data.records import read_object
 from paradraft.data.regenerate import Progress
-from paradraft.drafters import drafter_names
 from paradraft.engine import load
 from paradraft.files import check_outputs
 from paradraft.sampling_params import Sampling
@@ -104,7 +103,7 @@ def regenerate(
     min_p: options.MinP = 0.0,
     seed: options.Seed = 0,
     samples: Annotated[int, typer.Option(help="Answers per prompt, each with a seed of its own.")] = 1,
-    drafter: Annotated[str, typer.Option(help=f"With --target: one of {', '.join(drafter_names())}.")] = "none",
+    drafter: Annotated[str, typer.Option(help=f"With --target: {DRAFTERS}")] = "none",
     draft: options.Draft = None,
     k: options.K = 8,
     tree_budget: options.TreeBudget = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,37 +12,41 @@ from rich.live import Live
 from rich.table import Table
 
 from paradraft.environment import is_main_process
-from paradraft.train.checkpoint import STATE
-from paradraft.train.launch import CHECKPOINT, train_pard
-from paradraft.train.progress import Evaluation, Progress, Report
-from paradraft.train.recipe import PardRecipe
-from paradraft.train.stopping import StoppedError
+from paradraft.train import recipe_class, trainee_module, trainee_names
+
+if TYPE_CHECKING:
+    from paradraft.train.progress import Evaluation, Progress, Report
+    from paradraft.train.trainee import Builder, R
 
 
-def run_with_display(recipe: PardRecipe) -> None:
+def run_with_display(recipe: R, build: Builder[R]) -> None:
     """Trains, showing loss, per-depth accuracy and time left; says so if it was done before.
 
     On a terminal one table is kept up to date; elsewhere every report is a line.
 
     Raises:
-        ValueError, OSError, StoppedError: see `train_pard`.
+        ValueError, OSError, StoppedError: see `paradraft.train.launch.train`.
     """
+    from paradraft.train import launch
+    from paradraft.train.checkpoint import STATE
+    from paradraft.train.stopping import StoppedError
+
     console = Console(highlight=False, quiet=not is_main_process())
     try:
         if console.is_terminal:
             with Live(console=console, auto_refresh=False) as live:
-                is_new = train_pard(recipe, _Screen(live).show)
+                is_new = launch.train(recipe, build, _Screen(live).show)
         else:
-            is_new = train_pard(recipe, lambda report: console.print(_line(report), soft_wrap=True))
+            is_new = launch.train(recipe, build, lambda report: console.print(_line(report), soft_wrap=True))
     except StoppedError as stop:
         console.print(
-            f"stopped after step {stop.step} of {stop.steps}, with a checkpoint in {recipe.out / CHECKPOINT}: the same "
-            "command goes on from there",
+            f"stopped after step {stop.step} of {stop.steps}, with a checkpoint in {recipe.out / launch.CHECKPOINT}: "
+            "the same command goes on from there",
             soft_wrap=True,
         )
         raise
     except KeyboardInterrupt:
-        folder = recipe.out / CHECKPOINT
+        folder = recipe.out / launch.CHECKPOINT
         saved = (
             f"goes on from the last checkpoint in {folder}"
             if any(folder.glob(f"step-*/{STATE}"))
@@ -57,6 +61,8 @@ def run_with_display(recipe: PardRecipe) -> None:
 
 
 def _line(report: Report) -> str:
+    from paradraft.train.progress import Evaluation
+
     accuracy = " ".join(f"{share:.2f}" for share in report.accuracy)
     if isinstance(report, Evaluation):
         length = report.acceptance_length
@@ -79,6 +85,8 @@ class _Screen:
         self._evaluation: Evaluation | None = None
 
     def show(self, report: Report) -> None:
+        from paradraft.train.progress import Evaluation
+
         if isinstance(report, Evaluation):
             self._evaluation = report
         else:
@@ -105,38 +113,33 @@ def _minutes(seconds: float) -> str:
     return f"{minutes}:{rest:02d}"
 
 
-def _list_settings(wanted: bool) -> None:
-    if not wanted:
-        return
-    from paradraft.train.recipe import Lora, PardRecipe
-
-    for prefix, model in (("", PardRecipe), ("lora.", Lora)):
-        for name, field in model.model_fields.items():
-            default = "required" if field.is_required() else json.dumps(field.default).strip('"')
-            print(f"{prefix + name} ({default}): {field.description}")
-    raise typer.Exit
-
-
-def pard(
-    recipe: Annotated[Path, typer.Argument(help="A YAML recipe.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings that replace the recipe's.")] = None,
+def train_drafter(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"What to train: {', '.join(trainee_names())}.")],
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A YAML recipe.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's.")
+    ] = None,
     settings: Annotated[
-        bool,
-        typer.Option(
-            "--settings", help="List all settings of a recipe, and exit.", callback=_list_settings, is_eager=True
-        ),
+        bool, typer.Option("--settings", help="List all settings of a recipe for NAME, and exit.")
     ] = False,
 ) -> None:
-    """Adapt a draft model into a PARD drafter. Run the same command again to resume.
+    """Train a drafter from a recipe. Run the same command again to resume.
 
     Ctrl-C and SIGTERM write a checkpoint after the current step and leave, with exit code 130 or 143; a second Ctrl-C
     leaves at once.
     """
-    from paradraft.cli.train import run_with_display
-    from paradraft.train.recipe_file import load_recipe
+    from paradraft.train.recipe_file import load_recipe, settings_of
     from paradraft.train.stopping import StoppedError
 
+    module = trainee_module(name)
+    if settings:
+        for key, field in settings_of(recipe_class(module)).items():
+            default = "required" if field.is_required() else json.dumps(field.default).strip('"')
+            print(f"{key} ({default}): {field.description}")
+        return
+    if recipe is None:
+        raise ValueError(f"train {name}: name a recipe, a YAML file; --settings lists what it may say")
     try:
-        run_with_display(load_recipe(recipe, overrides or []))
+        run_with_display(load_recipe(recipe_class(module), recipe, overrides or []), module.build)
     except StoppedError as stop:
         raise typer.Exit(128 + stop.number) from None

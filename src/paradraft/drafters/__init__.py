@@ -1,75 +1,175 @@
-"""The drafters: one file each, found by its name."""
+"""The drafters: one file each, found by its name, or a module of another package, found by an entry point.
+
+A drafter is written `name` or `name:setting=value:…`, such as `ngram:max_ngram=5`; its settings are the fields of its
+`Config`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import pkgutil
+import re
+import types
 from types import ModuleType
-from typing import get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paradraft.core import Drafter
 from paradraft.models.loading import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
+from paradraft.plugins import find_module, module_names
+
+GROUP = "paradraft.drafters"
+"""The entry points by which other packages add drafters."""
+DRAFT = "draft"
+"""The field of a `Config` that names the draft model; it is given apart from the other settings."""
 
 
-def load_drafter(name: str, target: Target, *, draft: str | None, runtime: Runtime) -> Drafter:
+def load_drafter(drafter: str, target: Target, *, draft: str | None, runtime: Runtime) -> Drafter:
     """Builds a drafter for a loaded target.
 
     Args:
-        name: one of `drafter_names()`.
+        drafter: one of `drafter_names()`, with settings or without.
         target: whose text is to be guessed.
         draft: the draft model; None takes the shipped one.
         runtime: the target's.
 
     Raises:
-        ValueError: the drafter is unknown or its draft model does not fit.
+        ValueError: drafter or setting is unknown, or its draft model does not fit.
     """
-    module = drafter_module(name)
-    config = module.Config(draft=POCKET if draft is None else draft) if takes_draft(name) else module.Config()
-    drafter: Drafter = module.build(config, target, runtime)
-    return drafter
+    built: Drafter = drafter_module(drafter).build(drafter_config(drafter, draft), target, runtime)
+    return built
 
 
 def check_draft(drafter: str, draft: str | None, target: str) -> None:
-    """Raises ValueError if a draft model is missing, or given to a drafter that has none."""
-    if draft is not None and not takes_draft(drafter):
-        raise ValueError(f"drafter {drafter!r} takes no draft model, but draft={draft!r} was given")
-    if draft is None and takes_draft(drafter) and target != POCKET:
-        raise ValueError(f"drafter {drafter!r} needs a draft model: name its folder or Hugging Face id as draft")
+    """Raises ValueError if a draft model is missing, or given to a drafter that has none, or a setting is wrong."""
+    (name, _), takes_one = split_settings(drafter), takes_draft(drafter)
+    if draft is not None and not takes_one:
+        raise ValueError(f"drafter {name!r} takes no draft model, but draft={draft!r} was given")
+    if draft is None and takes_one and target != POCKET:
+        raise ValueError(f"drafter {name!r} needs a draft model: name its folder or Hugging Face id as draft")
+    drafter_config(drafter, draft)
 
 
 def drafter_names() -> list[str]:
-    """The files in `paradraft/drafters`."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """The files in `paradraft/drafters`, and what other packages offer."""
+    return module_names(__path__, GROUP)
 
 
-def takes_draft(name: str) -> bool:
+def takes_draft(drafter: str) -> bool:
     """Whether a drafter has a draft model.
 
     Raises:
         ValueError: there is no such drafter.
     """
-    return "draft" in {field.name for field in dataclasses.fields(drafter_module(name).Config)}
+    return DRAFT in _fields(drafter_module(drafter))
 
 
-def branches(name: str) -> bool:
+def branches(drafter: str) -> bool:
     """Whether a drafter's drafts can be trees.
 
     Raises:
         ValueError: there is no such drafter.
     """
-    built = get_type_hints(drafter_module(name).build)["return"]
+    built = get_type_hints(drafter_module(drafter).build)["return"]
     return bool(built.branching != "chain")
 
 
-def drafter_module(name: str) -> ModuleType:
+def drafter_module(drafter: str) -> ModuleType:
     """The module of a drafter.
 
     Raises:
         ValueError: there is no such drafter.
     """
+    name, _ = split_settings(drafter)
     if name not in drafter_names():
         raise ValueError(f"unknown drafter {name!r}: use one of {', '.join(drafter_names())}")
-    return importlib.import_module(f"paradraft.drafters.{name}")
+    return find_module(name, __name__, __path__, GROUP)
+
+
+def split_settings(spec: str) -> tuple[str, list[str]]:
+    """A name and its settings; a colon that no `setting=` follows belongs to the value before it.
+
+    >>> split_settings("pard:k=4:draft=shape:llama-3.2-1b")
+    ('pard', ['k=4', 'draft=shape:llama-3.2-1b'])
+    """
+    name, colon, settings = spec.partition(":")
+    return name, re.split(r":(?=\w+=)", settings) if colon else []
+
+
+def setting_names(drafter: str) -> list[str]:
+    """What may be set behind a drafter's name: the fields of its `Config`, but for the draft model.
+
+    Raises:
+        ValueError: there is no such drafter.
+    """
+    return [field for field in _fields(drafter_module(drafter)) if field != DRAFT]
+
+
+def _fields(module: ModuleType) -> list[str]:
+    return [field.name for field in dataclasses.fields(module.Config)]
+
+
+def drafter_config(drafter: str, draft: str | None = None) -> Any:
+    """The `Config` of a drafter.
+
+    Args:
+        drafter: its name, with settings or without.
+        draft: the draft model; None takes the shipped one.
+
+    Raises:
+        ValueError: drafter or setting is unknown, a setting is given twice, or its value does not fit.
+
+    Example:
+        >>> drafter_config("ngram:max_ngram=5")
+        Config(max_ngram=5)
+    """
+    name, settings = split_settings(drafter)
+    module = drafter_module(name)
+    fields, hints = _fields(module), get_type_hints(module.Config)
+    known = [field for field in fields if field != DRAFT]
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or key not in known or key in values:
+            told = f"its settings are {', '.join(known)}, each at most once" if known else "it has no settings"
+            apart = "; name the draft model by --draft, or draft=" if key == DRAFT and DRAFT in fields else ""
+            raise ValueError(f"drafter {name!r}: {setting!r} is no setting=value of it; {told}{apart}")
+        values[key] = _value(text, hints[key], f"drafter {name!r}: {key}={text!r}")
+    if DRAFT in fields:
+        values[DRAFT] = POCKET if draft is None else draft
+    return module.Config(**values)
+
+
+def drafter_settings(drafter: str) -> dict[str, Any]:
+    """The values of all settings of a drafter, those that its text leaves out among them, but for the draft model.
+
+    Raises:
+        ValueError: as `drafter_config`.
+    """
+    return {name: value for name, value in vars(drafter_config(drafter)).items() if name != DRAFT}
+
+
+WORDS = {"true": True, "false": False, "none": None}
+ALLOWED = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "none", str: "a text"}
+
+
+def _value(text: str, hint: Any, what: str) -> Any:
+    """Reads a value of a type: int, float, bool, str, a literal, None, or a choice of them.
+
+    Raises:
+        ValueError: it is none; the message begins with `what`.
+    """
+    hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for kind in sorted(hints, key=lambda kind: kind is str):  # any text is a str
+        if get_origin(kind) is Literal and text in map(str, get_args(kind)):
+            return next(value for value in get_args(kind) if str(value) == text)
+        if kind in (bool, types.NoneType) and isinstance(value := WORDS.get(text.lower(), text), kind):
+            return value
+        if kind in (int, float, str):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    literals = [str(value) for kind in hints if get_origin(kind) is Literal for value in get_args(kind)]
+    allowed = " or ".join([*literals, *(ALLOWED[kind] for kind in hints if kind in ALLOWED)])
+    raise ValueError(f"{what}: use {allowed}")

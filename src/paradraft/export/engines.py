@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from paradraft.drafters.ngram import Config
+from paradraft.drafters import drafter_settings, split_settings
 
 Ranges = list[tuple[int, int, int]]
 """First batch size, last batch size, K."""
@@ -43,19 +43,20 @@ def vllm_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str
 
     Args:
         chosen: K by batch size.
-        drafter: its name here.
+        drafter: its name here, with settings or without.
         draft: the draft model.
     """
     most = max(chosen.values())
+    name, settings = split_settings(drafter)[0], drafter_settings(drafter)
     methods: dict[str, dict[str, Any]] = {
         "pard": {"method": "draft_model", "model": draft, "parallel_drafting": True},
         "autoregressive": {"method": "draft_model", "model": draft},
         # Without these it looks for five tokens and for no fewer, and drafts less than what was planned.
-        "ngram": {"method": "ngram", "prompt_lookup_max": Config().max_ngram, "prompt_lookup_min": 1},
+        "ngram": {"method": "ngram", "prompt_lookup_max": settings.get("max_ngram"), "prompt_lookup_min": 1},
     }
-    if not most or drafter not in methods:
+    if not most or name not in methods:
         return None
-    return methods[drafter] | {
+    return methods[name] | {
         "num_speculative_tokens": most,
         "num_speculative_tokens_per_batch_size": [list(one) for one in ranges(chosen)],
     }
@@ -68,15 +69,16 @@ def tensorrt_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict
 
     Args:
         chosen: K by batch size.
-        drafter: its name here.
+        drafter: its name here, with settings or without.
         draft: the draft model.
     """
     found = ranges(chosen)
     most = found[0][2]
-    if not most or drafter not in TENSORRT_TYPES:
+    name, _ = split_settings(drafter)
+    if not most or name not in TENSORRT_TYPES:
         return None
     return {
-        "decoding_type": TENSORRT_TYPES[drafter],
+        "decoding_type": TENSORRT_TYPES[name],
         "max_draft_len": most,
         "speculative_model": draft,
         "draft_len_schedule": {last: min(k, most) for _, last, k in found},

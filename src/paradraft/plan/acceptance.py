@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paradraft.decode.expected_length import expected_tokens
+from paradraft.drafters import drafter_settings, split_settings
 from paradraft.sampling_params import Sampling
 
 
@@ -127,7 +128,7 @@ def acceptances(
     Args:
         report: a result of `paradraft bench`.
         name: how to call it in a message.
-        drafter: its name.
+        drafter: its name, with settings or without.
         draft: its draft model.
         verify: the verification rule.
         dtype: of the weights.
@@ -136,8 +137,11 @@ def acceptances(
         ValueError: there is no such method, or one is damaged.
     """
     methods: dict[str, dict[str, Any]] = report["methods"]
-    wanted = {"method": drafter, "verify": verify, "lengths": "fixed"}
+    name_of_drafter, options = split_settings(drafter)[0], drafter_settings(drafter)
+    wanted = {"method": name_of_drafter, "verify": verify, "lengths": "fixed"}
     found = [spec for spec, one in methods.items() if all(one.get(key) == value for key, value in wanted.items())]
+    # Files of earlier versions do not know them: there they were the defaults.
+    found = [spec for spec in found if methods[spec].get("options", drafter_settings(name_of_drafter)) == options]
     for key, value in (("draft", draft), ("dtype", dtype)):
         if len({methods[spec].get(key) for spec in found}) > 1:
             found = [spec for spec in found if methods[spec].get(key) == value]

@@ -1,0 +1,47 @@
+"""Training: what can be trained is one file each, found by the name of the drafter that it trains."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, get_type_hints
+
+from paradraft.drafters import drafter_names
+from paradraft.plugins import find_module, module_names
+
+if TYPE_CHECKING:
+    from paradraft.train.recipe import Recipe
+
+GROUP = "paradraft.train"
+"""The entry points by which other packages add what can be trained."""
+
+
+def trainee_names() -> list[str]:
+    """The drafters that can be trained: those with a file of their name in `paradraft/train`, or an entry point."""
+    drafters = set(drafter_names())
+    return [name for name in module_names(__path__, GROUP) if name in drafters]
+
+
+def trainee_module(name: str) -> ModuleType:
+    """The module that trains a drafter: its function `build` is a `Builder`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in trainee_names():
+        raise ValueError(f"unknown training {name!r}: use one of {', '.join(trainee_names())}")
+    return find_module(name, __name__, __path__, GROUP)
+
+
+def recipe_class(module: ModuleType) -> type[Recipe]:
+    """The class of a training module's recipes: the type of the first parameter of its `build`.
+
+    Raises:
+        ValueError: the module does not say.
+    """
+    from paradraft.train.recipe import Recipe
+
+    hints = get_type_hints(module.build) if hasattr(module, "build") else {}
+    kind = next(iter(hints.values()), None)
+    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
+        raise ValueError(f"{module.__name__}: it has no function build(recipe, data) whose recipe is a kind of Recipe")
+    return kind

@@ -10,11 +10,8 @@ from paradraft.decode.batch import run
 from paradraft.decode.generation import Generation
 from paradraft.drafters import load_drafter
 from paradraft.engine import Engine
-from paradraft.models.loading import load_draft_lm, load_target
+from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
-
-ORDINARY_K = 4
-"""Tokens that an ordinary draft drafts when it is measured."""
 
 
 class AcceptanceMeter:
@@ -22,39 +19,37 @@ class AcceptanceMeter:
 
     Args:
         target: whose text it is: a Hugging Face id, a folder, or "pocket".
-        draft: the folder or Hugging Face id that training begins with; it must fit the target.
         prompts: token ids; none empty.
-        k: tokens drafted per round; 1 stands for an ordinary draft, which drafts `ORDINARY_K`.
+        drafter: the name of the drafter that decodes.
+        k: tokens drafted per round.
         answer_tokens: most tokens of an answer.
-        runtime: device, dtype, and a capacity that both models have.
+        runtime: device, dtype, and a capacity that target and drafter have.
 
     Raises:
-        ValueError: the target cannot be loaded, the draft does not fit it, or a prompt and its answer do not
-            fit into the capacity.
+        ValueError: the target cannot be loaded, or a prompt and its answer do not fit into the capacity.
     """
 
     def __init__(
-        self, target: str, draft: str, prompts: list[list[int]], *, k: int, answer_tokens: int, runtime: Runtime
+        self, target: str, prompts: list[list[int]], *, drafter: str, k: int, answer_tokens: int, runtime: Runtime
     ) -> None:
         self._runtime = runtime
-        self._target = load_target(target, runtime)
-        load_draft_lm(draft, self._target, runtime)
+        self.target = load_target(target, runtime)
         self._prompts = prompts
         self._answer_tokens = answer_tokens
-        self._drafter, self._k = ("pard", k) if k > 1 else ("autoregressive", ORDINARY_K)
+        self._drafter, self._k = drafter, k
         longest = max(map(len, prompts))
-        if longest + answer_tokens > self._target.capacity:
+        if longest + answer_tokens > self.target.capacity:
             raise ValueError(
-                f"target and draft have room for {self._target.capacity} tokens, a held-out prompt has {longest} and "
+                f"target and draft have room for {self.target.capacity} tokens, a held-out prompt has {longest} and "
                 f"answer_tokens={answer_tokens}: lower answer_tokens or max_length"
             )
 
     def of(self, folder: Path) -> float:
         """Tokens per target pass with the drafter in a folder."""
-        drafter = load_drafter(self._drafter, self._target, draft=str(folder), runtime=self._runtime)
-        batch = Engine(self._target, drafter, k=self._k).new_batch()
+        drafter = load_drafter(self._drafter, self.target, draft=str(folder), runtime=self._runtime)
+        batch = Engine(self.target, drafter, k=self._k).new_batch()
         requests = [
-            Request(id=row, tokens=prompt, max_new_tokens=self._answer_tokens, eos_ids=self._target.eos_ids)
+            Request(id=row, tokens=prompt, max_new_tokens=self._answer_tokens, eos_ids=self.target.eos_ids)
             for row, prompt in enumerate(self._prompts)
         ]
         for _ in run(batch, list(map(Generation, requests))):

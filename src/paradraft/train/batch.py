@@ -111,7 +111,7 @@ class Texts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class TrainingBatch:
     """Rows of several samples, filled up to the same number.
 
     Args:
@@ -141,14 +141,14 @@ class Batch:
         """`[k]` how many rows of each depth have a label."""
         return torch.bincount(self.depths[self.labels != IGNORED], minlength=k)
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> TrainingBatch:
         """The same on another device."""
         texts = Texts(**{name: tensor.to(device) for name, tensor in vars(self.texts).items()})
         mine = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return Batch(**mine, texts=texts)
+        return TrainingBatch(**mine, texts=texts)
 
 
-def collate(groups: list[list[Sample]], drop: Drop, generators: list[list[torch.Generator]]) -> Batch:
+def collate(groups: list[list[Sample]], drop: Drop, generators: list[list[torch.Generator]]) -> TrainingBatch:
     """Drops rows by COD and puts the rest side by side.
 
     Args:
@@ -161,13 +161,13 @@ def collate(groups: list[list[Sample]], drop: Drop, generators: list[list[torch.
     fill = {"documents": FILLING, "labels": IGNORED}
     rows = {name: _side_by_side([each[0][name] for each in joined], fill.get(name, 0)) for name in joined[0][0]}
     texts = {name: _side_by_side([each[1][name] for each in joined], fill.get(name, 0)) for name in joined[0][1]}
-    return Batch(**rows, texts=Texts(**texts))
+    return TrainingBatch(**rows, texts=Texts(**texts))
 
 
 def _pack(
     samples: list[Sample], drop: Drop, generators: list[torch.Generator]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The rows and the texts of samples behind each other, by the names of `Batch` and `Texts`."""
+    """The rows and the texts of samples behind each other, by the names of `TrainingBatch` and `Texts`."""
     rows: list[dict[str, Tensor]] = []
     texts: list[dict[str, Tensor]] = []
     before = 0

@@ -266,20 +266,16 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes an ordinary Hugging Face folder; `folder` appears or changes only when all is written."""
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Gives a folder to write a drafter into; `folder` appears or changes only when all is written, the files on the
+    disk and `config.json` among them."""
     folder = folder.resolve()
     new = folder.with_name(folder.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
-    if not model.generation_config.do_sample:
-        # Published models have sampling settings without `do_sample`, which `transformers` reads but does not write.
-        try:
-            model.generation_config.validate(strict=True)
-        except ValueError:
-            model.generation_config.do_sample = True
     try:
-        model.save_pretrained(new)
-        tokenizer.save_pretrained(new)
+        new.mkdir(parents=True)
+        yield new
         # Safetensors are written for their owner alone, and a server is often another user.
         for file in new.glob("*.safetensors"):
             file.chmod((new / "config.json").stat().st_mode)
@@ -287,6 +283,19 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         put_in_place(new, folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes an ordinary Hugging Face folder; `folder` appears or changes only when all is written."""
+    if not model.generation_config.do_sample:
+        # Published models have sampling settings without `do_sample`, which `transformers` reads but does not write.
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError:
+            model.generation_config.do_sample = True
+    with whole_folder(folder) as new:
+        model.save_pretrained(new)
+        tokenizer.save_pretrained(new)
 
 
 def put_in_place(new: Path, folder: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from paradraft.train.optimizers import hidden_and_rest
-from paradraft.train.recipe import PardRecipe
+from paradraft.train.recipe import Recipe
 
 SLACK_BYTES = 2**26
 """For what is not counted: tokenizers, the history, its picture, and the pages of a file system."""
@@ -62,7 +62,7 @@ class Need:
             )
 
 
-def estimate(recipe: PardRecipe, model: nn.Module, *, steps: int, measures: bool) -> Need:
+def estimate(recipe: Recipe, model: nn.Module, *, steps: int, measures: bool) -> Need:
     """Estimates a run.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.drafters.pard import declared_mask_id, forget_masks
+from paradraft.formats.pard import declared_mask_id, forget_masks
 from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.models.runtime import DTYPES, Runtime
 from paradraft.train.checkpoint import save_model

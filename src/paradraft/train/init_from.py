@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from paradraft.drafters.pard import CONFIG_KEYS
+from paradraft.formats.pard import CONFIG_KEYS
 
 
 @dataclass(frozen=True, kw_only=True)

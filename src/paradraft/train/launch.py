@@ -16,16 +16,17 @@ from paradraft.train.checkpoint import Checkpoints, State, exclusive
 from paradraft.train.disk import estimate, told_when_full
 from paradraft.train.progress import Report
 from paradraft.train.provenance import difference
-from paradraft.train.recipe import PardRecipe
+from paradraft.train.recipe import Recipe
 from paradraft.train.setup import Preparation, prepare
 from paradraft.train.stopping import stop_requests
+from paradraft.train.trainee import Builder, R
 from paradraft.train.trainer import Loop, as_one
 
 CHECKPOINT = "checkpoint"
 """Inside `out`: the state of an unfinished run."""
 
 
-def is_trained(recipe: PardRecipe) -> bool:
+def is_trained(recipe: Recipe) -> bool:
     """Whether `recipe.out` already holds this recipe's drafter.
 
     Raises:
@@ -44,11 +45,12 @@ def is_trained(recipe: PardRecipe) -> bool:
     return True
 
 
-def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
+def train(recipe: R, build: Builder[R], report: Callable[[Report], None]) -> bool:
     """Runs a recipe to its end, from its last checkpoint if there is one.
 
     Args:
         recipe: the run.
+        build: the function `build` of `train/<name>.py`, which loads what the recipe trains.
         report: called in the main process, every `recipe.log_every` steps, after the last one, and
             after each evaluation.
 
@@ -84,18 +86,20 @@ def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:
         began = date.today().isoformat() if state is None else state.began
         state, began = broadcast_object_list([state, began])
         with as_one(accelerator):
-            prepared = _prepared(recipe, accelerator, state, began)
+            prepared = _prepared(recipe, build, accelerator, state, began)
             acceptance = prepared.acceptance(accelerator.device) if accelerator.is_main_process else None
             if accelerator.is_main_process:
-                need = estimate(recipe, prepared.objective, steps=prepared.steps, measures=bool(prepared.held_out))
+                need = estimate(
+                    recipe, prepared.trainee.objective, steps=prepared.steps, measures=bool(prepared.held_out)
+                )
                 need.check(recipe.out, checkpoints.folder)
         with stop_requests() as request:
             Loop(prepared, acceptance, accelerator, checkpoints, state, request, report).run()
         return True
 
 
-def _prepared(recipe: PardRecipe, accelerator: Accelerator, state: State | None, began: str) -> Preparation:
-    prepared = prepare(recipe, accelerator.device, processes=accelerator.num_processes, began=began)
+def _prepared(recipe: R, build: Builder[R], accelerator: Accelerator, state: State | None, began: str) -> Preparation:
+    prepared = prepare(recipe, build, accelerator.device, processes=accelerator.num_processes, began=began)
     if state is None:
         return prepared
     if state.bf16 != prepared.bf16:
@@ -110,7 +114,7 @@ def _prepared(recipe: PardRecipe, accelerator: Accelerator, state: State | None,
     return prepared
 
 
-def _accelerator(recipe: PardRecipe) -> Accelerator:
+def _accelerator(recipe: Recipe) -> Accelerator:
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda: there is no GPU here, use device=cpu")
     progress.check_installed(recipe.report_to)

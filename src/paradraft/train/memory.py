@@ -8,6 +8,7 @@ time. A run may take a fifth more or less; one whose weights are spread over dev
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -17,10 +18,10 @@ from transformers import PreTrainedModel
 from paradraft.models.kv_cache import head_size
 from paradraft.models.loading import load_skeleton, locate
 from paradraft.models.runtime import computes_bf16
-from paradraft.train.pard import LOGITS
-from paradraft.train.recipe import PardRecipe
+from paradraft.train.objective import LOGITS
+from paradraft.train.recipe import Recipe
 from paradraft.train.rows import FLEX
-from paradraft.train.teacher import teacher_folder
+from paradraft.train.trainee import RunData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,16 @@ class Estimate:
 
 
 def estimate(
-    recipe: PardRecipe, model: PreTrainedModel, *, weights: float, rows: int, passes: int, bf16: bool
+    recipe: Recipe,
+    model: PreTrainedModel,
+    *,
+    weights: float,
+    rows: int,
+    passes: int,
+    bf16: bool,
+    is_taught: bool = False,
 ) -> Estimate:
-    """Estimates a run.
+    """Estimates a run that trains a causal LM.
 
     Args:
         recipe: the run.
@@ -76,6 +84,7 @@ def estimate(
         rows: training rows of the largest sample.
         passes: samples, or packed groups of samples, of one pass.
         bf16: whether the pass computes in bf16.
+        is_taught: whether a teacher's logits stand beside the drafter's.
     """
     config = model.config
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -91,7 +100,7 @@ def estimate(
         kept = config.num_hidden_layers * layer
     # A block mask is made from the dense one: booleans, ten times over while it is made.
     mask_size = 10 if model.config._attn_implementation == FLEX else 1 + size
-    logits = 3 if recipe.teacher is None else 6  # a teacher's stand beside the drafter's
+    logits = 6 if is_taught else 3
     return Estimate(
         models=weights,
         optimizer=12.0 * trained,
@@ -102,41 +111,47 @@ def estimate(
 
 
 def weight_bytes(
-    recipe: PardRecipe, drafter: PreTrainedModel, device: torch.device, *, bf16: bool, measures: bool
+    recipe: Recipe, trained: PreTrainedModel, data: RunData, *, frozen: Sequence[PreTrainedModel] = ()
 ) -> float:
-    """Bytes of the weights that a run loads: of the drafter in float32, and of its teacher; where it measures, of
-    the target, and of the drafter once more, as it is measured.
+    """Bytes of the weights that a run loads: of what it trains in float32, and of the models that advise it; where it
+    measures, of the target, and of the drafter once more, as it is measured.
 
     Args:
         recipe: the run.
-        drafter: in training; its weights are not needed.
-        device: where the run takes place.
-        bf16: whether the teacher computes in bf16.
-        measures: whether samples are held out to measure on.
+        trained: the model in training; its weights are not needed.
+        data: what else is known of the run.
+        frozen: models that are read and not trained, such as a teacher; their weights are not needed.
 
     Raises:
-        ValueError: teacher or target does not exist, or is no supported causal LM.
+        ValueError: the target does not exist, or is no supported causal LM.
     """
-    weights = 4.0 * _parameters(drafter)
-    if recipe.teacher is not None:
-        weights += (2 if bf16 else 4) * _parameters(load_skeleton(teacher_folder(recipe.teacher)))
-    if measures and recipe.measured_with is not None:
-        target = load_skeleton(locate(recipe.measured_with, "target"))
-        weights += (2 if computes_bf16(device) else 4) * (_parameters(target) + _parameters(drafter))
+    weights = 4.0 * _parameters(trained) + (2 if data.bf16 else 4) * sum(map(_parameters, frozen))
+    if data.measures and recipe.measured_with is not None:
+        target = load_skeleton(locate(recipe.measured_with, recipe.ROLES["target"]))
+        weights += (2 if computes_bf16(data.device) else 4) * (_parameters(target) + _parameters(trained))
     return weights
+
+
+def largest_pass(recipe: Recipe, data: RunData) -> tuple[int, int]:
+    """How many samples, or packed groups of samples, the largest pass has, and tokens of the longest of them."""
+    groups, longest = data.samples_per_pass, data.longest
+    if recipe.pack:
+        groups = min(groups, math.ceil(groups * longest / recipe.max_length) + 1)
+        longest = recipe.max_length if groups < data.samples_per_pass else longest
+    return groups, longest
 
 
 def _parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def rows_of(tokens: int, recipe: PardRecipe) -> int:
-    """Training rows of a sample of so many tokens.
+def rows_of(tokens: int, *, k: int, r: float, r_min: float) -> int:
+    """Training rows that COD keeps of a sample of so many tokens, as in `conditional_drop`.
 
-    >>> rows_of(1025, PardRecipe(model="m", data=["d"], out="o", steps=1))
+    >>> rows_of(1025, k=8, r=0.7, r_min=0.2)
     3455
     """
-    kept = [max(recipe.r**depth, recipe.r_min) for depth in range(1, recipe.k)]
+    kept = [max(r**depth, r_min) for depth in range(1, k)]
     return math.ceil((tokens - 1) * (1 + sum(kept)))
 
 

@@ -1,126 +1,281 @@
-"""PARD training: turns a causal LM into one that also predicts behind mask tokens.
-
-Shape letters: S groups of samples, R rows of a batch, M rows that have a label, m some of them, D
-width of the model, P places of the texts, E width of the teacher, K depths, V vocabulary.
-"""
+"""PARD training: turns a causal LM into one that also predicts at mask tokens (An et al. 2025, section 3.2)."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, cast
+
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from peft import LoraConfig, PeftModel, get_peft_model
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.drafters.pard import check_ends_nothing, declare_masks, declared_mask_id
+from paradraft.data.samples import Sample
+from paradraft.formats.pard import check_ends_nothing, declare_masks, declared_mask_id, forget_masks
+from paradraft.models.loading import load_draft_lm, load_model, load_skeleton, locate
+from paradraft.models.runtime import Runtime
+from paradraft.models.target import Target
 from paradraft.models.tokenization import text_of
-from paradraft.train.batch import Batch
-from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence
-from paradraft.train.rows import attention_mask
-from paradraft.train.teacher import Teacher
-from paradraft.train.vocabulary import end_ids, free_id, resize, set_to_mean, used_rows
+from paradraft.train import memory
+from paradraft.train.batch import Drop, TrainingBatch, collate
+from paradraft.train.checkpoint import save_model
+from paradraft.train.losses import Divergence
+from paradraft.train.objective import Objective, set_up_passes
+from paradraft.train.recipe import Part, Recipe
+from paradraft.train.teacher import Teacher, load_teacher, teacher_folder
+from paradraft.train.trainee import RunData
+from paradraft.train.vocabulary import check_rows, end_ids, free_id, resize, set_to_mean, used_rows
 
-LOGITS = 2**26
-"""Most logits that are in memory at a time: 256 MB in float32, and as much again for each step of the loss."""
+ORDINARY_K = 4
+"""Tokens per round when an ordinary draft is measured."""
 
 
-class Objective(nn.Module):
-    """The loss of a batch, as one module, so that whatever spreads models over devices can wrap it.
+class Lora(BaseModel):
+    """Low-rank adapters in place of full training (Hu et al. 2021); merged into the weights at the end."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(default=16, ge=1, description="of the adapters")
+    alpha: int = Field(default=32, ge=1, description="their scale is alpha / rank")
+    targets: str | list[str] = Field(default="all-linear", description="names of the layers that get one")
+
+
+class PardRecipe(Recipe):
+    """Settings of `paradraft train pard`; the defaults of k, r and r_min are the paper's."""
+
+    ROLES: ClassVar[dict[str, str]] = {"model": "draft", "teacher": "target", "target": "target"}
+    PARTS: ClassVar[tuple[Part, ...]] = (
+        *Recipe.PARTS,
+        Part(
+            settings=("r", "r_min", "mask_token_id", "distinct_masks", "depth_weights"),
+            wanted="k=2 or more",
+            is_on=lambda recipe: recipe.k > 1,
+        ),
+    )
+
+    model: str = Field(description="the draft to adapt: a Hugging Face id, a folder, or pocket")
+    k: int = Field(
+        default=8, ge=1, description="tokens that one draft pass learns to predict; 1 trains an ordinary draft"
+    )
+    r: float = Field(default=0.7, gt=0, le=1, description="COD: share of rows kept from depth to depth")
+    r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any depth")
+    mask_token_id: int | None = Field(default=None, description="by default an unused row of the embedding")
+    distinct_masks: bool = Field(
+        default=False, description="a mask token for each depth; one for all is better, and all that engines know"
+    )
+    teacher: str | None = Field(default=None, description="learn this model's probabilities, not the text's tokens")
+    loss: Literal["cross_entropy", Divergence] | None = Field(
+        default=None,
+        description="cross_entropy; with a teacher forward_kl (default), reverse_kl, jensen_shannon or total_variation",
+    )
+    lora: Lora | None = Field(default=None, description="train adapters of low rank, and the mask's embedding")
+    target: str | None = Field(
+        default=None, description="decode held-out prompts with this target to measure; by default the teacher"
+    )
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> Self:
+        if (self.divergence is not None) != (self.teacher is not None):
+            wanted = "name a teacher" if self.teacher is None else "use one of the divergences, or leave teacher out"
+            raise ValueError(f"loss={self.loss}: {wanted}")
+        return self
+
+    @property
+    def depths(self) -> int:
+        """As many as tokens that one draft pass predicts."""
+        return self.k
+
+    @property
+    def masks(self) -> int:
+        """How many mask tokens there are."""
+        return max(self.k - 1, 1) if self.distinct_masks else 1
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """How to compare with the teacher; None learns the tokens of the text."""
+        if self.loss is None:
+            return None if self.teacher is None else "forward_kl"
+        return None if self.loss == "cross_entropy" else self.loss
+
+    @property
+    def measured_with(self) -> str | None:
+        """The target that decodes held-out prompts: the one that is named, or else the teacher."""
+        return self.teacher if self.target is None else self.target
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See `Recipe`. The class is left out: runs began with this recipe before there were others."""
+        return {key: value for key, value in super().identity.items() if key != "recipe"}
+
+
+def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed: int) -> PeftModel:
+    """Puts adapters into a model, in place; all else is frozen but the embeddings of the masks, which are new.
+
+    Raises:
+        ValueError: the model has no layers of these names.
+    """
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.targets,
+        trainable_token_indices=masks or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            # peft still asks for the property by the name that `transformers` has given up.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            torch.manual_seed(seed)
+            return cast(PeftModel, get_peft_model(model, config))
+    except ValueError as error:
+        raise ValueError(f"lora: {str(error).splitlines()[0]}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialDrafter:
+    """A drafter that has learnt nothing yet, in float32.
 
     Args:
-        model: the drafter in training.
-        teacher: whose probabilities to learn; None learns the tokens of the text.
-        kind: how to compare with the teacher.
-        bf16: compute in bf16; losses are computed in float32.
-        logits: most logits in memory at a time; more are computed again in the backward pass.
+        model: what is trained.
+        adapted: the same with its adapters, if it has any.
+        masks: its mask tokens; none in an ordinary draft.
+    """
+
+    model: PreTrainedModel
+    adapted: PeftModel | None
+    masks: range
+
+
+def initial_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> InitialDrafter:
+    """Loads a recipe's model and makes it ready to learn.
+
+    Raises:
+        ValueError: it cannot be loaded, or mask token or adapters do not fit it.
+    """
+    model = load_model(locate(recipe.model, "draft"), Runtime(device=device, dtype="float32"))
+    return _ready(model, recipe, tokenizer, on_gpu=device.startswith("cuda"))
+
+
+def drafter_skeleton(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> PreTrainedModel:
+    """What `initial_drafter` would train, without its weights.
+
+    Raises:
+        ValueError: as `initial_drafter`, but for what is wrong with the weights.
+    """
+    model = load_skeleton(locate(recipe.model, "draft"))
+    return _ready(model, recipe, tokenizer, on_gpu=device.startswith("cuda")).model
+
+
+def _ready(
+    model: PreTrainedModel, recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, *, on_gpu: bool
+) -> InitialDrafter:
+    if recipe.k > 1:
+        first = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks)
+        masks = range(first, first + recipe.masks)
+    else:
+        masks = range(0)
+        forget_masks(model.config)  # a PARD model that learns without masks is none any more
+    adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, list(masks), seed=recipe.seed)
+    set_up_passes(model, recipe, on_gpu=on_gpu)
+    return InitialDrafter(model=model, adapted=adapted, masks=masks)
+
+
+class PardTrainee:
+    """A draft model that learns to predict at mask tokens; with k = 1 an ordinary draft.
+
+    Args:
+        recipe: the run.
+        tokenizer: the draft's.
+        drafter: what learns.
+        objective: its loss.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        teacher: Teacher | None = None,
-        kind: Divergence = "forward_kl",
-        bf16: bool = False,
-        logits: int = LOGITS,
+        self, recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, drafter: InitialDrafter, objective: Objective
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.kind = kind
-        self.bf16 = bf16
-        self.chunk = max(logits // model.config.vocab_size, 1)
-        self._teacher = (teacher,)  # hidden from `nn.Module`: it is not trained, saved or spread
+        self.objective = objective
+        self.depths = recipe.k
+        self.drafter, self.k = ("pard", recipe.k) if recipe.k > 1 else ("autoregressive", ORDINARY_K)
+        self.max_tokens = int(drafter.model.config.max_position_embeddings)
+        self.masks = drafter.masks
+        self._recipe = recipe
+        self._tokenizer = tokenizer
 
-    @property
-    def teacher(self) -> Teacher | None:
-        """Whose probabilities are learnt, if anybody's."""
-        return self._teacher[0]
+    def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> TrainingBatch:
+        """The rows that COD keeps of samples, see `Trainee`."""
+        recipe = self._recipe
+        mask_id = self.masks[0] if self.masks else None
+        drop = Drop(k=recipe.k, r=recipe.r, r_min=recipe.r_min, mask_id=mask_id, masks=recipe.masks)
+        return collate(groups, drop, generators)
 
-    def forward(self, batch: Batch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
-        """One training pass.
+    def check_target(self, name: str, target: Target, runtime: Runtime) -> None:
+        """Raises ValueError if a mask token ends the target's texts, or the draft's tokens are not the target's."""
+        check_ends_nothing(self.masks, target.eos_ids, self._tokenizer, f"a drafter for {name!r}")
+        load_draft_lm(locate(self._recipe.model, "draft"), target, runtime)
 
-        Args:
-            batch: what to learn.
-            weights_K: `[K]` what a row of each depth weighs, from `row_weights`.
-
-        Returns:
-            The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly.
-        """
-        teacher = self.teacher
-        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
-            hidden_SRD = self.model.model(
-                input_ids=batch.tokens,
-                attention_mask=attention_mask(batch.rows, self.model),
-                position_ids=batch.positions,
-                use_cache=False,
-            ).last_hidden_state
-            read_SNE = None if teacher is None else teacher.read(batch.texts)
-            order_M = _labelled_by_place(batch)
-            losses, right = [], []
-            for rows_m in order_M.split(self.chunk):
-                labels_m = batch.labels.flatten()[rows_m]
-                inputs = hidden_SRD.flatten(0, 1)[rows_m], labels_m, *_read(read_SNE, batch, rows_m)
-                if len(order_M) > self.chunk:
-                    loss_m, right_m = checkpoint(self._compare, *inputs, use_reentrant=False)
-                else:
-                    loss_m, right_m = self._compare(*inputs)
-                losses.append(loss_m)
-                right.append(right_m)
-        depths_M = batch.depths.flatten()[order_M]
-        if not losses:
-            return hidden_SRD.sum() * 0.0, torch.zeros_like(weights_K)
-        right_K = torch.zeros_like(weights_K).index_add(0, depths_M, torch.cat(right).to(weights_K.dtype))
-        return (weights_K[depths_M] * torch.cat(losses)).sum(), right_K
-
-    def _compare(
-        self, hidden_mD: Tensor, labels_m: Tensor, read_PE: Tensor | None, which_m: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The loss of each of some rows, and whether its likeliest token is the label."""
-        teacher = self.teacher
-        logits_mV = self.model.lm_head(hidden_mD)
-        right_m = logits_mV.detach().argmax(-1) == labels_m
-        if teacher is None or read_PE is None:
-            return cross_entropy(logits_mV, labels_m), right_m
-        expected_mV = teacher.expects(read_PE, logits_mV.shape[-1])[which_m]
-        return divergence(logits_mV, expected_mV, self.kind), right_m
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Writes the draft as an ordinary Hugging Face folder in bf16, adapters merged; see `formats/pard.py`."""
+        new = initial_drafter(self._recipe, self._tokenizer, "cpu")
+        Objective(new.model).load_state_dict(weights)
+        model = new.model if new.adapted is None else cast(PreTrainedModel, new.adapted.merge_and_unload())
+        save_model(folder, model.to(torch.bfloat16).eval(), self._tokenizer)
 
 
-def _labelled_by_place(batch: Batch) -> Tensor:
-    """`[M]` indices, into all rows, of those that have a label, in the order of the texts: rows of several depths that
-    predict the same token come together, so that the teacher's head runs once for them."""
-    rows_M = (batch.labels.flatten() != IGNORED).nonzero()[:, 0]
-    group_M = rows_M // batch.labels.shape[1]
-    place_M = group_M * batch.texts.tokens.shape[1] + batch.places.flatten()[rows_M]
-    return rows_M[place_M.argsort(stable=True)]
+def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
+    """Loads what a recipe trains, once it is known that it fits into memory.
+
+    Raises:
+        ValueError: model or teacher cannot be used, the settings do not fit them, or there is not enough memory.
+    """
+    _check_memory(recipe, data)
+    drafter = initial_drafter(recipe, data.tokenizer, str(data.device))
+    _check_samples(recipe, data, drafter)
+    teacher = None if recipe.teacher is None else _load_teacher(recipe.teacher, data, drafter)
+    kind = recipe.divergence or "forward_kl"
+    objective = Objective(drafter.model, teacher=teacher, kind=kind, bf16=data.bf16)
+    return PardTrainee(recipe, data.tokenizer, drafter, objective)
 
 
-def _read(read_SNE: Tensor | None, batch: Batch, rows_m: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """`[P, E]` what the teacher read at the places of some rows, each once; `[m]` which of them each row asks for."""
-    if read_SNE is None:
-        return None, None
-    group_m = rows_m // batch.labels.shape[1]
-    place_m = group_m * batch.texts.tokens.shape[1] + batch.places.flatten()[rows_m]
-    place_P, which_m = place_m.unique(return_inverse=True)
-    return read_SNE.flatten(0, 1)[place_P], which_m
+def _check_memory(recipe: PardRecipe, data: RunData) -> None:
+    """Raises ValueError if the device has not the memory that the run takes; no weights are loaded."""
+    model = drafter_skeleton(recipe, data.tokenizer, str(data.device))
+    others = [] if recipe.teacher is None else [load_skeleton(teacher_folder(recipe.teacher))]
+    weights = memory.weight_bytes(recipe, model, data, frozen=others)
+    groups, longest = memory.largest_pass(recipe, data)
+    rows = memory.rows_of(longest, k=recipe.k, r=recipe.r, r_min=recipe.r_min)
+    needed = memory.estimate(
+        recipe, model, weights=weights, rows=rows, passes=groups, bf16=data.bf16, is_taught=bool(others)
+    )
+    needed.check(data.device)
+
+
+def _check_samples(recipe: PardRecipe, data: RunData, drafter: InitialDrafter) -> None:
+    """Raises ValueError if samples hold the mask token, or one without a row, or do not fit into the model."""
+    masks = set(drafter.masks)
+    if any(not masks.isdisjoint(sample.tokens) for sample in data.samples):
+        raise ValueError(f"the mask token {drafter.masks[0]} occurs in the data: choose another mask_token_id")
+    config = drafter.model.config
+    check_rows(config.vocab_size, data.largest, f"model {recipe.model!r}")
+    if data.longest > config.max_position_embeddings:
+        room = config.max_position_embeddings
+        raise ValueError(f"the model has room for {room} tokens, a sample has {data.longest}: set max_length={room}")
+
+
+def _load_teacher(name: str, data: RunData, drafter: InitialDrafter) -> Teacher:
+    teacher = load_teacher(
+        name,
+        data.tokenizer,
+        mask_id=drafter.masks[0] if drafter.masks else None,
+        masks=len(drafter.masks),
+        longest=data.longest,
+        largest=data.largest,
+        runtime=Runtime(device=str(data.device), dtype="bfloat16" if data.bf16 else "float32"),
+    )
+    teacher.model.set_attn_implementation(drafter.model.config._attn_implementation)
+    return teacher
 
 
 def add_mask_token(

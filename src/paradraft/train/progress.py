@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import is_mlflow_available, is_tensorboard_available, is_trackio_available, is_wandb_available
 from torch import Tensor
 
-from paradraft.train.recipe import PardRecipe
+from paradraft.train.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ def check_installed(names: Sequence[str]) -> None:
         raise ValueError(f"report_to: {missing[0]} is not installed, pip install {missing[0]}")
 
 
-def start(accelerator: Accelerator, recipe: PardRecipe) -> None:
+def start(accelerator: Accelerator, recipe: Recipe) -> None:
     """Tells the recipe's trackers that a run begins."""
     if recipe.report_to:
         accelerator.init_trackers(PROJECT, config={"out": str(recipe.out), "fingerprint": recipe.fingerprint})

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.data.samples import Sample
 from paradraft.digests import revision_of
 from paradraft.environment import describe_machine
-from paradraft.train.recipe import POCKET_ROLES, PardRecipe
+from paradraft.train.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def _sha256(text: str) -> str:
 RECORD = "train_command.json"
 
 
-def write_record(recipe: PardRecipe, device: str, **results: object) -> None:
+def write_record(recipe: Recipe, device: str, **results: object) -> None:
     """Writes `train_command.json` into `recipe.out`: recipe, data, models, command, versions, hardware, and
     what came out."""
     record = {
@@ -111,9 +111,9 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _models(recipe: PardRecipe) -> dict[str, dict[str, str | None]]:
+def _models(recipe: Recipe) -> dict[str, dict[str, str | None]]:
     """Which models these were: folders by what they held, those of Hugging Face by their revision."""
-    names = {role: name for role in POCKET_ROLES if (name := getattr(recipe, role)) is not None}
+    names = {role: name for role in recipe.ROLES if (name := getattr(recipe, role)) is not None}
     return {
         role: {"name": name, "sha256_sampled": recipe.model_hashes[role]}
         if role in recipe.model_hashes

@@ -1,7 +1,7 @@
-"""A recipe: everything that decides one training run.
+"""What every recipe says: data, optimisation, memory, evaluation and output. `train/<name>.py` adds what is its own.
 
 A recipe that contradicts itself is refused. One that configures a part which is switched off runs, with a warning, so
-that a published recipe can be tried with `k=1` or `optimizer=adamw`.
+that a published recipe can be tried with `optimizer=adamw`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
@@ -20,10 +20,9 @@ from paradraft.data.dataset import Long
 from paradraft.data.records import check_columns
 from paradraft.digests import file_digest, model_digest
 from paradraft.models.loading import POCKET, pocket_folder
-from paradraft.train.losses import Divergence, Reduction
+from paradraft.train.losses import Reduction
 from paradraft.train.optimizers import Schedule
 
-Loss = Literal["cross_entropy", Divergence]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NOT_DECISIVE = frozenset({
     "out", "log_every", "save_every", "report_to", "skip_unlabelled", "device", "attention", "gradient_checkpointing",
@@ -31,29 +30,52 @@ NOT_DECISIVE = frozenset({
 })  # fmt: skip
 """Settings that change where, how fast and in how much memory a drafter is learnt, but for rounding not which. A
 checkpoint knows its precision by itself, because `bf16` need not say it."""
-POCKET_ROLES = {"model": "draft", "teacher": "target", "target": "target"}
-"""Which of the shipped models each setting calls pocket."""
 
 
-class Lora(BaseModel):
-    """Low-rank adapters in place of full training (Hu et al. 2021); merged into the weights at the end."""
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a run that can be switched off.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Args:
+        settings: what only this part reads.
+        wanted: what switches it on.
+        is_on: whether it is, in a recipe of the class that has the part.
+    """
 
-    rank: int = Field(default=16, ge=1, description="of the adapters")
-    alpha: int = Field(default=32, ge=1, description="their scale is alpha / rank")
-    targets: str | list[str] = Field(default="all-linear", description="names of the layers that get one")
+    settings: tuple[str, ...]
+    wanted: str
+    is_on: Callable[[Any], bool]
 
 
-class PardRecipe(BaseModel):
-    """Settings of `paradraft train pard`; the defaults of k, r and r_min are the paper's.
+class Recipe(BaseModel):
+    """Settings of every training run. A subclass adds the settings of one drafter, and overrides the properties that
+    depend on them.
 
     Paths are relative to the folder the command runs in.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    model: str = Field(description="the draft to adapt: a Hugging Face id, a folder, or pocket")
+    ROLES: ClassVar[dict[str, str]] = {"model": "target", "target": "target"}
+    """The settings that name models, and which model of the shipped family each of them calls pocket."""
+    PARTS: ClassVar[tuple[Part, ...]] = (
+        Part(settings=("muon_lr",), wanted="optimizer=muon", is_on=lambda recipe: recipe.optimizer == "muon"),
+        Part(
+            settings=("prompts", "prompt_tokens", "answer_tokens"),
+            wanted="a target to measure with",
+            is_on=lambda recipe: recipe.measured_with is not None,
+        ),
+        Part(
+            settings=("pack",),
+            wanted="samples_per_pass=2 or more",
+            is_on=lambda recipe: (recipe.samples_per_pass or recipe.samples_per_step) > 1,
+        ),
+    )
+    """The parts that `ignored_settings` warns of."""
+
+    model: str = Field(
+        description="the model to begin with, whose tokenizer reads the data: a Hugging Face id, a folder, or pocket"
+    )
     data: list[Path] = Field(
         min_length=1, description="text, JSONL or Parquet files, or Hugging Face datasets: name, name:split"
     )
@@ -71,27 +93,10 @@ class PardRecipe(BaseModel):
     skip_unlabelled: bool = Field(default=False, description="go on without samples in which nothing is a label")
     out: Path = Field(description="where the drafter goes")
 
-    k: int = Field(
-        default=8, ge=1, description="tokens that one draft pass learns to predict; 1 trains an ordinary draft"
-    )
-    r: float = Field(default=0.7, gt=0, le=1, description="COD: share of rows kept from depth to depth")
-    r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any depth")
-    mask_token_id: int | None = Field(default=None, description="by default an unused row of the embedding")
-    distinct_masks: bool = Field(
-        default=False, description="a mask token for each depth; one for all is better, and all that engines know"
-    )
-
-    teacher: str | None = Field(default=None, description="learn this model's probabilities, not the text's tokens")
-    loss: Loss | None = Field(
-        default=None,
-        description="cross_entropy; with a teacher forward_kl (default), reverse_kl, jensen_shannon or total_variation",
-    )
     average: Reduction = Field(
         default="token_mean", description="token_mean, over all rows, or per_depth, then over the depths (Eq. 8)"
     )
-    depth_weights: list[float] | None = Field(
-        default=None, description="a list: what each of the k depths weighs; by default 1"
-    )
+    depth_weights: list[float] | None = Field(default=None, description="a list: what each depth weighs; by default 1")
 
     steps: int | None = Field(default=None, ge=1, description="optimizer steps; give these or epochs")
     epochs: float | None = Field(default=None, gt=0, description="times through the data")
@@ -123,7 +128,6 @@ class PardRecipe(BaseModel):
         description="after the warm-up: linear or cosine decay to 0, constant, or warmup_stable_decay, constant until "
         "the last fifth",
     )
-    lora: Lora | None = Field(default=None, description="train adapters of low rank, and the mask's embedding")
 
     bf16: bool | None = Field(
         default=None, description="compute in bf16 (weights stay in float32); by default where the device can"
@@ -146,9 +150,7 @@ class PardRecipe(BaseModel):
         default=None, ge=0, description="samples kept out to measure on; by default 1 in 20, at most 64"
     )
     evaluate_every: int | None = Field(default=None, ge=1, description="steps between evaluations; by default a tenth")
-    target: str | None = Field(
-        default=None, description="decode held-out prompts with this target to measure; by default the teacher"
-    )
+    target: str | None = Field(default=None, description="decode held-out prompts with this target to measure")
     prompts: int = Field(default=8, ge=1, description="how many of them")
     prompt_tokens: int = Field(default=64, ge=1, description="tokens of a prompt that is cut from plain text")
     answer_tokens: int = Field(default=64, ge=1, description="tokens that the target answers")
@@ -162,18 +164,15 @@ class PardRecipe(BaseModel):
         return given or None
 
     @model_validator(mode="after")
-    def _check_consistency(self) -> PardRecipe:
+    def _check_run(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(
                 f"steps={self.steps}, epochs={self.epochs}: give either steps or epochs, the other as null"
             )
-        if (self.divergence is not None) != (self.teacher is not None):
-            wanted = "name a teacher" if self.teacher is None else "use one of the divergences, or leave teacher out"
-            raise ValueError(f"loss={self.loss}: {wanted}")
         if self.depth_weights is not None:
-            if len(self.depth_weights) != self.k:
+            if len(self.depth_weights) != self.depths:
                 raise ValueError(
-                    f"depth_weights: {len(self.depth_weights)} numbers for k={self.k} depths, give one each"
+                    f"depth_weights: {len(self.depth_weights)} numbers for {self.depths} depths, give one each"
                 )
             if min(self.depth_weights) < 0 or max(self.depth_weights) == 0:
                 raise ValueError(f"depth_weights={self.depth_weights}: use numbers from 0, not all 0")
@@ -200,21 +199,14 @@ class PardRecipe(BaseModel):
             raise ValueError("attention=flex_attention: it has no backward pass on a CPU, use sdpa")
 
     @property
-    def masks(self) -> int:
-        """How many mask tokens there are."""
-        return max(self.k - 1, 1) if self.distinct_masks else 1
-
-    @property
-    def divergence(self) -> Divergence | None:
-        """How to compare with the teacher; None learns the tokens of the text."""
-        if self.loss is None:
-            return None if self.teacher is None else "forward_kl"
-        return None if self.loss == "cross_entropy" else self.loss
+    def depths(self) -> int:
+        """How many tokens in a row one training pass learns to predict."""
+        return 1
 
     @property
     def measured_with(self) -> str | None:
         """The target that decodes held-out prompts, if any does."""
-        return self.teacher if self.target is None else self.target
+        return self.target
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -224,7 +216,7 @@ class PardRecipe(BaseModel):
         """
         settings = self.model_dump(mode="json", exclude=set(NOT_DECISIVE))
         data = [self.data_hashes.get(str(file), str(file)) for file in self.data]
-        return settings | {"data": data} | self.model_hashes
+        return settings | {"recipe": type(self).__name__, "data": data} | self.model_hashes
 
     @property
     def fingerprint(self) -> str:
@@ -240,49 +232,14 @@ class PardRecipe(BaseModel):
     def model_hashes(self) -> dict[str, str]:
         """SHA-256 of what every local model folder holds, by what the model is for."""
         folders = {
-            role: pocket_folder(POCKET_ROLES[role]) if name == POCKET else Path(name)
-            for role in POCKET_ROLES
+            role: pocket_folder(shipped) if name == POCKET else Path(name)
+            for role, shipped in self.ROLES.items()
             if (name := getattr(self, role)) is not None
         }
         return {role: model_digest(folder) for role, folder in folders.items() if folder.is_dir()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A part of a run that can be switched off.
-
-    Args:
-        settings: what only this part reads.
-        wanted: what switches it on.
-        is_on: whether it is, in a recipe.
-    """
-
-    settings: tuple[str, ...]
-    wanted: str
-    is_on: Callable[[PardRecipe], bool]
-
-
-PARTS = (
-    Part(settings=("muon_lr",), wanted="optimizer=muon", is_on=lambda recipe: recipe.optimizer == "muon"),
-    Part(
-        settings=("r", "r_min", "mask_token_id", "distinct_masks", "depth_weights"),
-        wanted="k=2 or more",
-        is_on=lambda recipe: recipe.k > 1,
-    ),
-    Part(
-        settings=("prompts", "prompt_tokens", "answer_tokens"),
-        wanted="a target or a teacher",
-        is_on=lambda recipe: recipe.target is not None or recipe.teacher is not None,
-    ),
-    Part(
-        settings=("pack",),
-        wanted="samples_per_pass=2 or more",
-        is_on=lambda recipe: (recipe.samples_per_pass or recipe.samples_per_step) > 1,
-    ),
-)
-
-
-def ignored_settings(recipe: PardRecipe, *, steps: int) -> list[str]:
+def ignored_settings(recipe: Recipe, *, steps: int) -> list[str]:
     """One line for each setting that has nothing to act on.
 
     Args:
@@ -291,14 +248,14 @@ def ignored_settings(recipe: PardRecipe, *, steps: int) -> list[str]:
 
     Example:
         >>> settings = {"model": "m", "data": ["d"], "out": "o", "steps": 9, "warmup_steps": 9}
-        >>> for line in ignored_settings(PardRecipe(**settings, k=1, r=0.5, distinct_masks=False), steps=9):
+        >>> for line in ignored_settings(Recipe(**settings, muon_lr=1e-2, pack=False), steps=9):
         ...     print(line)
-        r=0.5 is ignored without k=2 or more
+        muon_lr=0.01 is ignored without optimizer=muon
         warmup_steps=9: the run has 9 steps, so the learning rate never falls
     """
     found = [
         f"{name}={value} is ignored without {part.wanted}"
-        for part in PARTS
+        for part in recipe.PARTS
         if not part.is_on(recipe)
         for name in part.settings
         if name in recipe.model_fields_set and not ((value := getattr(recipe, name)) is None or value is False)

@@ -1,18 +1,21 @@
-"""Reads a recipe from a YAML file, with overrides from the command line."""
+"""Reads a recipe from a YAML file, with overrides from the command line, and lists what a recipe may say."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from paradraft.train.recipe import Lora, PardRecipe
+from paradraft.train.recipe import Recipe
+
+R = TypeVar("R", bound=Recipe)
 
 
-def load_recipe(file: Path, overrides: list[str]) -> PardRecipe:
-    """Reads a recipe and applies `key=value` overrides.
+def load_recipe(kind: type[R], file: Path, overrides: list[str]) -> R:
+    """Reads a recipe of some kind and applies `key=value` overrides.
 
     Raises:
         ValueError: the file does not exist or is no mapping, a key is unknown, a value does not
@@ -37,9 +40,9 @@ def load_recipe(file: Path, overrides: list[str]) -> PardRecipe:
         except ValueError:
             raise ValueError(f"{override!r}: {value!r} is not a YAML value") from None
     try:
-        return PardRecipe.model_validate(settings)
+        return kind.model_validate(settings)
     except ValidationError as error:
-        raise ValueError("; ".join(_complaint(e["loc"], e["msg"], e["input"]) for e in error.errors())) from None
+        raise ValueError("; ".join(_complaint(kind, e["loc"], e["msg"], e["input"]) for e in error.errors())) from None
 
 
 def _set(settings: dict[str, Any], key: str, value: object) -> None:
@@ -68,13 +71,33 @@ def _value(text: str) -> Any:
         return _parsed(text)
 
 
-def _complaint(location: tuple[int | str, ...], message: str, given: object) -> str:
+def _complaint(kind: type[BaseModel], location: tuple[int | str, ...], message: str, given: object) -> str:
     key = ".".join(map(str, location))
     if not key:
         return message.removeprefix("Value error, ")
     if "Extra inputs" in message:
-        known = Lora if location[0] == "lora" else PardRecipe
+        known = groups_of(kind).get(str(location[0]), kind) if len(location) > 1 else kind
         return f"unknown recipe key {key!r}; known are {', '.join(known.model_fields)}"
     if message == "Field required":
         return f"recipe key {key!r} is missing"
     return f"recipe key {key!r}: {message[0].lower()}{message[1:]}, not {given!r}"
+
+
+def groups_of(kind: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The settings of a recipe that are groups of settings themselves, such as `lora`."""
+    found: dict[str, type[BaseModel]] = {}
+    for name, field in kind.model_fields.items():
+        for part in (field.annotation, *get_args(field.annotation)):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                found[name] = part
+    return found
+
+
+def settings_of(kind: type[Recipe]) -> dict[str, FieldInfo]:
+    """All settings of a kind of recipe; those of groups come last, as `group.setting`."""
+    inner = {
+        f"{group}.{name}": field
+        for group, model in groups_of(kind).items()
+        for name, field in model.model_fields.items()
+    }
+    return dict(kind.model_fields) | inner

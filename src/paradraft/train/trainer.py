@@ -21,8 +21,8 @@ from torch import Tensor
 from paradraft.data.samples import Sample
 from paradraft.train import curves, progress
 from paradraft.train.acceptance import AcceptanceMeter
-from paradraft.train.batch import Batch, BatchSampler
-from paradraft.train.checkpoint import Checkpoints, State, put_in_place, save_model
+from paradraft.train.batch import BatchSampler, TrainingBatch
+from paradraft.train.checkpoint import Checkpoints, State, put_in_place
 from paradraft.train.losses import row_weights
 from paradraft.train.optimizers import Optimizers
 from paradraft.train.progress import BestSoFar, Evaluation, Meter, Report, Score, shares
@@ -107,10 +107,11 @@ class Loop:
         self._request = request
         self.steps = self.prepared.steps
         self.evaluate_every = recipe.evaluate_every or max(self.steps // EVALUATIONS, 1)
-        weights = recipe.depth_weights or [1.0] * recipe.k
+        self.depths = prepared.trainee.depths
+        weights = recipe.depth_weights or [1.0] * self.depths
         self.importance_K = torch.tensor(weights, device=self.device)
         self.optimizers = Optimizers(
-            self.prepared.objective,
+            self.prepared.trainee.objective,
             muon_lr=recipe.muon_lr if recipe.optimizer == "muon" else None,
             lr=recipe.lr,
             weight_decay=recipe.weight_decay,
@@ -120,7 +121,7 @@ class Loop:
             betas=recipe.betas,
             max_grad_norm=recipe.max_grad_norm,
         )
-        self.objective = self.optimizers.prepare(self.accelerator, self.prepared.objective)
+        self.objective = self.optimizers.prepare(self.accelerator, self.prepared.trainee.objective)
         self._report = report
         self._standing: BestSoFar
         self._meter: Meter
@@ -137,7 +138,7 @@ class Loop:
             self.checkpoints.load(self._begins_with)
         state = self._begins_with or State(identity=self.checkpoints.identity, step=0, bf16=self.prepared.bf16)
         self._standing = state.standing
-        self._meter = Meter(steps=self.steps, first=state.step, k=recipe.k, sums=state.sums)
+        self._meter = Meter(steps=self.steps, first=state.step, k=self.depths, sums=state.sums)
         if main:
             write_record(recipe, str(self.device), **self._origin)
             curves.forget_after(recipe.out, state.step)
@@ -215,7 +216,7 @@ class Loop:
             sums=self._meter.sums,
         )
 
-    def _batches_of(self, order: BatchSampler, step: int) -> list[Batch]:
+    def _batches_of(self, order: BatchSampler, step: int) -> list[TrainingBatch]:
         """This process's passes of a step."""
         mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
         chosen = order.samples_of(step)
@@ -223,15 +224,15 @@ class Loop:
         seeds = [seed * 8191 + index for index in range(len(chosen))]
         return self.prepared.batches(chosen[mine], seeds[mine])
 
-    def _weights(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+    def _weights(self, batches: list[TrainingBatch]) -> tuple[Tensor, Tensor]:
         """`[K]` what rows weigh in this process's loss, and `[K]` rows with a label in all processes."""
-        own_K = sum((batch.labels_by_depth(self.recipe.k) for batch in batches), torch.zeros(self.recipe.k))
+        own_K = sum((batch.labels_by_depth(self.depths) for batch in batches), torch.zeros(self.depths))
         labels_K: Tensor = self.accelerator.reduce(own_K.to(self.device), "sum")
         # Gradients are averaged over the processes; the loss is a sum over them.
         weights_K = row_weights(labels_K, self.recipe.average, self.importance_K) * self.accelerator.num_processes
         return weights_K, labels_K
 
-    def _step(self, step: int, batches: list[Batch]) -> tuple[float, Tensor, Tensor, float | None, int | None]:
+    def _step(self, step: int, batches: list[TrainingBatch]) -> tuple[float, Tensor, Tensor, float | None, int | None]:
         """One update.
 
         Returns:
@@ -299,7 +300,7 @@ class Loop:
         """Writes the drafter as it is now, after so many steps, as it would be shipped."""
         weights = self.accelerator.get_state_dict(self.objective)
         if self.accelerator.is_main_process:
-            save_model(self.checkpoints.drafter(done), self.prepared.finished_model(weights), self.prepared.tokenizer)
+            self.prepared.trainee.save(self.checkpoints.drafter(done), weights)
         self.accelerator.wait_for_everyone()
 
     def _tell(self, report: Report) -> None:

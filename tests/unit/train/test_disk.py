@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
-from paradraft.train import disk, setup
+from paradraft.train import disk
 from paradraft.train.disk import Need, estimate, told_when_full
-from paradraft.train.launch import train_pard
+from tests.support.training import prepare_pard, train_pard
 from tests.unit.train.test_checkpoint import run_of, state_of
 from tests.unit.train.test_trainer import StoppedError, recipe_for, stop_after
 
@@ -30,8 +31,8 @@ def test_a_disk_without_room_is_refused(family: Path, tmp_path: Path, monkeypatc
     """Guards hours of training that end at the first checkpoint: room is checked before the first step, for all
     checkpoints at a time and the drafter. What the checkpoints of a stopped run take already is no further need."""
     recipe = recipe_for(family, tmp_path, save_every=1)
-    prepared = setup.prepare(recipe, torch.device("cpu"), processes=1)
-    need = estimate(recipe, prepared.objective, steps=5, measures=False)
+    prepared = prepare_pard(recipe)
+    need = estimate(recipe, prepared.trainee.objective, steps=5, measures=False)
     room(monkeypatch, need.total - 1)
     with pytest.raises(
         ValueError,
@@ -51,8 +52,8 @@ def test_a_disk_without_room_is_refused(family: Path, tmp_path: Path, monkeypatc
 def test_the_estimate_is_what_a_run_takes(family: Path, tmp_path: Path, optimizer: str) -> None:
     """Guards the estimate against the files: neither is a run refused that has room, nor one begun that has not."""
     recipe = recipe_for(family, tmp_path, optimizer=optimizer, save_every=1, held_out=2, evaluate_every=1)
-    prepared = setup.prepare(recipe, torch.device("cpu"), processes=1)
-    need = estimate(recipe, prepared.objective, steps=5, measures=True)
+    prepared = prepare_pard(recipe)
+    need = estimate(recipe, prepared.trainee.objective, steps=5, measures=True)
     with pytest.raises(StoppedError):
         train_pard(recipe, stop_after(4))
     folders = list((recipe.out / "checkpoint").glob("step-*"))
@@ -108,7 +109,7 @@ def test_a_disk_that_fills_up_is_one_line(
         if place == "checkpoint":
             patch.setattr(torch, "save", full)
         else:
-            patch.setattr(setup.PreTrainedModel, "save_pretrained", full)
+            patch.setattr(PreTrainedModel, "save_pretrained", full)
         with pytest.raises(OSError, match="no space is left on the disk: make room, and the same command") as raised:
             train_pard(recipe, lambda report: None)
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(recipe.out))

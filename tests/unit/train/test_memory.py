@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,13 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paradraft.data.samples import Sample
-from paradraft.models.loading import load_tokenizer
+from paradraft.models.loading import load_skeleton, load_tokenizer
 from paradraft.train import memory, setup
 from paradraft.train.batch import Drop, collate
-from paradraft.train.pard import Objective
-from paradraft.train.recipe import PardRecipe
-from paradraft.train.setup import drafter_skeleton
+from paradraft.train.objective import Objective
+from paradraft.train.pard import PardRecipe, drafter_skeleton
+from paradraft.train.trainee import RunData
+from tests.support.training import prepare_pard
 from tests.unit.train.test_trainer import recipe_for
 
 N, VOCAB, SAMPLES = 200, 500, 2
@@ -37,7 +39,7 @@ def test_what_a_pass_keeps_is_what_was_estimated(sizes: dict[str, int]) -> None:
     drop = Drop(k=recipe.k, r=recipe.r, r_min=recipe.r_min, mask_id=VOCAB - 1)
     batch = collate([[sample]] * SAMPLES, drop, [[torch.Generator()] for _ in range(SAMPLES)])
     R = batch.tokens.shape[1]
-    assert 0 <= memory.rows_of(N + 1, recipe) - R <= recipe.k
+    assert 0 <= memory.rows_of(N + 1, k=recipe.k, r=recipe.r, r_min=recipe.r_min) - R <= recipe.k
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -89,16 +91,21 @@ def test_weights_are_counted_as_they_will_be_loaded(
     recipe = recipe_for(family, tmp_path, teacher=target, bf16=True, held_out=2, **settings)
     skeleton = drafter_skeleton(recipe, load_tokenizer(draft), "cpu")
     assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
-    prepared = setup.prepare(recipe, cpu, processes=1)
-    model, teacher = prepared.objective.model, prepared.objective.teacher
+    prepared = prepare_pard(recipe)
+    model, teacher = prepared.trainee.objective.model, prepared.trainee.objective.teacher
     meter = prepared.acceptance(cpu)
     assert teacher is not None and meter is not None
     measured = sum(parameter.numel() * 2 for parameter in model.parameters())
-    loaded = sum(map(bytes_of, (model, teacher.model, meter._target.lm.model))) + measured
-    sizes = {"rows": 1, "passes": 1, "bf16": True}
-    weights = memory.weight_bytes(recipe, skeleton, cpu, bf16=True, measures=True)
+    loaded = sum(map(bytes_of, (model, teacher.model, meter.target.lm.model))) + measured
+    sizes = {"rows": 1, "passes": 1, "bf16": True, "is_taught": True}
+    data = RunData(
+        tokenizer=load_tokenizer(draft), samples=[], longest=1, largest=1, device=cpu, bf16=True, samples_per_pass=1,
+        measures=True,
+    )  # fmt: skip
+    teachers = [load_skeleton(target)]
+    weights = memory.weight_bytes(recipe, skeleton, data, frozen=teachers)
     found = memory.estimate(recipe, skeleton, weights=weights, **sizes)
     assert found.models == loaded
     assert found == memory.estimate(recipe, model, weights=loaded, **sizes)
-    unmeasured = memory.weight_bytes(recipe, skeleton, cpu, bf16=True, measures=False)
+    unmeasured = memory.weight_bytes(recipe, skeleton, replace(data, measures=False), frozen=teachers)
     assert unmeasured == bytes_of(model) + bytes_of(teacher.model)

@@ -10,9 +10,10 @@ from benchmarks.scripts import cod_cost
 
 from paradraft.data.samples import Sample
 from paradraft.models.causal_lm import CausalLM
-from paradraft.train.batch import Batch, Drop, collate
+from paradraft.train.batch import Drop, TrainingBatch, collate
 from paradraft.train.losses import IGNORED
-from paradraft.train.pard import Objective, _labelled_by_place, add_mask_token
+from paradraft.train.objective import Objective, _labelled_by_place
+from paradraft.train.pard import add_mask_token
 from paradraft.train.teacher import Teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.decoding import prefilled
@@ -22,7 +23,7 @@ MASK = VOCAB + 1
 TEXTS = [[7, 3, 0, 9, 9, 2, 5, 1, 0, 4, 6, 8], [1, 2, 3, 2, 1]]
 
 
-def batch_of(r: float, k: int = 4, *, packed: bool = False, texts: list[list[int]] = TEXTS) -> Batch:
+def batch_of(r: float, k: int = 4, *, packed: bool = False, texts: list[list[int]] = TEXTS) -> TrainingBatch:
     samples = [Sample(tokens=text, is_label=[True] * len(text)) for text in texts]
     generators = [torch.Generator().manual_seed(text[0]) for text in texts]
     drop = Drop(k=k, r=r, r_min=0.2, mask_id=MASK)
@@ -31,7 +32,7 @@ def batch_of(r: float, k: int = 4, *, packed: bool = False, texts: list[list[int
     return collate([[sample] for sample in samples], drop, [[generator] for generator in generators])
 
 
-def predictions(model: torch.nn.Module, batch: Batch, **settings: object) -> tuple[torch.Tensor, list[int]]:
+def predictions(model: torch.nn.Module, batch: TrainingBatch, **settings: object) -> tuple[torch.Tensor, list[int]]:
     """The logits of all labelled rows as training computes them, and how many rows came at a time."""
     seen: list[torch.Tensor] = []
     hook = model.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(logits))
@@ -183,7 +184,7 @@ def test_the_mask_is_what_makes_the_difference() -> None:
     """The control of the test above: rows of another document change what is predicted where the rule is not obeyed."""
     model = tiny_model(5)
     packed = batch_of(0.6, packed=True)
-    together = Batch(**{**vars(packed), "documents": torch.zeros_like(packed.documents)})
+    together = TrainingBatch(**{**vars(packed), "documents": torch.zeros_like(packed.documents)})
     assert (predictions(model, packed)[0] - predictions(model, together)[0]).abs().max() > 0.1
 
 

@@ -12,10 +12,10 @@ import pytest
 from paradraft.data.dataset import load_samples
 from paradraft.data.samples import Sample
 from paradraft.train import launch, provenance
-from paradraft.train.launch import train_pard
 from paradraft.train.provenance import difference, learnt_of
 from tests.conftest import tiny_model, tiny_tokenizer
 from tests.support.jsonl import write_lines
+from tests.support.training import train_pard
 from tests.unit.train.test_trainer import StoppedError, recipe_for, stop_after
 
 TALK = "{% for m in messages %}{{ '+' if m.role == 'user' else '' }}{{ m.content }}{% endfor %}"

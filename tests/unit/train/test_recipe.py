@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.train.recipe import PardRecipe
+from paradraft.train.pard import PardRecipe
 from paradraft.train.recipe_file import load_recipe
 
 TEXT = "model: some/model\ndata: [a.txt, b.jsonl]\nout: there\nsteps: 100\n"
@@ -13,7 +13,7 @@ TEXT = "model: some/model\ndata: [a.txt, b.jsonl]\nout: there\nsteps: 100\n"
 def load(tmp_path: Path, *overrides: str, text: str = TEXT) -> PardRecipe:
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
-    return load_recipe(file, list(overrides))
+    return load_recipe(PardRecipe, file, list(overrides))
 
 
 def test_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
         ("r=0", "'r'"), ("r=1.5", "'r'"), ("r_min=-0.1", "'r_min'"), ("average=sum", "'average'.*token_mean"),
         ("loss=sum", "'loss'.*forward_kl"), ("loss=forward_kl", "loss=forward_kl: name a teacher"),
         ("epochs=2", "give either steps or epochs"), ("steps=null", "give either steps or epochs"),
-        ("depth_weights=[1]", "depth_weights: 1 numbers for k=8 depths"),
+        ("depth_weights=[1]", "depth_weights: 1 numbers for 8 depths"),
         ("held_out=0 & patience=2", "patience=2: nothing is held out to measure with, set held_out"),
         ("held_out=0 & evaluate_every=2", "evaluate_every=2: nothing is held out"),
         ("held_out=0 & target=pocket", "target=pocket: nothing is held out"),
@@ -100,7 +100,7 @@ def test_wrong_settings_are_named(tmp_path: Path, override: str, complaint: str)
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     """Guards against tracebacks out of the YAML library."""
     with pytest.raises(ValueError, match=r"none\.yaml' does not exist"):
-        load_recipe(tmp_path / "none.yaml", [])
+        load_recipe(PardRecipe, tmp_path / "none.yaml", [])
     for text in ("- a\n", "just text", "", "a: [b", "1: 2\n" + TEXT, "a: 2026-99-99", "a: " + "[" * 5000):
         with pytest.raises(ValueError, match="recipe"):
             load(tmp_path, text=text)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from examples.demo import FULL, SHORT, recipe
 
-from paradraft.train.recipe import PardRecipe, ignored_settings
+from paradraft.train.pard import PardRecipe
+from paradraft.train.recipe import ignored_settings
 from paradraft.train.recipe_file import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -23,8 +24,8 @@ BASE = {"model": "m", "data": ["d"], "out": "o", "steps": 100}
         ({"k": 1, "mask_token_id": 3}, "mask_token_id=3 is ignored without k=2 or more"),
         ({"k": 1, "depth_weights": [2]}, r"depth_weights=[2.0] is ignored without k=2 or more"),
         ({"k": 1, "distinct_masks": False, "mask_token_id": None}, None),
-        ({"prompts": 3}, "prompts=3 is ignored without a target or a teacher"),
-        ({"answer_tokens": 3}, "answer_tokens=3 is ignored without a target or a teacher"),
+        ({"prompts": 3}, "prompts=3 is ignored without a target to measure with"),
+        ({"answer_tokens": 3}, "answer_tokens=3 is ignored without a target to measure with"),
         ({"prompt_tokens": 3, "teacher": "t"}, None),
         ({"pack": True, "samples_per_pass": 1}, "pack=True is ignored without samples_per_pass=2 or more"),
         ({"pack": True, "samples_per_step": 2}, None),
@@ -44,6 +45,6 @@ def test_our_own_recipes_say_nothing_in_vain() -> None:
     trained = [file for file in RECIPES.rglob("*.yaml") if file.parent.name != "tables"]
     assert len(trained) > 4
     for file in trained:
-        assert ignored_settings(load_recipe(file, []), steps=10_000) == [], file
+        assert ignored_settings(load_recipe(PardRecipe, file, []), steps=10_000) == [], file
     for size in (SHORT, FULL):
         assert ignored_settings(recipe(Path("out"), size), steps=size.steps) == []

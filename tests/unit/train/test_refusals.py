@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paradraft.train import memory, progress, setup
-from paradraft.train.launch import train_pard
 from paradraft.train.progress import Progress
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+from tests.support.training import prepare_pard, train_pard
 from tests.unit.train.test_trainer import StoppedError, recipe_for, stop_after
 
 
@@ -90,7 +90,7 @@ def test_samples_that_cannot_be_shared_are_a_mistake(family: Path, tmp_path: Pat
     """Guards against processes that wait for each other for ever, because one has a pass more."""
     recipe = recipe_for(family, tmp_path, samples_per_step=3)
     with pytest.raises(ValueError, match="samples_per_step=3 cannot be shared evenly by 2 processes: use 4"):
-        setup.prepare(recipe, torch.device("cpu"), processes=2)
+        prepare_pard(recipe, processes=2)
 
 
 def test_a_run_that_does_not_fit_is_refused(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from paradraft.train import acceptance
-from paradraft.train.launch import train_pard
+from paradraft.train.pard import PardRecipe
 from paradraft.train.progress import Report
-from paradraft.train.recipe import PardRecipe
+from tests.support.training import train_pard
 from tests.unit.train.test_trainer import recipe_for
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.train.launch import train_pard
 from paradraft.train.progress import Report
 from paradraft.train.stopping import ASKED_BY, StoppedError, stop_requests
+from tests.support.training import train_pard
 from tests.unit.train.test_resume import measuring, result, run_of
 from tests.unit.train.test_trainer import recipe_for
 

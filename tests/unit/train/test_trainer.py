@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM
 from paradraft.data.dataset import load_samples
 from paradraft.engine import load
 from paradraft.models.runtime import Runtime
-from paradraft.train import acceptance, setup
+from paradraft.train import acceptance
 from paradraft.train.batch import BatchSampler
-from paradraft.train.launch import is_trained, train_pard
+from paradraft.train.launch import is_trained
+from paradraft.train.pard import PardRecipe
 from paradraft.train.progress import Evaluation, Progress
-from paradraft.train.recipe import PardRecipe
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.jsonl import write_lines
+from tests.support.training import prepare_pard, train_pard
 
 
 def recipe_for(family: Path, folder: Path, **settings: object) -> PardRecipe:
@@ -105,7 +106,7 @@ def test_a_mask_for_each_depth(family: Path, tmp_path: Path) -> None:
     assert engine.generate("hello", max_new_tokens=12).tokens == plain
     assert read[0][-5:] == [VOCAB, VOCAB + 1, VOCAB + 2, VOCAB + 2, VOCAB + 2]
     with pytest.raises(ValueError, match="distinct_masks: 9 ids from 64 on are not all free"):
-        setup.prepare(recipe_for(family, tmp_path, k=10, distinct_masks=True), torch.device("cpu"), processes=1)
+        prepare_pard(recipe_for(family, tmp_path, k=10, distinct_masks=True))
 
 
 def test_k_of_one_trains_an_ordinary_draft(family: Path, tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_the_best_drafter_is_kept(family: Path, tmp_path: Path) -> None:
     record = json.loads((recipe.out / "train_command.json").read_text())
     assert (record["best"]["acceptance_length"], record["steps_done"]) == (best, measured[-1].step)
     assert record["recipe"]["lr"] == 1e-2 and record["data_sha256"].keys() == {str(recipe.data[0])}
-    again = setup.prepare(recipe, torch.device("cpu"), processes=1).acceptance(torch.device("cpu"))
+    again = prepare_pard(recipe).acceptance(torch.device("cpu"))
     assert again is not None and again.of(recipe.out) == best
     assert (recipe.out / "curves.png").read_bytes()[1:4] == b"PNG"
     history = [json.loads(line) for line in (recipe.out / "history.jsonl").read_text().splitlines()]
@@ -243,13 +244,13 @@ def test_a_run_that_goes_on_shows_its_curves(family: Path, tmp_path: Path, monke
 def test_held_out_samples_are_not_learnt(family: Path, tmp_path: Path) -> None:
     """Guards the evidence against samples that are in both halves."""
     recipe = recipe_for(family, tmp_path, held_out=2)
-    prepared = setup.prepare(recipe, torch.device("cpu"), processes=1)
+    prepared = prepare_pard(recipe)
     everything = load_samples(recipe.data, tiny_tokenizer(), max_length=recipe.max_length)
     assert len(prepared.held_out) == 2 and len(prepared.samples) == len(everything) - 2
     for sample in everything:
         assert (sample in prepared.samples) != (sample in prepared.held_out)
     with pytest.raises(ValueError, match="held_out=6 leaves nothing to learn of 6 samples"):
-        setup.prepare(recipe_for(family, tmp_path, held_out=6), torch.device("cpu"), processes=1)
+        prepare_pard(recipe_for(family, tmp_path, held_out=6))
 
 
 def test_adapters_are_merged_and_the_mask_learns(family: Path, tmp_path: Path) -> None:
@@ -349,7 +350,5 @@ def test_all_ends_of_the_model_are_learnt(family: Path, tmp_path: Path, file: st
     tokenizer.save_pretrained(model)
     data = tmp_path / "data.jsonl"
     write_lines(data, [{"messages": [{"role": "assistant", "content": "ab", "end": end}]} for end in ("Z", "Y")])
-    prepared = setup.prepare(
-        recipe_for(family, tmp_path, model=str(model), data=[data]), torch.device("cpu"), processes=1
-    )
+    prepared = prepare_pard(recipe_for(family, tmp_path, model=str(model), data=[data]))
     assert [list(sample.tokens) for sample in prepared.samples] == [[1, 2, 52], [1, 2]]

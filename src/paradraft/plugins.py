@@ -1,0 +1,56 @@
+"""Modules that are found by a name: the files of a package, and what other installed packages offer beside them.
+
+Another package offers a module by an entry point: group, name, and the module's import path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+
+
+def module_names(folders: Iterable[str], group: str) -> list[str]:
+    """All names, sorted.
+
+    Args:
+        folders: of the package, its `__path__`.
+        group: of the entry points.
+    """
+    return sorted(_shipped(folders) | {point.name for point in entry_points(group=group)})
+
+
+def find_module(name: str, package: str, folders: Iterable[str], group: str) -> ModuleType:
+    """Imports the module of a name that `module_names` lists.
+
+    Args:
+        name: of the module.
+        package: the import path of the package whose files are searched.
+        folders: of the package, its `__path__`.
+        group: of the entry points.
+
+    Raises:
+        ValueError: several packages have the name, or another package's module cannot be imported.
+    """
+    points = list(entry_points(group=group, name=name))
+    owners = [*(["paradraft"] if name in _shipped(folders) else []), *map(_owner, points)]
+    if len(owners) > 1:
+        raise ValueError(
+            f"{group}: {' and '.join(owners)} both have {name!r}: uninstall one, or rename its entry point"
+        )
+    if not points:
+        return importlib.import_module(f"{package}.{name}")
+    try:
+        return importlib.import_module(points[0].value)
+    except ImportError as error:
+        raise ValueError(f"{group}: {name!r} of {owners[0]} cannot be imported: {error}") from error
+
+
+def _shipped(folders: Iterable[str]) -> set[str]:
+    return {module.name for module in pkgutil.iter_modules(list(folders))}
+
+
+def _owner(point: EntryPoint) -> str:
+    return f"package {point.dist.name!r}" if point.dist is not None else point.value

@@ -1,0 +1,168 @@
+"""The loss of a batch of rows, in pieces: no tensor of all rows' logits is ever whole.
+
+Shape letters: S groups of samples, R rows of a batch, M rows that have a label, m some of them, D
+width of the model, P places of the texts, E width of the teacher, K depths, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from paradraft.train.batch import TrainingBatch
+from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence
+from paradraft.train.recipe import Recipe
+from paradraft.train.rows import FLEX, attention_mask
+from paradraft.train.teacher import Teacher
+
+LOGITS = 2**26
+"""Most logits that are in memory at a time: 256 MB in float32, and as much again for each step of the loss."""
+
+
+def set_up_passes(model: PreTrainedModel, recipe: Recipe, *, on_gpu: bool) -> None:
+    """Sets a model's attention and its gradient checkpointing to what a recipe says."""
+    model.set_attn_implementation((FLEX if on_gpu else "sdpa") if recipe.attention == "auto" else recipe.attention)
+    if recipe.gradient_checkpointing:
+        # `transformers` renamed it in 5.23.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+
+
+class Objective(nn.Module):
+    """The loss of a causal LM that reads all rows in one pass, as one module, so that whatever spreads models over
+    devices can wrap it.
+
+    Args:
+        model: the drafter in training.
+        teacher: whose probabilities to learn; None learns the tokens of the text.
+        kind: how to compare with the teacher.
+        bf16: compute in bf16; losses are computed in float32.
+        logits: most logits in memory at a time; more are computed again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        teacher: Teacher | None = None,
+        kind: Divergence = "forward_kl",
+        bf16: bool = False,
+        logits: int = LOGITS,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.kind = kind
+        self.bf16 = bf16
+        self.chunk = max(logits // model.config.vocab_size, 1)
+        self._teacher = (teacher,)  # hidden from `nn.Module`: it is not trained, saved or spread
+
+    @property
+    def teacher(self) -> Teacher | None:
+        """The teacher, or None."""
+        return self._teacher[0]
+
+    def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
+        """One training pass.
+
+        Args:
+            batch: what to learn.
+            weights_K: `[K]` what a row of each depth weighs, from `row_weights`.
+
+        Returns:
+            The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly.
+        """
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
+            hidden_SRD = self.model.model(
+                input_ids=batch.tokens,
+                attention_mask=attention_mask(batch.rows, self.model),
+                position_ids=batch.positions,
+                use_cache=False,
+            ).last_hidden_state
+            return loss_of_rows(
+                hidden_SRD,
+                batch,
+                weights_K,
+                head=self.model.lm_head,
+                teacher=self.teacher,
+                kind=self.kind,
+                chunk=self.chunk,
+            )
+
+
+def loss_of_rows(
+    hidden_SRD: Tensor,
+    batch: TrainingBatch,
+    weights_K: Tensor,
+    *,
+    head: Callable[[Tensor], Tensor],
+    teacher: Teacher | None,
+    kind: Divergence,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """The loss of all rows that have a label.
+
+    Args:
+        hidden_SRD: `[S, R, D]` what the drafter computed for each row.
+        batch: the rows.
+        weights_K: `[K]` what a row of each depth weighs.
+        head: turns hidden states `[m, D]` into logits `[m, V]`.
+        teacher: whose probabilities to learn; None learns the tokens of the text.
+        kind: how to compare with the teacher.
+        chunk: most rows whose logits are in memory at a time; with more rows than that, logits are computed again in
+            the backward pass.
+
+    Returns:
+        The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly.
+    """
+
+    def compare(
+        hidden_mD: Tensor, labels_m: Tensor, read_PE: Tensor | None, which_m: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of each row, and whether its likeliest token is the label."""
+        logits_mV = head(hidden_mD)
+        right_m = logits_mV.detach().argmax(-1) == labels_m
+        if teacher is None or read_PE is None:
+            return cross_entropy(logits_mV, labels_m), right_m
+        expected_mV = teacher.expects(read_PE, logits_mV.shape[-1])[which_m]
+        return divergence(logits_mV, expected_mV, kind), right_m
+
+    read_SNE = None if teacher is None else teacher.read(batch.texts)
+    order_M = _labelled_by_place(batch)
+    losses, right = [], []
+    for rows_m in order_M.split(chunk):
+        labels_m = batch.labels.flatten()[rows_m]
+        inputs = hidden_SRD.flatten(0, 1)[rows_m], labels_m, *_read(read_SNE, batch, rows_m)
+        if len(order_M) > chunk:
+            loss_m, right_m = checkpoint(compare, *inputs, use_reentrant=False)
+        else:
+            loss_m, right_m = compare(*inputs)
+        losses.append(loss_m)
+        right.append(right_m)
+    depths_M = batch.depths.flatten()[order_M]
+    if not losses:
+        return hidden_SRD.sum() * 0.0, torch.zeros_like(weights_K)
+    right_K = torch.zeros_like(weights_K).index_add(0, depths_M, torch.cat(right).to(weights_K.dtype))
+    return (weights_K[depths_M] * torch.cat(losses)).sum(), right_K
+
+
+def _labelled_by_place(batch: TrainingBatch) -> Tensor:
+    """`[M]` indices, into all rows, of those that have a label, in the order of the texts: rows of several depths that
+    predict the same token come together, so that the teacher's head runs once for them."""
+    rows_M = (batch.labels.flatten() != IGNORED).nonzero()[:, 0]
+    group_M = rows_M // batch.labels.shape[1]
+    place_M = group_M * batch.texts.tokens.shape[1] + batch.places.flatten()[rows_M]
+    return rows_M[place_M.argsort(stable=True)]
+
+
+def _read(read_SNE: Tensor | None, batch: TrainingBatch, rows_m: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """`[P, E]` what the teacher read at the places of some rows, each once; `[m]` which of them each row asks for."""
+    if read_SNE is None:
+        return None, None
+    group_m = rows_m // batch.labels.shape[1]
+    place_m = group_m * batch.texts.tokens.shape[1] + batch.places.flatten()[rows_m]
+    place_P, which_m = place_m.unique(return_inverse=True)
+    return read_SNE.flatten(0, 1)[place_P], which_m

@@ -1,0 +1,177 @@
+"""What everything that can be trained must do. The files in `train/` are found, not named: a new one is tested by
+itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from paradraft.data.samples import Sample
+from paradraft.drafters import drafter_names, takes_draft
+from paradraft.engine import load
+from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import Sampling
+from paradraft.train import launch, recipe_class, setup, trainee_module, trainee_names
+from paradraft.train.batch import TrainingBatch
+from paradraft.train.progress import Progress, Report
+from paradraft.train.recipe import Recipe
+from paradraft.train.trainee import Trainee
+
+EXACT = Runtime(dtype="float64", compiled=False)
+TEXTS = ("helloworld" * 6, "abcabcabc" * 4)
+
+
+def recipe_for(name: str, family: Path, out: Path, **settings: object) -> Recipe:
+    """A short run with what every recipe has."""
+    data = out.parent / "data.jsonl"
+    data.parent.mkdir(exist_ok=True)
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
+    kind = recipe_class(trainee_module(name))
+    given = {
+        "model": str(family / kind.ROLES["model"]), "data": [data], "out": out, "steps": 5, "samples_per_step": 2,
+        "max_length": 24, "lr": 1e-2, "warmup_steps": 1, "bf16": False, "device": "cpu", "log_every": 1,
+        "save_every": 2, "held_out": 0,
+    }  # fmt: skip
+    return kind.model_validate(given | settings)
+
+
+def train(name: str, recipe: Recipe, report: Callable[[Report], None] = lambda report: None) -> bool:
+    return launch.train(recipe, trainee_module(name).build, report)
+
+
+def prepare(name: str, recipe: Recipe) -> setup.Preparation:
+    return setup.prepare(recipe, trainee_module(name).build, torch.device("cpu"), processes=1)
+
+
+def result(out: Path) -> dict[str, object]:
+    """What a run leaves that does not depend on the time."""
+    found: dict[str, object] = {file.name: file.read_bytes() for file in out.glob("*.safetensors")}
+    lines = (out / "history.jsonl").read_text().splitlines()
+    found["history"] = [
+        {key: value for key, value in json.loads(line).items() if key not in ("rows_per_s", "left_s")} for line in lines
+    ]
+    found["config"] = (out / "config.json").read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("name", trainee_names())
+def test_recipes_explain_themselves(name: str) -> None:
+    """Guards `paradraft train NAME --settings` against settings without a description, and roles that are no
+    setting."""
+    kind = recipe_class(trainee_module(name))
+    assert all(field.description for field in kind.model_fields.values())
+    assert kind.ROLES.keys() <= kind.model_fields.keys() and {"model", "target"} <= kind.ROLES.keys()
+
+
+@pytest.mark.parametrize("name", trainee_names())
+def test_the_result_decodes_losslessly(family: Path, tmp_path: Path, name: str) -> None:
+    """Guards the way from training to decoding: the drafter that the trainee names loads what it saved, measured on the
+    way, and the text stays the target's."""
+    target = str(family / "target")
+    measured = {"target": target, "held_out": 1, "evaluate_every": 5, "prompts": 1, "answer_tokens": 8}
+    recipe = recipe_for(name, family, tmp_path / "out", prompt_tokens=8, **measured)
+    reports: list[Report] = []
+    assert train(name, recipe, reports.append)
+    assert reports[-1].acceptance_length >= 1
+    trainee = prepare(name, recipe).trainee
+    assert trainee.drafter in drafter_names() and takes_draft(trainee.drafter)
+    plain = load(target, runtime=EXACT)
+    drafted = load(target, drafter=trainee.drafter, draft=str(recipe.out), k=trainee.k, runtime=EXACT)
+    for sampling in (Sampling(), Sampling(temperature=0.9, seed=5)):
+        prompts = ["helloworldhello", "abcabcabcabcabc"]
+        expected = plain.generate(prompts, max_new_tokens=24, sampling=sampling)
+        answers = drafted.generate(prompts, max_new_tokens=24, sampling=sampling)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+        assert sum(sum(answer.stats.drafted) for answer in answers) > 0
+
+
+class StoppedError(Exception):
+    """What the test below stops a run with."""
+
+
+@pytest.mark.parametrize("name", trainee_names())
+def test_a_resumed_run_equals_a_whole_one(family: Path, tmp_path: Path, name: str) -> None:
+    """Guards state that no checkpoint holds, and random choices that depend on more than seed and step."""
+
+    def stop(report: Report) -> None:
+        if report.step == 3:
+            raise StoppedError
+
+    whole, stopped = (recipe_for(name, family, tmp_path / out) for out in ("whole", "stopped"))
+    assert train(name, whole)
+    with pytest.raises(StoppedError):
+        train(name, stopped, stop)
+    assert train(name, stopped)
+    assert result(stopped.out) == result(whole.out)
+    assert not train(name, stopped)
+
+
+@pytest.mark.parametrize("name", trainee_names())
+def test_a_text_is_memorised(family: Path, tmp_path: Path, name: str) -> None:
+    """Guards labels that belong to other rows, and parameters that no gradient reaches."""
+    losses: list[float] = []
+
+    def note(report: Report) -> None:
+        if isinstance(report, Progress):
+            losses.append(report.loss)
+
+    train(name, recipe_for(name, family, tmp_path / "out", steps=40, log_every=20, lr=3e-2), note)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def passes(trainee: Trainee) -> tuple[list[Sample], Callable[[list[list[int]]], TrainingBatch]]:
+    """Samples, and what makes a batch of groups of them by their numbers."""
+    texts = [[1, 2, 3, 1, 2, 3, 1, 2, 3], [5, 4, 5, 4, 5, 6], [7, 8, 9, 7, 8, 9, 7]]
+    samples = [Sample(tokens=text, is_label=[True] * len(text)) for text in texts]
+
+    def batch(groups: list[list[int]]) -> TrainingBatch:
+        seeds = [[torch.Generator().manual_seed(index) for index in group] for group in groups]
+        return trainee.collate([[samples[index] for index in group] for group in groups], seeds)
+
+    return samples, batch
+
+
+@pytest.mark.parametrize("name", trainee_names())
+@pytest.mark.parametrize("groups", [[[0], [1], [2]], [[2, 0], [1]]])
+def test_a_loss_is_a_sum_over_samples(family: Path, tmp_path: Path, name: str, groups: list[list[int]]) -> None:
+    """Guards accumulation, packing and several processes: what a sample adds to loss, counts and gradients must not
+    depend on the samples beside it."""
+    trainee = prepare(name, recipe_for(name, family, tmp_path / "out")).trainee
+    _, batch_of = passes(trainee)
+    weights_K = torch.linspace(1.0, 0.5, trainee.depths)
+    objective = trainee.objective.train()
+
+    def measured(batches: list[TrainingBatch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        objective.zero_grad()
+        losses, rights = zip(*(objective(batch, weights_K) for batch in batches), strict=True)
+        sum(losses).backward()
+        gradients = [p.grad.clone() for p in objective.parameters() if p.grad is not None]
+        labels_K = sum(batch.labels_by_depth(trainee.depths) for batch in batches)
+        return sum(losses).detach(), sum(rights), labels_K, gradients
+
+    alone = measured([batch_of([[index]]) for index in range(3)])
+    together = measured([batch_of(groups)])
+    torch.testing.assert_close(together[0], alone[0])
+    assert together[1].tolist() == alone[1].tolist() and together[2].tolist() == alone[2].tolist()
+    assert together[2].shape == together[1].shape == (trainee.depths,) and bool((together[1] <= together[2]).all())
+    assert alone[3] and any(gradient.abs().max() > 0 for gradient in alone[3])
+    for found, expected in zip(together[3], alone[3], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", trainee_names())
+def test_saving_twice_gives_the_same_files(family: Path, tmp_path: Path, name: str) -> None:
+    """Guards the result of a run that is stopped while it writes: it is written again, and must be the same; and saving
+    leaves the weights in training as they are."""
+    trainee = prepare(name, recipe_for(name, family, tmp_path / "out")).trainee
+    before = {key: value.clone() for key, value in trainee.objective.state_dict().items()}
+    for folder in ("one", "two"):
+        trainee.save(tmp_path / folder, trainee.objective.state_dict())
+    one, two = ({file.name: file.read_bytes() for file in (tmp_path / folder).iterdir()} for folder in ("one", "two"))
+    assert one == two and "config.json" in one
+    after = trainee.objective.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
