@@ -192,15 +192,16 @@ def expected(loaded: Load) -> Expected:
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_requests_that_join_get_what_they_get_alone(loaded: Load, expected: Expected, name: str, shape: str) -> None:
-    """Guards continuous batching, of every drafter, as chains and trees: 24 schedules, whose requests have prompts,
-    settings, seeds, limits, stops and processors of their own, and some of which are taken up again."""
+    """Guards continuous batching, of every drafter, as chains and trees: 24 schedules, of which the slow passes of the
+    model's own code take a third, whose requests have prompts, settings, seeds, limits, stops and processors of their
+    own, and some of which are taken up again."""
     engine, ended = loaded(name), 0
-    for seed in range(24):
+    for seed in range(24 if engine.target.lm.is_native else 8):
         k = 1 + seed % 5 if shape == "chain" else 3
         lengths = list(POLICIES)[seed % len(POLICIES)]
         drafted = Engine(engine.target, engine.drafter, k=k, tree=SHAPES[shape], lengths=lengths)
         ended += check(seed, expected, drafted)
-    assert ended > 60
+    assert ended > 2.5 * (seed + 1)
 
 
 @pytest.mark.parametrize("name", drafter_names())
@@ -208,7 +209,7 @@ def test_kept_rows_change_no_token(loaded: Load, expected: Expected, name: str) 
     """Guards conversations: a prompt that begins as an earlier one, with its answer or not, is read from where they
     part."""
     drafted = Engine(loaded(name).target, loaded(name).drafter, k=4)
-    for seed in range(12):
+    for seed in range(12 if drafted.target.lm.is_native else 4):
         check(seed, expected, drafted, kept_rows=1 + seed % 4)
 
 
@@ -275,7 +276,7 @@ def test_rows_do_not_disturb_each_other_under_the_rejection_rule(
     engine = loaded(name)
     drafted = Engine(engine.target, engine.drafter, k=3, verify="rejection", tree=SHAPES[shape])
     own = cache(lambda asked: alone(drafted.new_batch, engine, asked))
-    for seed in range(20):
+    for seed in range(20 if engine.target.lm.is_native else 6):
         chooser, batch, left = random.Random(seed), drafted.new_batch(), 5
         answers: list[tuple[Asked, Generation]] = []
         while left or batch.generations:
