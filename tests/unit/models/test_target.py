@@ -110,3 +110,21 @@ def test_end_tokens_are_found_wherever_a_model_names_them() -> None:
     ]:  # fmt: skip
         model.generation_config.eos_token_id, model.config.eos_token_id = generation, config
         assert target.eos_ids == found
+
+
+def test_states_are_returned_of_the_layers_that_are_asked_for() -> None:
+    """Guards drafters that read the target: those of the prompt, of the root and of each node; nothing by default, and
+    nothing of the prompt where only rounds are asked about."""
+    ours, prompt = target(), requests([[5, 6, 7]])
+    draft = Draft(tokens=torch.tensor([[1, 2]]), parents=torch.tensor([[-1, -1]]))
+    for rounds, prompts in (((), ()), ((1, -1), ()), ((1, -1), (1,))):
+        ours.start((), rounds, prompts)
+        read, hidden = ours.join(prompt).hidden, ours.forward(draft).hidden
+        assert tuple(read) == prompts and tuple(hidden) == rounds
+    for node in (1, 2):
+        text = torch.tensor([[5, 6, 7, node]])
+        whole = ours.lm.model(text, output_hidden_states=True).hidden_states[1]
+        torch.testing.assert_close(hidden[1][:, [0, node]], whole[:, 2:], rtol=1e-10, atol=1e-10)
+        # A token is predicted from the state of the token before it, and the first one from none.
+        torch.testing.assert_close(read[1][:, 1:], whole[:, :2], rtol=1e-10, atol=1e-10)
+        assert not read[1][:, 0].any()
