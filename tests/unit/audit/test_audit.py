@@ -76,7 +76,7 @@ def test_a_broken_cache_fails(family: Path, monkeypatch: pytest.MonkeyPatch) -> 
                     keys[row, length + 1], values[row, length + 1] = 0.0, 0.0
         accept_path(paths)
 
-    monkeypatch.setattr(engine.target.lm, "keep_path", forgetful)
+    monkeypatch.setattr(engine.target.lm, "accept_path", forgetful)
     report = run(engine, tokens=40)
     assert report.verdict == FAIL
     assert report.largest_difference > 1e-3
