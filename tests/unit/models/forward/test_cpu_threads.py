@@ -85,12 +85,12 @@ def test_passes_in_several_threads_do_not_meet() -> None:
     """Guards the threads that help: each pass has a team of its own, and none does the work of another."""
     text = torch.randint(1, 60, (1, 40), generator=torch.Generator().manual_seed(0))
     lms = [lm_of(threads) for threads in (1, 2, 3, 4)]
-    expected = lms[0].forward(text)
+    expected = lms[0].forward(text).logits
     wrong: list[int] = []
 
     def check(number: int) -> None:
         for _ in range(50):
-            if not torch.equal(lms[number].forward(text), expected):
+            if not torch.equal(lms[number].forward(text).logits, expected):
                 wrong.append(number)
 
     threads = [threading.Thread(target=check, args=(number,)) for number in range(len(lms))]
@@ -105,8 +105,8 @@ def test_passes_in_several_threads_do_not_meet() -> None:
 def test_a_child_process_has_helpers_of_its_own() -> None:
     """Guards `fork`, which copies no threads: a child that waited for its parent's helpers would never end."""
     lm, text = lm_of(3), torch.arange(1, 20)[None]
-    expected = lm.forward(text)
+    expected = lm.forward(text).logits
     child = os.fork()
     if child == 0:
-        os._exit(0 if torch.equal(lm.forward(text), expected) else 1)
+        os._exit(0 if torch.equal(lm.forward(text).logits, expected) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
