@@ -235,7 +235,7 @@ def test_replayed_passes_follow_rows_that_come_and_go(family: Path, name: str, m
     runtime = Runtime(dtype="float64", compiled=True, capacity=100, width=24)
     engine = load(target, drafter=name, draft=draft, k=4, runtime=runtime)
     expected = plain_answers(load(target, runtime=RUNTIMES["eager, float64"]))
-    assert engine.target.lm.is_replayed
+    assert engine.target.lm.warm_up_rounds > 1
     for seed in range(3):
         check(seed, expected, engine)
 
@@ -243,7 +243,7 @@ def test_replayed_passes_follow_rows_that_come_and_go(family: Path, name: str, m
 def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `torch.compile`, whose pass for one row may not be there: once there are two rows, no pass has one, also
     while a single prompt is read beside others."""
-    monkeypatch.setattr(CausalLM, "is_traced", True)
+    monkeypatch.setattr(CausalLM, "min_rows", 2)
     engine = loaded("pard")
     drafted = Engine(engine.target, engine.drafter, k=3)
     for seed in range(6):
