@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from paradraft import ragged
 from paradraft.core import Draft, Prompt, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.loading import load_draft_lm, locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -93,7 +94,7 @@ class PardDrafter:
         self.lm.advance(numbers)
         self._pending = [[] for _ in numbers]
         candidates = self._sampler.candidates(logits_BKV, 0, candidates_needed(self._tree))
-        return assemble(candidates, self._tree, aside=ASIDE)
+        return assemble(candidates, self._tree, aside=ASIDE, faster=grow)
 
     def commit(self, verdict: Verdict, out: TargetOut) -> None:
         """All newly committed tokens are read in the next pass."""

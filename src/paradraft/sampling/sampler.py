@@ -174,6 +174,8 @@ class Sampler:
         return torch.where(self._is_random_B[:, None, None, None], torch.stack(probs, dim=2), certain)
 
     def _noised(self, scores_BRV: Tensor, seeds_B: Tensor, positions_BR: Tensor) -> Tensor:
+        if all(sampling.is_greedy for sampling, _ in self._groups):
+            return scores_BRV.double()
         noised = with_noise(scores_BRV, seeds_B, positions_BR)
         return noised if self._are_random else torch.where(self._is_random_B[:, None, None], noised, scores_BRV)
 
