@@ -70,7 +70,9 @@ def medians_ms(times: list[dict[str, float]]) -> dict[str, float]:
     return parts | {"round": statistics.median(sum(time.values()) for time in times)}
 
 
-def compare(kinds: dict[str, Engine], prompts: list[str], temperature: float, args: argparse.Namespace) -> dict[str, Any]:
+def compare(
+    kinds: dict[str, Engine], prompts: list[str], temperature: float, args: argparse.Namespace
+) -> dict[str, Any]:
     """Times all kinds of rounds in turns.
 
     Returns:

@@ -127,7 +127,7 @@ def depths(parents_BN: Tensor) -> Tensor:
 
 @_kept
 def depths_after(parents_BN: Tensor) -> Tensor:
-    """How many drafted tokens stand before each row of a pass's logits: 0 after the root, then one more than each node's depth.
+    """How many drafted tokens stand before each row of a pass's logits: 0 after the root, a node's depth + 1 after it.
 
     >>> depths_after(torch.tensor([[-1, 0, 0, 2]])).tolist()
     [[0, 1, 2, 2, 3]]

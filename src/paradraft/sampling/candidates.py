@@ -66,6 +66,8 @@ def candidates_needed(tree: Tree | None) -> int:
     return min(tree.nodes, MOST_CANDIDATES)
 
 
+FIRST_POSITIONS = 8
+"""Positions whose candidates are computed first: trees seldom reach deeper, and each position costs time."""
 Grow = Callable[..., Tensor | None]
 """A function like `grow`; it may return None where it cannot serve."""
 
@@ -87,8 +89,44 @@ def assemble(candidates: Candidates, tree: Tree | None, *, aside: float, faster:
     if tree.paths is not None:
         paths = [path for path in tree.paths if len(path) <= K and max(path) < C]
         return _draft(candidates, _flattened([paths]).expand(-1, B, -1))
-    nodes = None if faster is None else faster(candidates.log_probs, tree.nodes, aside=aside)
-    return _draft(candidates, grow(candidates.log_probs, tree.nodes, aside=aside) if nodes is None else nodes)
+    return _draft(candidates, _grown(candidates, tree.nodes, aside, faster))
+
+
+def assemble_from(
+    candidates_at: Callable[[int, int, Tensor | None], Candidates],
+    K: int,
+    tree: Tree | None,
+    *,
+    aside: float,
+    faster: Grow | None = None,
+) -> Draft:
+    """The draft that `assemble` builds of the candidates of K positions, which are asked for as far as it needs them.
+
+    A tree that has no node at the last of its positions would be the same with more positions.
+
+    Args:
+        candidates_at: what gives the candidates from one position up to another, after the best tokens `[B, D]` before.
+        K: positions that there are.
+        tree: see `assemble`.
+        aside: see `assemble`.
+        faster: see `assemble`.
+    """
+    if tree is None or tree.budget is None:
+        return assemble(candidates_at(0, K, None), tree, aside=aside)
+    known = min(FIRST_POSITIONS, K)
+    candidates = candidates_at(0, known, None)
+    while True:
+        nodes_3BN = _grown(candidates, tree.budget, aside, faster)
+        if known == K or not bool((nodes_3BN[0] == known - 1).any()):
+            return _draft(candidates, nodes_3BN)
+        more = min(2 * known, K)
+        candidates = joined([candidates, candidates_at(known, more, candidates.tokens[:, :, 0])])
+        known = more
+
+
+def _grown(candidates: Candidates, budget: int, aside: float, faster: Grow | None) -> Tensor:
+    nodes_3BN = None if faster is None else faster(candidates.log_probs, budget, aside=aside)
+    return grow(candidates.log_probs, budget, aside=aside) if nodes_3BN is None else nodes_3BN
 
 
 def grow(log_probs_BKC: Tensor, budget: int, *, aside: float) -> Tensor:
@@ -166,6 +204,6 @@ def _draft(candidates: Candidates, nodes_3BN: Tensor) -> Draft:
         rows_B1 = torch.arange(len(which_BN), device=device)[:, None]
         probs = candidates.probs.flatten(1, 2)[rows_B1, which_BN]
     if candidates.confidence is not None:
-        confidence = candidates.confidence.gather(1, depth_BN.clamp(min=0))
+        confidence = candidates.confidence.gather(1, depth_BN.remainder(tokens_BKC.shape[1]))
     tokens_BN = tokens_BKC.flatten(1).gather(1, which_BN).masked_fill(~is_there_BN, ABSENT)
     return Draft(tokens=tokens_BN, parents=parents_BN, probs=probs, confidence=confidence)

@@ -199,9 +199,7 @@ class Sampler:
         certain = torch.nn.functional.one_hot(tokens_BRC, log_q_BRV.shape[-1]).double()
         return torch.where(self._is_random_B[:, None, None, None], torch.stack(probs, dim=2), certain)
 
-    def _noised(
-        self, scores_BRV: Tensor, seeds_B: Tensor, positions_BR: Tensor, rows: slice = slice(None)
-    ) -> Tensor:
+    def _noised(self, scores_BRV: Tensor, seeds_B: Tensor, positions_BR: Tensor, rows: slice = slice(None)) -> Tensor:
         """Scores plus noise, in float64; greedy rows have none. `rows` are those of the batch that are given."""
         if all(sampling.is_greedy for sampling, _ in self._groups):
             return scores_BRV.double()

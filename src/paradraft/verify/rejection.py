@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Draft, TargetOut, Verdict
-from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT, texts_before
 
@@ -47,102 +46,58 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """
     (B, N), device = draft.tokens.shape, draft.tokens.device
     texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
-    every_B = torch.arange(B, device=device)
+    chance_BN = sampler.acceptance_numbers(N)
+    rows_B = torch.arange(B, device=device)
+    token_BN = draft.tokens.clamp(min=0)
+    here_B = torch.full((B,), -1, device=device)
+    accepted_B = torch.zeros_like(here_B)
+    path = torch.full((B, N), ABSENT, device=device)
+    is_untried_BN = draft.tokens != ABSENT
 
-    def p_after(nodes: list[int]) -> Tensor:
-        """The target's distributions `[B, V]` after one node of each row, -1 for the root."""
-        at_B = upload(nodes, device) + 1
-        paths = None if texts is None else texts[every_B, at_B][:, None]
-        return sampler.probabilities(out.logits[every_B, at_B][:, None], paths)[:, 0]
+    def p_here() -> Tensor:
+        """The target's distributions `[B, V]` after the last accepted nodes: most nodes are never reached."""
+        paths = None if texts is None else texts[rows_B, here_B + 1][:, None]
+        return sampler.probabilities(out.logits[rows_B, here_B + 1][:, None], paths)[:, 0]
 
-    chances = sampler.acceptance_numbers(N).tolist()
-    rows = list(map(_Row, draft.tokens.tolist(), draft.parents.tolist()))
-    left_BV = p_after([-1] * B)
-    while True:
-        left_BV = _try_siblings(rows, chances, left_BV, draft.probs)
-        if not (goes_on := [row.has_moved for row in rows]).count(True):
+    left_BV = p_here()
+    while N:
+        # The children of `here`, one after the other, until one is accepted; a row that has accepted one waits.
+        before_B = accepted_B
+        while True:
+            is_child_BN = is_untried_BN & (draft.parents == here_B[:, None]) & (accepted_B == before_B)[:, None]
+            is_tried_B, node_B = is_child_BN.max(1)
+            if not bool(is_tried_B.any()):
+                break
+            is_untried_BN[rows_B, node_B] &= ~is_tried_B
+            token_B = token_BN[rows_B, node_B]
+            p_B = left_BV[rows_B, token_B]
+            q_B = torch.ones_like(p_B) if draft.probs is None else draft.probs[rows_B, node_B, token_B].to(p_B.dtype)
+            is_kept_B = is_tried_B & (chance_BN[rows_B, node_B] * q_B < p_B)
+            rejected_b = (is_tried_B & ~is_kept_B).nonzero()[:, 0]
+            if len(rejected_b):
+                q_bV = None if draft.probs is None else draft.probs[rejected_b, node_B[rejected_b]]
+                rest_bV = _without(left_BV[rejected_b], token_B[rejected_b], q_bV)
+                left_BV = left_BV.index_put((rejected_b,), rest_bV)
+            at_B = accepted_B.clamp(max=N - 1)
+            path[rows_B, at_B] = torch.where(is_kept_B, node_B, path[rows_B, at_B])
+            here_B = torch.where(is_kept_B, node_B, here_B)
+            accepted_B = accepted_B + is_kept_B
+        has_moved_B = accepted_B > before_B
+        if not bool(has_moved_B.any()):
             break
-        next_BV = p_after([row.here for row in rows])
-        left_BV = next_BV if all(goes_on) else torch.where(upload(goes_on, device)[:, None] > 0, next_BV, left_BV)
-    path = upload([row.path + [ABSENT] * (N - len(row.path)) for row in rows], device).view(B, N)
+        left_BV = torch.where(has_moved_B[:, None], p_here(), left_BV)
     return Verdict.of(draft, path, sampler.draw_next(left_BV))
 
 
-class _Row:
-    """Where one row's walk down its tree stands.
+def _without(p_BV: Tensor, token_B: Tensor, q_BV: Tensor | None) -> Tensor:
+    """What the next token is distributed like after a rejection: norm(max(p - q, 0)).
 
     Args:
-        tokens: of the nodes, `ABSENT` where there is none.
-        parents: of the nodes, each before its children; -1 is the root.
+        p_BV: what it was distributed like before.
+        token_B: the rejected tokens.
+        q_BV: what they were drawn from; None where they were chosen deterministically.
     """
-
-    def __init__(self, tokens: list[int], parents: list[int]) -> None:
-        self._tokens, self._parents = tokens, parents
-        self._next = 0
-        self.path: list[int] = []
-        self.has_moved = False
-        """Whether a child of the last node has just been accepted."""
-
-    @property
-    def here(self) -> int:
-        """The last accepted node; -1 for the root."""
-        return self.path[-1] if self.path else -1
-
-    def next_child(self) -> int | None:
-        """The next child of `here` that has not been tried; its siblings before it and their children never are again."""
-        here = self.here
-        for node in range(self._next, len(self._tokens)):
-            if self._parents[node] == here and self._tokens[node] != ABSENT:
-                self._next = node + 1
-                return node
-        self._next = len(self._tokens)
-        return None
-
-    def token(self, node: int) -> int:
-        """The token of a node, 0 where it is `INVALID`."""
-        return max(self._tokens[node], 0)
-
-
-def _try_siblings(rows: list[_Row], chances: list[list[float]], left_BV: Tensor, probs: Tensor | None) -> Tensor:
-    """Tries the children of each row's last node until one is accepted, which is added to its path, or none is left.
-
-    Args:
-        rows: changed in place.
-        chances: of each node, the number that decides about it.
-        left_BV: what the token after the last node is distributed like.
-        probs: of the draft.
-
-    Returns:
-        `[B, V]` the same after the rejections.
-    """
-    device = left_BV.device
-    open_rows = dict(enumerate(rows))
-    for row in rows:
-        row.has_moved = False
-    while tried := {index: node for index, row in open_rows.items() if (node := row.next_child()) is not None}:
-        indices, nodes = list(tried), list(tried.values())
-        where = upload([indices, nodes, [rows[index].token(node) for index, node in tried.items()]], device)
-        rows_b, nodes_b, tokens_b = where.unbind()
-        p_b = left_BV[rows_b, tokens_b].tolist()
-        q_b = [1.0] * len(nodes) if probs is None else probs[rows_b, nodes_b, tokens_b].double().tolist()
-        rejected = []
-        for place, (index, node) in enumerate(tried.items()):
-            if chances[index][node] * q_b[place] < p_b[place]:
-                rows[index].path.append(node)
-                rows[index].has_moved = True
-            else:
-                rejected.append(place)
-        open_rows = {indices[place]: rows[indices[place]] for place in rejected}
-        if not rejected:
-            break
-        if len(rejected) < len(nodes):
-            rows_b, nodes_b, tokens_b = where[:, upload(rejected, device)].unbind()
-        before_bV = left_BV[rows_b]
-        if probs is None:
-            rest_bV = before_bV.scatter(1, tokens_b[:, None], 0.0)
-        else:
-            rest_bV = (before_bV - probs[rows_b, nodes_b].to(before_bV.dtype)).clamp(min=0.0)
-        total_b1 = rest_bV.sum(1, keepdim=True)
-        # Nothing is left only if p = q up to rounding; then a rejection has no probability either.
-        left_BV = left_BV.index_put((rows_b,), torch.where(total_b1 > 0, rest_bV / total_b1, before_bV))
-    return left_BV
+    rest_BV = p_BV.scatter(1, token_B[:, None], 0.0) if q_BV is None else (p_BV - q_BV.to(p_BV.dtype)).clamp(min=0.0)
+    total_B1 = rest_BV.sum(1, keepdim=True)
+    # Nothing is left only if p = q up to rounding; then a rejection has no probability either.
+    return torch.where(total_B1 > 0, rest_BV / total_B1, p_BV)

@@ -1,4 +1,4 @@
-"""What `tree.cpp` does for trees of drafted tokens: growing them, and moving an accepted path's keys and values together.
+"""Token trees in C++ (`tree.cpp`): growing them, and moving the keys and values of an accepted path together.
 
 Where there is no library, both return None, and the caller does it in Python.
 
