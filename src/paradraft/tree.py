@@ -100,7 +100,6 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     # One more row for the root: its own parent, and nobody's ancestor.
     up_BM = torch.nn.functional.pad(torch.where(parents_BN == ABSENT, N, parents_BN), (0, 1), value=N)
     sees_BMM = torch.eye(N + 1, dtype=torch.bool, device=parents_BN.device).repeat(B, 1, 1)
-    sees_BMM[:, :, N] = False
     for _ in range((N - 1).bit_length()):  # 1, 2, 4, … generations
         sees_BMM = sees_BMM | sees_BMM.gather(1, up_BM[:, :, None].expand(-1, -1, N + 1))
         up_BM = up_BM.gather(1, up_BM)
@@ -114,7 +113,26 @@ def depths(parents_BN: Tensor) -> Tensor:
     >>> depths(torch.tensor([[-1, 0, 0, 2]])).tolist()
     [[0, 1, 1, 2]]
     """
-    return ancestors(parents_BN).sum(2) - 1
+    N = parents_BN.shape[1]
+    if is_chain(parents_BN):
+        return parents_BN + 1
+    # One more column for the root: its own parent, and no step away from itself.
+    up_BM = torch.nn.functional.pad(torch.where(parents_BN == ABSENT, N, parents_BN), (0, 1), value=N)
+    steps_BM = (up_BM != N).long()  # from each node up to the one in `up_BM`
+    for _ in range((N - 2).bit_length()):  # 1, 2, 4, … generations
+        steps_BM = steps_BM + steps_BM.gather(1, up_BM)
+        up_BM = up_BM.gather(1, up_BM)
+    return steps_BM[:, :N]
+
+
+@_kept
+def depths_after(parents_BN: Tensor) -> Tensor:
+    """How many drafted tokens stand before each row of a pass's logits: 0 after the root, a node's depth + 1 after it.
+
+    >>> depths_after(torch.tensor([[-1, 0, 0, 2]])).tolist()
+    [[0, 1, 2, 2, 3]]
+    """
+    return torch.nn.functional.pad(depths(parents_BN) + 1, (1, 0))
 
 
 @_kept

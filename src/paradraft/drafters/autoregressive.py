@@ -15,6 +15,7 @@ from torch import Tensor
 from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.loading import load_draft_lm, locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -88,7 +89,7 @@ class AutoregressiveDrafter(Drafter):
             found.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), self._best_BK))
             reading = found[-1].tokens[:, :, 0]
             self._best_BK = torch.cat([self._best_BK, reading], dim=1)
-        return assemble(joined(found), self._tree, aside=0.0)
+        return assemble(joined(found), self._tree, aside=0.0, faster=grow)
 
     def commit(self, new: Committed) -> None:
         """Drops the rejected tokens from the cache; what it has not read becomes pending."""

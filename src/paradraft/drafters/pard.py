@@ -20,12 +20,13 @@ from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.formats.pard import check_ends_nothing, mask_token_id
 from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.loading import load_draft_lm, locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.tokenization import text_of
 from paradraft.ragged import upload
-from paradraft.sampling.candidates import assemble, candidates_needed
+from paradraft.sampling.candidates import Candidates, assemble_from, candidates_needed
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
 
@@ -95,8 +96,12 @@ class PardDrafter(Drafter):
         logits_BKV = self.lm.forward(reading, logit_rows=rows_BK).logits
         self.lm.advance(numbers)
         self._pending = [[] for _ in numbers]
-        candidates = self._sampler.candidates(logits_BKV, 0, candidates_needed(self._tree))
-        return assemble(candidates, self._tree, aside=ASIDE)
+        number = candidates_needed(self._tree)
+
+        def candidates_at(first: int, last: int, before_BD: Tensor | None) -> Candidates:
+            return self._sampler.candidates(logits_BKV[:, first:last], first, number, before_BD)
+
+        return assemble_from(candidates_at, k, self._tree, aside=ASIDE, faster=grow)
 
     def commit(self, new: Committed) -> None:
         """All newly committed tokens are read in the next pass."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PretrainedConfig
 
+from paradraft.models.forward.cpu import tree as in_cpp
 from paradraft.tree import ABSENT
 
 Storage = list[tuple[Tensor, Tensor]]
@@ -156,12 +157,14 @@ def compact(storage: Storage, first_slot_B: Tensor, path_BN: Tensor) -> None:
     Worked example: node 0 is in slot 10 and the path is 0, 2, 3. Slots 10, 12, 13 go to
     10, 11, 12.
     """
+    stored = [stored_BCHD for layer in storage for stored_BCHD in layer]
+    if path_BN.device.type == "cpu" and in_cpp.compact(stored, first_slot_B, path_BN):
+        return
     to_BN = first_slot_B[:, None] + torch.arange(path_BN.shape[1], device=path_BN.device)
     from_BN = torch.where(path_BN == ABSENT, to_BN, first_slot_B[:, None] + path_BN)
     rows_B1 = torch.arange(len(path_BN), device=path_BN.device)[:, None]
-    for layer in storage:
-        for stored_BCHD in layer:
-            write(stored_BCHD, to_BN, stored_BCHD[rows_B1, from_BN])
+    for stored_BCHD in stored:
+        write(stored_BCHD, to_BN, stored_BCHD[rows_B1, from_BN])
 
 
 def write(stored_BCHD: Tensor, slots_BN: Tensor, new_BNHD: Tensor) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,13 @@ def candidates_needed(tree: Tree | None) -> int:
     return min(tree.nodes, MOST_CANDIDATES)
 
 
-def assemble(candidates: Candidates, tree: Tree | None, *, aside: float) -> Draft:
+FIRST_POSITIONS = 8
+"""Positions whose candidates are computed first: trees seldom reach deeper, and each position costs time."""
+Grow = Callable[..., Tensor | None]
+"""A function like `grow`; it may return None where it cannot serve."""
+
+
+def assemble(candidates: Candidates, tree: Tree | None, *, aside: float, faster: Grow | None = None) -> Draft:
     """Builds the draft of a round.
 
     Args:
@@ -73,16 +80,67 @@ def assemble(candidates: Candidates, tree: Tree | None, *, aside: float) -> Draf
         tree: the shape; None for the chain of the best.
         aside: what the estimate of a node is worth when its position's candidates were found behind
             other tokens than its ancestors, in [0, 1]; 0 draws no branches behind side branches.
+        faster: does what `grow` does.
     """
     if tree is None:
         probs = None if candidates.probs is None else candidates.probs[:, :, 0]
         return Draft.chain(candidates.tokens[:, :, 0], probs, candidates.confidence)
     B, K, C = candidates.tokens.shape
     if tree.paths is not None:
-        shapes = [[path for path in tree.paths if len(path) <= K and max(path) < C]] * B
-    else:
-        shapes = [best_first(row, tree.nodes, aside=aside) for row in candidates.log_probs.tolist()]
-    return _draft(candidates, shapes)
+        paths = [path for path in tree.paths if len(path) <= K and max(path) < C]
+        return _draft(candidates, _flattened([paths]).expand(-1, B, -1))
+    return _draft(candidates, _grown(candidates, tree.nodes, aside, faster))
+
+
+def assemble_from(
+    candidates_at: Callable[[int, int, Tensor | None], Candidates],
+    K: int,
+    tree: Tree | None,
+    *,
+    aside: float,
+    faster: Grow | None = None,
+) -> Draft:
+    """The draft that `assemble` builds of the candidates of K positions, which are asked for as far as it needs them.
+
+    A tree that has no node at the last of its positions would be the same with more positions.
+
+    Args:
+        candidates_at: what gives the candidates from one position up to another, after the best tokens `[B, D]` before.
+        K: positions that there are.
+        tree: see `assemble`.
+        aside: see `assemble`.
+        faster: see `assemble`.
+    """
+    if tree is None or tree.budget is None:
+        return assemble(candidates_at(0, K, None), tree, aside=aside)
+    known = min(FIRST_POSITIONS, K)
+    candidates = candidates_at(0, known, None)
+    while True:
+        nodes_3BN = _grown(candidates, tree.budget, aside, faster)
+        if known == K or not bool((nodes_3BN[0] == known - 1).any()):
+            return _draft(candidates, nodes_3BN)
+        more = min(2 * known, K)
+        candidates = joined([candidates, candidates_at(known, more, candidates.tokens[:, :, 0])])
+        known = more
+
+
+def _grown(candidates: Candidates, budget: int, aside: float, faster: Grow | None) -> Tensor:
+    nodes_3BN = None if faster is None else faster(candidates.log_probs, budget, aside=aside)
+    return grow(candidates.log_probs, budget, aside=aside) if nodes_3BN is None else nodes_3BN
+
+
+def grow(log_probs_BKC: Tensor, budget: int, *, aside: float) -> Tensor:
+    """The nodes of each row's most promising tree, best first; see `best_first`.
+
+    Args:
+        log_probs_BKC: `[B, K, C]` of the candidates.
+        budget: most nodes of a row.
+        aside: see `assemble`.
+
+    Returns:
+        `[3, B, N]` on the CPU: depth, rank and parent of each node, `ABSENT` after a row's last one.
+    """
+    return _flattened([best_first(row, budget, aside=aside) for row in log_probs_BKC.tolist()])
 
 
 def best_first(log_probs_KC: list[list[float]], budget: int, *, aside: float) -> list[tuple[int, ...]]:
@@ -119,24 +177,33 @@ def best_first(log_probs_KC: list[list[float]], budget: int, *, aside: float) ->
     return chosen
 
 
-def _draft(candidates: Candidates, shapes: list[list[tuple[int, ...]]]) -> Draft:
-    """The draft whose nodes have these paths, row by row."""
+def _flattened(shapes: list[list[tuple[int, ...]]]) -> Tensor:
+    """Depths, ranks and parents of the nodes that have these paths, row by row, as `grow` returns them."""
     N = max(map(len, shapes))
-    depths, ranks, parents = [], [], []
+    nodes: list[list[list[int]]] = [[], [], []]
     for paths in shapes:
         index = {path: node for node, path in enumerate(paths)}
         filling = [ABSENT] * (N - len(paths))
-        depths.append([len(path) - 1 for path in paths] + filling)
-        ranks.append([path[-1] for path in paths] + filling)
-        parents.append([index.get(path[:-1], ABSENT) for path in paths] + filling)
-    device = candidates.tokens.device
-    depth_BN, rank_BN, parents_BN = (torch.tensor(x, device=device).view(-1, N) for x in (depths, ranks, parents))
-    rows_B1 = torch.arange(len(shapes), device=device)[:, None]
-    is_there = (depth_BN != ABSENT) & (candidates.log_probs[rows_B1, depth_BN, rank_BN] != -math.inf)
-    tokens: Tensor = candidates.tokens[rows_B1, depth_BN, rank_BN].masked_fill(~is_there, ABSENT)
-    return Draft(
-        tokens=tokens,
-        parents=parents_BN,
-        probs=None if candidates.probs is None else candidates.probs[rows_B1, depth_BN, rank_BN],
-        confidence=None if candidates.confidence is None else candidates.confidence[rows_B1, depth_BN],
-    )
+        nodes[0].append([len(path) - 1 for path in paths] + filling)
+        nodes[1].append([path[-1] for path in paths] + filling)
+        nodes[2].append([index.get(path[:-1], ABSENT) for path in paths] + filling)
+    return torch.tensor(nodes, dtype=torch.long, device="cpu").view(3, len(shapes), N)
+
+
+def _draft(candidates: Candidates, nodes_3BN: Tensor) -> Draft:
+    """The draft that has these nodes: depths, ranks and parents, `ABSENT` where a row has fewer."""
+    tokens_BKC, device = candidates.tokens, candidates.tokens.device
+    if device.type == "cuda":  # a GPU is not waited for
+        nodes_3BN = nodes_3BN.contiguous().pin_memory().to(device, non_blocking=True)
+    depth_BN, rank_BN, parents_BN = nodes_3BN.contiguous().unbind()
+    # Of an absent node anything may be taken.
+    which_BN = (depth_BN * tokens_BKC.shape[2] + rank_BN).clamp(min=0)
+    is_there_BN = (depth_BN != ABSENT) & (candidates.log_probs.flatten(1).gather(1, which_BN) != -math.inf)
+    probs = confidence = None
+    if candidates.probs is not None:
+        rows_B1 = torch.arange(len(which_BN), device=device)[:, None]
+        probs = candidates.probs.flatten(1, 2)[rows_B1, which_BN]
+    if candidates.confidence is not None:
+        confidence = candidates.confidence.gather(1, depth_BN.remainder(tokens_BKC.shape[1]))
+    tokens_BN = tokens_BKC.flatten(1).gather(1, which_BN).masked_fill(~is_there_BN, ABSENT)
+    return Draft(tokens=tokens_BN, parents=parents_BN, probs=probs, confidence=confidence)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
-from paradraft.tree import ABSENT, depths, texts_before, with_root
+from paradraft.tree import ABSENT, depths_after, texts_before
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
@@ -39,7 +39,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """
     B, N = draft.tokens.shape
     texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
-    drawn_BM = sampler.draw(out.logits, depths(with_root(draft.parents)), texts)
+    drawn_BM = sampler.draw(out.logits, depths_after(draft.parents), texts)
 
     paths, tokens = [], []
     for guessed, parents, drawn in zip(draft.tokens.tolist(), draft.parents.tolist(), drawn_BM.tolist(), strict=True):

@@ -13,6 +13,7 @@ Shape letters: B rows of a batch, N nodes of a draft, V vocabulary.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.sampling.sampler import Sampler
@@ -44,33 +45,60 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     >>> [(verdict.tokens[:, 0] == token).sum().item() for token in range(3)]
     [490, 319, 191]
     """
-    B, N = draft.tokens.shape
+    (B, N), device = draft.tokens.shape, draft.tokens.device
     texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
-    p_BMV = sampler.probabilities(out.logits, texts)
     chance_BN = sampler.acceptance_numbers(N)
-    rows = torch.arange(B, device=draft.tokens.device)
-
-    left_BV = p_BMV[:, 0]
-    here_B = torch.full((B,), -1, device=draft.tokens.device)
+    rows_B = torch.arange(B, device=device)
+    token_BN = draft.tokens.clamp(min=0)
+    here_B = torch.full((B,), -1, device=device)
     accepted_B = torch.zeros_like(here_B)
-    path = torch.full((B, N), ABSENT, device=draft.tokens.device)
-    for node in range(N):
-        token_B1 = draft.tokens[:, node, None].clamp(min=0)
-        if draft.probs is None:
-            q_BV = torch.zeros_like(left_BV).scatter(1, token_B1, 1.0)
-        else:
-            q_BV = draft.probs[:, node].to(left_BV.dtype)
-        is_tried = (draft.parents[:, node] == here_B) & (draft.tokens[:, node] != ABSENT)
-        p_B, q_B = left_BV.gather(1, token_B1)[:, 0], q_BV.gather(1, token_B1)[:, 0]
-        is_kept = is_tried & (chance_BN[:, node] * q_B < p_B)
+    path = torch.full((B, N), ABSENT, device=device)
+    is_untried_BN = draft.tokens != ABSENT
 
-        rest_BV = (left_BV - q_BV).clamp(min=0.0)
-        total_B1 = rest_BV.sum(1, keepdim=True)
-        # Nothing is left only if p = q up to rounding; then a rejection has no probability either.
-        rest_BV = torch.where(total_B1 > 0, rest_BV / total_B1, left_BV)
-        left_BV = torch.where((is_tried & ~is_kept)[:, None], rest_BV, left_BV)
-        left_BV = torch.where(is_kept[:, None], p_BMV[:, node + 1], left_BV)
-        path[rows, accepted_B] = torch.where(is_kept, node, path[rows, accepted_B])
-        here_B = torch.where(is_kept, node, here_B)
-        accepted_B = accepted_B + is_kept
+    def p_here() -> Tensor:
+        """The target's distributions `[B, V]` after the last accepted nodes: most nodes are never reached."""
+        paths = None if texts is None else texts[rows_B, here_B + 1][:, None]
+        return sampler.probabilities(out.logits[rows_B, here_B + 1][:, None], paths)[:, 0]
+
+    left_BV = p_here()
+    while N:
+        # The children of `here`, one after the other, until one is accepted; a row that has accepted one waits.
+        before_B = accepted_B
+        while True:
+            is_child_BN = is_untried_BN & (draft.parents == here_B[:, None]) & (accepted_B == before_B)[:, None]
+            is_tried_B, node_B = is_child_BN.max(1)
+            if not bool(is_tried_B.any()):
+                break
+            is_untried_BN[rows_B, node_B] &= ~is_tried_B
+            token_B = token_BN[rows_B, node_B]
+            p_B = left_BV[rows_B, token_B]
+            q_B = torch.ones_like(p_B) if draft.probs is None else draft.probs[rows_B, node_B, token_B].to(p_B.dtype)
+            is_kept_B = is_tried_B & (chance_BN[rows_B, node_B] * q_B < p_B)
+            rejected_b = (is_tried_B & ~is_kept_B).nonzero()[:, 0]
+            if len(rejected_b):
+                q_bV = None if draft.probs is None else draft.probs[rejected_b, node_B[rejected_b]]
+                rest_bV = _without(left_BV[rejected_b], token_B[rejected_b], q_bV)
+                left_BV = left_BV.index_put((rejected_b,), rest_bV)
+            at_B = accepted_B.clamp(max=N - 1)
+            path[rows_B, at_B] = torch.where(is_kept_B, node_B, path[rows_B, at_B])
+            here_B = torch.where(is_kept_B, node_B, here_B)
+            accepted_B = accepted_B + is_kept_B
+        has_moved_B = accepted_B > before_B
+        if not bool(has_moved_B.any()):
+            break
+        left_BV = torch.where(has_moved_B[:, None], p_here(), left_BV)
     return Verdict.of(draft, path, sampler.draw_next(left_BV))
+
+
+def _without(p_BV: Tensor, token_B: Tensor, q_BV: Tensor | None) -> Tensor:
+    """What the next token is distributed like after a rejection: norm(max(p - q, 0)).
+
+    Args:
+        p_BV: what it was distributed like before.
+        token_B: the rejected tokens.
+        q_BV: what they were drawn from; None where they were chosen deterministically.
+    """
+    rest_BV = p_BV.scatter(1, token_B[:, None], 0.0) if q_BV is None else (p_BV - q_BV.to(p_BV.dtype)).clamp(min=0.0)
+    total_B1 = rest_BV.sum(1, keepdim=True)
+    # Nothing is left only if p = q up to rounding; then a rejection has no probability either.
+    return torch.where(total_B1 > 0, rest_BV / total_B1, p_BV)

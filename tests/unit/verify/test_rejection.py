@@ -15,10 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.core import INVALID, Draft, Prompt, TargetOut, Verdict
+from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
 from paradraft.verify.rejection import verify
+from tests.support import plain_rejection
 from tests.support.bonus import with_bonus
+from tests.support.trees import random_parents
 
 VOCAB, LENGTH = 4, 4
 """Texts of so many tokens are compared; no draft here is as deep."""
@@ -45,7 +49,7 @@ class Scripted:
         self.p_BMV, self.chance_BN = p_BMV, chance_BN
 
     def probabilities(self, logits: Tensor, texts: Tensor | None) -> Tensor:
-        return self.p_BMV
+        return logits.exp()
 
     def acceptance_numbers(self, number: int) -> Tensor:
         return self.chance_BN
@@ -249,3 +253,30 @@ def pad_is_zero(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:
 def test_wrong_rules_are_caught(wrong: Verify, shape: str, sampled: bool) -> None:
     """Control: an enumeration that these rules pass would not guard losslessness."""
     assert largest_error(wrong, shape, sampled=sampled) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["sampled chain", "sampled tree", "likeliest tokens"])
+def test_it_is_the_plain_rule_to_the_last_bit(kind: str) -> None:
+    """Guards texts, which depend on every bit of what is left after a rejection: rows of other shapes and settings,
+    absent nodes, guesses that are no token, penalties, and logits that are not numbers."""
+    accepted = 0
+    for seed in range(25):
+        generator = torch.Generator().manual_seed(seed)
+        nodes = seed % 7 + 1
+        parents = [
+            list(range(-1, nodes - 1)) if "chain" in kind else random_parents(seed * 3 + i, nodes) for i in range(3)
+        ]
+        tokens = torch.randint(0, 9, (3, nodes), generator=generator)
+        tokens[1, nodes // 2 :] = ABSENT
+        tokens[2, -1] = INVALID if seed % 3 == 0 else tokens[2, -1]
+        logits = torch.randn(3, nodes + 1, 9, generator=generator) * 2
+        logits[0, seed % (nodes + 1)] = torch.nan if seed % 4 == 3 else 0.0
+        probs = torch.randn(3, nodes, 9, generator=generator).double().softmax(-1)
+        samplings = Sampling(temperature=0.9, seed=seed), Sampling(), Sampling(temperature=1.0, frequency_penalty=0.5)
+        prompt = Prompt(tokens=torch.tensor([[1, 2, 3]] * 3), sampling=samplings, rule="rejection")
+        draft = Draft(tokens=tokens, parents=torch.tensor(parents), probs=None if kind == "likeliest tokens" else probs)
+        out = TargetOut(logits=logits, hidden={})
+        found, plain = verify(draft, out, Sampler(prompt)), plain_rejection.verify(draft, out, Sampler(prompt))
+        assert torch.equal(found.path, plain.path) and torch.equal(found.tokens, plain.tokens)
+        accepted += int(found.accepted.sum())
+    assert accepted > 9, "a check in which nothing is accepted shows nothing"

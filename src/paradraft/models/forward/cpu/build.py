@@ -21,7 +21,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-SOURCES = ("forward.cpp", "attention.h", "gemm.h", "team.h", "simd.h")
+SOURCES = ("forward.cpp", "tree.cpp", "attention.h", "gemm.h", "team.h", "simd.h")
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -75,6 +75,12 @@ def _library() -> ctypes.CDLL | CannotBuildError:
     found.delete_scratch.argtypes = [ctypes.c_void_p]
     found.forward.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
     found.forward.restype = ctypes.c_int64
+    found.grow_trees.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_double, *[ctypes.c_void_p] * 3]
+    found.grow_trees.restype = ctypes.c_int64
+    found.compact_paths.argtypes = [
+        ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2
+    ]  # fmt: skip
+    found.compact_paths.restype = ctypes.c_int64
     return found
 
 
@@ -189,7 +195,8 @@ def _compiled(compiler: list[str]) -> bytes:
     """The library as the compiler makes it."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "pass.so"
-        command = [*compiler, *FLAGS, str(Path(__file__).parent / SOURCES[0]), "-o", str(made)]
+        files = [str(Path(__file__).parent / name) for name in SOURCES if name.endswith(".cpp")]
+        command = [*compiler, *FLAGS, *files, "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
         if done.returncode:
             raise CannotBuildError((done.stderr.strip().splitlines() or [f"{compiler[0]} failed"])[0])
