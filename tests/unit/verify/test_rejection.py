@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from paradraft.core import INVALID, Draft, Prompt, TargetOut, Verdict
-from paradraft.sampling.sampler import Sampler
+from paradraft.core import INVALID, Draft, TargetOut, Verdict
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
 from paradraft.verify.rejection import verify
 from tests.support import plain_rejection
 from tests.support.bonus import with_bonus
+from tests.support.decoding import sampler
 from tests.support.trees import random_parents
 
 VOCAB, LENGTH = 4, 4
@@ -273,10 +273,12 @@ def test_it_is_the_plain_rule_to_the_last_bit(kind: str) -> None:
         logits[0, seed % (nodes + 1)] = torch.nan if seed % 4 == 3 else 0.0
         probs = torch.randn(3, nodes, 9, generator=generator).double().softmax(-1)
         samplings = Sampling(temperature=0.9, seed=seed), Sampling(), Sampling(temperature=1.0, frequency_penalty=0.5)
-        prompt = Prompt(tokens=torch.tensor([[1, 2, 3]] * 3), sampling=samplings, rule="rejection")
         draft = Draft(tokens=tokens, parents=torch.tensor(parents), probs=None if kind == "likeliest tokens" else probs)
         out = TargetOut(logits=logits, hidden={})
-        found, plain = verify(draft, out, Sampler(prompt)), plain_rejection.verify(draft, out, Sampler(prompt))
+        found, plain = (
+            verify(draft, out, sampler([[1, 2, 3]] * 3, samplings, rule="rejection")),
+            plain_rejection.verify(draft, out, sampler([[1, 2, 3]] * 3, samplings, rule="rejection")),
+        )
         assert torch.equal(found.path, plain.path) and torch.equal(found.tokens, plain.tokens)
         accepted += int(found.accepted.sum())
     assert accepted > 9, "a check in which nothing is accepted shows nothing"

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from paradraft.models.kv_cache import Storage
+if TYPE_CHECKING:
+    from paradraft.models.kv_cache import Storage  # which moves an accepted path with this package's C++
 
 FINAL_NORM = -1
 """The hidden layer whose states the output head reads: those after the final norm."""
