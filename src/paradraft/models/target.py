@@ -29,7 +29,6 @@ class Target:
         self.tokenizer = tokenizer
         self.request = 0
         """Counts the requests: there is one cache, so a new request ends the one before."""
-        self._root_B1 = torch.empty(0, 1, dtype=torch.long)
 
     @property
     def capacity(self) -> int:

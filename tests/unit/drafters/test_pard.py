@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,19 @@ from transformers import LlamaConfig
 
 from paradraft.core import Drafter, Prompt, Verdict
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
-from paradraft.drafters.pard import PardDrafter, mask_token_id
+from paradraft.drafters.pard import (
+    CONFIG_KEYS,
+    Config,
+    PardDrafter,
+    build,
+    declare_masks,
+    forget_masks,
+    mask_token_id,
+)
 from paradraft.engine import load
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.loading import load_model, load_target
+from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
 from paradraft.tree import ABSENT, Tree
 from tests.conftest import VOCAB, tiny_model
@@ -39,6 +50,7 @@ def test_mask_token_lies_inside_the_embedding(mask_id: int) -> None:
     """Guards against an index error deep inside the model."""
     with pytest.raises(ValueError, match=f"mask token {mask_id} is outside the embedding of 10 rows"):
         mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=mask_id), "x")
+    assert mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=9), "x") == 9
 
 
 def test_all_masks_lie_inside_the_embedding() -> None:
@@ -46,6 +58,88 @@ def test_all_masks_lie_inside_the_embedding() -> None:
     with pytest.raises(ValueError, match="mask token 10 is outside the embedding of 10 rows"):
         mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=8, pard_masks=3), "x")
     assert mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=8, pard_masks=2), "x") == 8
+
+
+@pytest.mark.parametrize(("first", "masks", "outside"), [(-1, 3, -1), (0, 11, 10), (10, 2, 10)])
+def test_the_mask_that_is_outside_is_named(first: int, masks: int, outside: int) -> None:
+    """Guards a message that a user can act on: of several masks the one at fault, the first or the last."""
+    with pytest.raises(ValueError, match=f"x: mask token {outside} is outside the embedding of 10 rows"):
+        mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=first, pard_masks=masks), "x")
+
+
+def test_a_mask_is_a_number() -> None:
+    """Guards against an error deep inside the model; True is no token id."""
+    for found in ("<mask>", 7.0, True):
+        config = LlamaConfig(vocab_size=10, name_or_path="some/model")
+        config.mask_token_id = found
+        with pytest.raises(ValueError, match=f"some/model: the mask token in its config.json is {found!r}, not a"):
+            mask_token_id(config, "x")
+
+
+@pytest.mark.parametrize("masks", [1, 2, 3])
+def test_a_declared_mask_is_found_again_and_can_be_forgotten(masks: int) -> None:
+    """Guards what training writes for engines: AMD's keys, the number of masks where there are several, nothing of
+    the model before, and nothing at all in a model that is no PARD model any more."""
+    config = LlamaConfig(vocab_size=10, pard_masks=5)
+    plain = LlamaConfig(vocab_size=10).to_dict()
+    declare_masks(config, 4, masks)
+    assert mask_token_id(config, "x") == 4
+    assert {key: config.to_dict().get(key) for key in CONFIG_KEYS} == {
+        "pard_token": 4, "mask_token_id": 4, "spd_type": "pard", "pard_masks": masks if masks > 1 else None,
+    }  # fmt: skip
+    forget_masks(config)
+    assert config.to_dict() == plain
+    declare_masks(config, 4)
+    assert not hasattr(config, "pard_masks")
+
+
+def declaring(family: Path, folder: Path, **settings: int) -> str:
+    """The PARD model with another config."""
+    shutil.copytree(family / "pard", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    return str(folder)
+
+
+def forbidden(lm: CausalLM) -> list[int]:
+    """The tokens that are never chosen."""
+    return lm.allowed(torch.zeros(VOCAB + 8)).isinf().nonzero()[:, 0].tolist()
+
+
+def test_a_pard_folder_becomes_its_drafter(family: Path, tmp_path: Path) -> None:
+    """Guards the way from a folder to drafts: its weights, its masks, and that these tokens are forbidden on both
+    sides, and no others."""
+    runtime = Runtime(dtype="float64", compiled=False)
+    target = load_target(str(family / "target"), runtime)
+    masks = {"mask_token_id": 6, "pard_token": 6, "pard_masks": 2}
+    with pytest.warns(UserWarning, match=r": train a drafter without mask_token_id$") as told:
+        drafter = build(Config(draft=declaring(family, tmp_path / "pard", **masks)), target, runtime)
+    assert len(told) == 2
+    assert forbidden(target.lm) == forbidden(drafter.lm) == [6, 7]
+    assert (drafter.mask_id, drafter.masks) == (6, 2)
+    drafter.start(Prompt(tokens=torch.tensor([[5, 3]]), sampling=(GREEDY,)), None)
+    model = load_model(str(family / "pard"), runtime)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[5, 3, 6, 7]])).logits[0, 1:, :VOCAB]
+        logits[:, [6, 7]] = -torch.inf
+    assert drafter.propose(3).tokens[0].tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_pard_folder_is_named_in_what_is_wrong_with_it(family: Path, tmp_path: Path) -> None:
+    """Guards messages that a user of several models can act on."""
+    runtime = Runtime(compiled=False)
+    target = load_target(str(family / "target"), runtime)
+    for name, mask in (("outside", 99), ("end", 0)):
+        folder = declaring(family, tmp_path / name, mask_token_id=mask, pard_token=mask)
+        with pytest.raises(ValueError, match=rf"^{re.escape(folder)}: .*mask token {mask}"):
+            build(Config(draft=folder), target, runtime)
+
+
+def test_the_shipped_pard_model_is_not_the_other_shipped_draft_model(family: Path) -> None:
+    """Guards the name "pocket", which stands for another folder in each drafter."""
+    runtime = Runtime(compiled=False)
+    with pytest.raises(ValueError, match=r"^draft '\S*pocket.pard' splits text into other tokens"):
+        build(Config(draft="pocket"), load_target(str(family / "target"), runtime), runtime)
 
 
 def test_a_mask_that_is_a_text_is_told(family: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from paradraft.core import Prompt
+from paradraft.core import Draft, Prompt
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
 from paradraft.sampling_params import GREEDY
@@ -18,6 +18,19 @@ def test_every_prompt_begins_another_request() -> None:
         target.prefill(prompt)
         seen.append(target.request)
     assert len(set(seen)) == 4
+
+
+def test_a_pass_reads_the_last_committed_token_and_the_draft() -> None:
+    """Guards the first round, whose root is the prompt's last token, and drafters that look for hidden states: a pass
+    returns those of the layers that were asked for, which are none."""
+    model = tiny_model(1)
+    target = Target(CausalLM(model, vocab_size=VOCAB, compiled=False), tiny_tokenizer())
+    target.prefill(Prompt(tokens=torch.tensor([[5, 6, 7]]), sampling=(GREEDY,)))
+    out = target.forward(Draft.chain(torch.tensor([[3, 2]])))
+    with torch.inference_mode():
+        expected = model(torch.tensor([[5, 6, 7, 3, 2]])).logits[:, 2:, :VOCAB]
+    torch.testing.assert_close(out.logits, expected, rtol=1e-10, atol=1e-10)
+    assert out.hidden == {}
 
 
 def test_end_tokens_are_found_wherever_a_model_names_them() -> None:

@@ -85,6 +85,13 @@ def test_top_p_equals_transformers(p: float) -> None:
     assert torch.equal(filtered_logits(logits[None], Sampling(temperature=1.3, top_p=p))[0], expected)
 
 
+def test_top_p_that_is_reached_exactly_takes_no_more() -> None:
+    """Guards the smallest nucleus: one of two equal tokens reaches a half, as in `transformers`."""
+    logits = torch.tensor([[[0.0, 0.0, -torch.inf]]], dtype=torch.float64)
+    found = filtered_logits(logits, Sampling(temperature=1.0, top_p=0.5))
+    assert found.tolist() == [[[0.0, -torch.inf, -torch.inf]]]
+
+
 def test_top_k_and_top_p_apply_in_the_order_of_transformers() -> None:
     """Guards against top-p computed before top-k: p is a share of what top-k left."""
     logits = random_logits(20, 30)

@@ -140,9 +140,40 @@ def test_processors_need_not_be_hashable() -> None:
 def test_settings_that_read_the_text_see_the_drafted_tokens() -> None:
     """Guards the acceptance of drafts under penalties: the second position knows what was drafted for the first."""
     sampling = Sampling(presence_penalty=100.0)
-    logits = torch.tensor([[[3.0, 2.0, 1.0]] * 3])
+    logits = torch.tensor([[[3.0, 2.0, 1.0]] * 4])
     sampler = Sampler(Prompt(tokens=torch.tensor([[0]]), sampling=(sampling,)))
-    assert sampler.candidates(logits, 0, 1).tokens.flatten().tolist() == [0, 1, 2]
+    assert sampler.candidates(logits, 0, 1).tokens.flatten().tolist() == [0, 1, 2, 0]
+    assert sampler.candidates(logits[:, :2], 1, 1, torch.tensor([[0]])).tokens.flatten().tolist() == [1, 2]
+
+
+def test_a_draft_of_settings_that_read_the_text_tells_how_sure_it_is() -> None:
+    """Guards the length policy "confidence", which cuts nothing where a draft does not say how sure it is: every
+    position is as sure as it is alone, after the tokens drafted before it."""
+    sampling = Sampling(temperature=0.8, frequency_penalty=1.5, seed=3)
+    logits = random_logits(1, 3, VOCAB)
+    sampler = Sampler(prompt((sampling,), wants_confidence=True))
+    found = sampler.candidates(logits, 0, 1)
+    assert found.confidence is not None and found.confidence.shape == (1, 3)
+    for place in range(3):
+        alone = sampler.candidates(logits[:, place, None], place, 1, found.tokens[:, :place, 0])
+        assert alone.confidence is not None
+        torch.testing.assert_close(found.confidence[:, place], alone.confidence[:, 0])
+
+
+def test_processors_know_the_limit_of_their_row_after_others_have_left() -> None:
+    """Guards processors that plan as many tokens as the limit: they are asked about no text beyond it, and about all
+    within it, also where the rows before theirs have left."""
+    asked: list[list[int]] = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        asked.extend(ids.tolist())
+        return scores
+
+    sampler = Sampler(prompt((Sampling(processors=[processor]),) * 3, limits=(9, 2, 1)))
+    sampler.keep_rows(torch.tensor([1, 2]))
+    paths = torch.tensor([[ABSENT, ABSENT], [4, ABSENT], [4, 5]]).expand(2, 3, 2)
+    sampler.scores(random_logits(2, 3, VOCAB), torch.arange(3).expand(2, 3), paths)
+    assert sorted(asked) == [[1, 2, 3], [1, 2, 3], [1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 100])
