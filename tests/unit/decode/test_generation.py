@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paradraft.core import Draft, RoundOutput, Verdict
-from paradraft.decode.generation import AnswerText, Stops, find_stop, stop_strings
+from paradraft.decode.generation import AnswerText, Stops, find_stop, settled, stop_strings
 from paradraft.models.tokenization import Detokenizer
 from paradraft.tree import ABSENT, Tree
 from tests.support.small_tokenizers import END, byte_fallback, byte_level
@@ -174,6 +174,23 @@ def test_what_is_settled_is_never_taken_back(tokens: list[int], strings: list[st
         assert final.startswith(shown)
     assert shown + text.end() == final
     assert text.has_stop == (number is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "strings", "shown"),
+    [
+        ("", ("ab",), ""),
+        ("xay", (), "xay"),
+        ("xay", ("ab",), "xay"),
+        ("xa", ("ab",), "x"),
+        ("xaa", ("aab",), "x"),  # as much as may be the beginning
+        ("xaaa", ("aab",), "xa"),  # and no more
+        ("xab", ("bcd", "abc"), "x"),
+    ],
+)
+def test_a_text_is_shown_as_soon_as_it_is_settled(text: str, strings: tuple[str, ...], shown: str) -> None:
+    """Guards streams that show nothing before the end, and those that show the beginning of a stop string."""
+    assert settled(text, strings) == shown
 
 
 @pytest.mark.parametrize("string", ["a\ufffd", "\ud800", chr(0xDFFF)])

@@ -135,7 +135,7 @@ def test_a_pard_folder_is_named_in_what_is_wrong_with_it(family: Path, tmp_path:
             build(Config(draft=folder), target, runtime)
 
 
-def test_the_shipped_pard_model_is_not_the_other_shipped_draft_model(family: Path) -> None:
+def test_pocket_stands_for_the_pard_model(family: Path) -> None:
     """Guards the name "pocket", which stands for another folder in each drafter."""
     runtime = Runtime(compiled=False)
     with pytest.raises(ValueError, match=r"^draft '\S*pocket.pard' splits text into other tokens"):
