@@ -13,7 +13,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from paradraft.sampling.distribution import draw, filtered_logits, penalized_logits, probabilities
+from paradraft.core import INVALID
+from paradraft.sampling.distribution import best_token, draw, filtered_logits, penalized_logits, probabilities
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
 
@@ -185,6 +186,50 @@ def test_bias_comes_first() -> None:
     expected = penalized_logits(biased, Sampling(repetition_penalty=2.0), TEXTS, PROMPT_LENGTHS)
     assert torch.equal(penalized_logits(logits, sampling, TEXTS, PROMPT_LENGTHS), expected)
     assert torch.equal(logits, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_bias_is_added_in_the_precision_of_the_logits(dtype: torch.dtype) -> None:
+    """Guards near-ties: 0.1 in float64 is not 0.1 in float32, and bfloat16 would lose most of a bias."""
+    logits = torch.full((1, 1, 3), 8.0, dtype=dtype)
+    found = penalized_logits(logits, Sampling(logit_bias={1: 0.1}), TEXTS[:1, :1], PROMPT_LENGTHS[:1])
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    assert torch.equal(found, torch.tensor([[[8.0, torch.tensor(8.0, dtype=kind) + 0.1, 8.0]]], dtype=kind))
+    assert penalized_logits(logits, Sampling(), TEXTS[:1, :1], PROMPT_LENGTHS[:1]).dtype == kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_processor_may_compute_in_another_dtype(dtype: torch.dtype) -> None:
+    """Guards processors that hand back what they have computed in float64, or in half precision."""
+    sampling = Sampling(processors=[lambda ids, scores: (scores + 1).to(dtype)])
+    for given in (torch.float32, torch.float64):
+        found = penalized_logits(torch.zeros(2, 2, 7, dtype=given), sampling, TEXTS, PROMPT_LENGTHS)
+        assert torch.equal(found, torch.ones(2, 2, 7, dtype=given))
+
+
+def test_top_p_of_one_keeps_all_tokens() -> None:
+    """Guards tokens so unlikely that the others' probabilities add up to 1, as numbers of a computer do."""
+    logits = torch.tensor([[[0.0, -60.0, -1.0]]], dtype=torch.float64)
+    assert torch.equal(filtered_logits(logits, Sampling(temperature=1.0, top_p=1.0)), logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_best_token_is_found_in_every_dtype(dtype: torch.dtype) -> None:
+    """Guards the two ways to it, NumPy's and torch's: of equal tokens the first, and none where the largest score is
+    no finite number."""
+    inf, nan = torch.inf, torch.nan
+    scores = torch.tensor(
+        [
+            [[0.0, 2.0, 2.0, 1.0], [3.0, -inf, 1.0, 3.0], [-inf, -inf, -1.0, -inf]],
+            [[-inf, -inf, -inf, -inf], [0.0, nan, 9.0, -inf], [0.0, 1.0, inf, -inf]],
+        ],
+        dtype=dtype,
+    )
+    found = best_token(scores)
+    assert found.dtype == torch.long
+    assert found.tolist() == [[1, 0, 2], [INVALID, INVALID, INVALID]]
+    nothing = best_token(scores[:, :0])
+    assert nothing.shape == (2, 0) and nothing.dtype == torch.long
 
 
 def test_temperature_zero_is_argmax() -> None:
