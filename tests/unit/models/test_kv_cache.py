@@ -58,6 +58,22 @@ def test_update_writes_each_row_behind_its_own_length() -> None:
         assert all(map(torch.equal, contents(layers, layer), before[layer]))
 
 
+def test_what_is_no_number_is_stored_as_zeros_and_noted() -> None:
+    """Guards other texts of the batch: attention multiplies what it does not see by 0, and 0 times NaN is NaN. One
+    such number in any head of keys or values, in any layer, marks its token and no other."""
+    layers = storage()
+    cache = SlotCache(layers, torch.arange(4).expand(B, 4), used=4)
+    assert cache.is_finite_BN.dtype == torch.bool and cache.is_finite_BN.all()
+    given = torch.randn(3, 2, B, H, 4, D, dtype=torch.float64)
+    given[0, 0, 0, 0, 1, 0], given[0, 1, 1, 1, 2, 2], given[2, 0, 1, 0, 3, 1] = torch.nan, torch.inf, -torch.inf
+    for layer in range(3):
+        views = cache.update(given[layer, 0], given[layer, 1], layer)
+        for view, new in zip(views, given[layer], strict=True):
+            bad = ~new.isfinite().all(3, keepdim=True).all(1, keepdim=True)
+            assert torch.equal(view, new.masked_fill(bad, 0.0))
+    assert cache.is_finite_BN.tolist() == [[True, False, True, True], [True, True, False, False]]
+
+
 def test_compact_moves_a_path_and_nothing_else() -> None:
     """Guards against a gather that reads slots it has already overwritten, or moves rows without a path."""
     layers = storage()

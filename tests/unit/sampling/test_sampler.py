@@ -160,6 +160,32 @@ def test_a_draft_of_settings_that_read_the_text_tells_how_sure_it_is() -> None:
         torch.testing.assert_close(found.confidence[:, place], alone.confidence[:, 0])
 
 
+def test_an_answer_that_is_taken_up_again_is_penalized_from_its_beginning() -> None:
+    """Guards streams that others have interrupted: what stands at the end of the prompt is a part of the answer, and
+    so is what is committed, in every row its own."""
+    sampler = Sampler(prompt((Sampling(presence_penalty=9.0),) * 2, answered=(0, 2)))
+    logits, depths = torch.zeros(2, 1, VOCAB), torch.zeros(2, 1, dtype=torch.long)
+    assert sampler.scores(logits, depths).tolist() == [[[0, 0, 0, 0, 0, 0]], [[0, 0, -9, -9, 0, 0]]]
+    nothing = torch.empty(2, 0, dtype=torch.long)
+    sampler.commit(Verdict.of(Draft.empty(2, logits.device), nothing, torch.tensor([5, 4])))
+    assert sampler.scores(logits, depths).tolist() == [[[0, 0, 0, 0, 0, -9]], [[0, 0, -9, -9, -9, 0]]]
+    assert sampler.lengths_B.tolist() == [4, 4]
+
+
+def test_processors_know_the_end_tokens() -> None:
+    """Guards processors that follow a grammar, which has nothing to say after the end."""
+    asked: list[list[int]] = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        asked.extend(ids.tolist())
+        return scores
+
+    sampler = Sampler(prompt((Sampling(processors=[processor]),), eos_ids=frozenset([4])))
+    paths = torch.tensor([[[ABSENT], [4], [5]]])
+    sampler.scores(random_logits(1, 3, VOCAB), torch.tensor([[0, 1, 1]]), paths)
+    assert sorted(asked) == [[1, 2, 3], [1, 2, 3, 5]]
+
+
 def test_processors_know_the_limit_of_their_row_after_others_have_left() -> None:
     """Guards processors that plan as many tokens as the limit: they are asked about no text beyond it, and about all
     within it, also where the rows before theirs have left."""
