@@ -207,6 +207,22 @@ def test_a_processor_may_compute_in_another_dtype(dtype: torch.dtype) -> None:
         assert torch.equal(found, torch.ones(2, 2, 7, dtype=given))
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_position_without_numbers_spoils_no_other(bad: float) -> None:
+    """Guards the other positions of a batch, and against a token that is chosen where none can be."""
+    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.8, min_p=0.01)
+    logits = random_logits(2, 3, 7)
+    spoilt = logits.clone()
+    spoilt[0, 1, slice(None) if bad == -torch.inf else slice(2, 3)] = bad
+    for function in (filtered_logits, probabilities):
+        expected, found = function(logits, sampling), function(spoilt, sampling)
+        expected[0, 1] = torch.nan
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    certain = probabilities(spoilt, Sampling())
+    assert certain[0, 1].isnan().all() and certain.isnan().sum() == 7
+    assert torch.equal(certain[1], probabilities(logits, Sampling())[1])
+
+
 def test_top_p_of_one_keeps_all_tokens() -> None:
     """Guards tokens so unlikely that the others' probabilities add up to 1, as numbers of a computer do."""
     logits = torch.tensor([[[0.0, -60.0, -1.0]]], dtype=torch.float64)
