@@ -123,7 +123,7 @@ def one_by_one(processor: object, logits: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])
+@pytest.mark.parametrize("penalty", [0.5, 1.2, 2.0, 3.0])
 def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     """Guards the sign (negative logits are multiplied), repeated tokens, filling taken for a token, and token 0."""
     logits = random_logits(2, 2, 7)
