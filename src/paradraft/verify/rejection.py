@@ -56,10 +56,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     path = torch.full((B, N), ABSENT, device=draft.tokens.device)
     for node in range(N):
         token_B1 = draft.tokens[:, node, None].clamp(min=0)
-        if draft.probs is None:
-            q_BV = torch.zeros_like(left_BV).scatter(1, token_B1, 1.0)
-        else:
-            q_BV = draft.probs[:, node].to(left_BV.dtype)
+        q_BV = torch.zeros_like(left_BV).scatter(1, token_B1, 1.0) if draft.probs is None else draft.probs[:, node]
         is_tried = (draft.parents[:, node] == here_B) & (draft.tokens[:, node] != ABSENT)
         p_B, q_B = left_BV.gather(1, token_B1)[:, 0], q_BV.gather(1, token_B1)[:, 0]
         is_kept = is_tried & (chance_BN[:, node] * q_B < p_B)
