@@ -107,11 +107,11 @@ class Stops:
 
     def _emit(self, row: int, new: list[int]) -> list[int]:
         """Cuts the new tokens of a row at its end, if it is among them."""
+        is_valid = INVALID not in new
+        new = new if is_valid else new[: new.index(INVALID)]
         end = next((place + 1 for place, token in enumerate(new) if token in self.eos_ids), None)
         if end is not None:
             new, self.reasons[row] = new[:end], "eos"
-        is_valid = INVALID not in new
-        new = new if is_valid else new[: new.index(INVALID)]
         if self._texts is not None:
             stop = _first_stop(self._texts[row], new)
             if stop is not None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.core import Draft, RoundOutput, Verdict
+from paradraft.core import INVALID, Draft, RoundOutput, Verdict
 from paradraft.decode.generation import AnswerText, Stops, find_stop, settled, stop_strings
 from paradraft.models.tokenization import Detokenizer
 from paradraft.tree import ABSENT, Tree
@@ -51,6 +53,7 @@ def test_text_ends_at_the_length_limit_inside_an_accepted_run() -> None:
     assert stops.room == 2
     step = cut(stops, [4, 5, 6, 7])
     assert (step.tokens, step.accepted, step.finished) == ([[4, 5]], [2], [True])
+    assert (stops.reasons, stops.limits) == (["length"], (5,))
 
 
 def test_the_limit_beats_an_end_token_behind_it() -> None:
@@ -88,7 +91,8 @@ def test_absent_nodes_are_not_drafted() -> None:
 def test_token_zero_is_a_token() -> None:
     """Guards against token 0 taken for padding."""
     stops = Stops(limits=[9], eos_ids=frozenset())
-    assert cut(stops, [0, 0, 5]).tokens == [[0, 0, 5]]
+    step = cut(stops, [0, 0, 5])
+    assert (step.tokens, step.nodes) == ([[0, 0, 5]], [4])
 
 
 @pytest.mark.parametrize("limit", [0, -1])
@@ -156,6 +160,46 @@ def test_any_cut_into_rounds_ends_where_single_tokens_do(
         verdict = Verdict(path=path, accepted=torch.tensor([len(row) - 1]), tokens=torch.tensor([row]))
         found += stops.cut(Draft.chain(torch.tensor([row[:-1]], dtype=torch.long)), verdict).tokens[0]
     assert (found, stops.reasons[0]) == (expected, reason)
+
+
+@pytest.mark.parametrize(
+    ("row", "emitted", "reason"),
+    [([0, 1, 0], [0, 1], "stop"), ([0, 8, 1], [0, 8], "eos"), ([1, INVALID], [1], "stop"), ([8, INVALID], [8], "eos")],
+)
+def test_the_reason_is_what_comes_first(row: list[int], emitted: list[int], reason: str) -> None:
+    """Guards the reason that a user is told; after the end, logits need not be numbers."""
+    stops = Stops(limits=[9], eos_ids=frozenset([8]), texts=[answer_text(["b"])])
+    assert (cut(stops, row).tokens, stops.reasons, stops.room) == ([emitted], [reason], 0)
+
+
+@pytest.mark.parametrize("strings", [None, ["b"]])
+@pytest.mark.parametrize("row", [[INVALID], [0, INVALID], [0, INVALID, 1], [0, INVALID, 8]])
+def test_no_token_is_made_up_where_logits_are_no_numbers(row: list[int], strings: list[str] | None) -> None:
+    """Guards texts against a token that stands for none: the target's logits are at fault, and nothing has ended the
+    text before them. An end token after them, which follows a draft that is as wrong, is none."""
+    stops = Stops(limits=[9], eos_ids=frozenset([8]), texts=strings and [answer_text(strings)])
+    with pytest.raises(ValueError, match=r"^the target's largest logit is NaN or infinite"):
+        cut(stops, row)
+
+
+def test_a_drafter_whose_logits_are_no_numbers_is_named() -> None:
+    """Guards against drafts of nothing, round after round. Deeper in a draft a processor may have forbidden all, and
+    nobody drafts for a row that has ended."""
+    for first, second, is_wrong in ((9, INVALID, False), (INVALID, 9, True), (INVALID, INVALID, True)):
+        draft = Draft.chain(torch.tensor([[9, 9], [first, second]]))
+        stops = Stops(limits=[9, 1], eos_ids=frozenset())
+        _, verdict = committed([1], [2], nodes=2)
+        with pytest.raises(ValueError, match=r"^the draft model's largest logit") if is_wrong else nullcontext():
+            stops.cut(draft, verdict)
+    ended = Stops(limits=[9, 1], eos_ids=frozenset())
+    cut(ended, [1], [2])
+    assert ended.cut(draft, verdict).tokens == [[1], []]
+
+
+def test_every_row_has_a_text_of_its_own() -> None:
+    """Guards stop strings against another number of texts than of rows."""
+    with pytest.raises(AssertionError):
+        Stops(limits=[9, 9], eos_ids=frozenset(), texts=[answer_text(["b"])])
 
 
 @given(st.lists(st.integers(0, 7), max_size=20), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))

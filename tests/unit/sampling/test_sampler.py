@@ -167,10 +167,10 @@ def test_an_answer_that_is_taken_up_again_is_penalized_from_its_beginning() -> N
     sampler = Sampler(prompt((Sampling(presence_penalty=9.0),) * 2, answered=(0, 2)))
     logits, depths = torch.zeros(2, 1, VOCAB), torch.zeros(2, 1, dtype=torch.long)
     assert sampler.scores(logits, depths).tolist() == [[[0, 0, 0, 0, 0, 0]], [[0, 0, -9, -9, 0, 0]]]
-    nothing = torch.empty(2, 0, dtype=torch.long)
-    sampler.commit(Verdict.of(Draft.empty(2, logits.device), nothing, torch.tensor([5, 4])))
-    assert sampler.scores(logits, depths).tolist() == [[[0, 0, 0, 0, 0, -9]], [[0, 0, -9, -9, -9, 0]]]
-    assert sampler.lengths_B.tolist() == [4, 4]
+    draft, path = Draft.chain(torch.tensor([[5], [1]])), torch.tensor([[0], [ABSENT]])
+    sampler.commit(Verdict.of(draft, path, torch.tensor([0, 4])))
+    assert sampler.scores(logits, depths).tolist() == [[[-9, 0, 0, 0, 0, -9]], [[0, 0, -9, -9, -9, 0]]]
+    assert sampler.lengths_B.tolist() == [5, 4]
 
 
 def test_processors_know_the_end_tokens() -> None:
