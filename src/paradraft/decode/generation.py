@@ -84,11 +84,11 @@ class Generation:
         if self.is_finished:
             return []
         new, reason = committed[: self.room], None
+        is_valid = INVALID not in new
+        new = new if is_valid else new[: new.index(INVALID)]
         end = next((place + 1 for place, token in enumerate(new) if token in self.request.eos_ids), None)
         if end is not None:
             new, reason = new[:end], "eos"
-        is_valid = INVALID not in new
-        new = new if is_valid else new[: new.index(INVALID)]
         pieces: list[str] = []
         if self._text is not None:
             for token in new:

@@ -172,6 +172,28 @@ def test_any_cut_into_rounds_ends_where_single_tokens_do(
     assert "".join(answer.pieces) == shown[: find_stop(shown, tuple(strings))]
 
 
+@pytest.mark.parametrize(
+    ("row", "emitted", "reason"),
+    [([0, 1, 0], [0, 1], "stop"), ([0, 8, 1], [0, 8], "eos"), ([1, INVALID], [1], "stop"), ([8, INVALID], [8], "eos")],
+)
+def test_the_reason_is_what_comes_first(row: list[int], emitted: list[int], reason: str) -> None:
+    """Guards the reason that a user is told; after the end, logits need not be numbers."""
+    answer = generation(9, 8, text=answer_text(["b"]))
+    assert (answer.emit(row, len(row) - 1), answer.finish_reason, answer.room) == (emitted, reason, 0)
+    assert answer.error is None
+
+
+@pytest.mark.parametrize("strings", [None, ["b"]])
+@pytest.mark.parametrize("row", [[INVALID], [0, INVALID], [0, INVALID, 1], [0, INVALID, 8]])
+def test_no_token_is_made_up_where_logits_are_no_numbers(row: list[int], strings: list[str] | None) -> None:
+    """Guards texts against a token that stands for none: the target's logits are at fault, and nothing has ended the
+    text before them. An end token after them, which follows a draft that is as wrong, is none."""
+    answer = generation(9, 8, text=strings and answer_text(strings))
+    assert answer.emit(row, len(row) - 1) == answer.tokens == []
+    assert answer.finish_reason == "error"
+    assert str(answer.error).startswith("the target's largest logit is NaN or infinite")
+
+
 @given(st.lists(st.integers(0, 7), max_size=20), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
 @settings(deadline=None, max_examples=300)
 def test_what_is_settled_is_never_taken_back(tokens: list[int], strings: list[str]) -> None:

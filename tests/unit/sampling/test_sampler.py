@@ -267,9 +267,9 @@ def test_an_answer_that_is_taken_up_again_is_penalized_from_its_beginning() -> N
     made = Sampler([Request(tokens=[1, 2, 3], sampling=penalized, answered=answered) for answered in (0, 2)])
     logits, depths = torch.zeros(2, 1, VOCAB), torch.zeros(2, 1, dtype=torch.long)
     assert made.scores(logits, depths).tolist() == [[[0, 0, 0, 0, 0, 0]], [[0, 0, -9, -9, 0, 0]]]
-    made.commit(committed([5], [4]))
-    assert made.scores(logits, depths).tolist() == [[[0, 0, 0, 0, 0, -9]], [[0, 0, -9, -9, -9, 0]]]
-    assert made.lengths_B.tolist() == [4, 4]
+    made.commit(committed([5, 0], [4]))
+    assert made.scores(logits, depths).tolist() == [[[-9, 0, 0, 0, 0, -9]], [[0, 0, -9, -9, -9, 0]]]
+    assert made.lengths_B.tolist() == [5, 4]
 
 
 def test_processors_know_the_end_tokens() -> None:
