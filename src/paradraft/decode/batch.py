@@ -269,7 +269,7 @@ def should_compact(finished: int, rows: int) -> bool:
     >>> should_compact(3, 16), should_compact(4, 16), should_compact(0, 2)
     (False, True, False)
     """
-    return finished > 0 and finished * 4 >= rows
+    return finished * 4 >= rows
 
 
 def rows_without(holes: Collection[int], rows: int) -> list[int]:

@@ -84,11 +84,11 @@ class Generation:
         if self.is_finished:
             return []
         new, reason = committed[: self.room], None
+        is_valid = INVALID not in new
+        new = new if is_valid else new[: new.index(INVALID)]
         end = next((place + 1 for place, token in enumerate(new) if token in self.request.eos_ids), None)
         if end is not None:
             new, reason = new[:end], "eos"
-        is_valid = INVALID not in new
-        new = new if is_valid else new[: new.index(INVALID)]
         pieces: list[str] = []
         if self._text is not None:
             for token in new:
@@ -129,7 +129,7 @@ class StopStrings:
 
     def shown(self, text: str) -> str:
         """A part of the text that is searched as a reader sees it: without special tokens."""
-        return text.translate({ord(mark): None for mark in self.marks.values()}) if self.marks else text
+        return text.translate({ord(mark): None for mark in self.marks.values()})
 
 
 def stop_strings(stop: str | Sequence[str], special: Mapping[str, int]) -> StopStrings:
@@ -197,7 +197,6 @@ class AnswerText:
             place = find_stop(whole, self._stop.patterns)
             self.has_stop = place is not None
             if self.has_stop:
-                self._held = ""
                 return self._stop.shown(whole[:place])
         new = settled(self._held, self._stop.patterns)
         self._held = self._held[len(new) :]
@@ -223,8 +222,7 @@ def settled(text: str, strings: tuple[str, ...]) -> str:
     >>> settled("x = 1\\n", ("\\n\\ndef",)), settled("a.b", ("c",))
     ('x = 1', 'a.b')
     """
-    longest = max(map(len, strings), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(string.startswith(text[-size:]) for string in strings if len(string) > size):
+    for size in range(len(text), 0, -1):
+        if any(string.startswith(text[-size:]) for string in strings):
             return text[:-size]
     return text

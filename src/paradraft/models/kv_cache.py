@@ -121,7 +121,7 @@ class SlotCache(Cache):
         self.storage = storage
         self.slots_BN = slots_BN
         self.used = used
-        self.is_finite_BN = torch.ones_like(slots_BN, dtype=torch.bool)
+        self.is_finite_BN = torch.ones_like(slots_BN).bool()
         """`[B, N]` whether all keys and values of each new token are finite numbers."""
 
     def update(
@@ -140,10 +140,6 @@ class SlotCache(Cache):
             write(stored_BCHD, self.slots_BN, new_BNHD.where(is_finite_BN[:, :, None, None], 0.0))
             views.append(stored_BCHD[:, : self.used].transpose(1, 2))
         return views[0], views[1]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Not known as one number; positions are always passed explicitly."""
-        return 0
 
 
 def compact(storage: Storage, first_slot_B: Tensor, path_BN: Tensor) -> None:

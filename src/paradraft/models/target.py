@@ -29,7 +29,6 @@ class Target:
     def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
         self.lm = lm
         self.tokenizer = tokenizer
-        self._root_B1 = torch.empty(0, 1, dtype=torch.long)
         self._hidden_layers: tuple[int, ...] = ()
         self._prompt_hidden_layers: tuple[int, ...] = ()
 

@@ -92,8 +92,7 @@ def _per_text(numbers_B: Tensor, N: int) -> list[int]:
 def _counts(texts_BNT: Tensor, vocab_size: int) -> Tensor:
     """`[B, N, V]` how often each token occurs in each text."""
     B, N, _ = texts_BNT.shape
-    is_token = (texts_BNT >= 0) & (texts_BNT < vocab_size)
-    places = texts_BNT.where(is_token, vocab_size)  # what is no token counts behind the end
+    places = texts_BNT.where(texts_BNT >= 0, vocab_size).clamp(max=vocab_size)  # what is no token counts after the end
     ones = torch.ones_like(places)
     return torch.zeros(B, N, vocab_size + 1, dtype=torch.long, device=places.device).scatter_add(2, places, ones)[
         ..., :-1
@@ -136,23 +135,23 @@ def _outside_nucleus(logits_BNV: Tensor, p: float) -> Tensor:
     a vocabulary of 152,000 takes a CPU 160 ms and more, this a tenth.
     """
     rows_MV = logits_BNV.flatten(0, -2)
-    total_M1 = rows_MV.logsumexp(-1, keepdim=True)
+    total_M1 = rows_MV.logsumexp(1, keepdim=True)
 
     def nucleus(ordered: Tensor, total_M1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         probs = (ordered - total_M1).exp()
-        reached = probs.cumsum(-1)
-        size_M1 = (reached - probs < p).sum(-1, keepdim=True)
-        return size_M1, ordered.gather(-1, size_M1 - 1), reached[:, -1] < p
+        reached = probs.cumsum(1)
+        size_M1 = (reached - probs < p).sum(1, keepdim=True)
+        return size_M1, ordered.gather(1, size_M1 - 1), reached[:, -1] < p
 
-    size_M1, least_M1, is_wider_M = nucleus(rows_MV.topk(min(LIKELIEST, rows_MV.shape[-1])).values, total_M1)
+    size_M1, least_M1, is_wider_M = nucleus(rows_MV.topk(min(LIKELIEST, rows_MV.shape[1])).values, total_M1)
     if len(wider := is_wider_M.nonzero()[:, 0]):
-        ordered = rows_MV[wider].sort(dim=-1, descending=True).values
+        ordered = rows_MV[wider].sort(descending=True).values
         size_M1[wider], least_M1[wider], _ = nucleus(ordered, total_M1[wider])
     outside_MV = rows_MV < least_M1
-    if bool(((~outside_MV).sum(-1, keepdim=True) > size_M1).any()):  # several are as likely as the last one
-        room_M1 = size_M1 - (rows_MV > least_M1).sum(-1, keepdim=True)
+    if bool((~outside_MV).sum() > size_M1.sum()):  # several are as likely as the last one
+        room_M1 = size_M1 - (rows_MV > least_M1).sum(1, keepdim=True)
         is_last_MV = rows_MV == least_M1
-        outside_MV |= is_last_MV & (is_last_MV.cumsum(-1) > room_M1)
+        outside_MV |= is_last_MV & (is_last_MV.cumsum(1) > room_M1)
     return outside_MV.view(logits_BNV.shape)
 
 

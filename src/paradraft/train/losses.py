@@ -49,22 +49,22 @@ def divergence(logits_RV: Tensor, teacher_RV: Tensor, kind: Divergence) -> Tenso
         kind: which divergence.
     """
     never_RV = teacher_RV <= IMPOSSIBLE
-    p_RV = teacher_RV.float().masked_fill(never_RV, IMPOSSIBLE).log_softmax(-1)
-    q_RV = logits_RV.float().log_softmax(-1).masked_fill(never_RV, IMPOSSIBLE)
+    p_RV = teacher_RV.float().masked_fill(never_RV, IMPOSSIBLE).log_softmax(1)
+    q_RV = logits_RV.float().log_softmax(1).masked_fill(never_RV, IMPOSSIBLE)
     if kind == "forward_kl":
         return _kl(p_RV, q_RV)  # with both parts in it
-    surprise_R = -q_RV.logsumexp(-1)
+    surprise_R = -q_RV.logsumexp(1)
     q_RV = q_RV + surprise_R[:, None]
     if kind == "reverse_kl":
         return surprise_R + _kl(q_RV, p_RV)
     if kind == "jensen_shannon":
         mixture_RV = torch.logaddexp(p_RV, q_RV) - math.log(2)
         return surprise_R + (_kl(p_RV, mixture_RV) + _kl(q_RV, mixture_RV)) / 2
-    return surprise_R + (p_RV.exp() - q_RV.exp()).abs().sum(-1) / 2
+    return surprise_R + (p_RV.exp() - q_RV.exp()).abs().sum(1) / 2
 
 
 def _kl(log_a_RV: Tensor, log_b_RV: Tensor) -> Tensor:
-    return (log_a_RV.exp() * (log_a_RV - log_b_RV)).sum(-1)
+    return (log_a_RV.exp() * (log_a_RV - log_b_RV)).sum(1)
 
 
 def row_weights(labels_K: Tensor, reduction: Reduction, importance_K: Tensor) -> Tensor:

@@ -101,6 +101,31 @@ def test_damage_belongs_to_one_row() -> None:
     assert "the target's largest logit is NaN" in errors[1] and "the draft model's largest logit is NaN" in errors[2]
 
 
+def test_token_zero_is_a_token() -> None:
+    """Guards against token 0 taken for padding, in a text and in a draft."""
+    step = batch_of([9]).emit(*accepting([0, 0, 5]))
+    assert (step.tokens, step.drafted, step.nodes) == ([[0, 0, 5]], [4], [4])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_wrong"), [(9, INVALID, False), (INVALID, 9, True), (INVALID, INVALID, True)]
+)
+def test_a_drafter_whose_logits_are_no_numbers_is_named(first: int, second: int, is_wrong: bool) -> None:
+    """Guards against drafts of nothing, round after round. Deeper in a draft a processor may have forbidden all, and
+    nobody drafts for a row that has ended."""
+    _, verdict = accepting([1], [2], nodes=2)
+    draft = Draft.chain(torch.tensor([[9, 9], [first, second]]))
+    batch = batch_of([9, 1])
+    assert batch.emit(draft, verdict).finished == [False, True]
+    one, other = batch.generations
+    assert one.error is None and one.tokens == [1]
+    assert str(other.error).startswith("the draft model's largest logit" if is_wrong else "None")
+    ended = batch_of([9, 1])
+    ended.emit(*accepting([1], [2]))
+    assert ended.emit(draft, verdict).tokens == [[1], []]
+    assert ended.generations[1].error is None
+
+
 def test_a_draft_is_no_deeper_than_some_row_has_room_for() -> None:
     """Guards draft passes that are thrown away; a grown tree keeps its shape, but for rows of one token."""
     assert [batch_of([3, 5], k=k).depth() for k in (1, 4, 9)] == [1, 4, 4]

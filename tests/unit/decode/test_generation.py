@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paradraft.core import INVALID, Request
-from paradraft.decode.generation import AnswerText, Generation, find_stop, stop_strings
+from paradraft.decode.generation import AnswerText, Generation, find_stop, settled, stop_strings
 from paradraft.models.tokenization import Detokenizer
 from paradraft.sampling_params import Sampling
 from tests.support.small_tokenizers import END, byte_fallback, byte_level
@@ -172,6 +172,28 @@ def test_any_cut_into_rounds_ends_where_single_tokens_do(
     assert "".join(answer.pieces) == shown[: find_stop(shown, tuple(strings))]
 
 
+@pytest.mark.parametrize(
+    ("row", "emitted", "reason"),
+    [([0, 1, 0], [0, 1], "stop"), ([0, 8, 1], [0, 8], "eos"), ([1, INVALID], [1], "stop"), ([8, INVALID], [8], "eos")],
+)
+def test_the_reason_is_what_comes_first(row: list[int], emitted: list[int], reason: str) -> None:
+    """Guards the reason that a user is told; after the end, logits need not be numbers."""
+    answer = generation(9, 8, text=answer_text(["b"]))
+    assert (answer.emit(row, len(row) - 1), answer.finish_reason, answer.room) == (emitted, reason, 0)
+    assert answer.error is None
+
+
+@pytest.mark.parametrize("strings", [None, ["b"]])
+@pytest.mark.parametrize("row", [[INVALID], [0, INVALID], [0, INVALID, 1], [0, INVALID, 8]])
+def test_no_token_is_made_up_where_logits_are_no_numbers(row: list[int], strings: list[str] | None) -> None:
+    """Guards texts against a token that stands for none: the target's logits are at fault, and nothing has ended the
+    text before them. An end token after them, which follows a draft that is as wrong, is none."""
+    answer = generation(9, 8, text=strings and answer_text(strings))
+    assert answer.emit(row, len(row) - 1) == answer.tokens == []
+    assert answer.finish_reason == "error"
+    assert str(answer.error).startswith("the target's largest logit is NaN or infinite")
+
+
 @given(st.lists(st.integers(0, 7), max_size=20), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
 @settings(deadline=None, max_examples=300)
 def test_what_is_settled_is_never_taken_back(tokens: list[int], strings: list[str]) -> None:
@@ -190,17 +212,52 @@ def test_what_is_settled_is_never_taken_back(tokens: list[int], strings: list[st
     assert text.has_stop == (number is not None)
 
 
-@pytest.mark.parametrize("string", ["a\ufffd", "\ud800"])
+@pytest.mark.parametrize(
+    ("text", "strings", "shown"),
+    [
+        ("", ("ab",), ""),
+        ("xay", (), "xay"),
+        ("xay", ("ab",), "xay"),
+        ("xa", ("ab",), "x"),
+        ("xaa", ("aab",), "x"),  # as much as may be the beginning
+        ("xaaa", ("aab",), "xa"),  # and no more
+        ("xab", ("bcd", "abc"), "x"),
+    ],
+)
+def test_a_text_is_shown_as_soon_as_it_is_settled(text: str, strings: tuple[str, ...], shown: str) -> None:
+    """Guards streams that show nothing before the end, and those that show the beginning of a stop string."""
+    assert settled(text, strings) == shown
+
+
+@pytest.mark.parametrize("string", ["a\ufffd", "\ud800", chr(0xDFFF)])
 def test_a_stop_string_has_whole_characters(string: str) -> None:
     """Guards against stop strings that are never found: half a character is no text."""
     with pytest.raises(ValueError, match=r"half a character \(U\+FFFD"):
         stop_strings(["x", string], {})
 
 
+@pytest.mark.parametrize("string", ["\ud7ff", "\ue000", "\U0001f600"])
+def test_characters_beside_the_halves_are_whole(string: str) -> None:
+    """Guards stop strings of characters that come right before or after the halves, or are made of two."""
+    assert stop_strings([string], {}).patterns == (string,)
+
+
 @pytest.mark.parametrize("stop", [None, 7, b"x", {"x": 1}, {"x"}, ["x", 7], [b"x"], [None], (part for part in "x")])
 def test_a_stop_string_is_a_string(stop: object) -> None:
     """Guards against bytes that are read as numbers, and errors from deep inside, half way through the answers."""
     with pytest.raises(ValueError, match=r"^stop.*: use a string, or a list of strings"):
+        stop_strings(stop, {})
+
+
+def test_one_string_is_one_stop_string() -> None:
+    """Guards against a string that is taken apart: "END" would end answers at every E."""
+    assert stop_strings("END", {}).patterns == ("END",)
+
+
+@pytest.mark.parametrize(("stop", "named"), [(7, "stop=7: "), (["x", 8], "stop: 8 is no string")])
+def test_what_is_no_stop_string_is_named(stop: object, named: str) -> None:
+    """Guards a message that a user can act on."""
+    with pytest.raises(ValueError, match=f"^{named}"):
         stop_strings(stop, {})
 
 
@@ -242,6 +299,29 @@ def test_stop_strings_may_name_special_tokens(kind: str, stop: list[str], text: 
     assert answered(kind, tokens, stop) == (text, place)
 
 
+def test_a_special_token_whose_name_contains_another_is_found() -> None:
+    """Guards ends of turns with such names: the longer name is replaced first, wherever it sorts in an alphabet."""
+    found = stop_strings(["a!<im>", "<im>b"], {"<im>": 100, "!<im>": 101})
+    for tokens, ends in (([0, 101], True), ([0, 100], False), ([100, 1], True), ([101, 1], False)):
+        text = AnswerText(Spelled(), found)
+        for token in tokens:
+            text.add(token)
+        assert text.has_stop == ends, tokens
+
+
+def test_special_tokens_are_searched_for_as_characters_that_no_text_contains() -> None:
+    """Guards texts against being taken for special tokens: only halves of a character are in no text."""
+    marks = stop_strings(["<a><b><c>"], {"<a>": 1, "<b>": 2, "<c>": 3}).marks
+    assert sorted(marks) == [1, 2, 3] and len(set(marks.values())) == 3
+    assert all("\ud800" <= mark <= "\udfff" for mark in marks.values())
+
+
+def test_an_answer_ends_at_the_first_of_several_stops_in_one_token() -> None:
+    """Guards long tokens: one that holds a stop string twice, or two of them, ends the text before the first."""
+    assert find_stop("x--y--z", ("--",)) == 1
+    assert find_stop("a--y==", ("==", "--")) == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_name_of_a_special_token_may_be_spelled(kind: str) -> None:
     """Guards stop strings that the model writes in ordinary tokens, as some do with an end of turn."""
@@ -272,5 +352,5 @@ def test_an_answer_ends_where_its_text_first_holds_a_stop_string(kind: str, data
 
 def test_a_stop_string_must_not_be_empty() -> None:
     """Guards against answers that end before they begin."""
-    with pytest.raises(ValueError, match="stop string is empty"):
+    with pytest.raises(ValueError, match=r"^a stop string is empty: give at least one character$"):
         stop_strings(["a", ""], {})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,66 @@ import torch
 
 from paradraft.core import Drafter
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
-from paradraft.drafters.pard import PardDrafter
+from paradraft.drafters.pard import Config, PardDrafter, build
 from paradraft.engine import load
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.loading import load_model, load_target
+from paradraft.models.runtime import Runtime
 from paradraft.tree import ABSENT, Tree
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import committed, requests, started
 
 MASK = VOCAB + 1
+
+
+def declaring(family: Path, folder: Path, **settings: int) -> str:
+    """The PARD model with another config."""
+    shutil.copytree(family / "pard", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    return str(folder)
+
+
+def forbidden(lm: CausalLM) -> list[int]:
+    """The tokens that are never chosen."""
+    return lm.allowed(torch.zeros(VOCAB + 8)).isinf().nonzero()[:, 0].tolist()
+
+
+def test_a_pard_folder_becomes_its_drafter(family: Path, tmp_path: Path) -> None:
+    """Guards the way from a folder to drafts: its weights, its masks, and that these tokens are forbidden on both
+    sides, and no others."""
+    runtime = Runtime(dtype="float64", compiled=False)
+    target = load_target(str(family / "target"), runtime)
+    masks = {"mask_token_id": 6, "pard_token": 6, "pard_masks": 2}
+    with pytest.warns(UserWarning, match=r": train a drafter without mask_token_id$") as told:
+        drafter = build(Config(draft=declaring(family, tmp_path / "pard", **masks)), target, runtime)
+    assert len(told) == 2
+    target.start(drafter.reserved_tokens)
+    assert forbidden(target.lm) == forbidden(drafter.lm) == [6, 7]
+    assert (drafter.mask_id, drafter.masks) == (6, 2)
+    started(drafter, [[5, 3]])
+    model = load_model(str(family / "pard"), runtime)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[5, 3, 6, 7]])).logits[0, 1:, :VOCAB]
+        logits[:, [6, 7]] = -torch.inf
+    assert drafter.propose(3).tokens[0].tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_pard_folder_is_named_in_what_is_wrong_with_it(family: Path, tmp_path: Path) -> None:
+    """Guards messages that a user of several models can act on."""
+    runtime = Runtime(compiled=False)
+    target = load_target(str(family / "target"), runtime)
+    for name, mask in (("outside", 99), ("end", 0)):
+        folder = declaring(family, tmp_path / name, mask_token_id=mask, pard_token=mask)
+        with pytest.raises(ValueError, match=rf"^{re.escape(folder)}: .*mask token {mask}"):
+            build(Config(draft=folder), target, runtime)
+
+
+def test_pocket_stands_for_the_pard_model(family: Path) -> None:
+    """Guards the name "pocket", which stands for another folder in each drafter."""
+    runtime = Runtime(compiled=False)
+    with pytest.raises(ValueError, match=r"^draft '\S*pocket.pard' splits text into other tokens"):
+        build(Config(draft="pocket"), load_target(str(family / "target"), runtime), runtime)
 
 
 def test_a_mask_that_is_a_text_is_told(family: Path, tmp_path: Path) -> None:

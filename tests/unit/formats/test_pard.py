@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaConfig
 
-from paradraft.formats.pard import mask_token_id
+from paradraft.formats.pard import CONFIG_KEYS, declare_masks, forget_masks, mask_token_id
 
 
 def test_mask_token_has_two_names() -> None:
@@ -24,6 +24,7 @@ def test_mask_token_lies_inside_the_embedding(mask_id: int) -> None:
     """Guards against an index error deep inside the model."""
     with pytest.raises(ValueError, match=f"mask token {mask_id} is outside the embedding of 10 rows"):
         mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=mask_id), "x")
+    assert mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=9), "x") == 9
 
 
 def test_all_masks_lie_inside_the_embedding() -> None:
@@ -31,3 +32,36 @@ def test_all_masks_lie_inside_the_embedding() -> None:
     with pytest.raises(ValueError, match="mask token 10 is outside the embedding of 10 rows"):
         mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=8, pard_masks=3), "x")
     assert mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=8, pard_masks=2), "x") == 8
+
+
+@pytest.mark.parametrize(("first", "masks", "outside"), [(-1, 3, -1), (0, 11, 10), (10, 2, 10)])
+def test_the_mask_that_is_outside_is_named(first: int, masks: int, outside: int) -> None:
+    """Guards a message that a user can act on: of several masks the one at fault, the first or the last."""
+    with pytest.raises(ValueError, match=f"x: mask token {outside} is outside the embedding of 10 rows"):
+        mask_token_id(LlamaConfig(vocab_size=10, mask_token_id=first, pard_masks=masks), "x")
+
+
+def test_a_mask_is_a_number() -> None:
+    """Guards against an error deep inside the model; True is no token id."""
+    for found in ("<mask>", 7.0, True):
+        config = LlamaConfig(vocab_size=10, name_or_path="some/model")
+        config.mask_token_id = found
+        with pytest.raises(ValueError, match=f"some/model: the mask token in its config.json is {found!r}, not a"):
+            mask_token_id(config, "x")
+
+
+@pytest.mark.parametrize("masks", [1, 2, 3])
+def test_a_declared_mask_is_found_again_and_can_be_forgotten(masks: int) -> None:
+    """Guards what training writes for engines: AMD's keys, the number of masks where there are several, nothing of
+    the model before, and nothing at all in a model that is no PARD model any more."""
+    config = LlamaConfig(vocab_size=10, pard_masks=5)
+    plain = LlamaConfig(vocab_size=10).to_dict()
+    declare_masks(config, 4, masks)
+    assert mask_token_id(config, "x") == 4
+    assert {key: config.to_dict().get(key) for key in CONFIG_KEYS} == {
+        "pard_token": 4, "mask_token_id": 4, "spd_type": "pard", "pard_masks": masks if masks > 1 else None,
+    }  # fmt: skip
+    forget_masks(config)
+    assert config.to_dict() == plain
+    declare_masks(config, 4)
+    assert not hasattr(config, "pard_masks")

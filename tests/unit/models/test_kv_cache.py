@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -54,6 +56,22 @@ def test_update_writes_each_row_behind_its_own_length() -> None:
     assert torch.equal(values, before[1][1][:, :, :9])
     for layer in range(3):
         assert all(map(torch.equal, contents(layers, layer), before[layer]))
+
+
+def test_what_is_no_number_is_stored_as_zeros_and_noted() -> None:
+    """Guards other texts of the batch: attention multiplies what it does not see by 0, and 0 times NaN is NaN. One
+    such number in any head of keys or values, in any layer, marks its token and no other."""
+    layers = storage()
+    cache = SlotCache(layers, torch.arange(4).expand(B, 4), used=4)
+    assert cache.is_finite_BN.dtype == torch.bool and cache.is_finite_BN.all()
+    given = torch.randn(3, 2, B, H, 4, D, dtype=torch.float64)
+    given[0, 0, 0, 0, 1, 0], given[0, 1, 1, 1, 2, 2], given[2, 0, 1, 0, 3, 1] = torch.nan, torch.inf, -torch.inf
+    for layer in range(3):
+        views = cache.update(given[layer, 0], given[layer, 1], layer)
+        for view, new in zip(views, given[layer], strict=True):
+            bad = ~new.isfinite().all(3, keepdim=True).all(1, keepdim=True)
+            assert torch.equal(view, new.masked_fill(bad, 0.0))
+    assert cache.is_finite_BN.tolist() == [[True, False, True, True], [True, True, False, False]]
 
 
 def test_compact_moves_a_path_and_nothing_else() -> None:
@@ -112,3 +130,13 @@ def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
     with pytest.raises(ValueError, match=r"a cache for 16 rows of 4096 tokens needs 16\.0 GiB and 1\.0 GiB are free"):
         allocate(config, batch_size=16, capacity=4096, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_a_cache_may_take_all_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a capacity that was computed from the free memory against a refusal."""
+    config = LlamaConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=H, num_hidden_layers=3)
+    needed = 3 * 2 * B * H * C * D * 8
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(kv_cache, "_free_bytes", lambda device, free=free: float(free))
+        with nullcontext() if fits else pytest.raises(ValueError, match="GiB are free"):
+            allocate(config, batch_size=B, capacity=C, dtype=torch.float64, device=torch.device("cpu"))

@@ -100,6 +100,19 @@ def test_reserved_tokens_are_those_of_this_batch() -> None:
         assert {3, *reserved} - {VOCAB + 3} == set((logits == -torch.inf).nonzero().flatten().tolist())
 
 
+def test_a_pass_reads_the_last_committed_token_and_the_draft() -> None:
+    """Guards the first round, whose root is the prompt's last token, and drafters that look for hidden states: a pass
+    returns those of the layers that were asked for, which are none."""
+    ours = target()
+    ours.start()
+    ours.join(requests([[5, 6, 7]]))
+    out = ours.forward(Draft.chain(torch.tensor([[3, 2]])))
+    with torch.inference_mode():
+        expected = ours.lm.model(torch.tensor([[5, 6, 7, 3, 2]])).logits[:, 2:, :VOCAB]
+    torch.testing.assert_close(out.logits, expected, rtol=1e-10, atol=1e-10)
+    assert out.hidden == {}
+
+
 def test_end_tokens_are_found_wherever_a_model_names_them() -> None:
     """Guards answers that never end: one id, several, or none; 0 is an id. As for `generate`, the generation config
     alone says so: a model's config counts where it was made into a generation config, when the model was loaded."""

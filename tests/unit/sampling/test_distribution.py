@@ -13,7 +13,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from paradraft.sampling.distribution import draw, filtered_logits, penalized_logits, probabilities
+from paradraft.core import INVALID
+from paradraft.sampling.distribution import best_token, draw, filtered_logits, penalized_logits, probabilities
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
 
@@ -85,6 +86,13 @@ def test_top_p_equals_transformers(p: float) -> None:
     assert torch.equal(filtered_logits(logits[None], Sampling(temperature=1.3, top_p=p))[0], expected)
 
 
+def test_top_p_that_is_reached_exactly_takes_no_more() -> None:
+    """Guards the smallest nucleus: one of two equal tokens reaches a half, as in `transformers`."""
+    logits = torch.tensor([[[0.0, 0.0, -torch.inf]]], dtype=torch.float64)
+    found = filtered_logits(logits, Sampling(temperature=1.0, top_p=0.5))
+    assert found.tolist() == [[[0.0, -torch.inf, -torch.inf]]]
+
+
 def test_top_k_and_top_p_apply_in_the_order_of_transformers() -> None:
     """Guards against top-p computed before top-k: p is a share of what top-k left."""
     logits = random_logits(20, 30)
@@ -115,7 +123,7 @@ def one_by_one(processor: object, logits: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])
+@pytest.mark.parametrize("penalty", [0.5, 1.2, 2.0, 3.0])
 def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     """Guards the sign (negative logits are multiplied), repeated tokens, filling taken for a token, and token 0."""
     logits = random_logits(2, 2, 7)
@@ -178,6 +186,66 @@ def test_bias_comes_first() -> None:
     expected = penalized_logits(biased, Sampling(repetition_penalty=2.0), TEXTS, PROMPT_LENGTHS)
     assert torch.equal(penalized_logits(logits, sampling, TEXTS, PROMPT_LENGTHS), expected)
     assert torch.equal(logits, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_bias_is_added_in_the_precision_of_the_logits(dtype: torch.dtype) -> None:
+    """Guards near-ties: 0.1 in float64 is not 0.1 in float32, and bfloat16 would lose most of a bias."""
+    logits = torch.full((1, 1, 3), 8.0, dtype=dtype)
+    found = penalized_logits(logits, Sampling(logit_bias={1: 0.1}), TEXTS[:1, :1], PROMPT_LENGTHS[:1])
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    assert torch.equal(found, torch.tensor([[[8.0, torch.tensor(8.0, dtype=kind) + 0.1, 8.0]]], dtype=kind))
+    assert penalized_logits(logits, Sampling(), TEXTS[:1, :1], PROMPT_LENGTHS[:1]).dtype == kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_processor_may_compute_in_another_dtype(dtype: torch.dtype) -> None:
+    """Guards processors that hand back what they have computed in float64, or in half precision."""
+    sampling = Sampling(processors=[lambda ids, scores: (scores + 1).to(dtype)])
+    for given in (torch.float32, torch.float64):
+        found = penalized_logits(torch.zeros(2, 2, 7, dtype=given), sampling, TEXTS, PROMPT_LENGTHS)
+        assert torch.equal(found, torch.ones(2, 2, 7, dtype=given))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_position_without_numbers_spoils_no_other(bad: float) -> None:
+    """Guards the other positions of a batch, and against a token that is chosen where none can be."""
+    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.8, min_p=0.01)
+    logits = random_logits(2, 3, 7)
+    spoilt = logits.clone()
+    spoilt[0, 1, slice(None) if bad == -torch.inf else slice(2, 3)] = bad
+    for function in (filtered_logits, probabilities):
+        expected, found = function(logits, sampling), function(spoilt, sampling)
+        expected[0, 1] = torch.nan
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    certain = probabilities(spoilt, Sampling())
+    assert certain[0, 1].isnan().all() and certain.isnan().sum() == 7
+    assert torch.equal(certain[1], probabilities(logits, Sampling())[1])
+
+
+def test_top_p_of_one_keeps_all_tokens() -> None:
+    """Guards tokens so unlikely that the others' probabilities add up to 1, as numbers of a computer do."""
+    logits = torch.tensor([[[0.0, -60.0, -1.0]]], dtype=torch.float64)
+    assert torch.equal(filtered_logits(logits, Sampling(temperature=1.0, top_p=1.0)), logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_best_token_is_found_in_every_dtype(dtype: torch.dtype) -> None:
+    """Guards the two ways to it, NumPy's and torch's: of equal tokens the first, and none where the largest score is
+    no finite number."""
+    inf, nan = torch.inf, torch.nan
+    scores = torch.tensor(
+        [
+            [[0.0, 2.0, 2.0, 1.0], [3.0, -inf, 1.0, 3.0], [-inf, -inf, -1.0, -inf]],
+            [[-inf, -inf, -inf, -inf], [0.0, nan, 9.0, -inf], [0.0, 1.0, inf, -inf]],
+        ],
+        dtype=dtype,
+    )
+    found = best_token(scores)
+    assert found.dtype == torch.long
+    assert found.tolist() == [[1, 0, 2], [INVALID, INVALID, INVALID]]
+    nothing = best_token(scores[:, :0])
+    assert nothing.shape == (2, 0) and nothing.dtype == torch.long
 
 
 def test_temperature_zero_is_argmax() -> None:

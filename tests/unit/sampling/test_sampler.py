@@ -14,7 +14,7 @@ from paradraft.sampling.distribution import draw, probabilities
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT, Tree
-from tests.support.decoding import committed, sampler
+from tests.support.decoding import committed, requests, sampler
 from tests.unit.sampling.test_distribution import chi_square, chi_square_limit, random_logits
 
 ROWS, VOCAB = 20_000, 6
@@ -239,8 +239,67 @@ def test_processors_need_not_be_hashable() -> None:
 def test_settings_that_read_the_text_see_the_drafted_tokens() -> None:
     """Guards the acceptance of drafts under penalties: the second position knows what was drafted for the first."""
     sampling = Sampling(presence_penalty=100.0)
-    logits = torch.tensor([[[3.0, 2.0, 1.0]] * 3])
-    assert sampler([[0]], sampling).candidates(logits, 0, 1).tokens.flatten().tolist() == [0, 1, 2]
+    logits = torch.tensor([[[3.0, 2.0, 1.0]] * 4])
+    made = sampler([[0]], sampling)
+    assert made.candidates(logits, 0, 1).tokens.flatten().tolist() == [0, 1, 2, 0]
+    assert made.candidates(logits[:, :2], 1, 1, torch.tensor([[0]])).tokens.flatten().tolist() == [1, 2]
+
+
+def test_a_draft_of_settings_that_read_the_text_tells_how_sure_it_is() -> None:
+    """Guards the length policy "confidence", which cuts nothing where a draft does not say how sure it is: every
+    position is as sure as it is alone, after the tokens drafted before it."""
+    sampling = Sampling(temperature=0.8, frequency_penalty=1.5, seed=3)
+    logits = random_logits(1, 3, VOCAB)
+    made = sampler_of((sampling,), wants_confidence=True)
+    found = made.candidates(logits, 0, 1)
+    assert found.confidence is not None and found.confidence.shape == (1, 3)
+    for place in range(3):
+        p = made.probabilities(logits[:, place, None], found.tokens[:, None, :place, 0])
+        torch.testing.assert_close(found.confidence[:, place], p.amax(-1)[:, 0])
+        alone = made.candidates(logits[:, place, None], place, 1, found.tokens[:, :place, 0])
+        assert torch.equal(alone.tokens[:, 0], found.tokens[:, place])
+
+
+def test_an_answer_that_is_taken_up_again_is_penalized_from_its_beginning() -> None:
+    """Guards streams that others have interrupted: what stands at the end of the prompt is a part of the answer, and
+    so is what is committed, in every row its own."""
+    penalized = Sampling(presence_penalty=9.0)
+    made = Sampler([Request(tokens=[1, 2, 3], sampling=penalized, answered=answered) for answered in (0, 2)])
+    logits, depths = torch.zeros(2, 1, VOCAB), torch.zeros(2, 1, dtype=torch.long)
+    assert made.scores(logits, depths).tolist() == [[[0, 0, 0, 0, 0, 0]], [[0, 0, -9, -9, 0, 0]]]
+    made.commit(committed([5, 0], [4]))
+    assert made.scores(logits, depths).tolist() == [[[-9, 0, 0, 0, 0, -9]], [[0, 0, -9, -9, -9, 0]]]
+    assert made.lengths_B.tolist() == [5, 4]
+
+
+def test_processors_know_the_end_tokens() -> None:
+    """Guards processors that follow a grammar, which has nothing to say after the end."""
+    asked: list[list[int]] = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        asked.extend(ids.tolist())
+        return scores
+
+    made = Sampler([Request(tokens=[1, 2, 3], sampling=Sampling(processors=[processor]), eos_ids=frozenset([4]))])
+    paths = torch.tensor([[[ABSENT], [4], [5]]])
+    made.scores(random_logits(1, 3, VOCAB), torch.tensor([[0, 1, 1]]), paths)
+    assert sorted(asked) == [[1, 2, 3], [1, 2, 3, 5]]
+
+
+def test_processors_know_the_limit_of_their_row_after_others_have_left() -> None:
+    """Guards processors that plan as many tokens as the limit: they are asked about no text beyond it, and about all
+    within it, also where the rows before theirs have left."""
+    asked: list[list[int]] = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        asked.extend(ids.tolist())
+        return scores
+
+    made = Sampler(requests([[1, 2, 3]] * 3, Sampling(processors=[processor]), (9, 2, 1)))
+    made.keep(torch.tensor([1, 2]))
+    paths = torch.tensor([[ABSENT, ABSENT], [4, ABSENT], [4, 5]]).expand(2, 3, 2)
+    made.scores(random_logits(2, 3, VOCAB), torch.arange(3).expand(2, 3), paths)
+    assert sorted(asked) == [[1, 2, 3], [1, 2, 3], [1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 100])

@@ -48,6 +48,15 @@ def test_r_of_one_keeps_everything() -> None:
     assert pairs(drop(2, 5, r=1.0, r_min=0.0)) == [(0, 0), (1, 0), (1, 1)]
 
 
+def test_masks_stand_after_the_positions_that_may_draft_alone() -> None:
+    """Guards the training of answers against masks inside prompts, and their number: a share of those positions."""
+    may_draft = torch.tensor([False] * 10 + [True] * 20)
+    rows = conditional_drop(30, k=3, r=0.5, r_min=0.0, generator=torch.Generator().manual_seed(0), may_draft=may_draft)
+    assert rows.position[rows.depth == 0].tolist() == list(range(30))
+    assert rows.anchor[rows.depth > 0].min() >= 10
+    assert torch.bincount(rows.depth).tolist() == [30, 10, 5]
+
+
 def test_choice_is_random_but_repeatable() -> None:
     """Guards against always dropping the same positions, and against a run that cannot be resumed."""
     assert pairs(drop(40, 4, 0.5, 0.2, seed=1)) == pairs(drop(40, 4, 0.5, 0.2, seed=1))
