@@ -12,7 +12,7 @@ from paradraft.core import Drafter, Request
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.draft_length import POLICIES, Fixed, LengthPolicy
 from paradraft.decode.generation import AnswerText, Generation, StopStrings, stop_strings
-from paradraft.decode.stats import Clock, Stats
+from paradraft.decode.stats import Clock, Stats, added
 from paradraft.drafters import check_draft, load_drafter
 from paradraft.errors import whole_number
 from paradraft.models.causal_lm import CausalLM
@@ -216,7 +216,8 @@ class Engine:
         rounds = first = 0
         with closing(self._scheduler.stream(generation)) as news:
             for _ in news:
-                for accepted, end in zip(generation.accepted[rounds:], generation.round_ends[rounds:], strict=True):
+                told = slice(rounds, generation.told_rounds)
+                for accepted, end in zip(generation.accepted[told], generation.round_ends[told], strict=True):
                     pieces = generation.pieces[first:end]
                     drafted, own = "".join(pieces[:accepted]), "".join(pieces[accepted:])
                     yield Chunk(
@@ -237,12 +238,12 @@ class Engine:
         if not strings.patterns:
             text = self._text(generation.request, strings)
             pieces = [*map(text.add, generation.tokens), text.end()]
-        assert generation.finish_reason is not None and generation.stats is not None
+        assert generation.finish_reason is not None
         return Result(
             text="".join(pieces),
             tokens=generation.tokens,
             finish_reason=generation.finish_reason,
-            stats=generation.stats,
+            stats=added(generation.stats),
             accepted=tuple(generation.accepted),
         )
 

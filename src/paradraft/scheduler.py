@@ -76,8 +76,8 @@ class Scheduler:
                 while ahead and len(active) < most:
                     active.append(ahead.popleft())
                     self._waiting.append(active[-1])
-                self._wait_until(lambda: any(generation.is_finished for generation in active))
-                for generation in [generation for generation in active if generation.is_finished]:
+                self._wait_until(lambda: any(generation.is_told for generation in active))
+                for generation in [generation for generation in active if generation.is_told]:
                     if generation.error is not None:
                         raise generation.error
                     active.remove(generation)
@@ -112,8 +112,6 @@ class Scheduler:
             with self._in_round():
                 while not is_ready():
                     self._run_round()
-                    with self._changed:
-                        self._changed.notify_all()
         finally:
             self._rest()
 
@@ -132,20 +130,18 @@ class Scheduler:
         if batch.generations and not batch.is_current:
             self._start_over()
         joining: list[Generation] = []
+        rows = list(batch.generations)
         try:
             batch.leave([generation for generation in batch.generations if generation.is_cancelled])
             while self._waiting:
                 joining.append(self._waiting.popleft())
             joining = [generation for generation in joining if not generation.is_cancelled]
+            rows += joining
             if joining:
                 batch.leave([generation for generation in batch.generations if generation.is_finished])
                 batch.join(joining)
                 joining = []
-            rows = list(batch.generations)
             batch.step()
-            for generation in rows:
-                if generation.is_finished and generation.stats is None:
-                    generation.stats = batch.clock.end(generation.request.id)
         except BaseException as error:
             to_blame, cause = self._to_blame(error, joining)
             for generation in to_blame:
@@ -154,6 +150,18 @@ class Scheduler:
             self._start_over()
             if not to_blame:
                 raise
+        finally:
+            self._tell(rows)
+
+    def _tell(self, rows: list[Generation]) -> None:
+        """Lets the readers of requests know of the rounds that are over."""
+        with self._changed:
+            for generation in rows:
+                if generation.is_finished and not generation.is_told:
+                    generation.stats.append(self._batch.clock.end(generation.request.id))
+                    generation.is_told = True
+                generation.told_rounds = len(generation.round_ends)
+            self._changed.notify_all()
 
     def _to_blame(self, error: BaseException, joining: list[Generation]) -> tuple[list[Generation], Exception]:
         """Which requests a round failed for; none if that is not known."""
@@ -169,6 +177,8 @@ class Scheduler:
     def _start_over(self) -> None:
         """Empties the batch; its requests join again, with the tokens that they have."""
         unfinished = [generation for generation in self._batch.generations if not generation.is_finished]
+        for generation in unfinished:
+            generation.stats.append(self._batch.clock.end(generation.request.id))
         self._batch.clear()
         self._waiting.extendleft(reversed(unfinished))
         self._waiting = deque(generation for generation in self._waiting if not generation.is_finished)

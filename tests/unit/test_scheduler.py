@@ -13,10 +13,12 @@ import torch
 
 from paradraft.core import Request
 from paradraft.decode.generation import Generation
+from paradraft.decode.stats import added
 from paradraft.drafters.ngram import Config, NgramDrafter
 from paradraft.engine import Engine
 from paradraft.models import kv_cache
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward import ForwardOut
 from paradraft.sampling_params import LogitsProcessor, Sampling
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import target_of
@@ -95,9 +97,9 @@ def passes_of(engine: Engine) -> Iterator[list[int]]:
     rows: list[int] = []
     forward = engine.target.lm.forward
 
-    def counted(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def counted(tokens: torch.Tensor, *rest: Any, **settings: Any) -> ForwardOut:
         rows.append(len(tokens))
-        return forward(tokens, *rest)
+        return forward(tokens, *rest, **settings)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(engine.target.lm, "forward", counted)
@@ -341,7 +343,7 @@ def test_an_error_of_nobody_is_raised_where_the_round_ran(engine: Engine, error:
     stream = engine.stream(PROMPTS[0], max_new_tokens=12, sampling=SAMPLED)
     found = next(stream).tokens
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine.target.lm, "forward", lambda *_: raising(error)())
+        patched.setattr(engine.target.lm, "forward", lambda *_, **__: raising(error)())
         with pytest.raises(type(error)):
             alone(engine, PROMPTS[1], 12)
     assert InThread(lambda: alone(engine, PROMPTS[1], 12)).result() == expected[1]
@@ -385,9 +387,9 @@ def test_the_counts_of_an_answer_are_those_of_all_its_rounds(engine: Engine, bet
                 alone(engine, PROMPTS[1], 5, calling(raising(KeyError())))
         for _ in news:
             pass
-    assert asked.stats is not None
-    assert (asked.stats.tokens, asked.stats.rounds) == (20, len(asked.accepted))
-    assert sum(asked.stats.accepted) == sum(asked.accepted)
+    whole = added(asked.stats)
+    assert (whole.tokens, whole.rounds) == (20, len(asked.accepted))
+    assert sum(whole.accepted) == sum(asked.accepted)
 
 
 @contextmanager
@@ -422,7 +424,7 @@ def test_an_answer_is_handed_over_when_its_round_is_over(engine: Engine, monkeyp
         assert next(ended) is generations[0]
         assert in_round.wait(20)
         assert next(ended) is generations[1]
-        assert generations[1].stats is not None
+        assert added(generations[1].stats).tokens == len(generations[1].tokens)
 
 
 def test_a_round_is_told_whole(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,12 @@ class Generation:
         """For each round, how many of its tokens were drafted."""
         self.round_ends: list[int] = []
         """For each round, how many tokens there were after it."""
-        self.stats: Stats | None = None
-        """Counts and times, once the answer has ended."""
+        self.stats: list[Stats] = []
+        """Counts and times, of each batch that it was in and has left."""
+        self.told_rounds = 0
+        """How many rounds its reader, who may be another thread, knows of: never half of one."""
+        self.is_told = False
+        """Whether its reader knows that the answer has ended."""
         self.pieces: list[str] = []
         """The text that each token adds, with `text`; what is held back at the end comes with the last one."""
         self.finish_reason: str | None = None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -107,6 +108,25 @@ class Stats:
     def acceptance_per_position(self) -> tuple[float, ...]:
         """For each position of the draft, the share of rounds with a draft that deep in which it was accepted."""
         return tuple(kept / made for kept, made in zip(self.accepted, self.drafted, strict=True) if made)
+
+
+def added(parts: Sequence[Stats]) -> Stats:
+    """The sum of what happened in several batches, one after the other."""
+
+    def by_position(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
+
+    return Stats(
+        tokens=sum(part.tokens for part in parts),
+        rounds=sum(part.rounds for part in parts),
+        nodes=sum(part.nodes for part in parts),
+        drafted=by_position([part.drafted for part in parts]),
+        accepted=by_position([part.accepted for part in parts]),
+        prefill_s=sum(part.prefill_s for part in parts),
+        draft_s=sum(part.draft_s for part in parts),
+        verify_s=sum(part.verify_s for part in parts),
+        other_s=sum(part.other_s for part in parts),
+    )
 
 
 @dataclass
