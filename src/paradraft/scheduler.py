@@ -43,7 +43,7 @@ class Scheduler:
         seen, is_over = 0, False
 
         def has_news() -> bool:
-            return generation.is_finished or len(generation.tokens) > seen
+            return generation.is_told or generation.told_rounds > seen
 
         try:
             self._waiting.append(generation)
@@ -52,7 +52,7 @@ class Scheduler:
                 if generation.error is not None:
                     raise generation.error
                 # What comes while the reader pauses is news too, the end as well.
-                seen, is_over = len(generation.tokens), generation.is_finished
+                seen, is_over = generation.told_rounds, generation.is_told
                 yield
         finally:
             generation.is_cancelled = True
