@@ -47,15 +47,18 @@ def vllm_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str
         draft: the draft model.
     """
     most = max(chosen.values())
-    name, settings = split_settings(drafter)[0], drafter_settings(drafter)
+    name, _ = split_settings(drafter)
     methods: dict[str, dict[str, Any]] = {
         "pard": {"method": "draft_model", "model": draft, "parallel_drafting": True},
         "autoregressive": {"method": "draft_model", "model": draft},
-        # Without these it looks for five tokens and for no fewer, and drafts less than what was planned.
-        "ngram": {"method": "ngram", "prompt_lookup_max": settings.get("max_ngram"), "prompt_lookup_min": 1},
+        "ngram": {"method": "ngram"},
     }
     if not most or name not in methods:
         return None
+    if name == "ngram":
+        # Without these it looks for five tokens and for no fewer, and drafts less than what was planned.
+        longest = drafter_settings(drafter).get("max_ngram")
+        methods[name] |= {"prompt_lookup_max": longest, "prompt_lookup_min": 1}
     return methods[name] | {
         "num_speculative_tokens": most,
         "num_speculative_tokens_per_batch_size": [list(one) for one in ranges(chosen)],
