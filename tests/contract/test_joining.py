@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from paradraft.core import Request
+from paradraft.decode import batch as batch_module
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.draft_length import POLICIES
 from paradraft.decode.generation import AnswerText, Generation, stop_strings
@@ -346,6 +347,21 @@ def test_wrong_joining_is_caught(
     def check_all() -> None:
         for seed in range(24):
             check(seed, expected, Engine(engine.target, engine.drafter, k=3))
+
+    with pytest.raises(AssertionError):
+        check_all()
+
+
+def test_wrong_kept_rows_are_caught(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a prompt that is taken to share one token too many with a kept row."""
+    engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"])
+    expected = plain_answers(engine)
+    shared_length = batch_module.shared_length
+    monkeypatch.setattr(batch_module, "shared_length", lambda *texts: shared_length(*texts) + 1)
+
+    def check_all() -> None:
+        for seed in range(12):
+            check(seed, expected, Engine(engine.target, engine.drafter, k=3), kept_rows=3)
 
     with pytest.raises(AssertionError):
         check_all()
