@@ -33,6 +33,14 @@ def test_help(paradraft: Paradraft, command: list[str]) -> None:
         assert re.sub(r"\W+", "", text) in shown, f"{parameter.name} is not explained"
 
 
+def test_what_can_be_trained_is_listed(paradraft: Paradraft) -> None:
+    """Guards `train --help`, with a name too, a name that does not exist, and a recipe that is missing."""
+    for command in (["train"], ["train", "pard"]):
+        assert "What to train: pard" in paradraft(*command, "--help").out
+    assert_mistake(paradraft("train", "medusa", "recipe.yaml"), "unknown training 'medusa': use one of pard")
+    assert_mistake(paradraft("train", "pard"), "train pard: name a recipe")
+
+
 def test_no_arguments_show_the_help(paradraft: Paradraft) -> None:
     """Guards against an empty complaint: typer's own way to do this is a mistake with no message."""
     assert "generate" in paradraft().out
