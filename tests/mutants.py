@@ -13,11 +13,6 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from mutmut.mutation.data import SourceFileMutationData
-from mutmut.mutation.diff_apply import get_diff_for_mutant
-from mutmut.stats import status_by_exit_code
-from mutmut.utils.file_utils import walk_mutatable_files
-
 EXPLAINED = Path(__file__).with_suffix(".toml")
 NOTICED = ("killed", "timeout", "segfault")
 """A fault that lets a test run for ever, or crash, is noticed too."""
@@ -53,6 +48,12 @@ def plain(line: str) -> str:
 
 def main() -> int:
     """Prints the faults that are left over, and a table of counts."""
+    # Here, because tests read this file where mutmut is not installed.
+    from mutmut.mutation.data import SourceFileMutationData
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
+    from mutmut.stats import status_by_exit_code
+    from mutmut.utils.file_utils import walk_mutatable_files
+
     table = tomllib.loads(EXPLAINED.read_text(encoding="utf-8"))
     explained = {mutant for group in table["explained"] for mutant in group["mutants"]}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
