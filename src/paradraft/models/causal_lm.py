@@ -323,6 +323,11 @@ class CausalLM:
         return isinstance(self._compute, NativePass)
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether a pass computes only the tokens that there are; else absent ones cost as much as others."""
+        return self.is_native
+
+    @property
     def min_rows(self) -> int:
         """How few rows a batch of several may shrink to: `torch.compile` makes another pass for one row."""
         return self._compute.min_rows

@@ -112,6 +112,42 @@ def test_rows_of_a_batch_do_not_see_each_other(dtype: torch.dtype) -> None:
         assert torch.equal(lm.forward(more[row : row + 1]).logits[0], later[row])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_absent_tokens_are_not_computed(dtype: torch.dtype) -> None:
+    """Guards what ragged rows are worth: of an absent token, in the middle of a tree too, no key and no value is
+    written, its logits are 0, and all others are those of rows that are read alone."""
+    lm = lm_of(random_model(dtype=dtype))
+    text, parents = tokens(9, rows=4), torch.tensor([[-1, 0, 0, 1, 2, 2, 4, 4, 7]] * 4)
+    for row, gone in enumerate(([5, 6, 7, 8], [1, 3], [*range(9)], [6])):
+        text[row, gone] = ABSENT
+    empty_rows(lm, 4)
+    for part in (part for layer in lm._storage for part in layer):
+        part.fill_(torch.nan)
+    together = lm.forward(text, parents, torch.tensor([[0, 8, 3, 8, 2]] * 4)).logits
+    is_there = text != ABSENT
+    for part in (part for layer in lm._storage for part in layer):
+        assert torch.equal(part[:, :9].isnan().flatten(2).all(2), ~is_there)
+        assert torch.equal(part[:, :9].isnan().flatten(2).any(2), ~is_there)
+    for row in range(4):
+        for place, token in enumerate([0, 8, 3, 8, 2]):
+            if not is_there[row, token]:
+                assert not together[row, place].any()
+                continue
+            path = [token]
+            while (up := int(parents[row, path[0]])) >= 0:
+                path.insert(0, up)
+            empty_rows(lm, 1)
+            assert torch.equal(lm.forward(text[row, path][None]).logits[0, -1], together[row, place])
+
+
+def test_a_token_whose_parent_is_absent_is_refused() -> None:
+    """Guards keys and values of earlier texts: they are where an absent token's would be."""
+    lm = lm_of(random_model())
+    empty_rows(lm, 1)
+    with pytest.raises(AssertionError):
+        lm.forward(torch.tensor([[3, ABSENT, 5]]))
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch.dtype, size: tuple[int, ...]) -> None:

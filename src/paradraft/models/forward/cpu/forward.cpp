@@ -5,7 +5,10 @@
 // A pass is a sequence of steps, each of which a team of threads shares (team.h). A token's result does not depend on how
 // many tokens are read with it, nor on the number of threads: it is the same to the last bit in every pass.
 //
-// Shape letters as in causal_lm.py: B rows of a batch, N tokens of each, R rows whose logits are wanted.
+// Rows may have different numbers of tokens. Absent ones fill up the arguments and are not computed: between its inputs and
+// its outputs a pass knows only the tokens that are there, row after row.
+//
+// Shape letters as in causal_lm.py: B rows of a batch, N tokens of each, R rows whose logits are wanted; C tokens there are.
 #include <omp.h>
 
 #include <algorithm>
@@ -41,7 +44,7 @@ struct Batch {
     const int64_t *lengths, *places;     // [B] tokens kept; [B, R] whose logits are wanted
     void* const* keys;                   // of each layer [B, slots, kv_heads, head_size]
     void* const* values;
-    float* logits; // [B, R, outputs of the head]
+    float* logits; // [B, R, outputs of the head]; 0 where the token is absent
     const float* vectors; // [B, N, hidden_size] in place of embeddings; null if there are none
     // Where states [B, N, hidden_size] go: the embeddings, the output of each layer, and that of the final norm; null where
     // a layer's are not wanted, and null as a whole where none are.
@@ -50,12 +53,25 @@ struct Batch {
 
 constexpr int64_t FEW_TOKENS = 16; // whose norms take no longer than it takes to share them out
 
+/// Tokens that a step computes, row after row.
+struct Chosen {
+    std::vector<int64_t> tokens; // which of the tokens that there are
+    std::vector<int64_t> first;  // [B + 1] where each row's begin
+    std::vector<int64_t> groups; // [B + 1] where each row's groups of queries begin; see `attend_all`
+
+    int64_t count() const { return tokens.size(); }
+};
+
 /// What a pass writes in between; kept from pass to pass.
 struct Scratch {
-    std::vector<float> hidden, last, projected, gates, scores;
+    std::vector<float> hidden, last_hidden, projected, gates, scores;
     std::vector<float> normed, attended, intermediate, wanted; // what products read, as float or as bfloat16
     std::vector<int32_t> ancestors;
-    std::vector<int64_t> depths, tokens;
+    std::vector<int64_t> depths;
+    std::vector<int64_t> places;           // [C] where in [B, N] each token is
+    std::vector<int64_t> numbers;          // [B, N] which token is there; -1 for none
+    std::vector<int64_t> outputs, missing; // where in [B, R] the wanted logits go, and where there is no token
+    Chosen all, last;                      // tokens of a layer, and of the last one
 };
 
 template <class T, class As = T> static As* grown(std::vector<T>& buffer, int64_t size) {
@@ -66,8 +82,8 @@ template <class T, class As = T> static As* grown(std::vector<T>& buffer, int64_
 /// How many slots a row has kept, which all its tokens see; the new ones are written behind.
 static int64_t kept_of(const Batch& batch, int64_t row) { return std::min(batch.lengths[row], batch.slots - 1); }
 
-/// Where a new token, or its position, is. A row that has ended is read on with the others, and one that has fewer tokens
-/// than the longest is filled up; past the room, where nobody looks, they take the last slot.
+/// Where a new token, or its position, is. A row that has ended is read on with the others; past the room, where nobody
+/// looks, its tokens take the last slot.
 static int64_t within(const Batch& batch, int64_t row, int64_t place) {
     return std::min(kept_of(batch, row) + place, batch.slots - 1);
 }
@@ -79,6 +95,8 @@ static bool is_sound(const Model& model, const Batch& batch) {
         for (int64_t token = 0; token < batch.tokens; token++) {
             int64_t at = row * batch.tokens + token;
             if (batch.ids[at] >= model.vocabulary + model.added_rows || batch.parents[at] >= token) return false;
+            bool has_parent = batch.parents[at] < 0 || batch.ids[row * batch.tokens + batch.parents[at]] >= 0;
+            if (batch.ids[at] >= 0 && !has_parent) return false;
         }
         for (int64_t i = row * batch.wanted; i < (row + 1) * batch.wanted; i++)
             if (batch.places[i] < 0 || batch.places[i] >= batch.tokens) return false;
@@ -86,33 +104,59 @@ static bool is_sound(const Model& model, const Batch& batch) {
     return true;
 }
 
+/// Finds the tokens that there are, and those whose logits are wanted.
+static void choose(const Batch& batch, Scratch& scratch) {
+    auto &tokens = scratch.all.tokens, &first = scratch.all.first;
+    auto &last_tokens = scratch.last.tokens, &last_first = scratch.last.first;
+    for (auto* list : {&tokens, &first, &last_tokens, &last_first}) list->clear();
+    for (auto* list : {&scratch.places, &scratch.outputs, &scratch.missing}) list->clear();
+    scratch.numbers.assign(batch.rows * batch.tokens, -1);
+    for (int64_t row = 0; row < batch.rows; row++) {
+        first.push_back(tokens.size());
+        last_first.push_back(last_tokens.size());
+        for (int64_t at = row * batch.tokens; at < (row + 1) * batch.tokens; at++) {
+            if (batch.ids[at] < 0) continue;
+            scratch.numbers[at] = tokens.size();
+            tokens.push_back(tokens.size());
+            scratch.places.push_back(at);
+        }
+        for (int64_t to = row * batch.wanted; to < (row + 1) * batch.wanted; to++) {
+            int64_t number = scratch.numbers[row * batch.tokens + batch.places[to]];
+            if (number >= 0) last_tokens.push_back(number);
+            (number >= 0 ? scratch.outputs : scratch.missing).push_back(to);
+        }
+    }
+    first.push_back(tokens.size());
+    last_first.push_back(last_tokens.size());
+}
+
 /// For each token its depth and, of the new tokens, the slots of its ancestors and its own.
 struct Ancestors {
-    int64_t* depths;
-    int32_t* slots; // [B, N, N]
+    int64_t* depths; // [C]
+    int32_t* slots;  // [C, N]
 };
 
-static void find(const Batch& batch, const Ancestors& ancestors) {
-    for (int64_t at = 0; at < batch.rows * batch.tokens; at++) {
-        int64_t row = at / batch.tokens, depth = 0;
+static void find(const Batch& batch, const std::vector<int64_t>& places, const Ancestors& ancestors) {
+    for (size_t token = 0; token < places.size(); token++) {
+        int64_t row = places[token] / batch.tokens, self = places[token] % batch.tokens, depth = 0;
         const int64_t* parents = batch.parents + row * batch.tokens;
-        for (int64_t up = parents[at % batch.tokens]; up >= 0; up = parents[up]) depth++;
-        ancestors.depths[at] = depth;
-        for (int64_t up = at % batch.tokens; up >= 0; up = parents[up])
-            ancestors.slots[at * batch.tokens + depth--] = within(batch, row, up);
+        for (int64_t up = parents[self]; up >= 0; up = parents[up]) depth++;
+        ancestors.depths[token] = depth;
+        for (int64_t up = self; up >= 0; up = parents[up])
+            ancestors.slots[token * batch.tokens + depth--] = within(batch, row, up);
     }
 }
 
 /// Writes the keys and values of a thread's share of the tokens into the cache, and turns its queries.
 template <class Stored>
 static void place(
-    const Model& model, const Layer& layer, const Batch& batch, int64_t number, const int64_t* depths, float* projected,
+    const Model& model, const Layer& layer, const Batch& batch, int64_t number, const Scratch& scratch, float* projected,
     Span share
 ) {
     int64_t size = model.head_size, half = size / 2, heads = model.heads, kv_heads = model.kv_heads;
     for (int64_t at = share.first; at < share.last; at++) {
-        int64_t row = at / batch.tokens, token = at % batch.tokens;
-        int64_t position = within(batch, row, depths[at]);
+        int64_t row = scratch.places[at] / batch.tokens, token = scratch.places[at] % batch.tokens;
+        int64_t position = within(batch, row, scratch.depths[at]);
         const float *cosines = model.cosines + position * half, *sines = model.sines + position * half;
         float* head = projected + at * (heads + 2 * kv_heads) * size;
         for (int64_t h = 0; h < heads + kv_heads; h++, head += size) {
@@ -129,18 +173,16 @@ static void place(
     }
 }
 
-/// Tokens that are computed on, of each row as many.
-struct Chosen {
-    int64_t each;
-    const int64_t* tokens; // [B, each]
-};
-
 /// Numbers that the scores of one query need.
 static int64_t room_of(const Batch& batch) { return batch.slots + batch.tokens + 2 * LANES; }
 
-/// How many groups of queries that are attended to together a row has for each of its heads of keys.
-static int64_t groups_of(const Model& model, const Chosen& chosen) {
-    return (chosen.each * (model.heads / model.kv_heads) + Q_TILE - 1) / Q_TILE;
+/// Cuts the queries of each row and head of keys into groups that are attended to together; sets where a row's groups begin.
+static void group(const Model& model, Chosen& chosen) {
+    chosen.groups.assign(1, 0);
+    for (size_t row = 0; row + 1 < chosen.first.size(); row++) {
+        int64_t queries = (chosen.first[row + 1] - chosen.first[row]) * (model.heads / model.kv_heads);
+        chosen.groups.push_back(chosen.groups.back() + model.kv_heads * ((queries + Q_TILE - 1) / Q_TILE));
+    }
 }
 
 /// Attention of a thread's share of all groups of queries of the chosen tokens.
@@ -150,14 +192,16 @@ static void attend_all(
     const float* projected, Input* attended, float* scores, Span share
 ) {
     int64_t size = model.head_size, heads = model.heads, kv_heads = model.kv_heads, sharing = heads / kv_heads;
-    int64_t groups = groups_of(model, chosen), room = room_of(batch);
+    int64_t room = room_of(batch), row = 0;
     for (int64_t at = share.first; at < share.last; at++) {
-        int64_t row = at / (kv_heads * groups), kv_head = at / groups % kv_heads;
-        Span some(chosen.each * sharing, at % groups, groups);
+        while (chosen.groups[row + 1] <= at) row++;
+        int64_t groups = (chosen.groups[row + 1] - chosen.groups[row]) / kv_heads, which = at - chosen.groups[row];
+        int64_t kv_head = which / groups, first = chosen.first[row];
+        Span some((chosen.first[row + 1] - first) * sharing, which % groups, groups);
         Query<Input> queries[Q_TILE];
         for (int64_t i = 0; i < some.last - some.first; i++) {
-            int64_t query = some.first + i, to = row * chosen.each + query / sharing;
-            int64_t from = row * batch.tokens + chosen.tokens[to], h = kv_head * sharing + query % sharing;
+            int64_t query = some.first + i, to = first + query / sharing;
+            int64_t from = chosen.tokens[to], h = kv_head * sharing + query % sharing;
             queries[i] = {
                 projected + (from * (heads + 2 * kv_heads) + h) * size, ancestors.slots + from * batch.tokens,
                 ancestors.depths[from] + 1, scores + i * room, attended + (to * heads + h) * size,
@@ -171,13 +215,16 @@ static void attend_all(
     }
 }
 
+/// Products go to the rows of `to` in their order, or to those that `places` names.
 template <class Input>
-static void set_product(Team& team, const Matrix& matrix, const Input* inputs, int64_t rows, float* to) {
+static void set_product(
+    Team& team, const Matrix& matrix, const Input* inputs, int64_t rows, float* to, const int64_t* places = nullptr
+) {
     team.each(matrix.count(), 1, [&](Span panels, int) {
         for (; panels.first < panels.last; panels.first++) {
             Outputs outputs(matrix, panels.first);
             multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
-                std::copy_n(sums, outputs.count, to + row * matrix.outputs + outputs.first);
+                std::copy_n(sums, outputs.count, to + (places ? places[row] : row) * matrix.outputs + outputs.first);
             });
         }
     });
@@ -197,13 +244,16 @@ static void embed(const Model& model, const Batch& batch, int64_t at, float* to)
 
 /// Copies the states of all tokens to where those of a layer are wanted, if they are; of absent tokens they are 0.
 template <class From>
-static void copy_states(Team& team, const Model& model, const Batch& batch, int64_t layer, const From* from) {
+static void copy_states(
+    Team& team, const Model& model, const Batch& batch, const Scratch& scratch, int64_t layer, const From* from
+) {
     float* to = batch.states ? batch.states[layer] : nullptr;
     if (!to) return;
     team.each(batch.rows * batch.tokens, FEW_TOKENS, [&](Span tokens, int) {
         int64_t size = model.hidden_size;
         for (int64_t at = tokens.first; at < tokens.last; at++)
-            for (int64_t i = at * size; i < (at + 1) * size; i++) to[i] = batch.ids[at] < 0 ? 0.0f : number(from[i]);
+            for (int64_t i = 0, which = scratch.numbers[at]; i < size; i++)
+                to[at * size + i] = which < 0 ? 0.0f : number(from[which * size + i]);
     });
 }
 
@@ -212,21 +262,22 @@ static void copy_states(Team& team, const Model& model, const Batch& batch, int6
 template <class Stored, class Input>
 static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_t threads) {
     threads = std::clamp<int64_t>(threads, 1, MOST_WORKERS);
-    int64_t count = batch.rows * batch.tokens, wanted = batch.rows * batch.wanted, hidden_size = model.hidden_size;
+    Chosen &all = scratch.all, &last = scratch.last;
+    choose(batch, scratch);
+    group(model, all);
+    group(model, last);
+    int64_t count = all.count(), wanted = last.count(), hidden_size = model.hidden_size;
     int64_t heads_width = model.heads * model.head_size, stride = heads_width + 2 * model.kv_heads * model.head_size;
     int64_t room = Q_TILE * room_of(batch);
-    float *all_hidden = grown(scratch.hidden, count * hidden_size), *last_hidden = grown(scratch.last, wanted * hidden_size);
+    float *all_hidden = grown(scratch.hidden, count * hidden_size), *last_hidden = grown(scratch.last_hidden, wanted * hidden_size);
     float* projected = grown(scratch.projected, count * stride);
     int64_t most = std::max(count, wanted);
     float *all_gates = grown(scratch.gates, most * model.intermediate), *all_scores = grown(scratch.scores, threads * room);
     Input* normed = grown<float, Input>(scratch.normed, most * hidden_size);
     Input* attended = grown<float, Input>(scratch.attended, most * heads_width);
     Input* intermediate = grown<float, Input>(scratch.intermediate, most * model.intermediate);
-    int64_t* each_token = grown(scratch.tokens, count);
-    for (int64_t at = 0; at < count; at++) each_token[at] = at % batch.tokens;
-    Chosen all = {batch.tokens, each_token}, last = {batch.wanted, batch.places};
     Ancestors ancestors = {grown(scratch.depths, count), grown(scratch.ancestors, count * batch.tokens)};
-    find(batch, ancestors);
+    find(batch, scratch.places, ancestors);
     bool is_last_whole = batch.states && (batch.states[model.layers] || batch.states[model.layers + 1]);
 
     Team::run(threads, [&](Team& team) {
@@ -249,26 +300,25 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
             });
         };
         team.each(count, FEW_TOKENS, [&](Span tokens, int) {
-            for (int64_t at = tokens.first; at < tokens.last; at++) embed(model, batch, at, hidden + at * hidden_size);
+            for (int64_t at = tokens.first; at < tokens.last; at++)
+                embed(model, batch, scratch.places[at], hidden + at * hidden_size);
         });
         for (int64_t number = 0; number < model.layers; number++) {
             const Layer& layer = model.layer[number];
-            copy_states(team, model, batch, number, all_hidden);
+            copy_states(team, model, batch, scratch, number, all_hidden);
             rms_norm_all(layer.norm);
             set_product(team, layer.qkv, normed, count, projected);
             team.each(count, 1, [&](Span tokens, int) {
-                place<Stored>(model, layer, batch, number, ancestors.depths, projected, tokens);
+                place<Stored>(model, layer, batch, number, scratch, projected, tokens);
             });
             const Chosen& chosen = number + 1 < model.layers || is_last_whole ? all : last;
-            team.each(batch.rows * model.kv_heads * groups_of(model, chosen), 1, [&](Span groups, int worker) {
+            team.each(chosen.groups.back(), 1, [&](Span groups, int worker) {
                 float* scores = all_scores + worker * room;
                 attend_all<Stored>(model, batch, number, ancestors, chosen, projected, attended, scores, groups);
             });
             if (&chosen == &last) {
-                for (int64_t at = 0; at < wanted; at++) {
-                    int64_t from = at / batch.wanted * batch.tokens + batch.places[at];
-                    std::copy_n(all_hidden + from * hidden_size, hidden_size, last_hidden + at * hidden_size);
-                }
+                for (int64_t at = 0; at < wanted; at++)
+                    std::copy_n(all_hidden + last.tokens[at] * hidden_size, hidden_size, last_hidden + at * hidden_size);
                 hidden = last_hidden;
                 rows = wanted;
             }
@@ -295,19 +345,21 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
             });
             add_product(layer.down, intermediate);
         }
-        if (is_last_whole) copy_states(team, model, batch, model.layers, all_hidden);
+        if (is_last_whole) copy_states(team, model, batch, scratch, model.layers, all_hidden);
         rms_norm_all(model.final_norm);
         const Input* read = normed; // by the head
         if (is_last_whole) {
-            copy_states(team, model, batch, model.layers + 1, normed);
+            copy_states(team, model, batch, scratch, model.layers + 1, normed);
             Input* chosen = grown<float, Input>(scratch.wanted, wanted * hidden_size);
-            for (int64_t at = 0; at < wanted; at++) {
-                int64_t from = at / batch.wanted * batch.tokens + batch.places[at];
-                std::copy_n(normed + from * hidden_size, hidden_size, chosen + at * hidden_size);
-            }
+            for (int64_t at = 0; at < wanted; at++)
+                std::copy_n(normed + last.tokens[at] * hidden_size, hidden_size, chosen + at * hidden_size);
             read = chosen;
         }
-        set_product(team, model.head, read, wanted, batch.logits);
+        set_product(team, model.head, read, wanted, batch.logits, scratch.outputs.data());
+        team.each(scratch.missing.size(), 1, [&](Span places, int) {
+            for (int64_t at = places.first; at < places.last; at++)
+                std::fill_n(batch.logits + scratch.missing[at] * model.head.outputs, model.head.outputs, 0.0f);
+        });
     });
 }
 
