@@ -88,9 +88,10 @@ class BigramDrafter(Drafter):
         """Counts the pairs of the prompts."""
         self._rows += [Bigrams(request.tokens) for request in requests]
 
-    def propose(self, k: int, after: Draft | None = None) -> Draft:
-        """At most `k` tokens per row, filled with `ABSENT` on the right."""
-        guesses = [row.guess(k, min_count=self.config.min_count) for row in self._rows]
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """At most so many tokens in each row, filled with `ABSENT` on the right."""
+        pairs = zip(self._rows, lengths, strict=True)
+        guesses = [row.guess(length, min_count=self.config.min_count) for row, length in pairs]
         return Draft.chain(ragged.from_lists(guesses, self._device))
 
     def commit(self, new: Committed) -> None:

@@ -59,10 +59,10 @@ class TableDrafter(Drafter):
         """Remembers the last token of each prompt."""
         self._last_B = torch.cat([self._last_B, _last(prompt.tokens)])
 
-    def propose(self, k: int, after: Draft | None = None) -> Draft:
-        """The same number of tokens in all rows."""
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """The same number of tokens in all rows; what a row did not ask for is cut off."""
         tokens = [self._last_B]
-        for _ in range(min(k, self._longest)):
+        for _ in range(min(max(lengths), self._longest)):
             tokens.append(self._follower_V[tokens[-1]])
         return Draft.chain(torch.stack(tokens, dim=1)[:, 1:])
 

@@ -91,7 +91,7 @@ class Draft:
     with parents -1, 0, 1, …
 
     Args:
-        tokens: `[B, N]` token ids; `ABSENT` where a row has fewer nodes.
+        tokens: `[B, N]` token ids; `ABSENT` where a row has fewer nodes, and then for what follows such a node too.
         parents: `[B, N]` index of each node's parent; -1 is the last committed token.
         probs: `[B, N, V]` the distribution each token was really drawn from, or None if the tokens
             were chosen deterministically. A later sibling's is without the tokens of earlier ones.
@@ -207,6 +207,7 @@ class RoundOutput:
         accepted: how many of them, counted from the first, were drafted.
         drafted: how deep the draft was; for a chain, how many tokens.
         nodes: how many tokens the draft had, all nodes of a tree.
+        paths: which nodes of the draft were accepted; of a chain, the first ones.
         finished: whether the request has ended.
     """
 
@@ -215,6 +216,7 @@ class RoundOutput:
     accepted: list[int]
     drafted: list[int]
     nodes: list[int]
+    paths: list[list[int]]
     finished: list[bool]
 
 
@@ -252,8 +254,13 @@ class Drafter:
             prompt: their tokens, as they are in `requests`, and the target's states.
         """
 
-    def propose(self, k: int, after: Draft | None = None) -> Draft:
-        """Guesses at most `k` tokens deep what follows the committed tokens (or `after` them)."""
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """Guesses what follows the committed tokens, or `after` them.
+
+        Args:
+            lengths: for each row, at most how many tokens deep; 0 wants no draft. What is deeper is cut off.
+            after: a draft that is not verified yet, for drafters that can run ahead.
+        """
         raise NotImplementedError
 
     def commit(self, new: Committed) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft.core import Request
 from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
 from paradraft.drafters import drafter_names, takes_draft
@@ -20,8 +19,10 @@ from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import LogitsProcessor, Sampling
 from paradraft.tree import Tree
 from tests.conftest import VOCAB
+from tests.support.decoding import Varying, committed, requests
 from tests.support.decoding import answers as answers_of
-from tests.support.decoding import requests
+from tests.support.decoding import decoded as rounds
+from tests.support.decoding import texts as texts_of
 from tests.support.replays import replay_everything
 
 REPLAYED = "replayed, float64"
@@ -106,18 +107,28 @@ def test_greedy_equals_transformers(family: Path, runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("name", drafter_names())
-def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str) -> None:
-    """Guards against a draft that depends on how the rounds before were cut: the same committed
-    tokens, reached by rounds or given as a prompt, must lead to the same draft."""
+@pytest.mark.parametrize("varying", [False, True])
+def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, varying: bool) -> None:
+    """Guards against a draft that depends on how the rounds before were cut, on those in which a row drafted nothing,
+    or on what other rows draft: the same committed tokens, reached by rounds or given as a prompt, must lead to the
+    same draft."""
     drafted, again = engine(family, name), engine(family, name)
-    text = drafted.target.tokenizer("abcabcabcabcabc")["input_ids"]
-    batch, generation = drafted.new_batch(), Generation(Request(tokens=text, max_new_tokens=40))
-    batch.join([generation])
-    while len(generation.tokens) < 24:
+    texts = [drafted.target.tokenizer(prompt)["input_ids"] for prompt in ("abcabcabcabcabc", "hello", "The0quick")]
+    lengths = Varying(4) if varying else Fixed(4)
+    batch, generations = drafted.new_batch(lengths=lengths), list(map(Generation, requests(texts, limits=60)))
+    batch.join(generations)
+    while min(len(generation.tokens) for generation in generations) < 10:
         batch.step()
     anew = again.new_batch()
-    anew.join([Generation(generation.so_far)])
-    assert torch.equal(again.drafter.propose(4).tokens, drafted.drafter.propose(4).tokens)
+    anew.join([Generation(generation.so_far) for generation in generations])
+    expected = again.drafter.propose([4, 4, 4]).tokens
+    tokens = drafted.drafter.propose([4, 0, 2]).tokens
+    for row, length in [(0, 4), (2, 2)]:
+        assert tokens[row, :length].tolist() == expected[row, : min(length, tokens.shape[1])].tolist()
+    # What a row did not want, it wants in the next round.
+    batch.drafter.commit(committed(*[[token] for token in (7, 8, 9)]))
+    again.drafter.commit(committed(*[[token] for token in (7, 8, 9)]))
+    assert torch.equal(drafted.drafter.propose([4, 4, 4]).tokens, again.drafter.propose([4, 4, 4]).tokens)
 
 
 @pytest.mark.parametrize("name", drafter_names())
@@ -127,9 +138,9 @@ def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
     class Alternating(Fixed):
         calls = 0
 
-        def next(self) -> int:
+        def next(self) -> list[int]:
             self.calls += 1
-            return 5 if self.calls % 9 == 0 else 0
+            return super().next() if self.calls % 9 == 0 else [0] * self._rows
 
     plain, drafted = engine(family, "none"), engine(family, name, width=8)
     expected = plain.generate("helloworld", max_new_tokens=60).tokens
@@ -150,6 +161,28 @@ def test_ragged_batch_equals_single_rows(family: Path, name: str, tree: int | No
     ]
     together = drafted.generate(PROMPTS, max_new_tokens=limits, sampling=SAMPLINGS)
     assert [result.tokens for result in together] == alone
+
+
+@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("tree", [None, 9])
+def test_rows_draft_as_much_as_each_is_asked_for(family: Path, name: str, tree: int | None) -> None:
+    """Guards rows that draft nothing beside others that do, in passes too narrow for all that a row has not read: every
+    text is the target's, and no row drafts more than it was asked for."""
+    plain, drafted = engine(family, "none"), engine(family, name, tree=tree, width=10)
+    expected = [plain.generate(prompt, max_new_tokens=40).tokens for prompt in PROMPTS]
+    texts = [drafted.target.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    asked: list[list[int]] = []
+
+    class Noted(Varying):
+        def next(self) -> list[int]:
+            asked.append(super().next())
+            return asked[-1]
+
+    batch = drafted.new_batch(lengths=Noted(4), keeps_finished=True)
+    steps = rounds(batch, requests(texts, limits=40, eos_ids=drafted.target.eos_ids))
+    assert [tokens for _, tokens in sorted(texts_of(steps).items())] == expected
+    for step, lengths in zip(steps, asked, strict=True):
+        assert all(drafted <= length for drafted, length in zip(step.drafted, lengths, strict=True))
 
 
 @pytest.mark.parametrize("name", drafter_names())

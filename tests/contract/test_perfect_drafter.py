@@ -26,7 +26,7 @@ from paradraft.tree import Tree
 from paradraft.verify import RULES
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.contract.test_random_configurations import never_twice
-from tests.support.decoding import requests, stepped, texts
+from tests.support.decoding import Varying, requests, stepped, texts
 from tests.support.random_models import random_model
 
 OPENINGS = [1, 2, 3, 4]
@@ -141,6 +141,19 @@ def test_everything_is_accepted_at_any_length(pairs: dict[str, Pair], name: str,
     steps = rounds_of(Engine(*pairs[name], k=k, verify=rule), PROMPTS[1:2], SAMPLINGS[1:2], [31])
     assert share_accepted(steps) == 1.0
     assert [step.drafted[0] for step in steps[:-1]] == [k] * (30 // (k + 1))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", PERFECT)
+def test_everything_is_accepted_after_rounds_without_drafts(pairs: dict[str, Pair], name: str, shape: str) -> None:
+    """Guards what a drafter has to catch up with: rows that draft again after some rounds, each as deep as it is asked,
+    have all of it accepted at once."""
+    engine = Engine(*pairs[name], k=4, tree=SHAPES[shape])
+    batch = engine.new_batch(lengths=Varying(4))
+    batch.join(list(map(Generation, requests(PROMPTS, SAMPLINGS[:4], [40] * 4, eos_ids=engine.target.eos_ids))))
+    steps = stepped(batch, lambda: batch.is_finished)
+    assert share_accepted(steps) == 1.0
+    assert len({drafted for step in steps for drafted in step.drafted}) > 2
 
 
 @pytest.mark.parametrize("lengths", ["heuristic", "expected", "confidence"])

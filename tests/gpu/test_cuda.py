@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,10 @@ def test_nothing_is_waited_for_between_draft_and_target(family: Path, monkeypatc
     propose, forward = engine.drafter.propose, engine.target.forward
     watched: list[int] = []
 
-    def watch(k: int) -> Draft:
-        watched.append(k)
+    def watch(lengths: Sequence[int]) -> Draft:
+        watched.append(max(lengths))
         torch.cuda.set_sync_debug_mode("error" if len(watched) > 1 else "default")  # the first reads the prompt
-        return propose(k)
+        return propose(lengths)
 
     def done(draft: Draft) -> TargetOut:
         out = forward(draft)

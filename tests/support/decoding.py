@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from paradraft.core import Committed, Drafter, Drafting, Request, RoundOutput
 from paradraft.decode.batch import Batch, run
+from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
@@ -55,6 +57,34 @@ def started(
     """Begins with a row for each prompt."""
     drafter.start(Drafting(**drafting), CPU)
     drafter.join(requests(rows, samplings), committed(*rows))
+
+
+def round_of(accepted: list[int], drafted: list[int], *, ended: int = 0) -> RoundOutput:
+    """A round of chains; the last rows, `ended` of them, had ended before."""
+    rows = len(accepted)
+    there = [row < rows - ended for row in range(rows)]
+    return RoundOutput(
+        requests=list(range(rows)),
+        tokens=[[1] * (number + 1) if is_there else [] for number, is_there in zip(accepted, there, strict=True)],
+        accepted=accepted,
+        drafted=drafted,
+        nodes=drafted,
+        paths=[list(range(number)) for number in accepted],
+        finished=[not is_there for is_there in there],
+    )
+
+
+class Varying(Fixed):
+    """Another length for each row in every round; often none, and in some rounds none at all."""
+
+    def __init__(self, k: int, seed: int = 0) -> None:
+        super().__init__(k)
+        self._chooser = random.Random(seed)
+
+    def next(self) -> list[int]:
+        if self._chooser.random() < 0.2:
+            return [0] * self._rows
+        return [self._chooser.choice([0, 0, self.k, self._chooser.randint(1, self.k)]) for _ in range(self._rows)]
 
 
 def empty_rows(lm: CausalLM, number: int) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy
@@ -163,7 +164,7 @@ def test_committed_states_are_those_of_the_tokens() -> None:
 class Lengths(TextDrafter):
     """Drafts how long the text is."""
 
-    def propose(self, k: int, after: Draft | None = None) -> Draft:
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         return Draft.chain(torch.tensor([[len(text)] for text in self.texts]))
 
 
@@ -174,7 +175,7 @@ def test_drafters_of_texts_follow_them() -> None:
         started(drafter, [[1, 2], [3]])
         drafter.commit(committed([4], [5, 6, 7]))
         drafter.join(requests([[0] * 7]), committed([0] * 7))
-        assert drafter.propose(1).tokens.tolist() == [[3], [4], [7]]
+        assert drafter.propose([1] * 3).tokens.tolist() == [[3], [4], [7]]
         drafter.keep(torch.tensor([2, 1]))
         drafter.commit(committed([4], [5]))
         assert drafter.texts == [[0] * 7 + [4], [3, 5, 6, 7, 5]]
@@ -190,7 +191,7 @@ def test_a_drafter_is_what_it_overrides() -> None:
         (), "chain", False, (),
     )  # fmt: skip
     with pytest.raises(NotImplementedError):
-        drafter.propose(1)
+        drafter.propose([1])
 
 
 def test_empty_draft_is_a_chain_of_nothing() -> None:

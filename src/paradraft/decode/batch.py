@@ -82,6 +82,7 @@ class Batch:
         self._keeps_finished = keeps_finished
         self._kept = deque[KeptRow](maxlen=kept_rows)
         self._start_number = 0
+        self._most: list[int] = []
 
     @property
     def is_current(self) -> bool:
@@ -141,7 +142,7 @@ class Batch:
         self._start_number = self.target.starts
         self.drafter.start(self.drafting, device)
         self.sampler = Sampler(drafting=self.drafting, device=device)
-        self.lengths.start()
+        self.lengths.start(self.drafting.tree, is_ragged=self.target.lm.is_ragged)
         self.clock = Clock.on(device)
 
     def step(self) -> RoundOutput:
@@ -151,7 +152,8 @@ class Batch:
         self.clock.skip()
         output = decode_round(self)
         seconds = self.clock.last_s
-        self.lengths.observe(output, draft_s=seconds["draft"], verify_s=seconds["verify"])
+        other_s = seconds.get("other", 0.0)  # of the round before
+        self.lengths.observe(output, draft_s=seconds["draft"], verify_s=seconds["verify"], other_s=other_s)
         self.clock.count(output)
         if self.is_finished:
             self._save(self.generations)
@@ -183,34 +185,30 @@ class Batch:
         """Removes all requests."""
         self.generations = []
 
-    def depth(self) -> int:
-        """How deep to draft: no deeper than some row has room for.
+    def draft_lengths(self) -> list[int]:
+        """How deep to draft in each row: no deeper than it has room for, with the target's own token after the draft.
 
-        A tree that grows to its budget takes another shape if it is shallower, so it is cut afterwards; else what a row
-        gets would depend on the rows beside it.
+        A tree that grows to its budget takes another shape if it is shallower, so it is drafted whole and cut later.
         """
-        k, tree = self.lengths.next(), self.drafting.tree
-        room = max(generation.room for generation in self.generations) - 1
-        return k if room and tree is not None and tree.budget is not None else min(k, room)
+        pairs = zip(self.lengths.next(), self.generations, strict=True)
+        self._most = [min(length, max(generation.room - 1, 0)) for length, generation in pairs]
+        tree = self.drafting.tree
+        is_grown = tree is not None and tree.budget is not None
+        return [self.lengths.k if most else 0 for most in self._most] if is_grown else self._most
 
     def trim(self, draft: Draft) -> Draft:
-        """The draft without what is not worth its time, and without what a row has no room for.
-
-        The target's own token takes the last place. Each row has its own limit, so that its drafts do not depend on its
-        batch.
-        """
+        """The draft without what is not worth its time, and without what is deeper than its row may draft."""
         draft = self.lengths.cut(draft)
-        most = [max(generation.room - 1, 0) for generation in self.generations]
-        if draft.tokens.shape[1] <= min(most):
+        if draft.tokens.shape[1] <= min(self._most):
             return draft
-        return draft.where(depths(draft.parents) < upload(most, draft.tokens.device)[:, None])
+        return draft.where(depths(draft.parents) < upload(self._most, draft.tokens.device)[:, None])
 
     def emit(self, draft: Draft, verdict: Verdict) -> RoundOutput:
         """Hands the committed tokens of a round to the requests; a request whose logits are not numbers fails."""
-        tokens, accepted, drafted, nodes = [], [], [], []
-        parts = (verdict.tokens, verdict.accepted, draft.tokens, depths(draft.parents))
+        tokens, accepted, drafted, nodes, paths = [], [], [], [], []
+        parts = (verdict.tokens, verdict.accepted, verdict.path, draft.tokens, depths(draft.parents))
         rows = zip(self.generations, *(part.tolist() for part in parts), strict=True)
-        for generation, committed, kept, guessed, depth in rows:
+        for generation, committed, kept, path, guessed, depth in rows:
             was_finished = generation.is_finished
             new = generation.emit([token for token in committed if token != ABSENT], kept)
             # Deeper in the draft a processor may have forbidden every token, after a guess that does not become text.
@@ -221,12 +219,14 @@ class Batch:
             accepted.append(min(kept, len(new)))
             drafted.append(max(deep, default=0))
             nodes.append(len(deep))
+            paths.append(path[: accepted[-1]])
         return RoundOutput(
             requests=[generation.request.id for generation in self.generations],
             tokens=tokens,
             accepted=accepted,
             drafted=drafted,
             nodes=nodes,
+            paths=paths,
             finished=[generation.is_finished for generation in self.generations],
         )
 

@@ -16,30 +16,36 @@ from torch import Tensor
 
 from paradraft.core import Draft, RoundOutput
 from paradraft.decode.expected_length import Expected
-from paradraft.ragged import upload
-from paradraft.tree import ancestors, depths
+from paradraft.tree import Tree, ancestors
 
 
 class LengthPolicy(Protocol):
     """Chooses the length of the next draft from what earlier rounds accepted."""
 
+    k: int
+    """Most tokens of a path of a draft."""
     wants_confidence: bool
     """Whether `cut` looks at the drafter's confidence."""
 
-    def start(self) -> None:
-        """Begins with a batch without rows; what was learnt about costs may stay."""
+    def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
+        """Begins with a batch without rows; what was learnt may stay.
+
+        Args:
+            tree: the shape of the drafts; None for chains.
+            is_ragged: whether the target's pass takes as long as it has tokens; else as long as its longest row has.
+        """
 
     def join(self, rows: int) -> None:
         """Takes in so many new rows, after the others."""
 
-    def next(self) -> int:
-        """Most tokens to draft in any row of the next round; 0 decodes plainly."""
+    def next(self) -> list[int]:
+        """For each row, how many tokens deep to draft in the next round, at most `k`; 0 decodes plainly."""
 
     def cut(self, draft: Draft) -> Draft:
         """The draft without what is not worth the target's time."""
 
-    def observe(self, step: RoundOutput, *, draft_s: float, verify_s: float) -> None:
-        """Learns what a round accepted and how long its two passes took."""
+    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
+        """Learns what a round accepted, how long its two passes took, and how long everything else."""
 
     def keep(self, rows: Tensor) -> None:
         """Forgets all rows but `rows`, `[b]` the index that each had before."""
@@ -52,26 +58,30 @@ class Fixed:
 
     def __init__(self, k: int) -> None:
         self.k = k
+        self._rows = 0
 
-    def start(self) -> None:
-        """Nothing to forget."""
+    def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
+        """Forgets all rows."""
+        self._rows = 0
 
     def join(self, rows: int) -> None:
-        """Nothing to take in."""
+        """Counts the rows."""
+        self._rows += rows
 
-    def next(self) -> int:
-        """See `LengthPolicy`."""
-        return self.k
+    def next(self) -> list[int]:
+        """The same for every row."""
+        return [self.k] * self._rows
 
     def cut(self, draft: Draft) -> Draft:
         """The draft as it is."""
         return draft
 
-    def observe(self, step: RoundOutput, *, draft_s: float, verify_s: float) -> None:
+    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
         """Nothing to learn."""
 
     def keep(self, rows: Tensor) -> None:
-        """Nothing to forget."""
+        """Counts the rows."""
+        self._rows = len(rows)
 
 
 class Heuristic(Fixed):
@@ -81,7 +91,7 @@ class Heuristic(Fixed):
         k: most tokens.
     """
 
-    def start(self) -> None:
+    def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
         """Forgets all rows."""
         self._wanted: list[int] = []
 
@@ -89,20 +99,13 @@ class Heuristic(Fixed):
         """Every row begins with half of the most."""
         self._wanted += [max(self.k // 2, 1)] * rows
 
-    def next(self) -> int:
-        """What the most successful row gets."""
-        return max(self._wanted)
-
-    def cut(self, draft: Draft) -> Draft:
+    def next(self) -> list[int]:
         """Every row gets its own length."""
-        if min(self._wanted) == max(self._wanted) or not draft.tokens.shape[1]:
-            return draft
-        most_B1 = upload(self._wanted, draft.tokens.device)[:, None]
-        return draft.where(depths(draft.parents) < most_B1)
+        return list(self._wanted)
 
-    def observe(self, step: RoundOutput, *, draft_s: float, verify_s: float) -> None:
+    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
         """Grows or shrinks each row's length."""
-        for row, (accepted, drafted) in enumerate(zip(step.accepted, step.drafted, strict=True)):
+        for row, (accepted, drafted) in enumerate(zip(output.accepted, output.drafted, strict=True)):
             if drafted:
                 change = 2 if accepted == drafted else -1
                 self._wanted[row] = min(max(self._wanted[row] + change, 1), self.k)

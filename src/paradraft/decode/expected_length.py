@@ -1,203 +1,216 @@
 """The length policy that drafts what pays on this machine: expected tokens over measured time.
 
-Why it trusts no single time is in docs/decisions.md, 28.
+Why it decides by row and node is in docs/decisions.md, 56.
 """
 
 from __future__ import annotations
 
-import copy
-import statistics
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from paradraft.core import Draft, RoundOutput
+from paradraft.decode.acceptance_shares import AcceptanceShares
+from paradraft.decode.round_costs import RoundCosts
+from paradraft.ragged import upload
+from paradraft.tree import Tree
 
 
-def expected_tokens(shares: Iterable[float]) -> float:
-    """Tokens of a row's round: the target's own, and each drafted one as often as it is accepted.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How many nodes each row drafts, and what that is expected to yield.
 
     Args:
-        shares: for each position of the draft, the share of rounds that accept so many tokens or more.
-
-    >>> expected_tokens([0.5, 0.25])
-    1.75
+        nodes: of each row.
+        tokens: of each row, the target's own included.
+        seconds: of the round.
     """
-    return 1.0 + sum(shares)
 
+    nodes: tuple[int, ...]
+    tokens: tuple[float, ...]
+    seconds: float
 
-def on_lines(known: Mapping[int, float], x: float) -> float:
-    """What lies at `x` on the straight lines between known points; beyond the first and the last, what they have.
-
-    Raises:
-        ValueError: nothing is known.
-
-    >>> on_lines({1: 10.0, 3: 14.0}, 2), on_lines({1: 10.0, 3: 14.0}, 7)
-    (12.0, 14.0)
-    """
-    below = max((other for other in known if other <= x), default=min(known))
-    above = min((other for other in known if other >= x), default=max(known))
-    share = (x - below) / (above - below) if above > below else 0.0
-    return (1 - share) * known[below] + share * known[above]
-
-
-@dataclass(kw_only=True)
-class _Costs:
-    """Times of the passes of one batch size, by the number of tokens that were asked for."""
-
-    seconds: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=12)))
-
-    def add(self, k: int, seconds: float) -> None:
-        self.seconds[k].append(seconds)
-
-    def of(self, k: int) -> float:
-        """The median time when `k` tokens are asked for; on a straight line between those that are known, of which no
-        draft at all is none: a draft's first token costs more than its second."""
-        return on_lines({other: statistics.median(s) for other, s in self.seconds.items() if other or not k}, k)
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return sum(self.tokens) / self.seconds
 
 
 class Expected:
     """Maximises the expected tokens per second; plain decoding while speculation does not pay.
 
-    With a_i the share of recent rounds that accepted position i when asked for as many, and T(k) the
-    measured time of a round that is asked for k tokens, it drafts the k for which
-    (1 + a_1 + … + a_k) / T(k) is largest; it begins to draft where that is `GAIN` times as much as
-    without a draft, and goes on while it is more.
+    The nodes of a draft are ordered, the best first, so a draft of n nodes is the first n. Where node i is accepted in
+    a share a_i of rounds, a round in which row r drafts n_r nodes yields Σ_r (1 + a_1 + … + a_(n_r)) tokens, each row
+    with its own shares. Drafted are the nodes whose share is at least some number, the same for all rows: the one with
+    the most expected tokens a second. Drafting begins where that is `GAIN` times as much as without a draft, and goes
+    on while it is more.
 
-    T is learnt for each batch size (in powers of two) in a few rounds with the most tokens, with one
-    and with none. Later the most and none are tried again in turn, as often as the time that this
-    loses stays within `EXPLORE` of all time. What was learnt stays for the next batch.
+    Other plans are tried for a round, as often as the time that this loses stays within `EXPLORE` of all time. A try
+    that pays loses nothing, so another follows at once. What was learnt stays for the next batch.
 
     Args:
-        k: most tokens.
+        k: most tokens of a path.
     """
 
     wants_confidence = False
 
-    MEMORY = 0.98
-    """How much of its weight an observation keeps with every later one; a round has one for each row."""
-    DRAFTS = 24
-    """Longest drafts, counted by rows, that the first batches begin with, to learn what is accepted."""
-    TRIALS = 3
-    """Times with the longest draft, with one token and without, that every new batch size begins with."""
-    TRY = 2
-    """Rounds of a later try. The time of the first round after a change of length is never counted: caches hold what
-    the length before needed, and a draft after plain rounds first reads what they committed."""
-    DRIFT = 0.2
-    """How quickly a change of what the usual round takes is a change of all costs: the machine may be slower now than
-    when the other lengths were tried, texts grow, and batches shrink."""
     GAIN = 1.05
     """How many times as fast as plain decoding drafting has to be to begin: the drafter first reads the prompt, or what
-    plain rounds committed, and that is not in T."""
-    EXPLORE = 0.01
-    """The share of all time that trying other lengths may lose."""
+    plain rounds committed, and that is not in its time."""
+    EXPLORE = 0.015
+    """The share of all time that trying other plans may lose."""
+    ALMOST = 0.85
+    """What share of plain decoding's speed the best plan with drafts has to have, for all of it to be tried."""
+    EVERY = 6
+    """Rounds with drafts after which the plan is made anew, as it is after tries and when rows come or go."""
+    CANDIDATES = 12
+    """Numbers that a node's share must reach of which the best is taken."""
 
     def __init__(self, k: int) -> None:
         self.k = k
-        self._costs: dict[int, _Costs] = defaultdict(_Costs)
-        self._accepted = [0.0] * k
-        self._drafted = [0.0] * k
-        self._drafts = 0
+        self._costs = RoundCosts()
+        self._acceptance = AcceptanceShares(k, is_chain=True)
         self._lost_s = 0.0
-        self._slowness = 1.0
-        self._best = self._next_try = k
-        self._asked: int | None = None
-        self._is_change = True
-        self._is_learning = True
-        self._rounds_of_try = 0
-        self._batch = 0
-        self._lent: set[int] = set()
+        self.start(None, is_ragged=True)
 
-    def start(self) -> None:
-        """Keeps what is known of costs and acceptance."""
-        self._batch = 0
+    def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
+        """Forgets all rows; keeps what is known of times and acceptance."""
+        most, is_chain = self.k if tree is None else tree.nodes, tree is None
+        if (most, is_chain) != (self._acceptance.most, self._acceptance.is_chain):
+            self._acceptance = AcceptanceShares(most, is_chain=is_chain)
+        self._acceptance.start()
+        self._costs.is_ragged = is_ragged
+        self._rows = self._age = self._number_of_tries = 0
+        self._asked: list[int] = []
+        self._drafting: set[int] = set()
+        self._forget_plan()
 
     def join(self, rows: int) -> None:
-        """A larger batch has costs of its own, which are learnt where they were only borrowed."""
-        self._batch += rows
-        if self._size in self._lent:
-            self._lent.remove(self._size)
-            del self._costs[self._size]
-        self._asked = None
-        self._rounds_of_try = 0
-
-    def next(self) -> int:
-        """The best length for the whole batch."""
-        before, self._asked = self._asked, self._choose()
-        self._is_change = self._asked != before
-        return self._asked
-
-    def cut(self, draft: Draft) -> Draft:
-        """The draft as it is."""
-        return draft
-
-    def _choose(self) -> int:
-        costs = self._costs[self._size]
-        for k in (self.k, 1, 0):
-            if len(costs.seconds.get(k, ())) < self.TRIALS:
-                self._is_learning, self._best = True, 0
-                return k
-        if self._drafts < self.DRAFTS:
-            return self.k
-        best = max(range(1, self.k + 1), key=lambda k: (self._rate(k), -k))
-        gain = 1.0 if self._best else self.GAIN
-        self._best = best if self._rate(best) > gain * self._rate(0) else 0
-        if self._is_learning:
-            # As if the other length had just been tried: it has been.
-            other = 0 if self._best else self.k
-            self._is_learning, self._lost_s = False, self.TRY * self._loss_s(other, costs.of(other))
-        if self._rounds_of_try:
-            self._rounds_of_try -= 1
-            return self._next_try
-        if self._lost_s > 0.0:
-            return self._best
-        self._rounds_of_try, self._next_try = self.TRY - 1, self.k - self._next_try
-        return self._next_try
-
-    @property
-    def _size(self) -> int:
-        return (self._batch - 1).bit_length()
-
-    def _tokens(self, k: int) -> float:
-        """Expected tokens of a row's round with `k` drafted tokens."""
-        shares = (a / d if d else 0.0 for a, d in zip(self._accepted[:k], self._drafted[:k], strict=True))
-        return expected_tokens(shares)
-
-    def _rate(self, k: int) -> float:
-        """Expected tokens of a row per second, with `k` drafted tokens a round."""
-        return self._tokens(k) / self._costs[self._size].of(k)
-
-    def _loss_s(self, k: int, seconds: float) -> float:
-        """What a round of `k` drafted tokens lost against the best one."""
-        return max(seconds - self._tokens(k) / self._rate(self._best), 0.0)
-
-    def observe(self, step: RoundOutput, *, draft_s: float, verify_s: float) -> None:
-        """Adds a round to costs and acceptance."""
-        asked, seconds = self._asked, draft_s + verify_s
-        assert asked is not None, "a round that was never asked for"
-        costs = self._costs[self._size]
-        if not self._is_change:
-            if asked == self._best and asked in costs.seconds and not self._is_learning:
-                self._slowness *= (seconds / (self._slowness * costs.of(asked))) ** self.DRIFT
-            else:
-                costs.add(asked, seconds / self._slowness)
-        if not self._is_learning:
-            seconds /= self._slowness
-            change_s = -self.EXPLORE * seconds if asked == self._best else self._loss_s(asked, seconds)
-            self._lost_s = max(self._lost_s + change_s, 0.0)
-        rows = [accepted for accepted, tokens in zip(step.accepted, step.tokens, strict=True) if tokens]
-        self._drafts += len(rows) if asked == self.k else 0
-        kept = self.MEMORY ** len(rows)
-        for place in range(asked):
-            self._accepted[place] = kept * self._accepted[place] + sum(accepted > place for accepted in rows)
-            self._drafted[place] = kept * self._drafted[place] + len(rows)
+        """New rows are like all others until more is known of them."""
+        self._rows += rows
+        self._acceptance.join(rows)
+        self._forget_plan()
 
     def keep(self, rows: Tensor) -> None:
-        """A smaller batch has other costs; the larger one's serve where they are unknown, for the few rounds left."""
-        larger = self._costs[self._size]
-        self._batch = len(rows)
-        if self._size not in self._costs:
-            self._costs[self._size] = copy.deepcopy(larger)
-            self._lent.add(self._size)
+        """Forgets the other rows."""
+        order = rows.tolist()
+        self._rows = len(order)
+        self._acceptance.keep(order)
+        self._drafting = {new for new, row in enumerate(order) if row in self._drafting}
+        self._forget_plan()
+
+    def _forget_plan(self) -> None:
+        self._plan: Plan | None = None
+        self._almost: Plan | None = None
+        """The best plan with drafts, where it is a little worse than plain decoding."""
+        self._try: tuple[int, ...] | None = None
+        self._rounds_of_try = 0
+
+    def next(self) -> list[int]:
+        """See `LengthPolicy`."""
+        if not self._costs.knows_plain(self._rows):
+            self._asked = [0] * self._rows
+            return self._asked
+        if self._plan is None or (self._drafting and self._age >= self.EVERY):
+            self._age = 0
+            self._plan = self._choose()
+        self._age += 1
+        if self._try is None and self._lost_s <= 0.0:
+            self._begin_try(self._plan)
+        self._asked = list(self._plan.nodes if self._try is None else self._try)
+        return self._asked if self._acceptance.is_chain else [self.k if nodes else 0 for nodes in self._asked]
+
+    def _begin_try(self, plan: Plan) -> None:
+        """Tries the most nodes in one row; every other time, if some row drafts, none at all, and if none does, the
+        best plan with drafts where that is nearly as good. The first round of a try tells no time, so some have two."""
+        number = self._number_of_tries
+        self._number_of_tries += 1
+        short = [row for row, nodes in enumerate(plan.nodes) if nodes < self._acceptance.most]
+        if any(plan.nodes) and (number % 2 or not short):
+            self._try, self._rounds_of_try = (0,) * self._rows, 2
+        elif self._almost is not None and number % 2:
+            self._try, self._rounds_of_try = self._almost.nodes, 2
+        else:
+            tried = short[number // 2 % len(short)]
+            nodes = (self._acceptance.most if row == tried else before for row, before in enumerate(plan.nodes))
+            self._try, self._rounds_of_try = tuple(nodes), 1 if self._costs.knows_drafts and number % 8 else 2
+
+    def cut(self, draft: Draft) -> Draft:
+        """A tree without the nodes that are not worth their time, which are its last."""
+        if self._acceptance.is_chain or draft.tokens.shape[1] <= min(self._asked):
+            return draft
+        device = draft.tokens.device
+        return draft.where(upload(range(draft.tokens.shape[1]), device) < upload(self._asked, device)[:, None])
+
+    def _choose(self) -> Plan:
+        """The best plan among those that draft the nodes whose share is at least some number."""
+        shares, there = self._acceptance.shares(), self._acceptance.there()
+        sums = [list(itertools.accumulate(row, initial=1.0)) for row in shares]
+        plain = self._plan_of([0] * self._rows, sums, there)
+        if not self._costs.knows_drafts:
+            return plain
+        rising = [[-share for share in row] for row in shares]
+        numbers = sorted({share for row in shares for share in row})
+        plans = []
+        for least in numbers[:: len(numbers) // self.CANDIDATES + 1]:
+            plans.append(self._plan_of([bisect.bisect_right(row, -least) for row in rising], sums, there))
+        best = max(plans, key=lambda plan: plan.rate)
+        is_better = best.rate > plain.rate * (1.0 if self._drafting else self.GAIN)
+        if sum(nodes > 0 for nodes in best.nodes) > self._costs.rows_to_try:
+            order = sorted(range(self._rows), key=lambda row: -best.tokens[row])[: self._costs.rows_to_try]
+            best = self._plan_of([nodes if row in order else 0 for row, nodes in enumerate(best.nodes)], sums, there)
+            self._age = self.EVERY - 2  # soon more is known
+        self._almost = best if not is_better and best.rate > self.ALMOST * plain.rate else None
+        return best if is_better else plain
+
+    def _plan_of(self, nodes: list[int], sums: Sequence[Sequence[float]], there: Sequence[float]) -> Plan:
+        """What it takes to draft so many nodes in each row, for so many tokens."""
+        drafting = [there[number] for number in nodes if number]
+        seconds = self._costs.seconds(self._rows, drafting, self._depth(nodes))
+        tokens = tuple(row[number] for row, number in zip(sums, nodes, strict=True))
+        return Plan(nodes=tuple(nodes), tokens=tokens, seconds=seconds)
+
+    def _depth(self, nodes: Sequence[int]) -> int:
+        return max(nodes) if self._acceptance.is_chain else self.k
+
+    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
+        """Adds a round to times and acceptance."""
+        # A row that has ended drafts nothing, and an answer may end for want of room.
+        asked = [nodes if tokens else 0 for nodes, tokens in zip(self._asked, output.tokens, strict=True)]
+        drafting = {row for row, nodes in enumerate(asked) if nodes}
+        is_first = bool(drafting - self._drafting) or bool(drafting) != bool(self._drafting)
+        self._drafting = drafting
+        self._costs.learn(
+            self._rows,
+            [output.nodes[row] for row in sorted(drafting)],
+            self._depth(asked),
+            draft_s=draft_s,
+            verify_s=verify_s,
+            other_s=other_s,
+            is_first=is_first,
+            is_usual=self._try is None,
+        )
+        if drafting:
+            rows = zip(asked, output.nodes, output.finished, strict=True)
+            could = [drafted if is_finished else nodes for nodes, drafted, is_finished in rows]
+            if any(could):
+                self._acceptance.learn(could, output.nodes, output.paths)
+        if self._plan is None:
+            return
+        seconds = self._costs.of_usual(draft_s + verify_s + other_s)
+        if self._try is None:
+            self._lost_s = max(self._lost_s - self.EXPLORE * seconds, 0.0)
+            return
+        # What the other rows got does not depend on the try.
+        usual = zip(self._plan.nodes, self._try, self._plan.tokens, output.paths, strict=True)
+        more = sum(1 + len(path) - tokens for nodes, tried, tokens, path in usual if nodes != tried)
+        lost_s = seconds - self._plan.seconds - more / self._plan.rate
+        self._lost_s = max(self._lost_s + lost_s, 0.0)
+        self._rounds_of_try -= 1
+        if not self._rounds_of_try:
+            if lost_s < 0.0:
+                self._number_of_tries -= 1
+            self._try, self._plan = None, None

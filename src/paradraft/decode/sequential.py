@@ -26,7 +26,7 @@ def decode_round(batch: Batch) -> RoundOutput:
     Returns:
         The new tokens of each request, cut where its answer ends.
     """
-    draft = batch.trim(batch.drafter.propose(batch.depth()))
+    draft = batch.trim(batch.drafter.propose(batch.draft_lengths()))
     batch.clock.lap("draft")
     out = batch.target.forward(draft)
     verdict = batch.verify(draft, out, batch.sampler)

@@ -22,7 +22,7 @@ from paradraft.models.target import Target
 from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
 from paradraft.sampling.sampler import Sampler
-from paradraft.tree import Tree
+from paradraft.tree import ABSENT, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,26 +69,32 @@ class AutoregressiveDrafter(Drafter):
         self.lm.join(len(requests))
         self._pending += [list(request.tokens) for request in requests]
 
-    def propose(self, k: int, after: Draft | None = None) -> Draft:
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads what is pending, then drafts token by token; a tree's side branches are the next best tokens."""
+        device, k = self.lm.device, max(lengths)
         self._committed = self.lm.lengths
-        self._best_BK = torch.empty(len(self._pending), 0, dtype=torch.long, device=self.lm.device)
+        self._best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=device)
         if k == 0:
-            return Draft.empty(len(self._pending), self.lm.device)
-        if max(map(len, self._pending)) >= self.lm.width:
-            self._pending = self.lm.prefill(self._pending).last
-        reading, numbers = ragged.from_lists(self._pending, self.lm.device), list(map(len, self._pending))
-        last_B1 = upload([[number - 1] for number in numbers], self.lm.device)
+            return Draft.empty(len(lengths), device)
+        unread = [row if length else [] for row, length in zip(self._pending, lengths, strict=True)]
+        if max(map(len, unread)) >= self.lm.width:
+            last = self.lm.prefill([row or [ABSENT] for row in unread]).last
+            unread = [row if length else [] for row, length in zip(last, lengths, strict=True)]
+        reading, numbers = ragged.from_lists(unread, device), list(map(len, unread))
+        last_B1 = upload([[max(number - 1, 0)] for number in numbers], device)
+        lengths_B1 = upload(lengths, device)[:, None]
         found: list[Candidates] = []
         for depth in range(k):
             logits_B1V = self.lm.forward(reading, logit_rows=last_B1).logits
             self.lm.advance(numbers)
             if not found:
-                self._committed, self._pending = self.lm.lengths, [[] for _ in numbers]
-                numbers, last_B1 = [1] * len(numbers), torch.zeros_like(last_B1)
+                self._committed, last_B1 = self.lm.lengths, torch.zeros_like(last_B1)
             found.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), self._best_BK))
-            reading = found[-1].tokens[:, :, 0]
-            self._best_BK = torch.cat([self._best_BK, reading], dim=1)
+            best_B1 = found[-1].tokens[:, :, 0].masked_fill(lengths_B1 <= depth, ABSENT)
+            self._best_BK = torch.cat([self._best_BK, best_B1], dim=1)
+            reading = best_B1.masked_fill(lengths_B1 <= depth + 1, ABSENT)
+            numbers = [int(length > depth + 1) for length in lengths]
+        self._pending = [[] if length else row for row, length in zip(self._pending, lengths, strict=True)]
         return assemble(joined(found), self._tree, aside=0.0, faster=grow)
 
     def commit(self, new: Committed) -> None:

@@ -7,6 +7,7 @@ is looked up, and the tokens behind its latest earlier occurrence are the draft 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paradraft import ragged
@@ -39,9 +40,9 @@ class NgramDrafter(TextDrafter):
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def propose(self, k: int, after: Draft | None = None) -> Draft:
-        """At most `k` tokens per row; rows in which nothing is found stay empty."""
-        found = [lookup(text, k, self.config.max_ngram) for text in self.texts]
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """Rows in which nothing is found stay empty."""
+        found = [lookup(text, k, self.config.max_ngram) for text, k in zip(self.texts, lengths, strict=True)]
         return Draft.chain(ragged.from_lists(found, self.device))
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.core import Draft, Drafter, Drafting
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 
@@ -27,23 +26,14 @@ class NoDrafter(Drafter):
 
     def __init__(self, reserved_tokens: tuple[int, ...] = ()) -> None:
         self.reserved_tokens = reserved_tokens
-        self._rows = 0
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
-        self._device, self._rows = device, 0
+        self._device = device
 
-    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Counts the rows."""
-        self._rows += len(requests)
-
-    def propose(self, k: int, after: Draft | None = None) -> Draft:
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """An empty draft."""
-        return Draft.empty(self._rows, self._device)
-
-    def keep(self, rows: Tensor) -> None:
-        """Counts the rows."""
-        self._rows = len(rows)
+        return Draft.empty(len(lengths), self._device)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> NoDrafter:

@@ -28,7 +28,7 @@ from paradraft.models.tokenization import text_of
 from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, assemble_from, candidates_needed
 from paradraft.sampling.sampler import Sampler
-from paradraft.tree import Tree
+from paradraft.tree import ABSENT, Tree
 
 ASIDE = 0.5
 """What an estimate is worth behind a side branch: a mask's candidates continue the likeliest tokens before it,
@@ -78,24 +78,28 @@ class PardDrafter(Drafter):
         self.lm.join(len(requests))
         self._pending += [list(request.tokens) for request in requests]
 
-    def propose(self, k: int, after: Draft | None = None) -> Draft:
-        """Reads [pending tokens, mask × (k - 1)] and draws all k tokens.
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """Reads [pending tokens, mask × (k - 1)] and draws all k tokens; nothing of rows that want no draft.
 
         Worked example: 3 tokens are pending and k = 4. The pass reads c0 c1 c2 m m m; the logits
         of c2 and of the three masks are the draft, and c0 c1 c2 stay in the cache.
         """
-        device = self.lm.device
+        device, k = self.lm.device, max(lengths)
         if k == 0:
-            return Draft.empty(len(self._pending), device)
-        if max(map(len, self._pending)) + k > self.lm.width:
-            self._pending = self.lm.prefill(self._pending).last
-        numbers = [len(row) for row in self._pending]
+            return Draft.empty(len(lengths), device)
+        unread = [row if length else [] for row, length in zip(self._pending, lengths, strict=True)]
+        if max(map(len, unread)) + k > self.lm.width:
+            last = self.lm.prefill([row or [ABSENT] for row in unread]).last
+            unread = [row if length else [] for row, length in zip(last, lengths, strict=True)]
         masks = [self.mask_id + min(place, self.masks - 1) for place in range(k - 1)]
-        rows_BK = upload([range(number - 1, number - 1 + k) for number in numbers], device)
-        reading = ragged.from_lists([row + masks for row in self._pending], device)
+        texts = [row + masks[: length - 1] if length else [] for row, length in zip(unread, lengths, strict=True)]
+        reading = ragged.from_lists(texts, device)
+        # Behind a row's last mask nothing is read and nothing computed, but where the text of the longest row ends.
+        end = reading.shape[1] - 1
+        rows_BK = upload([[min(max(len(row) - 1, 0) + i, end) for i in range(k)] for row in unread], device)
         logits_BKV = self.lm.forward(reading, logit_rows=rows_BK).logits
-        self.lm.advance(numbers)
-        self._pending = [[] for _ in numbers]
+        self.lm.advance(list(map(len, unread)))
+        self._pending = [[] if length else row for row, length in zip(self._pending, lengths, strict=True)]
         number = candidates_needed(self._tree)
 
         def candidates_at(first: int, last: int, before_BD: Tensor | None) -> Candidates:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paradraft.decode.expected_length import expected_tokens
+from paradraft.decode.acceptance_shares import expected_tokens
 from paradraft.drafters import drafter_settings, split_settings
 from paradraft.sampling_params import Sampling
 

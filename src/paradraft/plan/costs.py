@@ -18,6 +18,7 @@ from paradraft.decode.generation import Generation
 from paradraft.engine import Engine
 from paradraft.request import requests_of
 from paradraft.sampling_params import Sampling
+from paradraft.tree import Tree
 
 COUNTED = 2
 """Rounds of one length that are counted before the next has its turn."""
@@ -84,18 +85,19 @@ class Rotation(Fixed):
         """Whether this is not the first round of a turn or of a batch."""
         return self._rounds > 1
 
-    def start(self) -> None:
+    def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
         """A new batch: its first round reads prompts."""
+        super().start(tree, is_ragged=is_ragged)
         self._rounds = 0
 
-    def next(self) -> int:
+    def next(self) -> list[int]:
         """The length whose turn it is."""
         if self._useful == COUNTED:
             self._turn += 1
             self._rounds = self._useful = 0
         self._rounds += 1
         self.k = self.ks[self._turn % len(self.ks)]
-        return self.k
+        return super().next()
 
     def count(self) -> None:
         """The round was worth its time."""

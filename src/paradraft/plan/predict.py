@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paradraft.decode.batch import should_compact
-from paradraft.decode.expected_length import on_lines
 from paradraft.plan.costs import Costs
 
 
@@ -138,3 +137,18 @@ def sizes(passes: Sequence[float], *, fewest_rows: int) -> list[tuple[int, float
 def best(predictions: Sequence[Prediction], batch: int) -> Prediction:
     """The fastest at a batch size; of equals the one that drafts least."""
     return max((one for one in predictions if one.batch == batch), key=lambda one: (one.speedup, -one.way.drafted))
+
+
+def on_lines(known: Mapping[int, float], x: float) -> float:
+    """What lies at `x` on the straight lines between known points; beyond the first and the last, what they have.
+
+    Raises:
+        ValueError: nothing is known.
+
+    >>> on_lines({1: 10.0, 3: 14.0}, 2), on_lines({1: 10.0, 3: 14.0}, 7)
+    (12.0, 14.0)
+    """
+    below = max((other for other in known if other <= x), default=min(known))
+    above = min((other for other in known if other >= x), default=max(known))
+    share = (x - below) / (above - below) if above > below else 0.0
+    return (1 - share) * known[below] + share * known[above]

@@ -23,6 +23,7 @@ def batch_of(limits: list[int], *, eos: frozenset[int] = frozenset(), k: int = 4
     """A batch whose target is never asked."""
     batch = Batch(SimpleNamespace(device=CPU), NoDrafter(), lengths=Fixed(k), tree=tree)
     batch.generations = list(map(Generation, requests([[1]] * len(limits), limits=limits, eos_ids=eos)))
+    batch.lengths.join(len(limits))
     return batch
 
 
@@ -40,7 +41,7 @@ def test_what_a_round_gave_is_told() -> None:
     """Guards statistics and streams: the accepted tokens that were cut off at the end are not counted."""
     batch = batch_of([10], eos=frozenset([7, 8]))
     assert batch.emit(*accepting([1, 7, 2, 3])) == RoundOutput(
-        requests=[0], tokens=[[1, 7]], accepted=[2], drafted=[4], nodes=[4], finished=[True]
+        requests=[0], tokens=[[1, 7]], accepted=[2], drafted=[4], nodes=[4], paths=[[0, 1]], finished=[True]
     )
     assert batch.is_finished
 
@@ -128,14 +129,16 @@ def test_a_drafter_whose_logits_are_no_numbers_is_named(first: int, second: int,
 
 def test_a_draft_is_no_deeper_than_some_row_has_room_for() -> None:
     """Guards draft passes that are thrown away; a grown tree keeps its shape, but for rows of one token."""
-    assert [batch_of([3, 5], k=k).depth() for k in (1, 4, 9)] == [1, 4, 4]
-    assert batch_of([3, 5], k=9, tree=Tree(paths=((0,),))).depth() == 4
-    assert batch_of([3, 5], k=9, tree=Tree(budget=7)).depth() == 9
-    assert batch_of([1], k=9, tree=Tree(budget=7)).depth() == 0
-    draft = batch_of([3, 5]).trim(Draft.chain(torch.arange(18).view(2, 9)))
+    assert [batch_of([3, 5], k=k).draft_lengths() for k in (1, 4, 9)] == [[1, 1], [2, 4], [2, 4]]
+    assert batch_of([3, 5], k=9, tree=Tree(paths=((0,),))).draft_lengths() == [2, 4]
+    assert batch_of([3, 1], k=9, tree=Tree(budget=7)).draft_lengths() == [9, 0]
+    batch = batch_of([3, 5], k=9)
+    batch.draft_lengths()
+    draft = batch.trim(Draft.chain(torch.arange(18).view(2, 9)))
     assert (draft.tokens != ABSENT).sum(1).tolist() == [2, 4]
     ended = batch_of([1, 5])
     ended.emit(*accepting([6], [6]))
+    assert ended.draft_lengths() == [0, 3]
     draft = ended.trim(Draft.chain(torch.arange(18).view(2, 9)))
     assert (draft.tokens != ABSENT).sum(1).tolist() == [0, 3]
 

@@ -10,9 +10,8 @@ from paradraft.core import Committed, Draft, Drafter, Drafting, Request, RoundOu
 from paradraft.decode.batch import Batch
 from paradraft.decode.draft_length import Fixed
 from paradraft.models.causal_lm import CausalLM
-from paradraft.ragged import to_lists
+from paradraft.ragged import from_lists, to_lists
 from paradraft.sampling_params import Sampling
-from paradraft.tree import ABSENT
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import decoded, requests, target_of, texts
 
@@ -29,9 +28,8 @@ class Knowing(Drafter):
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         self.rows += [self.answers[request.id][request.answered :] for request in requests]
 
-    def propose(self, k: int, after: Draft | None = None) -> Draft:
-        drafts = [row[:k] + [ABSENT] * (k - len(row)) for row in self.rows]
-        return Draft.chain(torch.tensor(drafts).view(len(drafts), k).long())
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        return Draft.chain(from_lists([row[:k] for row, k in zip(self.rows, lengths, strict=True)]))
 
     def commit(self, new: Committed) -> None:
         self.rows = [row[len(tokens) :] for row, tokens in zip(self.rows, to_lists(new.tokens), strict=True)]

@@ -11,7 +11,7 @@ from paradraft.decode.stats import Clock
 def step(tokens: list[list[int]], accepted: list[int], drafted: list[int]) -> RoundOutput:
     return RoundOutput(
         requests=list(range(len(tokens))), tokens=tokens, accepted=accepted, drafted=drafted, nodes=drafted,
-        finished=[False] * len(tokens),
+        paths=[list(range(kept)) for kept in accepted], finished=[False] * len(tokens),
     )  # fmt: skip
 
 
@@ -171,7 +171,9 @@ def test_what_has_ended_is_in_the_sum_alone() -> None:
     for request in range(3):
         clock.join([request])
         clock.count(
-            RoundOutput(requests=[request], tokens=[[1, 2]], accepted=[1], drafted=[4], nodes=[5], finished=[True])
+            RoundOutput(
+                requests=[request], tokens=[[1, 2]], accepted=[1], drafted=[4], nodes=[5], paths=[[0]], finished=[True]
+            )
         )
         ended = clock.end(request)
         assert (ended.tokens, ended.rounds, ended.nodes, ended.accepted) == (2, 1, 5, (1, 0, 0, 0))

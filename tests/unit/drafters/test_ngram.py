@@ -35,10 +35,10 @@ def test_rows_without_a_match_are_absent() -> None:
     """Guards against token 0 in place of a missing draft, and against a commit that forgets its tokens."""
     drafter = NgramDrafter(Config(max_ngram=2))
     started(drafter, [[5, 6, 7, 5], [1, 2]])
-    assert drafter.propose(3).tokens.tolist() == [[6, 7, 5], [ABSENT] * 3]
-    assert drafter.propose(0).tokens.shape == (2, 0)
+    assert drafter.propose([3, 3]).tokens.tolist() == [[6, 7, 5], [ABSENT] * 3]
+    assert drafter.propose([0, 0]).tokens.shape == (2, 0)
     drafter.commit(committed([6, 7, 9], [1]))
-    assert drafter.propose(2).tokens.tolist() == [[ABSENT] * 2, [2, 1]]
+    assert drafter.propose([2, 2]).tokens.tolist() == [[ABSENT] * 2, [2, 1]]
 
 
 def test_rows_come_and_go() -> None:
@@ -49,7 +49,7 @@ def test_rows_come_and_go() -> None:
     drafter.join(asked, committed([3, 4, 3]))
     drafter.commit(committed([6], [1], [4]))
     drafter.keep(torch.tensor([2, 0]))
-    assert drafter.propose(2).tokens.tolist() == [[3, 4], [7, 5]]
+    assert drafter.propose([2, 2]).tokens.tolist() == [[3, 4], [7, 5]]
     assert asked[0].tokens == [3, 4, 3]
 
 

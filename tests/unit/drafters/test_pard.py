@@ -53,7 +53,7 @@ def test_a_pard_folder_becomes_its_drafter(family: Path, tmp_path: Path) -> None
     with torch.inference_mode():
         logits = model(torch.tensor([[5, 3, 6, 7]])).logits[0, 1:, :VOCAB]
         logits[:, [6, 7]] = -torch.inf
-    assert drafter.propose(3).tokens[0].tolist() == logits.argmax(-1).tolist()
+    assert drafter.propose([3]).tokens[0].tolist() == logits.argmax(-1).tolist()
 
 
 def test_a_pard_folder_is_named_in_what_is_wrong_with_it(family: Path, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_draft_is_one_fresh_pass_over_the_text_and_masks(number: int, masks: lis
     texts = [[5, 3], [1, 2, 3, 4, 5, 6]]
     started(drafter, texts)
     for new in ([[1], [2, 3, 4]], [[9, 8], [7]], [[4, 4, 4], [6, 5]]):
-        assert drafter.propose(k).tokens.tolist() == [naive_draft(model, text, masks) for text in texts]
+        assert drafter.propose([k] * 2).tokens.tolist() == [naive_draft(model, text, masks) for text in texts]
         drafter.commit(committed(*new))
         texts = [text + row for text, row in zip(texts, new, strict=True)]
 
@@ -146,7 +146,7 @@ def test_a_draft_is_one_pass_and_no_wider_than_it_must_be(prompt: int, read: lis
     lm = CausalLM(tiny_model(4), vocab_size=VOCAB, compiled=False, width=12)
     drafter = PardDrafter(lm, MASK)
     started(drafter, [[5] * prompt])
-    assert drafter.propose(4).tokens.shape == (1, 4)
+    assert drafter.propose([4]).tokens.shape == (1, 4)
     assert [(made.tokens, made.logits) for made in lm.passes.elements()] == read
 
 
@@ -159,7 +159,7 @@ def test_side_branches_have_branches_where_the_drafter_knows_what_follows(build:
         model.model.norm.weight *= 0.01  # nearly all tokens are as likely as the best
     drafter = build(CausalLM(model, vocab_size=VOCAB, compiled=False, width=12))
     started(drafter, [[5, 3]], tree=Tree(budget=40))
-    draft = drafter.propose(3)
+    draft = drafter.propose([3])
     parents = draft.parents[0].tolist()
     firsts = [node for node, parent in enumerate(parents) if parent == ABSENT]
     assert len(parents) == 40
@@ -188,7 +188,8 @@ def test_rows_that_join_are_read_in_the_next_pass(joining: list[int]) -> None:
         if round_number == 2:
             drafter.keep(torch.tensor([2, 1]))
             texts = [texts[2], texts[1]]
-        assert drafter.propose(k).tokens.tolist() == [naive_draft(model, text, [MASK] * (k - 1)) for text in texts]
+        drafts = drafter.propose([k] * len(texts)).tokens.tolist()
+        assert drafts == [naive_draft(model, text, [MASK] * (k - 1)) for text in texts]
         new = [[7 + round_number, row] for row in range(len(texts))]
         drafter.commit(committed(*new))
         texts = [text + tokens for text, tokens in zip(texts, new, strict=True)]

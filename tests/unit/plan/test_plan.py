@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,11 +62,11 @@ def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
         now.has_read = False
         start(self, drafting, device)
 
-    def timed_propose(self: PardDrafter, k: int, after: Draft | None = None) -> Draft:
-        if k:
+    def timed_propose(self: PardDrafter, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        if k := max(lengths):
             now.s += draft_s(len(self._pending), k) + (0.0 if now.has_read else 40.0)
             now.has_read = True
-        return propose(self, k, after)
+        return propose(self, lengths, after)
 
     monkeypatch.setattr(Target, "forward", timed_forward)
     monkeypatch.setattr(Target, "join", timed_join)
@@ -78,10 +79,10 @@ def test_every_length_has_its_turn_and_the_first_round_of_each_is_not_counted() 
     rotation = Rotation((1, 3))
     asked = []
     for _ in range(4):
-        rotation.start()
+        rotation.start(None, is_ragged=True)
         rotation.join(1)
         for _ in range(2):  # answers of two rounds
-            asked.append((rotation.next(), rotation.is_counted))
+            asked.append((rotation.next()[0], rotation.is_counted))
             if rotation.is_counted:
                 rotation.count()
     assert asked == [(1, False), (1, True), (1, False), (1, True), (3, False), (3, True), (3, False), (3, True)]

@@ -33,7 +33,7 @@ class Part:
     def keep(self, rows: torch.Tensor) -> None:
         pass
 
-    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float) -> None:
+    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
         pass
 
 
