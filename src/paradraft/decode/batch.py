@@ -115,7 +115,7 @@ class Batch:
             if found is not None:
                 self.drafter.restore(row, found[0].drafter, found[1])
         self.sampler.join(requests)
-        self.lengths.join(len(requests))
+        self.lengths.join(requests)
         self.generations += generations
         self.clock.lap("prefill")
 

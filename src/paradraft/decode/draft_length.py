@@ -9,12 +9,12 @@ tokens would bias the text.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from paradraft.core import Draft, RoundOutput
+from paradraft.core import Draft, Request, RoundOutput
 from paradraft.decode.expected_length import Expected
 from paradraft.tree import Tree, ancestors
 
@@ -35,8 +35,8 @@ class LengthPolicy(Protocol):
             is_ragged: whether the target's pass takes as long as it has tokens; else as long as its longest row has.
         """
 
-    def join(self, rows: int) -> None:
-        """Takes in so many new rows, after the others."""
+    def join(self, requests: Sequence[Request]) -> None:
+        """Takes in new rows, after the others."""
 
     def next(self) -> list[int]:
         """For each row, how many tokens deep to draft in the next round, at most `k`; 0 decodes plainly."""
@@ -64,9 +64,9 @@ class Fixed:
         """Forgets all rows."""
         self._rows = 0
 
-    def join(self, rows: int) -> None:
+    def join(self, requests: Sequence[Request]) -> None:
         """Counts the rows."""
-        self._rows += rows
+        self._rows += len(requests)
 
     def next(self) -> list[int]:
         """The same for every row."""
@@ -95,9 +95,9 @@ class Heuristic(Fixed):
         """Forgets all rows."""
         self._wanted: list[int] = []
 
-    def join(self, rows: int) -> None:
+    def join(self, requests: Sequence[Request]) -> None:
         """Every row begins with half of the most."""
-        self._wanted += [max(self.k // 2, 1)] * rows
+        self._wanted += [max(self.k // 2, 1)] * len(requests)
 
     def next(self) -> list[int]:
         """Every row gets its own length."""

@@ -1,6 +1,6 @@
 """The length policy that drafts what pays on this machine: expected tokens over measured time.
 
-Why it decides by row and node is in docs/decisions.md, 56.
+Why it decides by row and node is in docs/decisions.md, 58.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradraft.core import Draft, RoundOutput
+from paradraft.core import Draft, Request, RoundOutput
 from paradraft.decode.acceptance_shares import AcceptanceShares
 from paradraft.decode.round_costs import RoundCosts
 from paradraft.ragged import upload
@@ -48,6 +48,8 @@ class Expected:
     the most expected tokens a second. Drafting begins where that is `GAIN` times as much as without a draft, and goes
     on while it is more.
 
+    A drafter that begins with a row first reads its text. That is spread over the rounds that the row has left.
+
     Other plans are tried for a round, as often as the time that this loses stays within `EXPLORE` of all time. A try
     that pays loses nothing, so another follows at once. What was learnt stays for the next batch.
 
@@ -58,8 +60,9 @@ class Expected:
     wants_confidence = False
 
     GAIN = 1.05
-    """How many times as fast as plain decoding drafting has to be to begin: the drafter first reads the prompt, or what
-    plain rounds committed, and that is not in its time."""
+    """How many times as fast as plain decoding drafting has to be to begin, as times and shares are not known well."""
+    MOST_LEFT = 128
+    """Tokens that an answer is expected to have left, at most: many end before their limit."""
     EXPLORE = 0.015
     """The share of all time that trying other plans may lose."""
     ALMOST = 0.85
@@ -84,14 +87,19 @@ class Expected:
         self._acceptance.start()
         self._costs.is_ragged = is_ragged
         self._rows = self._age = self._number_of_tries = 0
+        self._unread: list[int] = []
+        """For each row the tokens that were committed since it last drafted, its prompt's too if it never did."""
+        self._room: list[int] = []
         self._asked: list[int] = []
         self._drafting: set[int] = set()
         self._forget_plan()
 
-    def join(self, rows: int) -> None:
+    def join(self, requests: Sequence[Request]) -> None:
         """New rows are like all others until more is known of them."""
-        self._rows += rows
-        self._acceptance.join(rows)
+        self._rows += len(requests)
+        self._acceptance.join(len(requests))
+        self._unread += [len(request.tokens) for request in requests]
+        self._room += [request.max_new_tokens - request.answered for request in requests]
         self._forget_plan()
 
     def keep(self, rows: Tensor) -> None:
@@ -99,6 +107,7 @@ class Expected:
         order = rows.tolist()
         self._rows = len(order)
         self._acceptance.keep(order)
+        self._unread, self._room = ([row_of[row] for row in order] for row_of in (self._unread, self._room))
         self._drafting = {new for new, row in enumerate(order) if row in self._drafting}
         self._forget_plan()
 
@@ -134,7 +143,8 @@ class Expected:
         elif self._almost is not None and number % 2:
             self._try, self._rounds_of_try = self._almost.nodes, 2
         else:
-            tried = short[number // 2 % len(short)]
+            # Usually where that costs least.
+            tried = min(short, key=self._unread.__getitem__) if number % 6 else short[number // 6 % len(short)]
             nodes = (self._acceptance.most if row == tried else before for row, before in enumerate(plan.nodes))
             self._try, self._rounds_of_try = tuple(nodes), 1 if self._costs.knows_drafts and number % 8 else 2
 
@@ -148,6 +158,7 @@ class Expected:
     def _choose(self) -> Plan:
         """The best plan among those that draft the nodes whose share is at least some number."""
         shares, there = self._acceptance.shares(), self._acceptance.there()
+        self._reading_s = self._costs.reading_s()
         sums = [list(itertools.accumulate(row, initial=1.0)) for row in shares]
         plain = self._plan_of([0] * self._rows, sums, there)
         if not self._costs.knows_drafts:
@@ -171,6 +182,10 @@ class Expected:
         drafting = [there[number] for number in nodes if number]
         seconds = self._costs.seconds(self._rows, drafting, self._depth(nodes))
         tokens = tuple(row[number] for row, number in zip(sums, nodes, strict=True))
+        for row, number in enumerate(nodes):
+            if number and row not in self._drafting:
+                rounds_left = max(min(self._room[row], self.MOST_LEFT) / tokens[row], 1.0)
+                seconds += self._reading_s * self._unread[row] / rounds_left
         return Plan(nodes=tuple(nodes), tokens=tokens, seconds=seconds)
 
     def _depth(self, nodes: Sequence[int]) -> int:
@@ -181,7 +196,8 @@ class Expected:
         # A row that has ended drafts nothing, and an answer may end for want of room.
         asked = [nodes if tokens else 0 for nodes, tokens in zip(self._asked, output.tokens, strict=True)]
         drafting = {row for row, nodes in enumerate(asked) if nodes}
-        is_first = bool(drafting - self._drafting) or bool(drafting) != bool(self._drafting)
+        begin = drafting - self._drafting
+        is_first = bool(begin) or bool(drafting) != bool(self._drafting)
         self._drafting = drafting
         self._costs.learn(
             self._rows,
@@ -190,9 +206,13 @@ class Expected:
             draft_s=draft_s,
             verify_s=verify_s,
             other_s=other_s,
+            unread=sum(self._unread[row] for row in begin),
             is_first=is_first,
             is_usual=self._try is None,
         )
+        for row, tokens in enumerate(output.tokens):
+            self._unread[row] = len(tokens) + (0 if row in drafting else self._unread[row])
+            self._room[row] -= len(tokens)
         if drafting:
             rows = zip(asked, output.nodes, output.finished, strict=True)
             could = [drafted if is_finished else nodes for nodes, drafted, is_finished in rows]

@@ -82,11 +82,11 @@ class RoundCosts:
 
     The drafter's time depends on how many rows draft and on how deep, the target's on how many tokens its pass
     computes. A machine may be slower now than when other lengths were tried, and texts grow: so all times are held
-    against that of the usual round.
+    against that of the target's usual pass.
     """
 
-    DRIFT = 0.2
-    """How quickly a change of what the usual round takes becomes a change of all times."""
+    DRIFT = 0.3
+    """How quickly a change of what the usual pass of the target takes becomes a change of all times."""
 
     def __init__(self) -> None:
         self.is_ragged = True
@@ -94,6 +94,8 @@ class RoundCosts:
         self._target_s = Times()
         self._draft_s: dict[int, Times] = defaultdict(Times)
         """By the number of rows that draft, in powers of two; the size of a draft is its depth."""
+        self._first: deque[tuple[int, float, int, int]] = deque(maxlen=Times.LAST)
+        """Of drafts for which texts were read: their tokens, the time, rows and depth."""
         self._other_s = 0.0
         self._slowness = 1.0
 
@@ -122,6 +124,13 @@ class RoundCosts:
         more = self._draft_time(len(nodes), depth) if nodes else 0.0
         return self._target_s.of(self._size(rows, nodes)) + more + self._other_s
 
+    def reading_s(self) -> float:
+        """How long the drafter takes to read a token of a text of which it has not drafted yet."""
+        if not self._first or not self._draft_s:
+            return 0.0
+        more_s = sum(seconds - self._draft_time(rows, depth) for _, seconds, rows, depth in self._first)
+        return max(more_s / sum(tokens for tokens, *_ in self._first), 0.0)
+
     def _size(self, rows: int, nodes: Sequence[float]) -> float:
         return rows + (sum(nodes) if self.is_ragged else rows * max(nodes, default=0))
 
@@ -149,6 +158,7 @@ class RoundCosts:
         draft_s: float,
         verify_s: float,
         other_s: float,
+        unread: int,
         is_first: bool,
         is_usual: bool,
     ) -> None:
@@ -161,6 +171,7 @@ class RoundCosts:
             draft_s: the drafter's time.
             verify_s: the target's.
             other_s: of all else.
+            unread: tokens of the rows that begin to draft, which the drafter had to read.
             is_first: whether some row drafts and did not in the round before, or none does any more. The drafter then
                 reads what was committed meanwhile, or the caches hold what it needed: such times are not counted.
             is_usual: whether the round is what is thought best: where its time is well known, it tells how slow the
@@ -170,12 +181,13 @@ class RoundCosts:
         self._other_s += self.DRIFT * (other_s / slowness - self._other_s)
         if is_first and not nodes:
             return
-        if is_usual and not is_first and self._target_s.knows(size) and (not nodes or self._draft_s):
-            ratio = (draft_s + verify_s) / (slowness * (self.seconds(rows, nodes, depth) - self._other_s))
-            self._slowness *= min(max(ratio, 0.25), 4.0) ** self.DRIFT
-        if not (is_usual and self._target_s.knows_well(size)):
+        if is_usual and self._target_s.knows_well(size):
+            self._slowness *= min(max(verify_s / (slowness * self._target_s.of(size)), 0.25), 4.0) ** self.DRIFT
+        else:
             self._target_s.add(size, verify_s / slowness)
-        if nodes and not is_first:
+        if nodes and unread:
+            self._first.append((unread, draft_s / slowness, len(nodes), depth))
+        elif nodes and not is_first:
             times = self._draft_s[(len(nodes) - 1).bit_length()]
             if not (is_usual and times.knows_well(depth)):
                 times.add(depth, draft_s / slowness)

@@ -23,7 +23,7 @@ def batch_of(limits: list[int], *, eos: frozenset[int] = frozenset(), k: int = 4
     """A batch whose target is never asked."""
     batch = Batch(SimpleNamespace(device=CPU), NoDrafter(), lengths=Fixed(k), tree=tree)
     batch.generations = list(map(Generation, requests([[1]] * len(limits), limits=limits, eos_ids=eos)))
-    batch.lengths.join(len(limits))
+    batch.lengths.join(requests([[1]] * len(limits)))
     return batch
 
 

@@ -9,7 +9,7 @@ from paradraft.core import Draft
 from paradraft.decode.draft_length import POLICIES, Confidence, Heuristic, LengthPolicy
 from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT, Tree
-from tests.support.decoding import round_of
+from tests.support.decoding import requests, round_of
 
 
 def observe(policy: LengthPolicy, accepted: list[int], drafted: list[int]) -> None:
@@ -20,7 +20,7 @@ def observe(policy: LengthPolicy, accepted: list[int], drafted: list[int]) -> No
 def begin(policy: LengthPolicy, rows: int) -> None:
     """A batch of so many rows."""
     policy.start(None, is_ragged=True)
-    policy.join(rows)
+    policy.join(requests([[1]] * rows))
 
 
 def test_heuristic_grows_and_shrinks_each_row() -> None:
@@ -65,7 +65,7 @@ def test_rows_that_join_have_lengths_of_their_own() -> None:
     policy = Heuristic(8)
     begin(policy, 2)
     observe(policy, [4, 0], [4, 4])
-    policy.join(1)
+    policy.join(requests([[1]]))
     assert policy.next() == [6, 3, 4]
     policy.keep(torch.tensor([2, 0]))
     assert policy.next() == [4, 6], "in another order"
@@ -85,7 +85,7 @@ def test_rows_may_join_between_any_two_rounds(name: str, tree: Tree | None) -> N
             policy.start(tree, is_ragged=True)
         joining = chooser.choice([0, 0, 0, 1, 3]) or int(not rows)
         if joining:
-            policy.join(joining)
+            policy.join(requests([[1]] * joining))
         rows += joining
         lengths = policy.next()
         assert len(lengths) == rows and all(0 <= length <= 5 for length in lengths)

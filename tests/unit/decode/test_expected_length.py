@@ -10,7 +10,7 @@ from paradraft.core import Draft, RoundOutput
 from paradraft.decode.expected_length import Expected
 from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT, Tree
-from tests.support.decoding import round_of
+from tests.support.decoding import requests, round_of
 
 Cost = Callable[[int, int], float]
 
@@ -35,7 +35,7 @@ class Simulated:
         self.tokens, self.seconds = 0, 0.0
         self.slowness = 1.0
         policy.start(None, is_ragged=True)
-        policy.join(rows)
+        policy.join(requests([[1]] * rows))
 
     def run(self, rounds: int, chances: Sequence[float], *, deepest: int = 99) -> None:
         """Rounds in which each token of a row is accepted with its chance, and drafts are at most `deepest`."""
@@ -170,7 +170,7 @@ def test_a_pass_as_long_as_its_longest_row_is_so_expected() -> None:
     draft alike or none does."""
     policy = Expected(8)
     policy.start(None, is_ragged=False)
-    policy.join(4)
+    policy.join(requests([[1]] * 4))
     asked = []
     chooser = random.Random(0)
     for _ in range(400):
@@ -232,7 +232,7 @@ def test_a_row_that_has_ended_teaches_nothing() -> None:
     """Guards the shares against rows that are read on after their end, of which nothing can be accepted."""
     policy = Expected(4)
     policy.start(None, is_ragged=True)
-    policy.join(4)
+    policy.join(requests([[1]] * 4))
     for _ in range(200):
         lengths = policy.next()
         drafted = [*lengths[:2], 0, 0]
@@ -264,7 +264,7 @@ def test_a_tree_has_as_many_nodes_as_pay(token_s: float, best: range) -> None:
     that waits for memory all."""
     policy, chooser = Expected(4), random.Random(0)
     policy.start(Tree(budget=8), is_ragged=True)
-    policy.join(2)
+    policy.join(requests([[1]] * 2))
     numbers = []
     for _ in range(500):
         lengths = policy.next()

@@ -30,6 +30,7 @@ from paradraft.plan.predict import Way
 from paradraft.plan.task import Task, doubts, known_of
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
+from tests.support.decoding import requests
 
 EXACT = Runtime(dtype="float64", capacity=100)
 PROMPTS = ["abcabc", "xyzzy", "aaaaaaaaaaaa", "qwertyqwe"]
@@ -80,7 +81,7 @@ def test_every_length_has_its_turn_and_the_first_round_of_each_is_not_counted() 
     asked = []
     for _ in range(4):
         rotation.start(None, is_ragged=True)
-        rotation.join(1)
+        rotation.join(requests([[1]]))
         for _ in range(2):  # answers of two rounds
             asked.append((rotation.next()[0], rotation.is_counted))
             if rotation.is_counted:
