@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from paradraft.train import curves
 
 VOCAB = 64
 """Token ids of the tiny tokenizer; the embedding has eight more rows."""
@@ -68,3 +71,23 @@ def quick_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paradraft.bench.bandwidth.MOST_BYTES", {"cpu": 2**20})
     monkeypatch.setattr("paradraft.bench.bandwidth.LEAST_BYTES", 2**18)
     monkeypatch.setattr("paradraft.bench.bandwidth.SIDES", {"cpu": (64,)})
+
+
+@pytest.fixture
+def drawn() -> None:
+    """What tests ask for in which runs of training draw their curves."""
+
+
+@pytest.fixture(autouse=True)
+def quick_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets runs of training write what their curves show where the picture would be: drawing takes as long as a run."""
+
+    def told(folder: Path) -> None:
+        shown = [
+            {name: value for name, value in asdict(report).items() if name not in ("rows_per_s", "left_s")}
+            for report in curves.read_history(folder)
+        ]
+        (folder / curves.PICTURE).write_bytes(b"\x89PNG" + repr(shown).encode())
+
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(curves, "draw", told)

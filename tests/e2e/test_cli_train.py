@@ -59,6 +59,7 @@ def recipe(family: Path, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.usefixtures("drawn")
 def test_training_writes_a_drafter(family: Path, paradraft: Paradraft, recipe: Path, tmp_path: Path) -> None:
     """Guards the way from a recipe to an answer: overrides count, the result loads as a PARD drafter and as an
     ordinary model, and nothing is trained twice."""

@@ -7,6 +7,10 @@ import pytest
 from paradraft.train import curves
 from paradraft.train.progress import Evaluation, Progress
 
+pytestmark = pytest.mark.usefixtures("drawn")
+LINES = [b"7", b"{}", b'{"step": "x"}', b'{"step": 1, "loss": 2}', b"[" * 100_000, b"\xff\xfe", b'{"a": "\xff"}']
+"""What is no report."""
+
 
 def progress(step: int) -> Progress:
     return Progress(step=step, steps=9, loss=1.0 / step, accuracy=(0.5, 0.25), rows_per_s=10.0, left_s=1.0)
@@ -34,15 +38,13 @@ def test_a_resumed_run_tells_its_history_once(tmp_path: Path) -> None:
     assert curves.read_history(tmp_path)[-2:] == [progress(4), evaluation(5, 2.0)], "to the last bit"
 
 
-@pytest.mark.parametrize(
-    "line", [b"7", b"{}", b'{"step": "x"}', b'{"step": 1, "loss": 2}', b"[" * 100_000, b"\xff\xfe", b'{"a": "\xff"}']
-)
+@pytest.mark.parametrize("line", LINES)
 def test_lines_that_are_no_report_are_left_out(tmp_path: Path, line: bytes) -> None:
     """Guards a resumed run against a history that was damaged or edited."""
     (tmp_path / curves.HISTORY).write_bytes(line + b"\n")
     curves.append(tmp_path, progress(2))
+    assert curves.read_history(tmp_path) == [progress(2)]
     curves.forget_after(tmp_path, 2)
-    curves.draw(tmp_path)
     assert curves.read_history(tmp_path) == [progress(2)]
 
 
@@ -58,12 +60,15 @@ def test_a_stop_while_forgetting_loses_nothing(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_picture_is_drawn_whatever_was_measured(tmp_path: Path) -> None:
-    """Guards short runs, which would fail in their last second: nothing reported, no evaluation, no target."""
+    """Guards short runs, which would fail in their last second: nothing reported, no evaluation, no target, and a
+    history that was damaged."""
     for number, reports in enumerate([[], [progress(1)], [progress(1), evaluation(2, None)], [evaluation(2, 1.5)]]):
         folder = tmp_path / str(number)
         folder.mkdir()
         curves.forget_after(folder, 0)
         for report in reports:
             curves.append(folder, report)
+        with (folder / curves.HISTORY).open("ab") as file:
+            file.write(b"\n".join(LINES) if number else b"")
         curves.draw(folder)
         assert (folder / curves.PICTURE).read_bytes()[1:4] == b"PNG"

@@ -206,6 +206,7 @@ def test_epochs_are_counted_in_samples(family: Path, tmp_path: Path) -> None:
     assert len(losses_of(recipe_for(family, tmp_path, steps=None, epochs=2, samples_per_step=4))) == 3
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_best_drafter_is_kept(family: Path, tmp_path: Path) -> None:
     """Guards the evidence: acceptance lengths are measured by decoding with the drafter as shipped, the best is what
     `out` holds in the end, a run that gets worse stops early, and the record says so."""
@@ -232,6 +233,7 @@ def test_the_best_drafter_is_kept(family: Path, tmp_path: Path) -> None:
     assert not (recipe.out / "checkpoint").exists()
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_that_goes_on_shows_its_curves(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a training of hours: its picture can be looked at before it ends."""
     monkeypatch.setattr("paradraft.train.trainer.PICTURE_S", 0.0)
@@ -317,6 +319,7 @@ def test_of_equal_lengths_the_smaller_loss_is_the_best(family: Path, tmp_path: P
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("drawn")
 def test_a_run_says_nothing_that_a_user_cannot_mend(family: Path, tmp_path: Path) -> None:
     """Guards the terminal against what libraries tell their own developers, again and again."""
     everything = {"lora": {"rank": 2}, "gradient_checkpointing": True, "pack": True, "samples_per_pass": 2}
