@@ -22,6 +22,8 @@ from paradraft.verify import RULES, match
 
 PROMPTS = ["a", "helloworld", "abcabcabcabc"]
 SAMPLED = Sampling(temperature=0.9, seed=3)
+MANY = {"seeds": 20, "batch_size": 20}
+"""What shows a distribution: 1,800 tokens, in rows that need few passes."""
 
 
 def drafted(family: Path, dtype: str = "float64", **settings: object) -> Engine:
@@ -29,10 +31,13 @@ def drafted(family: Path, dtype: str = "float64", **settings: object) -> Engine:
     return load(str(family / "target"), drafter="pard", draft=str(family / "pard"), k=4, runtime=runtime, **settings)
 
 
-def run(engine: Engine, sampling: Sampling = GREEDY, *, seeds: int = 2, tokens: int = 30) -> Report:
+def run(
+    engine: Engine, sampling: Sampling = GREEDY, *, seeds: int = 2, tokens: int = 30, batch_size: int = 2
+) -> Report:
     return audit(
-        engine, PROMPTS, sampling=sampling, seeds=seeds, max_new_tokens=tokens, batch_size=2, report=lambda _: None
-    )
+        engine, PROMPTS, sampling=sampling, seeds=seeds, max_new_tokens=tokens, batch_size=batch_size,
+        report=lambda _: None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED, Sampling(repetition_penalty=1.2)])
@@ -114,21 +119,21 @@ def test_rejection_is_tested_with_a_control(family: Path, monkeypatch: pytest.Mo
     """Guards the test of the distribution: it passes, its control fails, a wrong rule fails, and so does a test that
     sees too little to catch the control."""
     engine = drafted(family, verify="rejection")
-    report = run(engine, SAMPLED, seeds=20)
+    report = run(engine, SAMPLED, **MANY)
     assert report.verdict == PASS
     assert report.uniformity is not None and report.uniformity.tokens == report.tokens == 1800
     assert report.control is not None and not report.control.is_uniform
     short = run(engine, SAMPLED, seeds=1, tokens=2)
     assert short.verdict == INCONCLUSIVE and "not caught" in short.reason
     monkeypatch.setitem(RULES, "rejection", accept_all)
-    assert run(engine, SAMPLED, seeds=20).verdict == FAIL
+    assert run(engine, SAMPLED, **MANY).verdict == FAIL
 
 
 def test_the_control_drafts_although_the_policy_does_not(family: Path) -> None:
     """Guards against a control that is not caught because the policy has learnt that drafting does not pay."""
     engine = drafted(family, verify="rejection")
     engine.lengths = Fixed(0)
-    report = run(engine, SAMPLED, seeds=20)
+    report = run(engine, SAMPLED, **MANY)
     assert report.acceptance_length == 1.0
     assert report.control is not None and not report.control.is_uniform
     assert report.verdict == INCONCLUSIVE and "nothing was drafted" in report.reason
