@@ -33,6 +33,9 @@ RUNTIMES = {
     REPLAYED: Runtime(dtype="float64", compiled=True),
 }
 """Where equality is exact; compiled passes on a CPU are those in C++, and replayed ones stand for those of a GPU."""
+LENGTHS = [1, 2, 5, 8]
+QUICK = {"eager, float64": [5], REPLAYED: [2]}
+"""The lengths of drafts that `make test` tries where passes are slow; `make test-long` tries all, as others do."""
 PROMPTS = ["a", "helloworld", "abcabcabcabcabc", "The0quick1brown2fox"]
 SAMPLINGS = [
     Sampling(),
@@ -85,7 +88,15 @@ def plain_answers(family: Path, runtime: Runtime) -> Answers:
 
 
 @pytest.mark.parametrize("name", drafter_names())
-@pytest.mark.parametrize("k", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    ("runtime", "k"),
+    [
+        pytest.param(runtime, k, marks=() if k in QUICK.get(runtime, LENGTHS) else pytest.mark.slow)
+        for runtime in RUNTIMES
+        for k in LENGTHS
+    ],
+    indirect=["runtime"],
+)
 def test_text_equals_plain_decoding(family: Path, plain_answers: Answers, name: str, k: int) -> None:
     """Guards the promise of the library: a drafter changes the speed, never a token."""
     drafted = engine(family, name, k=k)

@@ -42,7 +42,14 @@ SHAPES: dict[str, Tree | None] = {
     "grown": Tree(budget=9),
     "fixed": Tree(paths=((0,), (1,), (0, 0), (0, 1), (0, 0, 0))),
 }
+QUICK = {"eager, float64": ["chain", "grown"], "C++, float32": ["chain"], "C++, bfloat16": list(SHAPES)}
+"""What `make test` tries, of every drafter; `make test-long` tries every shape in every arithmetic."""
 CASES = [(name, shape) for name in drafter_names() for shape in SHAPES if shape == "chain" or branches(name)]
+RUNTIMES_AND_CASES = [
+    pytest.param(runtime, name, shape, marks=() if shape in QUICK[runtime] else pytest.mark.slow)
+    for runtime in RUNTIMES
+    for name, shape in CASES
+]
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.8, seed=1),
@@ -191,7 +198,7 @@ def expected(loaded: Load) -> Expected:
     return plain_answers(loaded("none"))
 
 
-@pytest.mark.parametrize(("name", "shape"), CASES)
+@pytest.mark.parametrize(("loaded", "name", "shape"), RUNTIMES_AND_CASES, indirect=["loaded"])
 def test_requests_that_join_get_what_they_get_alone(loaded: Load, expected: Expected, name: str, shape: str) -> None:
     """Guards continuous batching, of every drafter, as chains and trees: 24 schedules, of which the slow passes of the
     model's own code take a third, whose requests have prompts, settings, seeds, limits, stops and processors of their
@@ -268,7 +275,11 @@ def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, mo
     assert [rows for rows, total in passes if total > 1] and all(rows > 1 for rows, total in passes if total > 1)
 
 
-@pytest.mark.parametrize(("name", "shape"), [(name, shape) for name, shape in CASES if name != "none"])
+@pytest.mark.parametrize(
+    ("loaded", "name", "shape"),
+    [case for case in RUNTIMES_AND_CASES if case.values[1] != "none"],
+    indirect=["loaded"],
+)
 def test_rows_do_not_disturb_each_other_under_the_rejection_rule(
     loaded: Load, expected: Expected, name: str, shape: str
 ) -> None:

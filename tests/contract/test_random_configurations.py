@@ -1,7 +1,7 @@
 """Everything together: random drafters, trees, lengths, batches, settings and stops against plain decoding, row by row.
 
-Each number is one configuration and its own random seed, so a failure names what to run again. A few
-hundred run in `make test`, 10,000 in `make test-long`.
+Each number is one configuration and its own random seed, so a failure names what to run again. 200 run in C++ in
+`make test`, and 50 of them by torch, which is slower; 10,000 more of both in `make test-long`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,26 @@ from paradraft.tree import Tree
 from paradraft.verify import RULES, match
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-RUNTIMES = [Runtime(dtype="float64", width=40), Runtime(dtype="bfloat16", compiled=True, width=40)]
+RUNTIMES = {
+    "eager": Runtime(dtype="float64", width=40),
+    "compiled": Runtime(dtype="bfloat16", compiled=True, width=40),
+}
 """Where equality is exact; of compiled passes, those with the coarsest numbers."""
 
 
-@pytest.fixture(scope="module", params=RUNTIMES, ids=["eager", "compiled"])
+BLOCKS = range(8)
+QUICK = {"eager": BLOCKS[:2], "compiled": BLOCKS}
+"""Blocks of 25 that `make test` tries; more than the first 40 configurations, which the control catches faults in."""
+
+
+@pytest.fixture(scope="module", params=RUNTIMES)
 def engines(family: Path, request: pytest.FixtureRequest) -> dict[str, Engine]:
     return {
         name: load(
             str(family / "target"),
             drafter=name,
             draft=str(family / "pard") if takes_draft(name) else None,
-            runtime=request.param,
+            runtime=RUNTIMES[request.param],
         )
         for name in drafter_names()
     }
@@ -108,9 +116,17 @@ def check(number: int, engines: dict[str, Engine]) -> None:
     assert [token for chunk in chunks for token in chunk.tokens] == together[0].tokens
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize(
+    ("engines", "block"),
+    [
+        pytest.param(runtime, block, marks=() if block in QUICK[runtime] else pytest.mark.slow)
+        for runtime in RUNTIMES
+        for block in BLOCKS
+    ],
+    indirect=["engines"],
+)
 def test_random_configurations(engines: dict[str, Engine], block: int) -> None:
-    """Guards losslessness where features meet: 200 of the configurations."""
+    """Guards losslessness where features meet: 25 of the configurations in each block."""
     for number in range(block * 25, block * 25 + 25):
         check(number, engines)
 
