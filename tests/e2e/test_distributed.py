@@ -17,7 +17,7 @@ from tests.support.training import train_pard
 PARADRAFT = str(Path(sys.executable).with_name("paradraft"))
 
 
-def recipe_text(family: Path, folder: Path, out: Path) -> str:
+def recipe_text(family: Path, folder: Path, out: Path, **further: object) -> str:
     data = folder / "data.txt"
     data.write_text("helloworld" * 12 + "abcabcabc" * 9 + "aab" * 5)
     settings = {
@@ -26,7 +26,7 @@ def recipe_text(family: Path, folder: Path, out: Path) -> str:
         "optimizer": "adamw", "device": "cpu", "held_out": 3, "evaluate_every": 2, "teacher": str(family / "target"),
         "prompts": 2, "answer_tokens": 12, "prompt_tokens": 4,
     }  # fmt: skip
-    return json.dumps(settings)
+    return json.dumps(settings | further)
 
 
 def history(out: Path) -> list[dict[str, object]]:
@@ -48,14 +48,27 @@ def launch(*command: str, settings: dict[str, str]) -> subprocess.CompletedProce
     return subprocess.run([*starter, *command], env=environment, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_processes_learn_what_one_does(family: Path, tmp_path: Path, sharded: bool) -> None:
+WITHOUT_A_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="this is about machines without a GPU")
+SLOW_WITHOUT_A_GPU = () if torch.accelerator.is_available() else pytest.mark.slow
+"""`make test` takes one way to a CPU: to leave it to the machine, where that leads there."""
+
+
+@pytest.mark.parametrize(
+    ("device", "sharded"),
+    [
+        pytest.param("auto", False, marks=WITHOUT_A_GPU),
+        pytest.param("cpu", False, marks=SLOW_WITHOUT_A_GPU),
+        pytest.param("cpu", True, marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_learn_what_one_does(family: Path, tmp_path: Path, device: str, sharded: bool) -> None:
     """Guards data-parallel training, and FSDP2, whose weights are in pieces: losses, accuracies and lengths are
-    those of one process, and each report comes once."""
+    those of one process, and each report comes once. And runs that leave `device` to the machine: each process trained
+    all by itself, all of them wrote into one folder, and the run failed without a word."""
     alone, together = tmp_path / "alone", tmp_path / "together"
     train_pard(PardRecipe.model_validate_json(recipe_text(family, tmp_path, alone)), lambda report: None)
     file = tmp_path / "recipe.yaml"
-    file.write_text(recipe_text(family, tmp_path, together))
+    file.write_text(recipe_text(family, tmp_path, together, device=device))
     done = launch(PARADRAFT, "train", "pard", str(file), settings=FSDP if sharded else {})
     assert done.returncode == 0, done.stderr
     one, two = history(alone), history(together)
@@ -64,20 +77,7 @@ def test_two_processes_learn_what_one_does(family: Path, tmp_path: Path, sharded
         for key, value in expected.items():
             assert found[key] == pytest.approx(value, rel=1e-5), (key, expected["step"])
     assert done.stdout.count("step 4/4") == 1
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this is about machines without a GPU")
-def test_processes_without_a_gpu_train_together(family: Path, tmp_path: Path) -> None:
-    """Guards runs that leave `device` to the machine: each process trained all by itself, all of them wrote into one
-    folder, and the run failed without a word."""
-    file = tmp_path / "recipe.yaml"
-    settings = json.loads(recipe_text(family, tmp_path, tmp_path / "out"))
-    alone = ("teacher", "device", "prompts", "answer_tokens", "prompt_tokens")
-    file.write_text(json.dumps({key: value for key, value in settings.items() if key not in alone}))
-    done = launch(PARADRAFT, "train", "pard", str(file), settings={})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 4/4") == 1
-    assert (tmp_path / "out" / "config.json").exists()
+    assert (together / "config.json").exists()
 
 
 ASKED_TO_STOP = """

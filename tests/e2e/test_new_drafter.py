@@ -69,6 +69,7 @@ def test_a_new_drafter_is_trained_and_decodes(family: Path, paradraft: Paradraft
     assert "already trained" in paradraft("train", "table", recipe, "rank=8").out
 
 
+@pytest.mark.parametrize("table", ["file", pytest.param("package", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.usefixtures("table")
 def test_the_contract_holds_for_it(family: Path, tmp_path: Path) -> None:
     """Guards the contract itself: it can be kept by a trainee that is not PARD."""

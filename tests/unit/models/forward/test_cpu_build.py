@@ -45,6 +45,16 @@ def new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 
 @pytest.fixture
+def kept(pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where libraries stay until the next run of the tests, if it has a cache: the compiler takes ten seconds."""
+    cache = getattr(pytestconfig, "cache", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.mkdir("libraries") if cache else tmp_path))
+    build._library.cache_clear()
+    yield
+    build._library.cache_clear()
+
+
+@pytest.fixture
 def builds(compiled: bytes, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """A compiler that takes no time, and the commands it was called with."""
     called: list[list[str]] = []
@@ -254,7 +264,7 @@ def test_processes_at_the_same_time_do_no_harm(new_machine: Path, compiled: byte
 
 
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("fma3", False), reason="of CPUs that fuse, in that way")
-def test_other_cpus_compute_the_same_and_in_one_order(new_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_cpus_compute_the_same_and_in_one_order(kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards CPUs with half as many registers and no products of bfloat16, and equal bits on those for which GCC
     fuses products and sums in some loops and not in others."""
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-march=haswell", "-mtune=znver2"))
