@@ -29,7 +29,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        return load(str(folder), drafter="ngram", k=5, runtime=Runtime(dtype="float64", compiled=False))
+        return load(str(folder), drafter="ngram", k=5, runtime=Runtime(dtype="float32"))
 
     return engine
 
