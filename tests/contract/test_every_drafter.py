@@ -48,9 +48,12 @@ SAMPLINGS = [
 current = RUNTIMES["eager, float64"]
 
 
-@pytest.fixture(params=RUNTIMES, autouse=True)
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.slow if name == REPLAYED else ()) for name in RUNTIMES], autouse=True
+)
 def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """Runs every test of this file in each of them."""
+    """Runs every test of this file in each of them; in replayed passes, which are slow, `make test` runs those tests
+    that ask for all of them, and `make test-long` every test."""
     monkeypatch.setattr("tests.contract.test_every_drafter.current", RUNTIMES[request.param])
     if request.param == REPLAYED:
         replay_everything(monkeypatch)
@@ -142,6 +145,7 @@ def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, va
     assert torch.equal(drafted.drafter.propose([4, 4, 4]).tokens, again.drafter.propose([4, 4, 4]).tokens)
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES, indirect=True)
 @pytest.mark.parametrize("name", drafter_names())
 def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
     """Guards against drafters that forget to read the tokens of rounds with K = 0."""
@@ -160,6 +164,7 @@ def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
     assert answers_of(batch, requests([tokens], limits=60, eos_ids=frozenset([0]))) == [expected]
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES, indirect=True)
 @pytest.mark.parametrize("name", drafter_names())
 @pytest.mark.parametrize("tree", [None, 9])
 def test_ragged_batch_equals_single_rows(family: Path, name: str, tree: int | None) -> None:

@@ -118,8 +118,16 @@ def forbids_after(token: int) -> LogitsProcessor:
     return process
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES, ids=["torch", "C++"])
-@pytest.mark.parametrize("drafter", ["autoregressive", "pard"])
+@pytest.mark.parametrize(
+    ("drafter", "runtime"),
+    [
+        pytest.param("autoregressive", RUNTIMES[0], marks=pytest.mark.slow),
+        ("pard", RUNTIMES[0]),
+        ("autoregressive", RUNTIMES[1]),
+        ("pard", RUNTIMES[1]),
+    ],
+    ids=["autoregressive-torch", "pard-torch", "autoregressive-C++", "pard-C++"],
+)
 def test_guesses_may_lead_where_no_token_is_left(family: Path, runtime: Runtime, drafter: str) -> None:
     """Guards constraints with dead ends: the drafter goes into one where the target does not, or behind the stop string
     that ends the text. In a batch, rows that have ended go on beside the others."""
