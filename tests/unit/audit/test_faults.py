@@ -195,7 +195,10 @@ FAULTS: dict[str, Plant] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [*EAGER, *NATIVE])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(dtype, marks=pytest.mark.slow if dtype.startswith("float32") else ()) for dtype in (*EAGER, *NATIVE)],
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_wide_passes_fails(loaded: Load, monkeypatch: pytest.MonkeyPatch, dtype: str, fault: str) -> None:
     """Guards against faults that were taken for rounding, which was measured on passes that have them."""

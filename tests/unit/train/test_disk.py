@@ -78,17 +78,24 @@ TORCHS = "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"
 SAFETENSORS = "Error while serializing: I/O error: No space left on device (os error 28)"
 
 
+ERRORS = {
+    "ENOSPC": OSError(errno.ENOSPC, "No space left on device"),
+    "EDQUOT": OSError(errno.EDQUOT, "Disk quota exceeded"),
+    "torch": RuntimeError(TORCHS),
+    "safetensors": SafetensorError(SAFETENSORS),
+}
+RARE = [("checkpoint", "safetensors"), ("drafter", "torch"), ("drafter", "EDQUOT")]
+"""What does not come from there, and what has been seen at the other place."""
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("place", "error"),
     [
-        OSError(errno.ENOSPC, "No space left on device"),
-        OSError(errno.EDQUOT, "Disk quota exceeded"),
-        RuntimeError(TORCHS),
-        SafetensorError(SAFETENSORS),
+        pytest.param(place, error, id=f"{place}-{name}", marks=pytest.mark.slow if (place, name) in RARE else ())
+        for place in ("checkpoint", "drafter")
+        for name, error in ERRORS.items()
     ],
-    ids=["ENOSPC", "EDQUOT", "torch", "safetensors"],
 )
-@pytest.mark.parametrize("place", ["checkpoint", "drafter"])
 def test_a_disk_that_fills_up_is_one_line(
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, place: str
 ) -> None:

@@ -38,8 +38,15 @@ def handlers() -> list[object]:
     return [signal.getsignal(number) for number in ASKED_BY]
 
 
-@pytest.mark.parametrize("number", ASKED_BY)
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize(
+    ("step", "number"),
+    [
+        (1, signal.SIGTERM),
+        (3, signal.SIGINT),
+        pytest.param(1, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(3, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_is_asked_to_stop_loses_no_step(
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, step: int
 ) -> None:
