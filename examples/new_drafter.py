@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
     # By name: a file in drafters/ imports nothing that lies above it, and this one can be put there unchanged.
     paradraft = importlib.import_module("paradraft")
     plain = paradraft.load(args.target)
-    drafted = paradraft.Engine(plain.target, build(Config(), plain.target, Runtime()), k=4)
+    drafted = paradraft.Engine(plain.target, build(Config(), plain.target, Runtime()), paradraft.Speculation(k=4))
     for sampling in (paradraft.Sampling(), paradraft.Sampling(temperature=0.8, seed=7)):
         expected = plain.generate(args.prompt, max_new_tokens=args.max_new_tokens, sampling=sampling)
         answer = drafted.generate(args.prompt, max_new_tokens=args.max_new_tokens, sampling=sampling)

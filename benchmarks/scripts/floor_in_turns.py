@@ -30,6 +30,7 @@ from paradraft.environment import describe_machine
 from paradraft.models.loading import load_target
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.sampling_params import GREEDY
+from paradraft.speculation import Speculation
 
 
 def shares(target: str, dtype: str, *, turns: int, rounds: int, prompt_tokens: int) -> dict[str, Any]:
@@ -47,7 +48,8 @@ def shares(target: str, dtype: str, *, turns: int, rounds: int, prompt_tokens: i
     """
     # The first round reads the prompt.
     new_tokens = turns * rounds + 1
-    engine = Engine(load_target(target, Runtime(dtype=dtype, capacity=prompt_tokens + new_tokens)), NoDrafter(), k=1)
+    runtime = Runtime(dtype=dtype, capacity=prompt_tokens + new_tokens)
+    engine = Engine(load_target(target, runtime), NoDrafter(), Speculation(k=1))
     lm = engine.target.lm
     size = Size.of(lm.model, lm.weight_bytes)
     speeds = Speeds(lm.device, {size.weight_bytes}, {size.dtype})

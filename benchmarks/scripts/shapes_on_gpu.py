@@ -24,6 +24,7 @@ from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.files import check_outputs
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.sampling_params import GREEDY
+from paradraft.speculation import Speculation
 
 AR_PER_S, DRAFT_AR_PER_S, PARD_PER_S = 76.4, 314.4, 311.5
 """HumanEval, tokens per second: AR+ of Llama-3.1-8B and PARD on it (Table 1), AR+ of Llama-3.2-1B (Table 2)."""
@@ -80,7 +81,7 @@ def measure(args: argparse.Namespace, acceptance: SyntheticAcceptance, console: 
     capacity = args.prompt_tokens + args.tokens
     benchmark = Benchmark(
         target=args.target,
-        methods=[Method.parse(spec, dtype=args.dtype, draft=args.draft) for spec in specs],
+        methods=[Method.parse(spec, Speculation(draft=args.draft), dtype=args.dtype) for spec in specs],
         sampling=GREEDY,
         runtime=Runtime(
             device=args.device,

@@ -31,6 +31,7 @@ from paradraft.models.forward.cpu.threads import one_torch_thread
 from paradraft.models.loading import load_target, locate
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 
 SETTINGS = {
@@ -127,9 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prompts = list(islice(itertools.cycle(known), batch * args.turns))
         tree = Tree(budget=nodes)
         kinds = {
-            "chain": Engine(target, drafter, k=nodes, verify=rule),
-            f"tree, k = {args.k}": Engine(target, drafter, k=args.k, verify=rule, tree=tree),
-            "tree, k = N": Engine(target, drafter, k=nodes, verify=rule, tree=tree),
+            "chain": Engine(target, drafter, Speculation(k=nodes, verify=rule)),
+            f"tree, k = {args.k}": Engine(target, drafter, Speculation(k=args.k, verify=rule, tree=tree)),
+            "tree, k = N": Engine(target, drafter, Speculation(k=nodes, verify=rule, tree=tree)),
         }
         found = compare(kinds, prompts, temperature, args)
         results.append({"setting": setting, "batch": batch, "nodes": nodes, "kinds": found})

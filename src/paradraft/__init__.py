@@ -2,6 +2,7 @@
 
 from paradraft.engine import Engine, Result, load
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 
-__all__ = ["Engine", "Result", "Sampling", "Tree", "load"]
+__all__ = ["Engine", "Result", "Sampling", "Speculation", "Tree", "load"]

@@ -13,20 +13,20 @@ from paradraft.decode.batch import Batch, run
 from paradraft.decode.draft_length import POLICIES, Fixed, LengthPolicy
 from paradraft.decode.generation import AnswerText, Generation, StopStrings, stop_strings
 from paradraft.decode.stats import Clock, Stats, added
-from paradraft.drafters import check_draft, load_drafter
+from paradraft.drafters import load_drafter
 from paradraft.errors import whole_number
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.threads import one_torch_thread
 from paradraft.models.loading import load_target
-from paradraft.models.presets import check_has_weights
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.tokenization import Detokenizer
 from paradraft.request import requests_of
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.scheduler import Scheduler
+from paradraft.speculation import Speculation
 from paradraft.tree import Tree
-from paradraft.verify import RULES, Verify
+from paradraft.verify import Verify
 
 CPU = Runtime()
 
@@ -76,7 +76,7 @@ class Chunk:
 
 
 class Engine:
-    """A target, a drafter, and how to draft and verify.
+    """A target, a drafter, and how it speculates.
 
     Any number of threads may use one engine: requests of all threads are decoded together, one row of a batch each.
     Whoever waits for tokens runs the next round for all. With the match rule a request's text is the same as alone;
@@ -85,46 +85,29 @@ class Engine:
     Build one with `load`, which explains the settings.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        *,
-        k: int,
-        verify: str = "match",
-        tree: Tree | None = None,
-        lengths: str = "fixed",
-        kept_rows: int = 0,
-    ) -> None:
-        if not 1 <= k < target.lm.width:
-            raise ValueError(f"k={k}: draft 1 to {target.lm.width - 1} tokens per round")
+    def __init__(self, target: Target, drafter: Drafter, speculation: Speculation, *, kept_rows: int = 0) -> None:
+        most = target.lm.width - 1
+        if speculation.k > most:
+            raise ValueError(f"k={speculation.k}: draft 1 to {most} tokens per round")
+        speculation.check_branching(drafter.branching)
+        if speculation.nodes > most:
+            raise ValueError(f"a tree of {speculation.nodes} nodes: a pass has room for {most}")
         target.lm.check_hidden_layers(drafter.hidden_layers)
         target.lm.check_hidden_layers(drafter.prompt_hidden_layers)
-        if verify not in RULES:
-            raise ValueError(f"verify={verify!r}: use one of {', '.join(RULES)}")
-        if lengths not in POLICIES:
-            raise ValueError(f"lengths={lengths!r}: use one of {', '.join(POLICIES)}")
-        if tree is not None:
-            if drafter.branching == "chain":
-                raise ValueError("this drafter drafts chains only: leave the tree out")
-            if tree.nodes >= target.lm.width:
-                raise ValueError(f"a tree of {tree.nodes} nodes: a pass has room for {target.lm.width - 1}")
-            aside = [path for path in tree.paths or () if any(path[:-1])]
-            if aside and drafter.branching == "spine":
-                raise ValueError(f"tree path {aside[0]}: this drafter branches from its best tokens only, remove it")
-            if tree.depth is not None and tree.depth > k:
-                raise ValueError(f"a tree path is {tree.depth} tokens deep, but k={k}: raise k or shorten the path")
-        self.target = target
-        self.drafter = drafter
-        self.k = k
-        self.verify = verify
-        self.tree = tree
-        self.deepest = k if tree is None else min(k, tree.depth or tree.nodes)
-        """Most tokens of a path of a draft."""
-        self.lengths: LengthPolicy = POLICIES[lengths](self.deepest)
         if whole_number("kept_rows", kept_rows) < 0:
             raise ValueError(f"kept_rows={kept_rows}: use 0 (keep none) or more")
-        self._batch = Batch(target, drafter, lengths=self.lengths, rule=verify, tree=tree, kept_rows=kept_rows)
+        self.target = target
+        self.drafter = drafter
+        self.speculation = speculation
+        self.lengths: LengthPolicy = POLICIES[speculation.lengths](speculation.depth)
+        self._batch = Batch(
+            target,
+            drafter,
+            lengths=self.lengths,
+            rule=speculation.verify,
+            tree=speculation.tree,
+            kept_rows=kept_rows,
+        )
         self._scheduler = Scheduler(self._batch, self._torch_threads)
         self._detokenizer = Detokenizer(target.tokenizer)
         self._ids = itertools.count()
@@ -255,10 +238,11 @@ class Engine:
     def warm_up(self, batch_size: int = 1) -> None:
         """Runs the passes that decoding will use, so that none is compiled in the middle of an answer; twice where
         passes that come again are recorded."""
+        k = self.speculation.k
         for _ in range(max(self.target.lm.warm_up_rounds, 1)):
-            requests = [Request(id=row, tokens=[0], max_new_tokens=self.k + 2) for row in range(batch_size)]
+            requests = [Request(id=row, tokens=[0], max_new_tokens=k + 2) for row in range(batch_size)]
             with self._scheduler.exclusive():
-                for _ in run(self.new_batch(lengths=Fixed(self.k)), list(map(Generation, requests))):
+                for _ in run(self.new_batch(lengths=Fixed(k)), list(map(Generation, requests))):
                     pass
 
     def new_batch(
@@ -275,8 +259,8 @@ class Engine:
             target or self.target,
             drafter or self.drafter,
             lengths=lengths or self.lengths,
-            rule=self.verify,
-            tree=self.tree,
+            rule=self.speculation.verify,
+            tree=self.speculation.tree,
             verify=verify,
             keeps_finished=keeps_finished,
         )
@@ -328,10 +312,18 @@ def load(
     Raises:
         ValueError: a name or setting is unknown, or the draft does not fit the target.
     """
-    check_draft(drafter, draft, target)
-    for name in (target, draft or ""):
-        check_has_weights(name)
-    loaded = load_target(target, runtime)
-    model = load_drafter(drafter, loaded, draft=draft, runtime=runtime)
     shape = Tree(budget=tree) if isinstance(tree, int) else tree
-    return Engine(loaded, model, k=k, verify=verify, tree=shape, lengths=lengths, kept_rows=kept_rows)
+    speculation = Speculation(drafter=drafter, draft=draft, k=k, verify=verify, tree=shape, lengths=lengths)
+    return load_engine(target, speculation, kept_rows=kept_rows, runtime=runtime)
+
+
+def load_engine(target: str, speculation: Speculation, *, kept_rows: int = 0, runtime: Runtime = CPU) -> Engine:
+    """Loads a target and a drafter, as `load` does, from settings that are together already.
+
+    Raises:
+        ValueError: see `load`.
+    """
+    speculation.check_models(target)
+    loaded = load_target(target, runtime)
+    drafter = load_drafter(speculation.drafter, loaded, draft=speculation.draft, runtime=runtime)
+    return Engine(loaded, drafter, speculation, kept_rows=kept_rows)

@@ -17,6 +17,7 @@ from paradraft.drafters import drafter_names, takes_draft
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import LogitsProcessor, Sampling
+from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from tests.conftest import VOCAB
 from tests.support.decoding import Varying, committed, requests
@@ -67,7 +68,7 @@ def engine(family: Path, name: str, *, k: int = 4, tree: int | None = None, **ch
     chains = load(str(family / "target"), drafter=name, draft=draft, k=k, runtime=runtime)
     if tree is None or chains.drafter.branching == "chain":
         return chains
-    return Engine(chains.target, chains.drafter, k=k, tree=Tree(budget=tree))
+    return Engine(chains.target, chains.drafter, Speculation(k=k, tree=Tree(budget=tree)))
 
 
 Answers = dict[tuple[str, Sampling], list[int]]
@@ -263,7 +264,7 @@ def test_settings_are_checked_before_any_work(family: Path, name: str) -> None:
     ]:
         if tree.paths is None or drafted.drafter.branching != "tree" or tree.depth == 3:
             with pytest.raises(ValueError, match=named):
-                Engine(drafted.target, drafted.drafter, k=2, tree=tree)
+                Engine(drafted.target, drafted.drafter, Speculation(k=2, tree=tree))
     assert not passes
 
 

@@ -27,6 +27,7 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from tests.contract.test_random_configurations import never_twice
 from tests.support.replays import replay_everything
@@ -171,7 +172,7 @@ Expected = Callable[[Asked], Generation]
 
 def plain_answers(engine: Engine) -> Expected:
     """What plain decoding with an engine's target says to each request alone."""
-    plain = Engine(engine.target, NoDrafter(), k=1)
+    plain = Engine(engine.target, NoDrafter(), Speculation(k=1))
     return cache(lambda asked: alone(plain.new_batch, engine, asked))
 
 
@@ -179,7 +180,12 @@ def check(seed: int, expected: Expected, drafted: Engine, **settings: int) -> in
     """Fails unless all requests of a schedule get what plain decoding gives each alone; returns how many ended."""
     ended = 0
     batch = Batch(
-        drafted.target, drafted.drafter, lengths=drafted.lengths, rule=drafted.verify, tree=drafted.tree, **settings
+        drafted.target,
+        drafted.drafter,
+        lengths=drafted.lengths,
+        rule=drafted.speculation.verify,
+        tree=drafted.speculation.tree,
+        **settings,
     )
     for asked, answer in scheduled(seed, drafted, batch):
         whole = expected(asked)
@@ -207,7 +213,7 @@ def test_requests_that_join_get_what_they_get_alone(loaded: Load, expected: Expe
     for seed in range(24 if engine.target.lm.is_native else 8):
         k = 1 + seed % 5 if shape == "chain" else 3
         lengths = list(POLICIES)[seed % len(POLICIES)]
-        drafted = Engine(engine.target, engine.drafter, k=k, tree=SHAPES[shape], lengths=lengths)
+        drafted = Engine(engine.target, engine.drafter, Speculation(k=k, tree=SHAPES[shape], lengths=lengths))
         ended += check(seed, expected, drafted)
     assert ended > 2.5 * (seed + 1)
 
@@ -216,7 +222,7 @@ def test_requests_that_join_get_what_they_get_alone(loaded: Load, expected: Expe
 def test_kept_rows_change_no_token(loaded: Load, expected: Expected, name: str) -> None:
     """Guards conversations: a prompt that begins as an earlier one, with its answer or not, is read from where they
     part."""
-    drafted = Engine(loaded(name).target, loaded(name).drafter, k=4)
+    drafted = Engine(loaded(name).target, loaded(name).drafter, Speculation(k=4))
     for seed in range(12 if drafted.target.lm.is_native else 4):
         check(seed, expected, drafted, kept_rows=1 + seed % 4)
 
@@ -224,7 +230,7 @@ def test_kept_rows_change_no_token(loaded: Load, expected: Expected, name: str) 
 @pytest.mark.parametrize("name", drafter_names())
 def test_the_next_turn_of_a_conversation_is_read_from_its_end(loaded: Load, name: str) -> None:
     """Guards the gain of kept rows, which no text shows, and turns of several conversations side by side."""
-    drafted, plain = Engine(loaded(name).target, loaded(name).drafter, k=4, kept_rows=2), loaded("none")
+    drafted, plain = Engine(loaded(name).target, loaded(name).drafter, Speculation(k=4), kept_rows=2), loaded("none")
     talks = [[1, 2, 3, 4] * 5, [5, 4, 3] * 6]
     for turn in range(3):
         found = drafted.generate([list(talk) for talk in talks], max_new_tokens=8)
@@ -253,7 +259,7 @@ def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, mo
     while a single prompt is read beside others."""
     monkeypatch.setattr(CausalLM, "min_rows", 2)
     engine = loaded("pard")
-    drafted = Engine(engine.target, engine.drafter, k=3)
+    drafted = Engine(engine.target, engine.drafter, Speculation(k=3))
     for seed in range(6):
         check(seed, expected, drafted)
     passes: list[tuple[int, int]] = []
@@ -286,7 +292,7 @@ def test_rows_do_not_disturb_each_other_under_the_rejection_rule(
     """Guards the distribution: with fixed lengths a row has its own random numbers and drafts, so that whatever joins
     or leaves beside it changes no token. Greedy rows have the tokens of plain decoding."""
     engine = loaded(name)
-    drafted = Engine(engine.target, engine.drafter, k=3, verify="rejection", tree=SHAPES[shape])
+    drafted = Engine(engine.target, engine.drafter, Speculation(k=3, verify="rejection", tree=SHAPES[shape]))
     own = cache(lambda asked: alone(drafted.new_batch, engine, asked))
     for seed in range(20 if engine.target.lm.is_native else 6):
         chooser, batch, left = random.Random(seed), drafted.new_batch(), 5
@@ -357,7 +363,7 @@ def test_wrong_joining_is_caught(
 
     def check_all() -> None:
         for seed in range(24):
-            check(seed, expected, Engine(engine.target, engine.drafter, k=3))
+            check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3)))
 
     with pytest.raises(AssertionError):
         check_all()
@@ -372,7 +378,7 @@ def test_wrong_kept_rows_are_caught(family: Path, monkeypatch: pytest.MonkeyPatc
 
     def check_all() -> None:
         for seed in range(12):
-            check(seed, expected, Engine(engine.target, engine.drafter, k=3), kept_rows=3)
+            check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3)), kept_rows=3)
 
     with pytest.raises(AssertionError):
         check_all()

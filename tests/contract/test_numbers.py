@@ -12,6 +12,7 @@ from paradraft.engine import Engine, load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import LogitsProcessor, Sampling
+from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT, Tree
 from tests.support.decoding import empty_rows
 from tests.support.random_models import random_model
@@ -102,7 +103,7 @@ def test_a_draft_model_of_nan_is_named(
 def test_a_processor_that_forbids_every_token(family: Path, runtime: Runtime, temperature: float, verify: str) -> None:
     """Guards against token 0, which is what the argmax of nothing but -inf gives."""
     target = load(str(family / "target"), runtime=runtime).target
-    drafted = Engine(target, NgramDrafter(Config()), k=3, verify=verify)
+    drafted = Engine(target, NgramDrafter(Config()), Speculation(k=3, verify=verify))
     sampling = Sampling(temperature=temperature, processors=[lambda ids, scores: torch.full_like(scores, -torch.inf)])
     with pytest.raises(ValueError, match="forbids every token"):
         drafted.generate("abcabcabc", max_new_tokens=8, sampling=sampling)

@@ -22,6 +22,7 @@ from paradraft.models.target import Target
 from paradraft.sampling.candidates import Candidates
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from paradraft.verify import RULES
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
@@ -121,7 +122,7 @@ def test_everything_is_accepted(pairs: dict[str, Pair], name: str, shape: str, r
     # Under the rejection rule a tree that grows holds the likeliest tokens, so not always the one that is drawn.
     always = rule == "match" or tree is None or tree.budget is None
     samplings = [sampling for sampling in SAMPLINGS if always or sampling.is_greedy]
-    engine = Engine(*pairs[name], k=4, tree=tree, verify=rule)
+    engine = Engine(*pairs[name], Speculation(k=4, tree=tree, verify=rule))
     limits = [16, 9, 2, 1, 13, 11, 16, 6][: len(samplings)]
     steps = rounds_of(engine, (PROMPTS * 2)[: len(samplings)], samplings, limits)
     assert share_accepted(steps) == 1.0
@@ -138,7 +139,7 @@ def test_everything_is_accepted(pairs: dict[str, Pair], name: str, shape: str, r
 def test_everything_is_accepted_at_any_length(pairs: dict[str, Pair], name: str, k: int, rule: str) -> None:
     """Guards masks that are counted wrongly, which is not seen while K is small, and what a round leaves for the next:
     one row alone."""
-    steps = rounds_of(Engine(*pairs[name], k=k, verify=rule), PROMPTS[1:2], SAMPLINGS[1:2], [31])
+    steps = rounds_of(Engine(*pairs[name], Speculation(k=k, verify=rule)), PROMPTS[1:2], SAMPLINGS[1:2], [31])
     assert share_accepted(steps) == 1.0
     assert [step.drafted[0] for step in steps[:-1]] == [k] * (30 // (k + 1))
 
@@ -161,7 +162,7 @@ def test_everything_is_accepted_after_rounds_without_drafts(pairs: dict[str, Pai
 def test_policies_grow_to_k(pairs: dict[str, Pair], name: str, lengths: str) -> None:
     """Guards the speed of a drafter that deserves to be trusted: every policy comes to ask it for all K tokens, in
     every row."""
-    engine = Engine(*pairs[name], k=4, lengths=lengths)
+    engine = Engine(*pairs[name], Speculation(k=4, lengths=lengths))
     # Cold enough to be above the threshold of "confidence" everywhere.
     samplings = [replace(sampling, temperature=0.02) for sampling in SAMPLINGS[:4]]
     rounds_of(engine, PROMPTS, samplings, [60] * 4)  # "expected" first learns what passes cost, and remembers it
@@ -196,7 +197,7 @@ def forgotten_path(candidates: Callable[..., Candidates]) -> Callable[..., Candi
 def test_wrong_drafters_are_caught(name: str, wrong: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a contract that these drafters keep would not guard the gain."""
     monkeypatch.setattr(Sampler, "candidates", wrong(Sampler.candidates))
-    engine, samplings = Engine(*PERFECT[name](False), k=4), SAMPLINGS[-4:]
+    engine, samplings = Engine(*PERFECT[name](False), Speculation(k=4)), SAMPLINGS[-4:]
     assert share_accepted(rounds_of(engine, PROMPTS, samplings, [20] * 4)) < 1.0
 
 
@@ -204,13 +205,13 @@ def test_wrong_drafters_are_caught(name: str, wrong: Callable[..., object], monk
 def test_wrong_masks_are_caught(mask: int, masks: int) -> None:
     """Control of the model whose masks are perfect: the ids beside them are not."""
     target, drafter = pard(False)
-    engine = Engine(target, PardDrafter(drafter.lm, mask, masks), k=6)
+    engine = Engine(target, PardDrafter(drafter.lm, mask, masks), Speculation(k=6))
     assert share_accepted(rounds_of(engine, PROMPTS, SAMPLINGS[:4], [20] * 4)) < 0.9
 
 
 @pytest.mark.parametrize("name", PERFECT)
 def test_the_text_is_not_always_the_same_token(name: str) -> None:
     """Control of the models: a target that always says the same is guessed by any drafter."""
-    steps = rounds_of(Engine(*PERFECT[name](False), k=4), PROMPTS, [Sampling()] * 4, [40] * 4)
+    steps = rounds_of(Engine(*PERFECT[name](False), Speculation(k=4)), PROMPTS, [Sampling()] * 4, [40] * 4)
     for tokens in texts(steps).values():
         assert len(set(tokens)) >= 3, tokens

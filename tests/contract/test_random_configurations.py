@@ -21,6 +21,7 @@ from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from paradraft.verify import RULES, match
 
@@ -93,7 +94,7 @@ def check(number: int, engines: dict[str, Engine]) -> None:
     branching = loaded.drafter.branching
     tree = None if branching == "chain" else random_tree(chooser, k, side_branches=branching == "tree")
     lengths = chooser.choice(list(POLICIES))
-    drafted = Engine(loaded.target, loaded.drafter, k=k, tree=tree, lengths=lengths)
+    drafted = Engine(loaded.target, loaded.drafter, Speculation(k=k, tree=tree, lengths=lengths))
     rows = chooser.choice([1, 1, 2, 3, 6])
     prompts = ["".join(chooser.choices(LETTERS, k=chooser.choice([1, 2, 7, 30]))) for _ in range(rows)]
     samplings = [random_sampling(chooser) for _ in range(rows)]

@@ -22,6 +22,7 @@ from paradraft.errors import is_out_of_memory
 from paradraft.models.forward import compiled
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 from paradraft.train.batch import Drop, collate
 from paradraft.train.objective import Objective
 from paradraft.tree import Tree
@@ -57,7 +58,7 @@ def test_recorded_passes_are_replayed_and_change_no_token(family: Path, monkeypa
     for graphs in (False, True):
         runtime = Runtime(dtype="float64", device="cuda", compiled=True, cuda_graphs=graphs)
         chains = load(target, drafter="pard", draft=draft, k=4, runtime=runtime)
-        trees = Engine(chains.target, chains.drafter, k=4, tree=Tree(budget=6))
+        trees = Engine(chains.target, chains.drafter, Speculation(k=4, tree=Tree(budget=6)))
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             found[graphs] = [

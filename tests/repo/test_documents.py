@@ -28,6 +28,7 @@ from paradraft.drafters import drafter_names
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 from paradraft.train.pard import PardRecipe
 from tests.contract import test_every_drafter as contract
 
@@ -167,7 +168,7 @@ def test_new_drafter_is_lossless(family: Path) -> None:
     plain = load(str(family / "target"), runtime=contract.current)
     for k, min_count in ((1, 1), (4, 1), (8, 2)):
         drafter = new_drafter.build(new_drafter.Config(min_count=min_count), plain.target, Runtime())
-        drafted = Engine(plain.target, drafter, k=k)
+        drafted = Engine(plain.target, drafter, Speculation(k=k))
         accepted = 0
         for sampling in (Sampling(), Sampling(temperature=0.9, seed=3)):
             expected = plain.generate("abcabcabcabc", max_new_tokens=60, sampling=sampling).tokens

@@ -20,6 +20,7 @@ from paradraft.models import kv_cache
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import ForwardOut
 from paradraft.sampling_params import LogitsProcessor, Sampling
+from paradraft.speculation import Speculation
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import target_of
 
@@ -33,7 +34,7 @@ def engine() -> Engine:
     model = tiny_model(1, layers=1)
     model.generation_config.eos_token_id = None
     lm = CausalLM(model, vocab_size=VOCAB, compiled=False, width=8)
-    return Engine(target_of(lm), NgramDrafter(Config()), k=3)
+    return Engine(target_of(lm), NgramDrafter(Config()), Speculation(k=3))
 
 
 def alone(engine: Engine, prompt: list[int], limit: int, sampling: Sampling = SAMPLED) -> list[int]:

@@ -157,7 +157,7 @@ def audit(
         )
         for place, request in enumerate(requests * (1 if sampling.is_greedy else seeds))
     ]
-    tests_distribution = engine.verify == "rejection" and not sampling.is_greedy
+    tests_distribution = engine.speculation.verify == "rejection" and not sampling.is_greedy
     has_drafter = not isinstance(engine.drafter, NoDrafter)
     if tests_distribution and not has_drafter:
         raise ValueError("drafter 'none' drafts nothing that could be rejected: audit it with verify='match'")
@@ -203,7 +203,7 @@ class _Answering:
 
     def control(self, batch_size: int) -> list[Recording]:
         """By a wrong rule; it drafts even where a length policy has learnt not to."""
-        target, lengths = Recorder(self.engine.target), Fixed(self.engine.deepest)
+        target, lengths = Recorder(self.engine.target), Fixed(self.engine.speculation.depth)
         batch = self.engine.new_batch(target=target, lengths=lengths, verify=accept_all)
         return self._answers(batch, target, "with the control", batch_size, [])
 

@@ -126,7 +126,7 @@ def rounding_of(engine: Engine, case: Case, answer: Recording, batch_size: int) 
         NotNumbersError: logits of the larger passes are not numbers.
     """
     lm = engine.target.lm
-    width = min(lm.width, 1 + (engine.k if engine.tree is None else engine.tree.nodes))
+    width = min(lm.width, 1 + engine.speculation.nodes)
     device = answer.logits.device
     reading = [case.prompt[-1], *answer.tokens[:-1]]
     lm.start()

@@ -177,7 +177,7 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
     summary = dict[str, dict[str, Any]]()
     for one in measured:
         reference = _reference(one.method, measured)
-        has_own_numbers = one.method.name in PEERS or one.method.verify == "rejection"
+        has_own_numbers = one.method.name in PEERS or one.method.speculation.verify == "rejection"
         comparable = reference is not None and (sampling.is_greedy or not has_own_numbers)
         summary[one.method.spec] = {
             "method": one.method.name,

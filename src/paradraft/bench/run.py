@@ -113,7 +113,7 @@ def _summary(
 
 def _profile(benchmark: Benchmark, engine: Engine, prompts: list[str], max_new_tokens: int) -> dict[str, Any] | None:
     """Where the time of a method's rounds goes."""
-    verify = RULES[engine.verify]
+    verify = RULES[engine.speculation.verify]
     if benchmark.acceptance is not None:
         verify = benchmark.acceptance.instead_of(verify)
     batch, samplings = engine.new_batch(verify=verify), [benchmark.sampling] * len(prompts)

@@ -16,7 +16,7 @@ from paradraft.bench.spec import AR, Benchmark, Method
 from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.core import Drafter
 from paradraft.data.records import read_prompts
-from paradraft.drafters import check_draft, drafter_names, takes_draft
+from paradraft.drafters import check_draft, drafter_names, load_drafter, takes_draft
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.models.causal_lm import CausalLM
@@ -24,6 +24,7 @@ from paradraft.models.loading import load_target, pocket_folder
 from paradraft.models.presets import is_shape, shape_of
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 
 Answers = Callable[[list[str], int], list[str]]
 """The target's answers to prompts, with at most so many tokens each."""
@@ -112,11 +113,11 @@ class Preparation:
     def check(self, prompts: list[str], *, max_new_tokens: int) -> None:
         """Raises ValueError unless the prompts and their answers fit into the targets."""
         for target in self.targets.values():
-            Engine(target, NoDrafter(), k=1).check(prompts, max_new_tokens=max_new_tokens)
+            Engine(target, NoDrafter(), Speculation(k=1)).check(prompts, max_new_tokens=max_new_tokens)
 
     def answers(self, method: Method, sampling: Sampling, report: Callable[[str], None]) -> Answers:
         """What the target says, without a drafter, in the dtype and the batches of a method."""
-        engine = Engine(self.targets[method.dtype], NoDrafter(), k=1)
+        engine = Engine(self.targets[method.dtype], NoDrafter(), Speculation(k=1))
 
         def answer(prompts: list[str], max_new_tokens: int) -> list[str]:
             report(f"asking for {len(prompts)} answers that later prompts quote")
@@ -143,12 +144,13 @@ def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
             if acceptance is not None:
                 without_ends(found.targets[method.dtype])
         loaded = found.targets[method.dtype]
-        key = (method.drafter, method.draft, method.dtype)
+        speculation = method.speculation
+        key = (speculation.drafter, speculation.draft, method.dtype)
         if key not in drafters:
-            drafters[key] = method.load_drafter(loaded, of_dtype)
+            drafters[key] = load_drafter(speculation.drafter, loaded, draft=speculation.draft, runtime=of_dtype)
         drafter = drafters[key]
         if method.name not in PEERS:
-            found.engines[method] = method.engine(loaded, drafter)
+            found.engines[method] = Engine(loaded, drafter, speculation)
         if acceptance is not None and method.name not in (HF, AR):
             found.answerers[method] = acceptance.answerer(found.engines[method])
         elif is_vllm(method.name):
@@ -172,10 +174,11 @@ def check(benchmark: Benchmark, num_prompts: int) -> None:
     check_batches(methods, num_prompts)
     for method in methods:
         replace(benchmark.runtime, dtype=method.dtype)  # it may be one that cannot be had here
-        if method.draft is not None and is_shape(method.draft):
-            shape_of(method.draft)  # its name may be misspelt
-        if takes_draft(method.drafter_name):
-            check_draft(method.drafter, method.draft, target)
+        drafter, draft = method.speculation.drafter, method.speculation.draft
+        if draft is not None and is_shape(draft):
+            shape_of(draft)  # its name may be misspelt
+        if takes_draft(drafter):
+            check_draft(drafter, draft, target)
     _check_acceptance(methods, target, benchmark.acceptance)
     check_vllm(methods, benchmark.sampling, benchmark.runtime)
 
@@ -190,9 +193,9 @@ def _check_acceptance(methods: list[Method], target: str, acceptance: SyntheticA
                 raise ValueError(
                     f"method {method.spec!r} has verdicts of its own: leave it out of synthetic acceptance"
                 )
-            acceptance.check(method.spec, k=method.k, tree=method.tree)
+            acceptance.check(method.spec, method.speculation)
             continue
-        for name in (target, method.draft or ""):
+        for name in (target, method.speculation.draft or ""):
             if is_shape(name):
                 advice = "add --synthetic-acceptance, or measure hf and ar alone"
                 raise ValueError(

@@ -9,7 +9,7 @@ decoding without a drafter (AR+), every drafter is a method, and so are the base
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +18,22 @@ from paradraft.bench.result import Answerer, BatchResult
 from paradraft.bench.roofline import models_of, passes_of
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.core import Drafter
-from paradraft.decode.draft_length import POLICIES
-from paradraft.drafters import (
-    branches,
-    drafter_config,
-    drafter_names,
-    drafter_settings,
-    load_drafter,
-    setting_names,
-    split_settings,
-    takes_draft,
-)
+from paradraft.drafters import branches, drafter_names, drafter_settings, setting_names, split_settings, takes_draft
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.engine import Engine
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 from paradraft.tree import Tree
-from paradraft.verify import RULES
 
 AR = "ar"
 SETTINGS = ("k", "tree", "verify", "lengths", "batch", "dtype", "draft", "confidence")
 """What the spec of one method or another may set, beside the settings of its drafter."""
+
+
+UNSET = Speculation()
+"""What a method does where nothing is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +43,9 @@ class Method:
     Args:
         spec: as the user wrote it; methods that differ in nothing else are equal.
         name: `ar`, a drafter or a peer.
-        k: most tokens drafted per round, one behind the other.
-        tree: nodes to grow drafts to; None for chains.
-        verify: the verification rule.
-        lengths: the length policy.
+        speculation: how it drafts and verifies, with our own drafter or the one that a peer is like; a setting that the
+            method does not have is as in `UNSET`.
         dtype: of the weights and activations.
-        draft: the draft model, where the drafter has one.
-        options: settings of the drafter itself that the spec names, as `setting=value`.
         batch: prompts answered together.
         confidence: of `hf-assisted`, below which probability of its token the draft ends.
 
@@ -65,29 +55,20 @@ class Method:
 
     spec: str = field(compare=False)
     name: str
-    k: int
-    tree: int | None
-    verify: str
-    lengths: str
+    speculation: Speculation
     dtype: str
-    draft: str | None
     batch: int
     confidence: float | None = None
-    options: tuple[str, ...] = ()
 
     @classmethod
-    def parse(
-        cls,
-        spec: str,
-        *,
-        k: int = 8,
-        tree: int | None = None,
-        verify: str = "match",
-        lengths: str = "fixed",
-        dtype: str = "float32",
-        draft: str | None = None,
-    ) -> Method:
-        """Reads a method; the other arguments are the values of settings that it leaves out."""
+    def parse(cls, spec: str, defaults: Speculation = UNSET, *, dtype: str = "float32") -> Method:
+        """Reads a method.
+
+        Args:
+            spec: its name and settings.
+            defaults: the values of settings that it leaves out; its drafter is not looked at.
+            dtype: that of a method that leaves it out.
+        """
         name, settings = split_settings(spec)
         known = [AR, *(drafter for drafter in drafter_names() if drafter != "none"), *PEERS]
         if name not in known:
@@ -100,67 +81,49 @@ class Method:
                 listed = ", ".join([*allowed, *option_names])
                 raise ValueError(f"method {spec!r}: settings of {name} are {listed}, each at most once")
             values[key] = value
-        options = tuple(f"{key}={values[key]}" for key in option_names if key in values)
-        if options:
-            drafter_config(":".join([name, *options]))
         for key in ("k", "tree", "batch"):
             if not values.get(key, "1").isdigit() or int(values.get(key, 1)) < 1:
                 raise ValueError(f"method {spec!r}: {key} must be a whole number of at least 1")
-        if "tree" in values:
-            tree = int(values["tree"])
-        verify, lengths = values.get("verify", verify), values.get("lengths", lengths)
         dtype = values.get("dtype", dtype)
-        for key, value, names in (
-            ("verify", verify, RULES),
-            ("lengths", lengths, POLICIES),
-            ("dtype", dtype, PRECISIONS),
-        ):
-            if value not in names:
-                raise ValueError(f"method {spec!r}: {key}={value!r}: use one of {', '.join(names)}")
+        if dtype not in PRECISIONS:
+            raise ValueError(f"method {spec!r}: dtype={dtype!r}: use one of {', '.join(PRECISIONS)}")
         if name in (ASSISTED, LOOKUP) and values.get("batch", "1") != "1":
             raise ValueError(f"method {spec!r}: transformers drafts for one prompt at a time, so batch must be 1")
+        drafter = PEERS[name].like if name in PEERS else "none" if name == AR else name
+        options = [f"{key}={values[key]}" for key in option_names if key in values]
+        fields: dict[str, Any] = {
+            "draft": values.get("draft", defaults.draft),
+            "k": int(values.get("k", defaults.k)),
+            "verify": values.get("verify", defaults.verify),
+            "tree": Tree(budget=int(values["tree"])) if "tree" in values else defaults.tree,
+            "lengths": values.get("lengths", defaults.lengths),
+        }
+        own = {key: value for key, value in fields.items() if key in allowed}
+        try:
+            speculation = replace(UNSET, drafter=":".join([drafter, *options]), **own)
+        except ValueError as error:
+            raise ValueError(f"method {spec!r}: {error}") from None
         return cls(
             spec=spec,
             name=name,
-            k=int(values.get("k", k)),
-            tree=tree if "tree" in allowed else None,
-            verify=verify if "verify" in allowed else "match",
-            lengths=lengths if "lengths" in allowed else "fixed",
+            speculation=speculation,
             dtype=dtype,
-            draft=values.get("draft", draft) if "draft" in allowed else None,
             batch=int(values.get("batch", 1)),
             confidence=_confidence(spec, values.get("confidence", str(CONFIDENCE))) if name == ASSISTED else None,
-            options=options,
         )
 
     @property
     def settings(self) -> dict[str, Any]:
         """The values of those settings that it has: `ar` has no `k`. Those of its drafter are its `options`."""
-        options = {"options": drafter_settings(self.drafter)} if _option_names(self.name) else {}
-        return {setting: getattr(self, setting) for setting in _settings(self.name)} | options
+        tree = self.speculation.tree
+        values = vars(self) | vars(self.speculation) | {"tree": None if tree is None else tree.nodes}
+        options = {"options": drafter_settings(self.speculation.drafter)} if _option_names(self.name) else {}
+        return {setting: values[setting] for setting in _settings(self.name)} | options
 
     @property
     def left_out(self) -> frozenset[str]:
         """The settings that it has and its spec does not name."""
         return frozenset(setting for setting in _settings(self.name) if f":{setting}=" not in self.spec)
-
-    @property
-    def drafter_name(self) -> str:
-        """The drafter of ours behind the method, or the one that a peer is like."""
-        return PEERS[self.name].like if self.name in PEERS else "none" if self.name == AR else self.name
-
-    @property
-    def drafter(self) -> str:
-        """The same with its settings."""
-        return ":".join([self.drafter_name, *self.options])
-
-    def load_drafter(self, target: Target, runtime: Runtime) -> Drafter:
-        """Loads the drafter, which methods that differ in k alone can share.
-
-        Raises:
-            ValueError: see `paradraft.load`.
-        """
-        return load_drafter(self.drafter, target, draft=self.draft, runtime=runtime)
 
     def answerer(self, target: Target, drafter: Drafter) -> Answerer:
         """What answers prompts by this method.
@@ -171,20 +134,11 @@ class Method:
         if self.name == HF:
             return transformers.plain(target)
         if self.name == LOOKUP:
-            return transformers.prompt_lookup(target, k=self.k)
+            return transformers.prompt_lookup(target, k=self.speculation.k)
         if self.name == ASSISTED:
             assert isinstance(drafter, AutoregressiveDrafter) and self.confidence is not None
-            return transformers.assisted(target, drafter.lm.model, k=self.k, confidence=self.confidence)
-        return _ours(self.engine(target, drafter))
-
-    def engine(self, target: Target, drafter: Drafter) -> Engine:
-        """The engine behind a method of ours.
-
-        Raises:
-            ValueError: the settings do not fit each other.
-        """
-        tree = None if self.tree is None else Tree(budget=self.tree)
-        return Engine(target, drafter, k=self.k, verify=self.verify, tree=tree, lengths=self.lengths)
+            return transformers.assisted(target, drafter.lm.model, k=self.speculation.k, confidence=self.confidence)
+        return _ours(Engine(target, drafter, self.speculation))
 
 
 def _settings(name: str) -> list[str]:

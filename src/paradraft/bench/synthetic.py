@@ -26,6 +26,7 @@ from paradraft.models.target import Target
 from paradraft.request import requests_of
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT
 from paradraft.verify import RULES, Verify
 
@@ -99,16 +100,16 @@ class SyntheticAcceptance:
         """The acceptance length that chains of as many tokens as there are rates will have."""
         return 1.0 + sum(self.rates)
 
-    def check(self, spec: str, *, k: int, tree: int | None) -> None:
+    def check(self, spec: str, speculation: Speculation) -> None:
         """Raises ValueError unless a method's drafts are chains for which there are rates."""
-        if tree is not None:
+        if speculation.tree is not None:
             raise ValueError(
                 f"method {spec!r} drafts trees, and synthetic acceptance is for chains: leave the tree out"
             )
-        if k > len(self.rates):
+        if speculation.k > len(self.rates):
             raise ValueError(
-                f"method {spec!r} drafts {k} tokens, but there are {len(self.rates)} rates of synthetic acceptance: "
-                "give one for each position, or lower k"
+                f"method {spec!r} drafts {speculation.k} tokens, but there are {len(self.rates)} rates of synthetic "
+                "acceptance: give one for each position, or lower k"
             )
 
     def instead_of(self, verify: Verify) -> Verify:
@@ -133,7 +134,7 @@ class SyntheticAcceptance:
 
     def answerer(self, engine: Engine) -> Answerer:
         """What answers prompts with this acceptance."""
-        verify = self.instead_of(RULES[engine.verify])
+        verify = self.instead_of(RULES[engine.speculation.verify])
         models = models_of(engine.target.lm, engine.drafter)
 
         def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:

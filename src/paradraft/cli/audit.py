@@ -12,9 +12,11 @@ from rich.console import Console
 
 from paradraft.cli import options
 from paradraft.cli.options import warn_ignored, without_chance, without_drafter
-from paradraft.engine import load
+from paradraft.engine import load_engine
 from paradraft.files import check_outputs
+from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 
 
 def audit(
@@ -70,14 +72,17 @@ def audit(
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed,
     )  # fmt: skip
     tree = options.tree_of(tree_budget, tree_paths)
+    speculation = Speculation(drafter=drafter, draft=draft, k=k, verify=verify, tree=tree, lengths=lengths)
     texts = held_out_prompts(num_prompts, prompts)
     if shape_invariant and batch_size not in (None, 1):
         raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")
     batch_size = batch_size or (1 if shape_invariant else 4)
     check_outputs(json_file)
-    pad_to = 1 + (k if tree is None else tree.nodes) if shape_invariant else 1
-    runtime = options.runtime_of(device, dtype, compile, capacity, k=k, tree=tree, pad_to=pad_to)
-    engine = load(target, drafter=drafter, draft=draft, k=k, verify=verify, tree=tree, lengths=lengths, runtime=runtime)
+    runtime = Runtime(
+        device=device, dtype=dtype, compiled=compile, capacity=capacity, width=speculation.pass_width,
+        pad_to=1 + speculation.nodes if shape_invariant else 1,
+    )  # fmt: skip
+    engine = load_engine(target, speculation, runtime=runtime)
     warn_ignored(context, without_chance(sampling.is_greedy), without_drafter(drafter))
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:

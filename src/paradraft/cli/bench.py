@@ -19,6 +19,7 @@ from paradraft.models.loading import load_config, load_tokenizer, locate, room
 from paradraft.models.presets import is_shape
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 
 if TYPE_CHECKING:
     from paradraft.bench.spec import Method
@@ -205,14 +206,11 @@ def bench(
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     specs = _with_batches([spec.strip() for spec in methods.split(",")], batch_sizes)
-    chosen = [
-        Method.parse(spec, k=k, tree=tree_budget, verify=verify, lengths=lengths, dtype=dtype, draft=draft)
-        for spec in specs
-    ]
+    speculation = Speculation(draft=draft, k=k, verify=verify, tree=options.tree_of(tree_budget, None), lengths=lengths)
+    chosen = [Method.parse(spec, speculation, dtype=dtype) for spec in specs]
     if threads is not None:
         torch.set_num_threads(threads)
-    most = max((method.tree or 0 for method in chosen), default=0)
-    width = options.width_of(*(method.k for method in chosen), nodes=most)
+    width = max(method.speculation.pass_width for method in chosen)
     acceptance = None if synthetic_acceptance is None else SyntheticAcceptance.parse(synthetic_acceptance)
     check_outputs(json_file, plot_file)
     check_folder(page_folder)

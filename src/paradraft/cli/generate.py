@@ -14,8 +14,10 @@ from paradraft.cli import options
 from paradraft.cli.options import warn_ignored, without_chance, without_drafter
 from paradraft.cli.terminal import stream_answer
 from paradraft.data.records import read_prompts
-from paradraft.engine import Result, load
+from paradraft.engine import Result, load_engine
+from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 
 
 def generate(
@@ -59,12 +61,11 @@ def generate(
         logit_bias=_biases(logit_bias or []), seed=seed,
     )  # fmt: skip
     tree = options.tree_of(tree_budget, tree_paths)
+    speculation = Speculation(drafter=drafter, draft=draft, k=k, verify=verify, tree=tree, lengths=lengths)
     records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
-    runtime = options.runtime_of(device, dtype, compile, capacity, k=k, tree=tree)
+    runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=speculation.pass_width)
     with Console(stderr=True).status("loading; the first time passes are built for this CPU"):
-        engine = load(
-            target, drafter=drafter, draft=draft, k=k, verify=verify, tree=tree, lengths=lengths, runtime=runtime
-        )
+        engine = load_engine(target, speculation, runtime=runtime)
     texts = [str(record["prompt"]) for record in records]
     ours = {"text", "tokens", "finish_reason", "stats"}
     taken = ours.intersection(key for record in records for key in record) if as_json else set()

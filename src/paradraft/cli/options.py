@@ -11,7 +11,8 @@ import typer
 
 from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import drafter_names
-from paradraft.models.runtime import PRECISIONS, Runtime
+from paradraft.models.runtime import PRECISIONS
+from paradraft.speculation import MOST_DRAFTED
 from paradraft.tree import Tree
 
 Rule = tuple[bool, str, Collection[str]]
@@ -47,10 +48,6 @@ def given(context: typer.Context, names: Collection[str]) -> list[str]:
     return [options[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
-MOST_DRAFTED = 256
-"""Largest K; caches keep room for two drafts of that length."""
-MOST_NODES = 1024
-"""Largest tree of a draft."""
 Target = Annotated[str, typer.Option("--target", help="Hugging Face id, folder, or pocket (the shipped family).")]
 DRAFTERS = f"one of {', '.join(drafter_names())}; its settings follow it, as in ngram:max_ngram=5."
 Drafter = Annotated[str, typer.Option("--drafter", help=f"The drafter, {DRAFTERS}")]
@@ -112,21 +109,3 @@ def tree_of(budget: int | None, paths: str | None) -> Tree | None:
     except ValueError:
         raise ValueError(f'--tree-paths {paths!r}: write ranks with dots between them, such as "0 1 0.0"') from None
     return Tree(paths=ranks)
-
-
-def runtime_of(
-    device: str, dtype: str, compile: bool | None, capacity: int | None, *, k: int, tree: Tree | None, pad_to: int = 1
-) -> Runtime:
-    """Where and how models run that draft in this way."""
-    width = width_of(k, nodes=0 if tree is None else tree.nodes)
-    return Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width, pad_to=pad_to)
-
-
-def width_of(*ks: int, nodes: int) -> int:
-    """Room for a pass that reads a whole round and drafts the next, or reads a whole tree."""
-    for k in ks:
-        if not 1 <= k <= MOST_DRAFTED:
-            raise ValueError(f"k={k}: draft 1 to {MOST_DRAFTED} tokens per round")
-    if nodes > MOST_NODES:
-        raise ValueError(f"a tree of {nodes} nodes: use at most {MOST_NODES}")
-    return max(64, 2 * max(ks) + 2, nodes + 1)

@@ -16,6 +16,7 @@ from paradraft.cli.options import warn_ignored, without_chance
 from paradraft.files import check_outputs
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 
 MOST = 4096
 """Largest number that a list of lengths, budgets or batch sizes may have."""
@@ -100,7 +101,7 @@ def plan(
         raise ValueError(f"--plot {plot_file}: name a .png file")
     sizes = BATCH_SIZES if batch_sizes is None else _numbers("--batch-size", batch_sizes)
     task = Task(
-        target=target, drafter=drafter, draft=draft, verify=verify,
+        target=target, speculation=Speculation(drafter=drafter, draft=draft, verify=verify),
         batches=tuple(size for size in sizes if batch_sizes is not None or len(texts) % size == 0),
         ks=None if k is None else _numbers("--k", k),
         trees=None if tree_budgets is None else _numbers("--tree-budgets", tree_budgets),
@@ -110,7 +111,7 @@ def plan(
     for doubt in () if found is None or known is None else doubts(task, known, *found):
         print(f"warning: {doubt}", file=sys.stderr)
     ways = list(known or ways_of(task))
-    width = options.width_of(*(way.k for way in ways), nodes=max(way.drafted for way in ways))
+    width = max(task.speculate(way).pass_width for way in ways)
     runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
     warn_ignored(
         context,

@@ -19,9 +19,11 @@ from paradraft.cli import options
 from paradraft.cli.options import DRAFTERS, given, warn_ignored, without_chance, without_drafter
 from paradraft.data.records import read_object
 from paradraft.data.regenerate import Progress
-from paradraft.engine import load
+from paradraft.engine import load_engine
 from paradraft.files import check_outputs
+from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 
 if TYPE_CHECKING:
     from paradraft.data.regenerate import Progress
@@ -154,8 +156,9 @@ def regenerate(
         from paradraft.data.local import InProcess
 
         tree = options.tree_of(tree_budget, None)
-        runtime = options.runtime_of(device, dtype, compile, capacity, k=k, tree=tree)
-        engine = load(target, drafter=drafter, draft=draft, k=k, tree=tree, lengths=lengths, runtime=runtime)
+        speculation = Speculation(drafter=drafter, draft=draft, k=k, tree=tree, lengths=lengths)
+        runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=speculation.pass_width)
+        engine = load_engine(target, speculation, runtime=runtime)
         answerer = InProcess(
             engine=engine, target=target, sampling=sampling, max_new_tokens=max_new_tokens, batch_size=batch_size,
             chat_template_kwargs=variables,

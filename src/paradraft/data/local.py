@@ -50,7 +50,7 @@ class InProcess:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.engine.verify == "match" and not self.sampling.processors
+        assert self.engine.speculation.verify == "match" and not self.sampling.processors
         for name in ("batch_size", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: use at least 1")

@@ -22,7 +22,6 @@ from paradraft.plan.acceptance import Acceptance
 from paradraft.plan.costs import Costs, measure_rounds
 from paradraft.plan.predict import PLAIN, Prediction, Way, best, predict
 from paradraft.plan.task import Task, ways_of
-from paradraft.tree import Tree
 
 Report = Callable[[str], None]
 Checked = dict[tuple[int, Way], dict[str, Any]]
@@ -57,11 +56,14 @@ def run_plan(
     Raises:
         ValueError: a model cannot be loaded, or the prompts do not fit into it.
     """
+    speculation = task.speculation
     report(f"loading {task.target}")
     target = load_target(task.target, runtime)
-    report(f"loading drafter {task.drafter}")
-    drafter = load_drafter(task.drafter, target, draft=task.draft, runtime=runtime)
-    Engine(target, drafter, k=1).check(task.prompts, max_new_tokens=task.max_new_tokens, sampling=task.sampling)
+    report(f"loading drafter {speculation.drafter}")
+    drafter = load_drafter(speculation.drafter, target, draft=speculation.draft, runtime=runtime)
+    _engine(task, PLAIN, target, drafter).check(
+        task.prompts, max_new_tokens=task.max_new_tokens, sampling=task.sampling
+    )
     if known is None:
         known = _measure_acceptance(task, target, drafter, report)
     costs = _measure_costs(task, list(known), target, drafter, report)
@@ -77,9 +79,9 @@ def run_plan(
         "machine": describe_machine(runtime.device),
         "arguments": {
             "target": task.target,
-            "drafter": task.drafter,
-            "draft": task.draft,
-            "verify": task.verify,
+            "drafter": speculation.drafter,
+            "draft": speculation.draft,
+            "verify": speculation.verify,
             "num_prompts": len(task.prompts),
             "max_new_tokens": task.max_new_tokens,
             "sampling": asdict(task.sampling),
@@ -99,14 +101,13 @@ def run_plan(
         "predictions": [_values(one, checked.get((one.batch, one.way))) for one in predictions],
         "chosen": {batch: one.way.name for batch, one in chosen.items()},
         "chains": chains,
-        "vllm": vllm_config(chains, task.drafter, task.draft or DRAFT),
-        "tensorrt_llm": tensorrt_config(chains, task.drafter, task.draft or DRAFT),
+        "vllm": vllm_config(chains, speculation.drafter, speculation.draft or DRAFT),
+        "tensorrt_llm": tensorrt_config(chains, speculation.drafter, speculation.draft or DRAFT),
     }
 
 
-def _engine(task: Task, way: Way, target: Target, drafter: Drafter, k: int) -> Engine:
-    tree = None if way.tree is None else Tree(budget=way.tree)
-    return Engine(target, NoDrafter() if way == PLAIN else drafter, k=k, verify=task.verify, tree=tree)
+def _engine(task: Task, way: Way, target: Target, drafter: Drafter) -> Engine:
+    return Engine(target, NoDrafter() if way == PLAIN else drafter, task.speculate(way))
 
 
 def _measure_acceptance(task: Task, target: Target, drafter: Drafter, report: Report) -> dict[Way, Acceptance]:
@@ -114,7 +115,7 @@ def _measure_acceptance(task: Task, target: Target, drafter: Drafter, report: Re
     known: dict[Way, Acceptance] = {}
     for way in ways_of(task):
         report(f"measuring the acceptance of {way.name}")
-        engine = _engine(task, way, target, drafter, way.k)
+        engine = _engine(task, way, target, drafter)
         by_round: list[tuple[int, ...]] = []
         for start in range(0, len(task.prompts), max(task.batches)):
             batch = task.prompts[start : start + max(task.batches)]
@@ -123,14 +124,14 @@ def _measure_acceptance(task: Task, target: Target, drafter: Drafter, report: Re
             )
             by_round += [tuple(tokens_by_round(result.accepted, len(result.tokens))) for result in results]
         known[way] = Acceptance(
-            spec=f"{task.drafter}:{way.name}",
+            spec=f"{task.speculation.drafter}:{way.name}",
             k=way.k,
             tree=way.tree,
             length=sum(map(sum, by_round)) / sum(map(len, by_round)),
             shares=(),
             answers=tuple(map(sum, by_round)),
             by_round=tuple(by_round),
-            draft=task.draft,
+            draft=task.speculation.draft,
         )
     return known
 
@@ -140,12 +141,12 @@ def _measure_costs(
 ) -> dict[int, dict[Way, Costs]]:
     """What every way's rounds take at every batch size, plain decoding's too."""
     chains = tuple(way.k for way in ways if way.tree is None)
-    engines: dict[str, tuple[Engine, tuple[int, ...]]] = {PLAIN.name: (_engine(task, PLAIN, target, drafter, 1), (0,))}
+    engines: dict[str, tuple[Engine, tuple[int, ...]]] = {PLAIN.name: (_engine(task, PLAIN, target, drafter), (0,))}
     if chains:
-        engines["chains"] = (_engine(task, Way(k=max(chains)), target, drafter, max(chains)), chains)
+        engines["chains"] = (_engine(task, Way(k=max(chains)), target, drafter), chains)
     for way in ways:
         if way.tree is not None:
-            engines[way.name] = (_engine(task, way, target, drafter, way.k), (way.k,))
+            engines[way.name] = (_engine(task, way, target, drafter), (way.k,))
     costs = {}
     for batch in task.batches:
         found = measure_rounds(

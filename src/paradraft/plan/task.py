@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paradraft.bench.spec import AR, Method
-from paradraft.drafters import branches, check_draft
-from paradraft.models.presets import check_has_weights
+from paradraft.drafters import branches
 from paradraft.plan.acceptance import Acceptance, acceptances
 from paradraft.plan.predict import PLAIN, Way
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
+from paradraft.tree import Tree
 
 WITHOUT_FILE = 8
 """Longest chain that is tried where neither the user nor a report says."""
@@ -22,9 +23,7 @@ class Task:
 
     Args:
         target: Hugging Face id, folder, or "pocket".
-        drafter: a drafter's name.
-        draft: its draft model.
-        verify: the verification rule.
+        speculation: how ways to draft are alike: the drafter, its draft model and the verification rule.
         batches: batch sizes.
         ks: lengths of chains; None for all up to the longest in the report, or up to 8.
         trees: budgets of trees; None for those in the report.
@@ -38,9 +37,7 @@ class Task:
     """
 
     target: str
-    drafter: str
-    draft: str | None
-    verify: str
+    speculation: Speculation
     batches: tuple[int, ...]
     ks: tuple[int, ...] | None
     trees: tuple[int, ...] | None
@@ -49,13 +46,12 @@ class Task:
     sampling: Sampling
 
     def __post_init__(self) -> None:
-        if self.drafter == "none":
+        drafter = self.speculation.drafter
+        if drafter == "none":
             raise ValueError("drafter 'none' drafts nothing, so there is nothing to plan")
-        check_draft(self.drafter, self.draft, self.target)
-        if self.trees and not branches(self.drafter):
-            raise ValueError(f"drafter {self.drafter!r} drafts chains only: leave the tree budgets out")
-        for name in (self.target, self.draft or ""):
-            check_has_weights(name)
+        self.speculation.check_models(self.target)
+        if self.trees and not branches(drafter):
+            raise ValueError(f"drafter {drafter!r} drafts chains only: leave the tree budgets out")
         for batch in self.batches:
             if len(self.prompts) % batch:
                 # A part of a batch costs less than a whole one, and would pass for it.
@@ -64,11 +60,17 @@ class Task:
                     "divide their number"
                 )
 
+    def speculate(self, way: Way) -> Speculation:
+        """How a way drafts and verifies; plain decoding has no use for its k."""
+        if way == PLAIN:
+            return replace(self.speculation, k=1)
+        return replace(self.speculation, k=way.k, tree=None if way.tree is None else Tree(budget=way.tree))
+
     def method(self, way: Way, batch: int, dtype: str) -> Method:
         """A way as a method of a benchmark."""
         settings = "" if way == PLAIN else f":{way.name}"
-        spec = f"{AR if way == PLAIN else self.drafter}{settings}:batch={batch}"
-        return Method.parse(spec, verify=self.verify, dtype=dtype, draft=self.draft)
+        spec = f"{AR if way == PLAIN else self.speculation.drafter}{settings}:batch={batch}"
+        return Method.parse(spec, self.speculation, dtype=dtype)
 
 
 def known_of(task: Task, report: dict[str, Any], name: str, dtype: str) -> dict[Way, Acceptance]:
@@ -79,23 +81,26 @@ def known_of(task: Task, report: dict[str, Any], name: str, dtype: str) -> dict[
     Raises:
         ValueError: the report does not tell enough, or of other prompts.
     """
-    found = acceptances(report, name, drafter=task.drafter, draft=task.draft, verify=task.verify, dtype=dtype)
+    drafter = task.speculation.drafter
+    found = acceptances(
+        report, name, drafter=drafter, draft=task.speculation.draft, verify=task.speculation.verify, dtype=dtype
+    )
     chains = {one.k: one for one in found if one.tree is None}
     longest = max(chains, default=0)
     ks = tuple(range(1, longest + 1)) if task.ks is None else task.ks
     if ks and max(ks) > longest:
-        raise ValueError(f"k={max(ks)}: {name} knows chains of {task.drafter!r} up to {longest} tokens only")
+        raise ValueError(f"k={max(ks)}: {name} knows chains of {drafter!r} up to {longest} tokens only")
     trees = {one.tree for one in found if one.tree} if task.trees is None else set(task.trees)
     known = {Way(k=k): chains[min(other for other in chains if other >= k)] for k in ks}
     for budget in sorted(trees):
         of_budget = [one for one in found if one.tree == budget]
         if not of_budget:
             raise ValueError(
-                f"tree budget {budget}: {name} has no such method; measure {task.drafter}:tree={budget} with it"
+                f"tree budget {budget}: {name} has no such method; measure {drafter}:tree={budget} with it"
             )
         known |= {Way(k=one.k, tree=budget): one for one in of_budget}
     if not known:
-        raise ValueError(f"nothing to choose from: {name} has no chains of {task.drafter!r}, name some tree budgets")
+        raise ValueError(f"nothing to choose from: {name} has no chains of {drafter!r}, name some tree budgets")
     for one in known.values():
         if len(one.answers) != len(task.prompts):
             raise ValueError(
@@ -116,8 +121,9 @@ def doubts(task: Task, known: dict[Way, Acceptance], report: dict[str, Any], nam
     found = []
     if (target := report["arguments"]["target"]) != task.target:
         found.append(f"{name} is about target {target}, not {task.target}")
-    for draft in {one.draft: None for one in known.values() if one.draft != task.draft}:
-        found.append(f"{name} is about draft {draft or 'of the pocket family'}, not {task.draft or 'that'}")
+    planned = task.speculation.draft
+    for draft in {one.draft: None for one in known.values() if one.draft != planned}:
+        found.append(f"{name} is about draft {draft or 'of the pocket family'}, not {planned or 'that'}")
     example = report.get("example")
     if isinstance(example, dict) and example.get("prompt") != task.prompts[0]:
         found.append(f"{name} answers other prompts than those that costs are measured on: give the same --prompts")

@@ -12,6 +12,7 @@ from paradraft.drafters import load_drafter
 from paradraft.engine import Engine
 from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
+from paradraft.speculation import Speculation
 
 
 class AcceptanceMeter:
@@ -47,7 +48,7 @@ class AcceptanceMeter:
     def of(self, folder: Path) -> float:
         """Tokens per target pass with the drafter in a folder."""
         drafter = load_drafter(self._drafter, self.target, draft=str(folder), runtime=self._runtime)
-        batch = Engine(self.target, drafter, k=self._k).new_batch()
+        batch = Engine(self.target, drafter, Speculation(k=self._k)).new_batch()
         requests = [
             Request(id=row, tokens=prompt, max_new_tokens=self._answer_tokens, eos_ids=self.target.eos_ids)
             for row, prompt in enumerate(self._prompts)

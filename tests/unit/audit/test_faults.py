@@ -26,6 +26,7 @@ from paradraft.models.kv_cache import Storage
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT, Tree
 from paradraft.verify import RULES, match
 from tests.conftest import tiny_model, tiny_tokenizer
@@ -378,5 +379,5 @@ def test_a_model_of_nan_is_a_verdict(tmp_path: Path) -> None:
 def test_fixed_trees_and_batches_are_honest(loaded: Load) -> None:
     """Guards against false alarms for drafts that are padded and rows that end early."""
     chains = loaded("float32")
-    engine = Engine(chains.target, chains.drafter, k=3, tree=Tree(paths=((0,), (1,), (0, 0), (0, 1))))
+    engine = Engine(chains.target, chains.drafter, Speculation(k=3, tree=Tree(paths=((0,), (1,), (0, 0), (0, 1)))))
     assert run(engine, SAMPLED, seeds=2).verdict in (PASS, TIES)

@@ -12,7 +12,7 @@ from paradraft.bench import synthetic
 from paradraft.bench.spec import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.core import Draft, TargetOut, Verdict
-from paradraft.engine import load
+from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
@@ -105,7 +105,8 @@ def test_answers_have_their_length_and_the_rounds_of_their_prompts(family: Path,
     method = Method.parse(spec, dtype="float64")
     name = {"name": method.name, "draft": str(family / "pard")}
     engine = load(str(family / "target"), drafter=name["name"], draft=name["draft"], runtime=Runtime(dtype="float64"))
-    answer = SyntheticAcceptance(rates=(0.8, 0.5, 0.3)).answerer(method.engine(engine.target, engine.drafter))
+    drafting = Engine(engine.target, engine.drafter, method.speculation)
+    answer = SyntheticAcceptance(rates=(0.8, 0.5, 0.3)).answerer(drafting)
     prompts = ["abcabcabc", "helloworld", "The0quick"]
     alone = [answer([prompt], 30, GREEDY) for prompt in prompts]
     together = answer(prompts, 30, GREEDY)

@@ -10,11 +10,13 @@ from typing import Literal, Optional
 import pytest
 
 from paradraft import drafters
-from paradraft.bench.spec import SETTINGS, Method
+from paradraft.bench.setup import prepare
+from paradraft.bench.spec import SETTINGS, Benchmark, Method
 from paradraft.drafters import drafter_config, drafter_names, drafter_settings, setting_names
 from paradraft.engine import load
 from paradraft.export.engines import vllm_config
 from paradraft.plan.acceptance import acceptances
+from paradraft.sampling_params import GREEDY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +96,18 @@ def test_settings_reach_the_drafter(family: Path) -> None:
 def test_settings_are_part_of_a_method(family: Path) -> None:
     """Guards benchmarks of one drafter with several settings: each has its own, and a file says which."""
     five, plain = Method.parse("ngram:k=4:max_ngram=5"), Method.parse("ngram:k=4")
-    assert five != plain and (five.k, five.drafter, plain.drafter) == (4, "ngram:max_ngram=5", "ngram")
+    asked = five.speculation
+    assert five != plain and (asked.k, asked.drafter, plain.speculation.drafter) == (4, "ngram:max_ngram=5", "ngram")
     assert five.settings["options"] == {"max_ngram": 5} and plain.settings["options"] == {"max_ngram": 3}
-    target = load(str(family / "target")).target
-    assert five.load_drafter(target, load.__kwdefaults__["runtime"]).config.max_ngram == 5
+    benchmark = Benchmark(
+        target=str(family / "target"), methods=[five], sampling=GREEDY, runtime=load.__kwdefaults__["runtime"], runs=1
+    )
+    assert prepare(benchmark, lambda text: None).engines[five].drafter.config.max_ngram == 5
     with pytest.raises(ValueError, match=r"settings of ngram are .*lengths, max_ngram, each at most once"):
         Method.parse("ngram:n=4")
     with pytest.raises(ValueError, match="max_ngram='x': use a whole number"):
         Method.parse("ngram:max_ngram=x")
-    assert Method.parse("pard:k=4:draft=shape:llama-3.2-1b").draft == "shape:llama-3.2-1b"
+    assert Method.parse("pard:k=4:draft=shape:llama-3.2-1b").speculation.draft == "shape:llama-3.2-1b"
 
 
 def test_settings_are_what_a_plan_is_about() -> None:

@@ -29,6 +29,7 @@ from paradraft.plan.plan import run_plan
 from paradraft.plan.predict import Way
 from paradraft.plan.task import Task, doubts, known_of
 from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from tests.support.decoding import requests
 
@@ -95,7 +96,7 @@ def test_rounds_are_booked_under_their_length(family: Path, monkeypatch: pytest.
     monkeypatch.setattr(costs_module, "VISITS", 1)
     monkeypatch.setattr(costs_module, "LEAST_S", 0.0)
     engine = load(str(family / "target"), drafter="pard", draft=str(family / "pard"), k=5, runtime=EXACT)
-    engines = {"plain": (Engine(engine.target, NoDrafter(), k=1), (0,)), "chains": (engine, (1, 2, 5))}
+    engines = {"plain": (Engine(engine.target, NoDrafter(), Speculation(k=1)), (0,)), "chains": (engine, (1, 2, 5))}
     for batch in (1, 3):
         costs = measure_rounds(
             engines, PROMPTS, batch=batch, max_new_tokens=12, sampling=Sampling(), report=lambda text: None
@@ -130,7 +131,7 @@ def test_fast_models_are_timed_for_longer(family: Path, monkeypatch: pytest.Monk
 
 def task(family: Path, **given: Any) -> Task:
     asked = {
-        "target": str(family / "target"), "drafter": "pard", "draft": str(family / "pard"), "verify": "match",
+        "target": str(family / "target"), "speculation": Speculation(drafter="pard", draft=str(family / "pard")),
         "batches": (1, 2, 4), "ks": (1, 2, 4), "trees": (6,), "prompts": PROMPTS, "max_new_tokens": 24,
         "sampling": Sampling(),
     }  # fmt: skip
@@ -148,12 +149,12 @@ def test_predictions_are_what_decoding_takes(family: Path, monkeypatch: pytest.M
     assert set(found) == {(batch, way) for batch in (1, 4) for way in ("plain", "k=2", "k=4", "k=4:tree=6")}
     for batch, name in plan["chosen"].items():
         assert found[batch, name]["speedup"] == max(one["speedup"] for (size, _), one in found.items() if size == batch)
-    drafting = load(asked.target, drafter="pard", draft=asked.draft, k=4, runtime=EXACT)
+    drafting = load(asked.target, drafter="pard", draft=asked.speculation.draft, k=4, runtime=EXACT)
     for (batch, way), engine in (
-        ((1, "k=2"), Engine(drafting.target, drafting.drafter, k=2)),
-        ((4, "plain"), Engine(drafting.target, NoDrafter(), k=1)),
+        ((1, "k=2"), Engine(drafting.target, drafting.drafter, Speculation(k=2))),
+        ((4, "plain"), Engine(drafting.target, NoDrafter(), Speculation(k=1))),
         ((4, "k=4"), drafting),
-        ((4, "k=4:tree=6"), Engine(drafting.target, drafting.drafter, k=4, tree=Tree(budget=6))),
+        ((4, "k=4:tree=6"), Engine(drafting.target, drafting.drafter, Speculation(k=4, tree=Tree(budget=6)))),
     ):
         total_s = 0.0
         for start in range(0, len(PROMPTS), batch):
@@ -169,7 +170,7 @@ def test_what_a_benchmark_wrote_is_what_the_plan_would_measure(family: Path) -> 
     """Guards the way through a report: the same passes, for a chain that it has and one that it has not."""
     draft = str(family / "pard")
     specs = ["pard:k=4:batch=4", "pard:k=2:batch=4", "pard:k=4:tree=6:batch=4"]
-    methods = [Method.parse(spec, dtype="float64", draft=draft) for spec in specs]
+    methods = [Method.parse(spec, Speculation(draft=draft), dtype="float64") for spec in specs]
     asked = task(family, ks=None, trees=None, max_new_tokens=12)
     benchmark = Benchmark(target=asked.target, methods=methods, sampling=asked.sampling, runtime=EXACT, runs=1)
     (report,) = run_benchmark(benchmark, [Workload.of(PROMPTS, asked.max_new_tokens)], lambda text: None)
@@ -200,7 +201,14 @@ def test_what_a_report_is_about_and_the_plan_is_not_is_said(family: Path) -> Non
     """Guards against a plan that looks measured, from drawn verdicts, another draft, target or other prompts."""
     asked = task(family)
     seen = Acceptance(
-        spec="pard:k=2", k=2, tree=None, length=2.0, shares=(0.5, 0.5), answers=(2,), by_round=None, draft=asked.draft
+        spec="pard:k=2",
+        k=2,
+        tree=None,
+        length=2.0,
+        shares=(0.5, 0.5),
+        answers=(2,),
+        by_round=None,
+        draft=asked.speculation.draft,
     )
     report = {"arguments": {"target": asked.target}, "example": {"prompt": PROMPTS[0]}}
     assert doubts(asked, {Way(k=2): seen}, report, "x.json") == []

@@ -275,7 +275,7 @@ def _speculative(method: Method, target: Target, drafter: Drafter) -> dict[str, 
         longest = drafter.config.max_ngram
         return {
             "method": "ngram",
-            "num_speculative_tokens": method.k,
+            "num_speculative_tokens": method.speculation.k,
             "prompt_lookup_max": longest,
             "prompt_lookup_min": 1,
         }
@@ -289,6 +289,6 @@ def _speculative(method: Method, target: Target, drafter: Drafter) -> dict[str, 
     is_parallel = isinstance(drafter, PardDrafter)
     if isinstance(drafter, PardDrafter) and drafter.masks > 1:
         raise ValueError(f"method {method.spec!r}: the draft has {drafter.masks} mask tokens, vLLM knows one")
-    config = {"method": "draft_model", "num_speculative_tokens": method.k}
-    config["model"] = locate(method.draft or "pocket", "pard" if is_parallel else "draft")
+    config = {"method": "draft_model", "num_speculative_tokens": method.speculation.k}
+    config["model"] = locate(method.speculation.draft or "pocket", "pard" if is_parallel else "draft")
     return config | ({"parallel_drafting": True} if is_parallel else {})

@@ -1,0 +1,119 @@
+"""How to speculate, checked before any model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paradraft.bench.spec import Method
+from paradraft.engine import load
+from paradraft.speculation import MOST_DRAFTED, MOST_NODES, Speculation
+from paradraft.tree import Tree
+
+DEEP = Tree(paths=((0,), (0, 0), (0, 0, 0)))
+ASIDE = Tree(paths=((0,), (1,), (1, 0)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"drafter": "telepathy"}, "unknown drafter 'telepathy': use one of"),
+        ({"drafter": "ngram:max_ngram=0"}, "max_ngram=0: use at least 1"),
+        ({"k": 0}, "k=0: draft 1 to 256 tokens per round"),
+        ({"k": MOST_DRAFTED + 1}, "k=257: draft 1 to 256 tokens per round"),
+        ({"k": 2.5}, "k=2.5: use a whole number"),
+        ({"k": True}, "k=True: use a whole number"),
+        ({"verify": "typical"}, "verify='typical': use one of match, rejection"),
+        ({"lengths": "short"}, "lengths='short': use one of fixed, heuristic, confidence, expected"),
+        ({"tree": Tree(budget=MOST_NODES + 1)}, "a tree of 1025 nodes: use at most 1024"),
+        ({"tree": DEEP, "k": 2}, "a tree path is 3 tokens deep, but k=2: raise k or shorten the path"),
+    ],
+)
+def test_a_wrong_setting_is_said_by_whoever_is_told_it(settings: dict[str, Any], complaint: str) -> None:
+    """Guards against checks that differ between the library and its commands, and against those after a long load."""
+    with pytest.raises(ValueError, match=complaint):
+        Speculation(**settings)
+    with pytest.raises(ValueError, match=complaint):
+        load("/no/such/model", **settings)
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        ("ngram:verify=typical", "verify='typical': use one of match, rejection"),
+        ("ngram:lengths=short", "lengths='short': use one of"),
+        ("hf-prompt-lookup:k=257", "k=257: draft 1 to 256"),
+        ("pard:tree=1025", "a tree of 1025 nodes"),
+    ],
+)
+def test_a_wrong_method_is_named(spec: str, complaint: str) -> None:
+    """Guards benchmarks of many methods against a complaint that does not say which of them it is about."""
+    with pytest.raises(ValueError, match=f"method '{spec}': {complaint}"):
+        Method.parse(spec)
+
+
+def test_a_method_takes_what_it_can_use_from_the_defaults() -> None:
+    """Guards the options of `paradraft bench`: a tree that ngram cannot draft must not make it another method."""
+    defaults = Speculation(draft="some", k=3, verify="rejection", tree=Tree(budget=6), lengths="expected")
+    assert Method.parse("pard:k=5", defaults).speculation == Speculation(
+        drafter="pard", draft="some", k=5, verify="rejection", tree=Tree(budget=6), lengths="expected"
+    )
+    ngram = Speculation(drafter="ngram", k=3, verify="rejection", lengths="expected")
+    assert Method.parse("ngram", defaults).speculation == ngram
+    assert Method.parse("ar", defaults).speculation == Speculation()
+    assert Method.parse("vllm-ngram", defaults).speculation == Speculation(drafter="ngram", k=3)
+
+
+def test_a_benchmark_file_says_of_a_method_what_it_has() -> None:
+    """Guards the keys of benchmark files, which tables, plans and older files go by."""
+    found = Method.parse("pard:tree=6:batch=2", Speculation(draft="some"), dtype="float64").settings
+    assert found == {
+        "dtype": "float64", "batch": 2, "k": 8, "verify": "match", "lengths": "fixed", "tree": 6, "draft": "some",
+    }  # fmt: skip
+    assert Method.parse("hf-assisted").settings == {
+        "dtype": "float32", "batch": 1, "k": 8, "draft": None, "confidence": 0.4,
+    }  # fmt: skip
+
+
+def test_what_does_not_fit_together_is_said_before_loading(tmp_path: Path) -> None:
+    """Guards minutes of loading whose end is a mistake that names alone show."""
+    target = str(tmp_path / "missing")
+    for settings, complaint in (
+        ({"drafter": "ngram", "tree": Tree(budget=3)}, "this drafter drafts chains only: leave the tree out"),
+        ({"drafter": "ngram", "draft": "some"}, "takes no draft model"),
+        ({"drafter": "pard"}, "needs a draft model"),
+        ({"drafter": "pard", "draft": "shape:tiny-target"}, "random weights"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            Speculation(**settings).check_models(target)
+        with pytest.raises(ValueError, match=complaint):
+            load(target, **settings)
+    Speculation(drafter="pard", draft="some", tree=ASIDE).check_models(target)
+
+
+def test_a_tree_must_be_one_that_the_drafter_can_draft() -> None:
+    """Guards drafters whose best tokens alone branch: other paths would stay empty in every round."""
+    for tree, fits in ((None, "chain"), (DEEP, "spine"), (Tree(budget=4), "spine"), (ASIDE, "tree")):
+        Speculation(tree=tree).check_branching(fits)
+    with pytest.raises(ValueError, match="chains only"):
+        Speculation(tree=DEEP).check_branching("chain")
+    with pytest.raises(ValueError, match=r"tree path \(1, 0\): this drafter branches from its best tokens only"):
+        Speculation(tree=ASIDE).check_branching("spine")
+
+
+def test_sizes() -> None:
+    """Guards the room of passes: a round is read whole while the next is drafted, a tree with its root."""
+    found = [
+        (asked.nodes, asked.depth, asked.pass_width)
+        for asked in (
+            Speculation(k=np.int64(4)),
+            Speculation(k=100),
+            Speculation(k=4, tree=Tree(budget=3)),
+            Speculation(k=4, tree=Tree(budget=200)),
+            Speculation(k=4, tree=DEEP),
+        )
+    ]
+    assert found == [(4, 4, 64), (100, 100, 202), (3, 3, 64), (200, 4, 201), (3, 3, 64)]
