@@ -27,9 +27,9 @@ class Speculation:
             An `Engine` is given the drafter itself, so that one that was built by hand needs no name here.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
         k: most tokens drafted per round, one after the other, 1 to 256.
+        tree: the shape of drafts that branch; None drafts chains.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same distribution and accepts
             more when sampling.
-        tree: the shape of drafts that branch; None drafts chains.
         lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success, "confidence" while the
             drafter is sure, "expected" what pays on this machine.
 
@@ -44,8 +44,8 @@ class Speculation:
     drafter: str = "none"
     draft: str | None = None
     k: int = 8
-    verify: str = "match"
     tree: Tree | None = None
+    verify: str = "match"
     lengths: str = "fixed"
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,6 @@ import typer
 from rich.console import Console
 
 from paradraft.cli import options
-from paradraft.cli.options import warn_ignored, without_chance
 from paradraft.files import check_outputs
 from paradraft.models.loading import load_config, load_tokenizer, locate, room
 from paradraft.models.presets import is_shape
@@ -111,8 +111,10 @@ DEFAULTS = {
 """The parameters that are settings of all methods, and what a method calls them."""
 
 
+@options.with_options
 def bench(
     context: typer.Context,
+    *,
     target: Annotated[
         str,
         typer.Option(help="Hugging Face id, folder, pocket, or shape:NAME with random weights."),
@@ -154,24 +156,14 @@ def bench(
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system message of a task's questions.")] = None,
-    draft: options.Draft = None,
-    k: options.K = 8,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    seed: options.Seed = 0,
-    verify: options.Verify = "match",
-    tree_budget: options.TreeBudget = None,
-    lengths: options.Lengths = "fixed",
+    speculation: Annotated[Speculation, options.Offer(without=("drafter", "tree_paths"))],
+    sampling: Annotated[Sampling, options.Offer(without=("min_p", *options.PENALTIES))],
     batch_sizes: Annotated[
         str, typer.Option("--batch-size", help="Prompts answered together; several sizes with commas between them.")
     ] = "1",
     runs: Annotated[int, typer.Option(min=1, help="How often everything is repeated.")] = 3,
-    device: options.Device = "cpu",
-    dtype: options.Dtype = "float32",
-    compile: options.CompileAll = True,
-    capacity: options.Capacity = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
+    runtime: Annotated[Runtime, options.COMPILED],
+    threads: options.Threads = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, for a shape as the target.")] = 128,
     synthetic_acceptance: Annotated[
         str | None,
@@ -190,7 +182,7 @@ def bench(
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every raw number to this file.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
+    plot_file: options.Plot = None,
     page_folder: Annotated[Path | None, typer.Option("--report", help="Write an HTML page into this folder.")] = None,
 ) -> None:
     """Compare methods on the same prompts, interleaved. The last line of the output is JSON."""
@@ -204,18 +196,15 @@ def bench(
     from paradraft.bench.summary import write_json
     from paradraft.bench.synthetic import SyntheticAcceptance
 
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     specs = _with_batches([spec.strip() for spec in methods.split(",")], batch_sizes)
-    speculation = Speculation(draft=draft, k=k, verify=verify, tree=options.tree_of(tree_budget, None), lengths=lengths)
-    chosen = [Method.parse(spec, speculation, dtype=dtype) for spec in specs]
+    chosen = [Method.parse(spec, speculation, dtype=runtime.dtype) for spec in specs]
+    runtime = replace(runtime, width=max(method.speculation.pass_width for method in chosen))
     if threads is not None:
         torch.set_num_threads(threads)
-    width = max(method.speculation.pass_width for method in chosen)
     acceptance = None if synthetic_acceptance is None else SyntheticAcceptance.parse(synthetic_acceptance)
     check_outputs(json_file, plot_file)
     check_folder(page_folder)
-    if plot_file is not None and plot_file.suffix != ".png":
-        raise ValueError(f"--plot {plot_file}: name a .png file")
+    options.check_png(plot_file)
     asked: list[Questions] = []
     if task is None:
         number = 16 if num_prompts is None else num_prompts
@@ -225,16 +214,16 @@ def bench(
         check_alone(task, target, prompts, drawn=(plot_file, page_folder))
         asked = questions_for(
             target, task, task_data or (), number=num_prompts, max_new_tokens=max_new_tokens, system=system,
-            capacity=capacity,
+            capacity=runtime.capacity,
         )  # fmt: skip
         works = [one.work for one in asked]
     asks_vllm = any(is_vllm(method.name) for method in chosen)
     unused = _unused(chosen) + ["vllm_python"] * (not asks_vllm)
     chosen, skipped = without_vllm(chosen, vllm_python)
     plain = all(method.name in ("hf", "ar") for method in chosen)
-    warn_ignored(
+    options.warn_ignored(
         context,
-        without_chance(sampling.is_greedy and acceptance is None),
+        options.without_chance(sampling.is_greedy and acceptance is None),
         (True, "on any of these methods", unused),
         (not is_shape(target), "on a model with texts", ("prompt_tokens",)),
         (plain, "on methods that draft nothing", ("synthetic_acceptance",)),
@@ -245,8 +234,7 @@ def bench(
         print(f"warning: {spec} is skipped. {why}", file=sys.stderr)
     benchmark = Benchmark(
         target=target, methods=chosen, sampling=sampling, runs=runs, acceptance=acceptance, profiled=profile,
-        runtime=Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width),
-        vllm_python=vllm_python,
+        runtime=runtime, vllm_python=vllm_python,
     )  # fmt: skip
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:

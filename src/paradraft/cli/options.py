@@ -1,18 +1,27 @@
-"""The options that several commands share, how their values are read, and warnings about those that have no effect."""
+"""The options that commands share, how they become settings, and warnings about those that have no effect.
+
+A command that has a `Speculation`, a `Sampling` or a `Runtime` as a parameter gets options for its fields: their types
+and defaults are those of the fields, their names and help texts are in `OPTIONS`.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import drafter_names
-from paradraft.models.runtime import PRECISIONS
-from paradraft.speculation import MOST_DRAFTED
+from paradraft.models.runtime import PRECISIONS, Runtime
+from paradraft.sampling_params import Sampling
+from paradraft.speculation import MOST_DRAFTED, Speculation
 from paradraft.tree import Tree
 
 Rule = tuple[bool, str, Collection[str]]
@@ -24,9 +33,9 @@ def without_chance(is_greedy: bool) -> Rule:
     return is_greedy, "at temperature 0", ("top_k", "top_p", "min_p", "seed", "seeds")
 
 
-def without_drafter(drafter: str) -> Rule:
+def without_drafter(speculation: Speculation) -> Rule:
     """What a run that drafts nothing ignores."""
-    return drafter == "none", "without a drafter", ("k", "verify", "lengths")
+    return speculation.drafter == "none", "without a drafter", ("k", "verify", "lengths")
 
 
 def warn_ignored(context: typer.Context, *rules: Rule) -> None:
@@ -49,53 +58,135 @@ def given(context: typer.Context, names: Collection[str]) -> list[str]:
 
 
 Target = Annotated[str, typer.Option("--target", help="Hugging Face id, folder, or pocket (the shipped family).")]
-DRAFTERS = f"one of {', '.join(drafter_names())}; its settings follow it, as in ngram:max_ngram=5."
-Drafter = Annotated[str, typer.Option("--drafter", help=f"The drafter, {DRAFTERS}")]
-Draft = Annotated[str | None, typer.Option("--draft", help="Draft model; the pocket target brings its own.")]
-K = Annotated[int, typer.Option("-k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0 keeps all.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens that together reach p.")]
-MinP = Annotated[float, typer.Option("--min-p", help="Keep tokens at least p times as likely as the likeliest.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: what was said before becomes less likely.")]
-PresencePenalty = Annotated[float, typer.Option(help="Taken off the logit of what the answer has said.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="The same, for each time it was said.")]
-LogitBias = Annotated[
-    list[str] | None, typer.Option(help="TOKEN_ID=NUMBER, added to its logit; -inf forbids it; may be repeated.")
-]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same text, with any drafter.")]
-Verify = Annotated[
-    str,
-    typer.Option(help="match: the same tokens as without a drafter; rejection: the same distribution."),
-]
-TreeBudget = Annotated[
-    int | None, typer.Option(min=1, help="Let drafts branch, up to this many tokens; by default they are chains.")
-]
-TreePaths = Annotated[
-    str | None, typer.Option(help='A fixed tree, as ranks of candidates: "0 1 0.0 0.1 0.0.0".', show_default=False)
-]
-Lengths = Annotated[
-    str,
-    typer.Option(help=f"How many of the k tokens to draft, one of {', '.join(POLICIES)}; expected: what pays here."),
-]
 Prompts = Annotated[Path | None, typer.Option(help='JSONL file with one {"prompt": …} per line.')]
 NumPrompts = Annotated[int, typer.Option(help="How many prompts of the file to use.")]
-Device = Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(PRECISIONS)}.")]
-Compile = Annotated[
-    bool | None,
-    typer.Option(
-        help="Compile passes, also where it takes a minute or two and pays off after thousands of tokens. By default "
-        "where it takes seconds: on CPUs, in float32, bfloat16 and int8.",
-        show_default=False,
-    ),
-]
-CompileAll = Annotated[
-    bool,
-    typer.Option(help="Compile passes, also where it takes a minute or two, as on GPUs; else by the models' own code."),
-]
-Capacity = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; by default the model's limit.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")]
+DRAFTERS = f"one of {', '.join(drafter_names())}; its settings follow it, as in ngram:max_ngram=5."
+
+OPTIONS: dict[type, dict[str, Any]] = {
+    Speculation: {
+        "drafter": typer.Option(help=f"The drafter, {DRAFTERS}"),
+        "draft": typer.Option(help="Draft model; the pocket target brings its own."),
+        "k": typer.Option("-k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}."),
+        "verify": typer.Option(help="match: the same tokens as without a drafter; rejection: the same distribution."),
+        "tree_budget": typer.Option(
+            min=1, help="Let drafts branch, up to this many tokens; by default they are chains."
+        ),
+        "tree_paths": typer.Option(help='A fixed tree, as ranks of candidates: "0 1 0.0 0.1 0.0.0".'),
+        "lengths": typer.Option(
+            help=f"How many of the k tokens to draft, one of {', '.join(POLICIES)}; expected: what pays here."
+        ),
+    },
+    Sampling: {
+        "temperature": typer.Option(help="0 is greedy."),
+        "top_k": typer.Option(help="Keep the k most likely tokens; 0 keeps all."),
+        "top_p": typer.Option(help="Keep the likeliest tokens that together reach p."),
+        "min_p": typer.Option(help="Keep tokens at least p times as likely as the likeliest."),
+        "repetition_penalty": typer.Option(help="Above 1: what was said before becomes less likely."),
+        "presence_penalty": typer.Option(help="Taken off the logit of what the answer has said."),
+        "frequency_penalty": typer.Option(help="The same, for each time it was said."),
+        "logit_bias": typer.Option(help="TOKEN_ID=NUMBER, added to its logit; -inf forbids it; may be repeated."),
+        "seed": typer.Option(help="The same seed gives the same text, with any drafter."),
+    },
+    Runtime: {
+        "device": typer.Option(help="A torch device, such as cpu or cuda."),
+        "dtype": typer.Option(help=f"One of {', '.join(PRECISIONS)}."),
+        "compiled": typer.Option(
+            "--compile/--no-compile",
+            help="Compile passes, also where it takes a minute or two and pays off after thousands of tokens. By "
+            "default where it takes seconds: on CPUs, in float32, bfloat16 and int8.",
+        ),
+        "capacity": typer.Option(help="Most tokens of prompt and answer; by default the model's limit."),
+    },
+}
+"""For each of the dataclasses its options, in the order of the help."""
+TYPES: dict[str, Any] = {"tree_budget": int | None, "tree_paths": str | None, "logit_bias": list[str] | None}
+"""Of the options that are read into a field of another type; by default they are None."""
+REQUIRED = inspect.Parameter.empty
+"""The default of an option that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """How a command differs from others in the options of a dataclass: `Annotated[Sampling, Offer(without=("seed",))]`.
+
+    Args:
+        without: options that it does not have; their fields have the defaults of the dataclass.
+        defaults: by option, instead of those of the dataclass; `REQUIRED` for none.
+        helps: help texts by option, instead of those in `OPTIONS`.
+    """
+
+    without: Collection[str] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    helps: Mapping[str, str] = field(default_factory=dict)
+
+
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+COMPILED = Offer(
+    defaults={"compiled": True},
+    helps={
+        "compiled": "Compile passes, also where it takes a minute or two, as on GPUs; else by the models' own code."
+    },
+)
+"""What commands that measure offer of a `Runtime`: their figures are those of compiled passes."""
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a command: each parameter that is a dataclass of `OPTIONS` becomes options in its place.
+
+    `typer` sees the options; the command is called with the dataclasses, read from them.
+
+    Raises:
+        ValueError: when the command is called, from a dataclass whose settings are wrong.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    parts: dict[str, tuple[type, list[str]]] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind, offer = _offered(hints[name])
+        options = list(_options(kind, offer)) if kind in OPTIONS else [parameter.replace(annotation=hints[name])]
+        parameters += options
+        if kind in OPTIONS:
+            parts[name] = kind, [option.name for option in options]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, (kind, options) in parts.items():
+            values[name] = _read(kind, {option: values.pop(option) for option in options})
+        command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _offered(hint: Any) -> tuple[Any, Offer]:
+    """The type of a parameter, and what is offered of it if it is one of the dataclasses."""
+    kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    return kind, next((note for note in notes if isinstance(note, Offer)), Offer())
+
+
+def _options(kind: type, offer: Offer) -> Iterator[inspect.Parameter]:
+    """The options of a dataclass, as parameters of a command."""
+    types = get_type_hints(kind) | TYPES
+    defaults = {field.name: field.default for field in fields(kind)} | dict.fromkeys(TYPES) | dict(offer.defaults)
+    for name, option in OPTIONS[kind].items():
+        if name not in offer.without:
+            changed = copy(option)
+            changed.help = offer.helps.get(name, option.help)
+            hint: Any = Annotated[types[name], changed]
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
+
+
+def _read(kind: type, values: dict[str, Any]) -> Any:
+    """The dataclass that options ask for."""
+    if kind is Speculation:
+        values["tree"] = tree_of(values.pop("tree_budget", None), values.pop("tree_paths", None))
+    if "logit_bias" in values:
+        values["logit_bias"] = biases_of(values["logit_bias"] or [])
+    return kind(**values)
 
 
 def tree_of(budget: int | None, paths: str | None) -> Tree | None:
@@ -109,3 +200,28 @@ def tree_of(budget: int | None, paths: str | None) -> Tree | None:
     except ValueError:
         raise ValueError(f'--tree-paths {paths!r}: write ranks with dots between them, such as "0 1 0.0"') from None
     return Tree(paths=ranks)
+
+
+def biases_of(pairs: list[str]) -> dict[int, float]:
+    """The biases of tokens that an option names.
+
+    >>> biases_of(["17=-2.5", "3=-inf"])
+    {17: -2.5, 3: -inf}
+    """
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        token, _, bias = pair.partition("=")
+        try:
+            number, value = int(token), float(bias)
+        except ValueError:
+            raise ValueError(f"--logit-bias {pair}: write TOKEN_ID=NUMBER, such as 17=-2.5 or 17=-inf") from None
+        if number in biases:
+            raise ValueError(f"--logit-bias {pair}: token {number} has a bias already, give it one")
+        biases[number] = value
+    return biases
+
+
+def check_png(file: Path | None) -> None:
+    """Raises ValueError if a picture would have another format than its name says."""
+    if file is not None and file.suffix != ".png":
+        raise ValueError(f"--plot {file}: name a .png file")

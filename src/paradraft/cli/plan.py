@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,6 @@ import typer
 from rich.console import Console
 
 from paradraft.cli import options
-from paradraft.cli.options import warn_ignored, without_chance
 from paradraft.files import check_outputs
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
@@ -25,11 +25,15 @@ FROM_REPORT = ("num_prompts", "max_new_tokens", "temperature", "top_k", "top_p",
 """The options that a report answers."""
 
 
+@options.with_options
 def plan(
     context: typer.Context,
+    *,
     target: options.Target,
-    drafter: options.Drafter = "pard",
-    draft: options.Draft = None,
+    speculation: Annotated[
+        Speculation,
+        options.Offer(without=("k", "tree_budget", "tree_paths", "lengths"), defaults={"drafter": "pard"}),
+    ],
     acceptance: Annotated[
         Path | None,
         typer.Option(help="What `paradraft bench --json` wrote; by default the acceptance is measured first."),
@@ -58,25 +62,18 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    verify: options.Verify = "match",
     prompts: options.Prompts = None,
     num_prompts: options.NumPrompts = 16,
     max_new_tokens: options.NewTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    seed: options.Seed = 0,
+    sampling: Annotated[Sampling, options.Offer(without=("min_p", *options.PENALTIES))],
     check: Annotated[
         bool, typer.Option("--check", help="Measure what was chosen too, and say how far off it is.")
     ] = False,
     runs: Annotated[int, typer.Option(min=1, help="How often --check measures.")] = 2,
-    device: options.Device = "cpu",
-    dtype: options.Dtype = "float32",
-    compile: options.CompileAll = True,
-    capacity: options.Capacity = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
+    runtime: Annotated[Runtime, options.COMPILED],
+    threads: options.Threads = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write costs and predictions to this file.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")] = None,
+    plot_file: options.Plot = None,
 ) -> None:
     """Choose how many tokens to draft at each batch size. The last line of the output is JSON."""
     from paradraft.bench.result_file import read_result_file
@@ -88,7 +85,6 @@ def plan(
     from paradraft.plan.report import plot, table
     from paradraft.plan.task import Task, doubts, known_of, ways_of
 
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     found = None if acceptance is None else (read_result_file(acceptance, PARTS), acceptance.name)
     if found is not None:
         asked = asked_of(*found)
@@ -97,26 +93,24 @@ def plan(
         torch.set_num_threads(threads)
     texts = held_out_prompts(num_prompts, prompts)
     check_outputs(json_file, plot_file)
-    if plot_file is not None and plot_file.suffix != ".png":
-        raise ValueError(f"--plot {plot_file}: name a .png file")
+    options.check_png(plot_file)
     sizes = BATCH_SIZES if batch_sizes is None else _numbers("--batch-size", batch_sizes)
     task = Task(
-        target=target, speculation=Speculation(drafter=drafter, draft=draft, verify=verify),
+        target=target, speculation=speculation,
         batches=tuple(size for size in sizes if batch_sizes is not None or len(texts) % size == 0),
         ks=None if k is None else _numbers("--k", k),
         trees=None if tree_budgets is None else _numbers("--tree-budgets", tree_budgets),
         prompts=texts, max_new_tokens=max_new_tokens, sampling=sampling,
     )  # fmt: skip
-    known = None if found is None else known_of(task, *found, dtype)
+    known = None if found is None else known_of(task, *found, runtime.dtype)
     for doubt in () if found is None or known is None else doubts(task, known, *found):
         print(f"warning: {doubt}", file=sys.stderr)
     ways = list(known or ways_of(task))
-    width = max(task.speculate(way).pass_width for way in ways)
-    runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=width)
-    warn_ignored(
+    runtime = replace(runtime, width=max(task.speculate(way).pass_width for way in ways))
+    options.warn_ignored(
         context,
         (found is not None, "with --acceptance, whose answers it is about", FROM_REPORT),
-        without_chance(sampling.is_greedy and found is None),
+        options.without_chance(sampling.is_greedy and found is None),
         (not check, "without --check", ("runs",)),
     )
     console = Console(stderr=True, highlight=False)
@@ -125,13 +119,13 @@ def plan(
             task, runtime, known=known, source=None if found is None else found[1], check_runs=runs if check else 0,
             report=status.update if console.is_terminal else console.print,
         )  # fmt: skip
-    title = f"{target} with {drafter}, {len(texts)} prompts x {max_new_tokens} tokens, " + (
+    title = f"{target} with {speculation.drafter}, {len(texts)} prompts x {max_new_tokens} tokens, " + (
         "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
     )
     if found is not None:
         title = marked(title, found[0]["arguments"])
     Console().print(table(result, title))
-    print("\n".join(lines(result["chains"], drafter, draft or DRAFT)))
+    print("\n".join(lines(result["chains"], speculation.drafter, speculation.draft or DRAFT)))
     if json_file is not None:
         write_json(json_file, result)
     if plot_file is not None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,6 @@ from rich import progress as bars
 from rich.console import Console
 
 from paradraft.cli import options
-from paradraft.cli.options import DRAFTERS, given, warn_ignored, without_chance, without_drafter
 from paradraft.data.records import read_object
 from paradraft.data.regenerate import Progress
 from paradraft.engine import load_engine
@@ -65,14 +65,16 @@ def line_of(progress: Progress) -> str:
     return "  ".join(parts)
 
 
-HERE = ("drafter", "draft", "k", "tree_budget", "lengths", "batch_size", "device", "dtype", "compile", "capacity")
+HERE = (*options.OPTIONS[Speculation], "batch_size", *options.OPTIONS[Runtime])
 THERE = ("model", "concurrency", "retries", "timeout", "api_key_env", "request_fields")
 """The options that only --target or only --endpoint has a use for."""
 SHOWN_FAILURES = 5
 
 
+@options.with_options
 def regenerate(
     context: typer.Context,
+    *,
     prompts: Annotated[
         Path,
         typer.Option(
@@ -99,22 +101,14 @@ def regenerate(
         typer.Option(help='JSON object of variables of the chat template, such as {"enable_thinking": false}.'),
     ] = None,
     max_new_tokens: options.NewTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = 0,
+    sampling: Annotated[Sampling, options.Offer(without=options.PENALTIES)],
     samples: Annotated[int, typer.Option(help="Answers per prompt, each with a seed of its own.")] = 1,
-    drafter: Annotated[str, typer.Option(help=f"With --target: {DRAFTERS}")] = "none",
-    draft: options.Draft = None,
-    k: options.K = 8,
-    tree_budget: options.TreeBudget = None,
-    lengths: options.Lengths = "fixed",
+    speculation: Annotated[
+        Speculation,
+        options.Offer(without=("verify", "tree_paths"), helps={"drafter": f"With --target: {options.DRAFTERS}"}),
+    ],
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are answered together.")] = 8,
-    device: options.Device = "cpu",
-    dtype: options.Dtype = "float32",
-    compile: options.Compile = None,
-    capacity: options.Capacity = None,
+    runtime: Runtime,
     model: Annotated[str | None, typer.Option(help="With --endpoint: the model's name there.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 32,
     retries: Annotated[int, typer.Option(min=0, help="How often a request is sent again after a passing error.")] = 5,
@@ -140,10 +134,9 @@ def regenerate(
 
     if (target is None) == (endpoint is None):
         raise ValueError("give either --target (a model to run here) or --endpoint (a server's address)")
-    if useless := given(context, THERE if endpoint is None else HERE):
+    if useless := options.given(context, THERE if endpoint is None else HERE):
         beside = "--target" if endpoint is None else "--endpoint"
         raise ValueError(f"{useless[0]} has no use with {beside}: leave it out")
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     if sampling.is_greedy and samples > 1:
         raise ValueError(f"--samples {samples} would give the same answer {samples} times: raise --temperature above 0")
     check_outputs(out)
@@ -155,9 +148,7 @@ def regenerate(
     if target is not None:
         from paradraft.data.local import InProcess
 
-        tree = options.tree_of(tree_budget, None)
-        speculation = Speculation(drafter=drafter, draft=draft, k=k, tree=tree, lengths=lengths)
-        runtime = Runtime(device=device, dtype=dtype, compiled=compile, capacity=capacity, width=speculation.pass_width)
+        runtime = replace(runtime, width=speculation.pass_width)
         engine = load_engine(target, speculation, runtime=runtime)
         answerer = InProcess(
             engine=engine, target=target, sampling=sampling, max_new_tokens=max_new_tokens, batch_size=batch_size,
@@ -177,7 +168,9 @@ def regenerate(
         )  # fmt: skip
     asks_plainly = all("prompt" in question.record for question in questions)
     without_conversations = (asks_plainly, "without conversations", ("chat_template_kwargs",))
-    warn_ignored(context, without_chance(sampling.is_greedy), without_drafter(drafter), without_conversations)
+    options.warn_ignored(
+        context, options.without_chance(sampling.is_greedy), options.without_drafter(speculation), without_conversations
+    )
     console = Console(stderr=True, highlight=False, markup=False)
     try:
         with shown(console) as report:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from paradraft.cli import options
+
 
 def report(
     result: Annotated[Path, typer.Argument(metavar="FILE.json", help="What paradraft bench --json wrote.")],
@@ -19,7 +21,7 @@ def report(
             help="Only these methods of the file, in this order, with commas between them.", show_default=False
         ),
     ] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG.", show_default=False)] = None,
+    plot_file: options.Plot = None,
 ) -> None:
     """Show a result of paradraft bench again: as an HTML page, as a picture, or without either as the table."""
     from rich.console import Console
@@ -32,8 +34,7 @@ def report(
 
     check_folder(out)
     check_outputs(plot_file)
-    if plot_file is not None and plot_file.suffix != ".png":
-        raise ValueError(f"--plot {plot_file}: name a .png file")
+    options.check_png(plot_file)
     found = read_result(result)
     if methods is not None:
         found = selected(found, [spec.strip() for spec in methods.split(",")])
