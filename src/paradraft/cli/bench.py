@@ -100,25 +100,11 @@ def report_mean(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dic
     return {"title": title, "tasks": results, "mean": mean}, {**summaries, "mean": mean}
 
 
-DEFAULTS = {
-    "k": "k",
-    "tree_budget": "tree",
-    "verify": "verify",
-    "lengths": "lengths",
-    "dtype": "dtype",
-    "draft": "draft",
-}
-"""The parameters that are settings of all methods, and what a method calls them."""
-
-
 @options.with_options
 def bench(
     context: typer.Context,
     *,
-    target: Annotated[
-        str,
-        typer.Option(help="Hugging Face id, folder, pocket, or shape:NAME with random weights."),
-    ],
+    target: Annotated[str, typer.Option(help="Hugging Face id, folder, pocket, or shape:NAME with random weights.")],
     methods: Annotated[
         str,
         typer.Option(
@@ -133,12 +119,10 @@ def bench(
         typer.Option(
             help="How many prompts of the file to use, or questions of each task, evenly spread; by default 16 "
             "prompts, or 80 questions.",
-            show_default=False,
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most tokens of an answer; by default 128, or the task's.", show_default=False),
+        int | None, typer.Option(min=1, help="Most tokens of an answer; by default 128, or the task's.")
     ] = None,
     prompts: options.Prompts = None,
     task: Annotated[
@@ -178,7 +162,6 @@ def bench(
         typer.Option(
             envvar="PARADRAFT_VLLM_PYTHON",
             help="The Python of vLLM's environment, for the methods vllm…; by default the one that make vllm makes.",
-            show_default=False,
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every raw number to this file.")] = None,
@@ -253,9 +236,9 @@ def bench(
 
 
 def _unused(chosen: list[Method]) -> list[str]:
-    """The parameters that every method leaves out or sets itself."""
+    """The options for settings that every method leaves out or sets itself."""
     taken = frozenset[str]().union(*(method.left_out for method in chosen))
-    return [name for name, setting in DEFAULTS.items() if setting not in taken]
+    return [name for name in (*options.OPTIONS[Speculation], "dtype") if name.removesuffix("_budget") not in taken]
 
 
 def _show(results: dict[str, dict[str, Any]], console: Console) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -24,7 +24,6 @@ def init_draft(
         typer.Option(
             help="Keep so many of the target's layers, evenly spaced, first and last included; by default a quarter. "
             "With --fresh: its layers, by default 6.",
-            show_default=False,
         ),
     ] = None,
     every: Annotated[int | None, typer.Option(help="Keep each n-th layer of the target, and the last.")] = None,
@@ -35,7 +34,6 @@ def init_draft(
         typer.Option(
             help="Its width inside a layer's MLP: of the target's neurons those with the largest weights are kept, by "
             "default all. With --fresh: by default 8/3 of the hidden size.",
-            show_default=False,
         ),
     ] = None,
     heads: Annotated[int | None, typer.Option(help="Its attention heads; by default 4.")] = None,

@@ -44,14 +44,10 @@ def plan(
             "--k",
             "-k",
             help="Lengths of chains, such as 1-12 or 2,4,8. By default all that the acceptance file tells of.",
-            show_default=False,
         ),
     ] = None,
     tree_budgets: Annotated[
-        str | None,
-        typer.Option(
-            help="Budgets of trees, such as 8,16. By default those in the acceptance file.", show_default=False
-        ),
+        str | None, typer.Option(help="Budgets of trees, such as 8,16. By default those in the acceptance file.")
     ] = None,
     batch_sizes: Annotated[
         str | None,
@@ -59,7 +55,6 @@ def plan(
             "--batch-size",
             help="Batch sizes to plan for, which divide the number of prompts. By default those of 1, 2, 4, 8 and 16 "
             "that do.",
-            show_default=False,
         ),
     ] = None,
     prompts: options.Prompts = None,

@@ -12,14 +12,9 @@ from paradraft.cli import options
 
 def report(
     result: Annotated[Path, typer.Argument(metavar="FILE.json", help="What paradraft bench --json wrote.")],
-    out: Annotated[
-        Path | None, typer.Argument(metavar="[FOLDER]", help="Where the page goes.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="[FOLDER]", help="Where the page goes.")] = None,
     methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Only these methods of the file, in this order, with commas between them.", show_default=False
-        ),
+        str | None, typer.Option(help="Only these methods of the file, in this order, with commas between them.")
     ] = None,
     plot_file: options.Plot = None,
 ) -> None:

@@ -62,15 +62,14 @@ class Task:
 
     def speculate(self, way: Way) -> Speculation:
         """How a way drafts and verifies; plain decoding has no use for its k."""
-        if way == PLAIN:
-            return replace(self.speculation, k=1)
-        return replace(self.speculation, k=way.k, tree=None if way.tree is None else Tree(budget=way.tree))
+        tree = None if way.tree is None else Tree(budget=way.tree)
+        return replace(self.speculation, k=way.k or 1, tree=tree)
 
     def method(self, way: Way, batch: int, dtype: str) -> Method:
         """A way as a method of a benchmark."""
         settings = "" if way == PLAIN else f":{way.name}"
         spec = f"{AR if way == PLAIN else self.speculation.drafter}{settings}:batch={batch}"
-        return Method.parse(spec, self.speculation, dtype=dtype)
+        return Method.parse(spec, self.speculate(way), dtype=dtype)
 
 
 def known_of(task: Task, report: dict[str, Any], name: str, dtype: str) -> dict[Way, Acceptance]:
