@@ -170,6 +170,7 @@ def _offered(hint: Any) -> tuple[Any, Offer]:
 
 def _options(kind: type, offer: Offer) -> Iterator[inspect.Parameter]:
     """The options of a dataclass, as parameters of a command."""
+    assert {*offer.without, *offer.defaults, *offer.helps} <= {*OPTIONS[kind]}
     types = get_type_hints(kind) | TYPES
     defaults = {field.name: field.default for field in fields(kind)} | dict.fromkeys(TYPES) | dict(offer.defaults)
     for name, option in OPTIONS[kind].items():
