@@ -149,7 +149,7 @@ def test_everything_is_accepted_at_any_length(pairs: dict[str, Pair], name: str,
 def test_everything_is_accepted_after_rounds_without_drafts(pairs: dict[str, Pair], name: str, shape: str) -> None:
     """Guards what a drafter has to catch up with: rows that draft again after some rounds, each as deep as it is asked,
     have all of it accepted at once."""
-    engine = Engine(*pairs[name], k=4, tree=SHAPES[shape])
+    engine = Engine(*pairs[name], Speculation(k=4, tree=SHAPES[shape]))
     batch = engine.new_batch(lengths=Varying(4))
     batch.join(list(map(Generation, requests(PROMPTS, SAMPLINGS[:4], [40] * 4, eos_ids=engine.target.eos_ids))))
     steps = stepped(batch, lambda: batch.is_finished)
