@@ -91,7 +91,7 @@ class Draft:
     with parents -1, 0, 1, …
 
     Args:
-        tokens: `[B, N]` token ids; `ABSENT` where a row has fewer nodes, and then for what follows such a node too.
+        tokens: `[B, N]` token ids; `ABSENT` where a row has fewer nodes.
         parents: `[B, N]` index of each node's parent; -1 is the last committed token.
         probs: `[B, N, V]` the distribution each token was really drawn from, or None if the tokens
             were chosen deterministically. A later sibling's is without the tokens of earlier ones.

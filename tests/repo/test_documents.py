@@ -185,7 +185,8 @@ def test_new_drafter_drops_into_the_package(family: Path, tmp_path: Path, monkey
     monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
     assert "bigram" in drafter_names()
     contract.test_text_equals_plain_decoding(family, contract.answers(family, contract.current), "bigram", 5)
-    contract.test_state_is_a_function_of_the_committed_tokens(family, "bigram")
+    for varying in (False, True):
+        contract.test_state_is_a_function_of_the_committed_tokens(family, "bigram", varying)
     contract.test_rounds_without_a_draft_lose_nothing(family, "bigram")
     contract.test_ragged_batch_equals_single_rows(family, "bigram", None)
 

@@ -94,7 +94,7 @@ class PardDrafter(Drafter):
         masks = [self.mask_id + min(place, self.masks - 1) for place in range(k - 1)]
         texts = [row + masks[: length - 1] if length else [] for row, length in zip(unread, lengths, strict=True)]
         reading = ragged.from_lists(texts, device)
-        # Behind a row's last mask nothing is read and nothing computed, but where the text of the longest row ends.
+        # After a row's last mask there is no token, so that nothing is computed for these logits.
         end = reading.shape[1] - 1
         rows_BK = upload([[min(max(len(row) - 1, 0) + i, end) for i in range(k)] for row in unread], device)
         logits_BKV = self.lm.forward(reading, logit_rows=rows_BK).logits

@@ -13,8 +13,9 @@ from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 
-WITHOUT_FILE = 8
-"""Longest chain that is tried where neither the user nor a report says."""
+CHAINS_WITHOUT_FILE = tuple(range(1, 9))
+TREES_WITHOUT_FILE = (8, 16, 32)
+"""What is tried where neither the user nor a report says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,8 @@ class Task:
         target: Hugging Face id, folder, or "pocket".
         speculation: how ways to draft are alike: the drafter, its draft model and the verification rule.
         batches: batch sizes.
-        ks: lengths of chains; None for all up to the longest in the report, or up to 8.
-        trees: budgets of trees; None for those in the report.
+        ks: lengths of chains; None for all up to the longest in the report, or up to 8 without one.
+        trees: budgets of trees; None for those in the report, or 8, 16 and 32 if nothing is named.
         prompts: texts, in the order of the report's answers.
         max_new_tokens: most tokens of an answer.
         sampling: how they are chosen.
@@ -133,5 +134,8 @@ def doubts(task: Task, known: dict[Way, Acceptance], report: dict[str, Any], nam
 
 def ways_of(task: Task) -> list[Way]:
     """What is tried where there is no report."""
-    ks = tuple(range(1, WITHOUT_FILE + 1)) if task.ks is None else task.ks
-    return [Way(k=k) for k in ks] + [Way(k=max(ks), tree=budget) for budget in task.trees or ()]
+    ks, trees = task.ks, task.trees
+    if ks is None and trees is None and branches(task.speculation.drafter):
+        trees = TREES_WITHOUT_FILE
+    ks = CHAINS_WITHOUT_FILE if ks is None else ks
+    return [Way(k=k) for k in ks] + [Way(k=max(ks), tree=budget) for budget in trees or ()]

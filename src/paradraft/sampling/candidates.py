@@ -8,13 +8,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paradraft.core import INVALID, Draft
-from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree, ancestors
+from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +88,7 @@ def assemble(candidates: Candidates, tree: Tree | None, *, aside: float, faster:
     B, K, C = candidates.tokens.shape
     if tree.paths is not None:
         paths = [path for path in tree.paths if len(path) <= K and max(path) < C]
-        draft = _draft(candidates, _flattened([paths]).expand(-1, B, -1))
-        # What follows a candidate that is not there, as filters leave fewer, is not there either.
-        is_gone_BN = (ancestors(draft.parents) & (draft.tokens == ABSENT)[:, None]).any(2)
-        return replace(draft, tokens=draft.tokens.masked_fill(is_gone_BN, ABSENT))
+        return _draft(candidates, _flattened([paths]).expand(-1, B, -1))
     return _draft(candidates, _grown(candidates, tree.nodes, aside, faster))
 
 

@@ -210,13 +210,3 @@ def test_a_fixed_tree_has_the_paths_that_there_are_candidates_for(positions: int
     assert ABSENT not in tokens
     ranks = [found.tokens[0, len(path) - 1].tolist().index(token) for path, token in zip(expected, tokens, strict=True)]
     assert [tuple(ranks[step] for step in path_to(parents, node)) for node in range(len(tokens))] == expected
-
-
-def test_what_follows_a_candidate_that_is_not_there_is_not_there() -> None:
-    """Guards passes against tokens without a parent, where a filter leaves fewer candidates than a fixed tree has."""
-    tree = Tree(paths=((0,), (1,), (2,), (0, 0), (1, 0), (2, 0), (2, 0, 0), (2, 0, 1)))
-    made = sampler_of((Sampling(temperature=1.0, top_k=2),), "match", tree)
-    draft = assemble(made.candidates(random_logits(1, 3, 9), 0, candidates_needed(tree)), tree, aside=0.5)
-    assert tree.paths is not None
-    is_there = [not any(rank >= 2 for rank in path) for path in tree.paths]
-    assert (draft.tokens[0] != ABSENT).tolist() == is_there

@@ -140,12 +140,16 @@ def test_absent_tokens_are_not_computed(dtype: torch.dtype) -> None:
             assert torch.equal(lm.forward(text[row, path][None]).logits[0, -1], together[row, place])
 
 
-def test_a_token_whose_parent_is_absent_is_refused() -> None:
-    """Guards keys and values of earlier texts: they are where an absent token's would be."""
+def test_what_follows_an_absent_token_is_absent() -> None:
+    """Guards keys and values of earlier texts: they are where an absent token's would be. Nothing that follows it, of
+    whatever depth, is computed, and what follows its parent is."""
     lm = lm_of(random_model())
     empty_rows(lm, 1)
-    with pytest.raises(AssertionError):
-        lm.forward(torch.tensor([[3, ABSENT, 5]]))
+    alone = lm.forward(torch.tensor([[3, 6]])).logits
+    text, parents = torch.tensor([[3, ABSENT, 5, 7, 6]]), torch.tensor([[-1, 0, 1, 2, 0]])
+    logits = lm.forward(text, parents).logits
+    assert not logits[0, 1:4].any()
+    assert torch.equal(logits[0, [0, 4]], alone[0])
 
 
 @pytest.mark.parametrize("size", SIZES)

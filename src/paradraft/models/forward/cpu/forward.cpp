@@ -95,8 +95,6 @@ static bool is_sound(const Model& model, const Batch& batch) {
         for (int64_t token = 0; token < batch.tokens; token++) {
             int64_t at = row * batch.tokens + token;
             if (batch.ids[at] >= model.vocabulary + model.added_rows || batch.parents[at] >= token) return false;
-            bool has_parent = batch.parents[at] < 0 || batch.ids[row * batch.tokens + batch.parents[at]] >= 0;
-            if (batch.ids[at] >= 0 && !has_parent) return false;
         }
         for (int64_t i = row * batch.wanted; i < (row + 1) * batch.wanted; i++)
             if (batch.places[i] < 0 || batch.places[i] >= batch.tokens) return false;
@@ -104,7 +102,7 @@ static bool is_sound(const Model& model, const Batch& batch) {
     return true;
 }
 
-/// Finds the tokens that there are, and those whose logits are wanted.
+/// Finds the tokens that there are, and those whose logits are wanted. What follows an absent token is absent.
 static void choose(const Batch& batch, Scratch& scratch) {
     auto &tokens = scratch.all.tokens, &first = scratch.all.first;
     auto &last_tokens = scratch.last.tokens, &last_first = scratch.last.first;
@@ -115,7 +113,9 @@ static void choose(const Batch& batch, Scratch& scratch) {
         first.push_back(tokens.size());
         last_first.push_back(last_tokens.size());
         for (int64_t at = row * batch.tokens; at < (row + 1) * batch.tokens; at++) {
-            if (batch.ids[at] < 0) continue;
+            int64_t parent = batch.parents[at];
+            bool has_parent = parent < 0 || scratch.numbers[row * batch.tokens + parent] >= 0;
+            if (batch.ids[at] < 0 || !has_parent) continue;
             scratch.numbers[at] = tokens.size();
             tokens.push_back(tokens.size());
             scratch.places.push_back(at);
