@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from paradraft.core import INVALID
-from paradraft.sampling.noise import gumbel_noise
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
 
@@ -183,21 +182,3 @@ def best_token(scores_BNV: Tensor) -> Tensor:
         return torch.tensor(found, dtype=torch.long).view(scores_BNV.shape[:-1])
     best_BN1 = scores_BNV.argmax(-1, keepdim=True)
     return best_BN1.where(scores_BNV.gather(-1, best_BN1).isfinite(), INVALID)[..., 0]
-
-
-def draw(logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling) -> Tensor:
-    """The token `[B, N]` of each position: argmax of the logits plus that position's noise.
-
-    Args:
-        logits_BNV: `[B, N, V]` raw logits.
-        positions_BN: `[B, N]` absolute position of the token to be drawn, the prompt's first is 0.
-        sampling: how to choose.
-
-    >>> logits = torch.tensor([[[0.0, 2.0, 1.0]]])
-    >>> draw(logits, torch.tensor([[4]]), Sampling()).tolist()
-    [[1]]
-    """
-    if sampling.is_greedy:
-        return best_token(logits_BNV)
-    noise = gumbel_noise(sampling.seed, positions_BN, logits_BNV.shape[-1])
-    return best_token(filtered_logits(logits_BNV, sampling) + noise)

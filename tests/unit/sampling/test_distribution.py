@@ -14,9 +14,10 @@ from transformers.generation.logits_process import (
 )
 
 from paradraft.core import INVALID
-from paradraft.sampling.distribution import best_token, draw, filtered_logits, penalized_logits, probabilities
+from paradraft.sampling.distribution import best_token, filtered_logits, penalized_logits, probabilities
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
+from tests.support.drawing import draw
 
 
 def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:

@@ -10,11 +10,12 @@ import torch
 
 from paradraft.core import Drafting, Request, RequestError
 from paradraft.sampling.candidates import Candidates, assemble, best_first
-from paradraft.sampling.distribution import draw, probabilities
+from paradraft.sampling.distribution import probabilities
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT, Tree
 from tests.support.decoding import committed, requests, sampler
+from tests.support.drawing import draw
 from tests.unit.sampling.test_distribution import chi_square, chi_square_limit, random_logits
 
 ROWS, VOCAB = 20_000, 6

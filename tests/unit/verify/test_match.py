@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from paradraft.core import Draft, TargetOut, Verdict
-from paradraft.sampling.distribution import draw
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT, depths
 from paradraft.verify.match import verify
 from tests.support.bonus import with_bonus
 from tests.support.decoding import sampler
+from tests.support.drawing import draw
 from tests.support.trees import path_to, random_parents
 
 VOCAB = 6
