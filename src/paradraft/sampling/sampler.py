@@ -91,6 +91,7 @@ class Sampler:
         self._limits_B = upload([request.max_new_tokens for request in requests], device)
         self._is_random_B = torch.tensor([not sampling.is_greedy for sampling in samplings], device=device)
         self._are_random = not any(sampling.is_greedy for sampling in samplings)
+        self._are_greedy = all(sampling.is_greedy for sampling in samplings)
         rows_of: dict[object, list[int]] = {}
         for row, request in enumerate(requests):
             # Processors need not be hashable, nor equal only if they do the same.
@@ -182,18 +183,19 @@ class Sampler:
         rows, several = B, R
         if scores_BRV.device.type == "cpu":
             rows, several = max(CACHED // (R * V), 1), max(CACHED // V, 1)
-        positions_BR, is_match = self.lengths_B[:, None] + depths_BR, self.rule == "match"
+        positions_BR = self.lengths_B[:, None] + depths_BR
+        has_noise = self.rule == "match" and not self._are_greedy
         tokens, log_probs, confidence = [], [], []
         for row, place in itertools.product(range(0, B, rows), range(0, R, several)):
             some_B, some_R = slice(row, row + rows), slice(place, place + several)
-            log_q = scores_BRV[some_B, some_R].double().log_softmax(-1)
+            scores = scores_BRV[some_B, some_R]
             if self._wants_confidence:
-                confidence.append(log_q.amax(-1).exp())
-            if is_match:
-                log_q = self._noised(log_q, self._seeds_B[some_B], positions_BR[some_B, some_R], some_B)
-            best = log_q.topk(number, dim=-1)
+                confidence.append(scores.amax(-1).sub(scores.logsumexp(-1)).exp().double())
+            if has_noise:
+                scores = self._noised(scores, self._seeds_B[some_B], positions_BR[some_B, some_R], some_B)
+            best = scores.topk(number, dim=-1)
             tokens.append(best.indices)
-            log_probs.append(best.values - log_q.logsumexp(-1, keepdim=True) if is_match else best.values)
+            log_probs.append((best.values - scores.logsumexp(-1, keepdim=True)).double())
 
         def whole(parts: list[Tensor]) -> Tensor:
             return torch.cat([part.flatten(0, 1) for part in parts]).view(B, R, *parts[0].shape[2:])
@@ -220,7 +222,7 @@ class Sampler:
 
     def _noised(self, scores_BRV: Tensor, seeds_B: Tensor, positions_BR: Tensor, rows: slice = slice(None)) -> Tensor:
         """Scores plus noise, in float64; greedy rows have none. `rows` are those of the batch that are given."""
-        if all(request.sampling.is_greedy for request, _ in self._groups):
+        if self._are_greedy:
             return scores_BRV.double()
         noised = with_noise(scores_BRV, seeds_B, positions_BR)
         return noised if self._are_random else torch.where(self._is_random_B[rows, None, None], noised, scores_BRV)
