@@ -299,7 +299,7 @@ def load(
         target: a Hugging Face id, a folder, or "pocket".
         drafter: one of `drafter_names()`, with settings if wanted, such as "ngram:max_ngram=5"; "none" decodes plainly.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
-        k: most tokens drafted per round, one behind the other, at least 1.
+        k: most tokens drafted per round, one after the other, at least 1.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same
             distribution and accepts more when sampling.
         tree: let drafts branch: a `Tree`, or a number of nodes to grow to. None drafts chains.

@@ -61,7 +61,7 @@ def _is_stream(file: Path) -> bool:
 
 @contextmanager
 def _beside(file: Path) -> Iterator[Path]:
-    """A name in the folder of the file itself, where nothing is left behind."""
+    """A name in the folder of the file itself, and nothing is left there."""
     real = Path(os.path.realpath(file))
     new = real.with_name(f"{real.name}.{os.getpid()}.new")
     try:

@@ -47,7 +47,7 @@ def to_lists(tokens_BM: Tensor) -> list[list[int]]:
 
 
 def append(tokens_BM: Tensor, more_BN: Tensor) -> Tensor:
-    """Rows of `more_BN` behind rows of `tokens_BM`.
+    """Rows of `more_BN` after rows of `tokens_BM`.
 
     >>> append(torch.tensor([[7, -1], [8, 9]]), torch.tensor([[1, 2], [3, -1]])).tolist()
     [[7, 1, 2], [8, 9, 3]]
@@ -56,7 +56,7 @@ def append(tokens_BM: Tensor, more_BN: Tensor) -> Tensor:
 
 
 def joined(rows: list[list[int]], more: list[list[int]]) -> list[list[int]]:
-    """Each row of `more` behind that of `rows`.
+    """Each row of `more` after that of `rows`.
 
     >>> joined([[7], [8, 9]], [[1, 2], [3]])
     [[7, 1, 2], [8, 9, 3]]

@@ -3,7 +3,7 @@
 A round asks several times what follows from the same parents, and all chains of a length have the same tensor of
 parents, so answers are kept for the tensors that were asked about last. Neither may be changed.
 
-Shape letters: B rows of a batch, N nodes of a tree, M = N + 1 with the root behind them.
+Shape letters: B rows of a batch, N nodes of a tree, M = N + 1 with the root after them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Tree:
     """The shape of drafts that branch: either a budget or fixed paths.
 
     A path names a node by the rank of the candidate taken at each depth: `(0,)` is the drafter's
-    best first token, `(0, 1)` the second best behind it.
+    best first token, `(0, 1)` the second best after it.
 
     Args:
         budget: grow each draft to this many nodes, the most promising first; at least 1.
@@ -178,7 +178,7 @@ def texts_before(tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
     """The drafted tokens on the way to the root and to each node, the node's own included.
 
     Returns:
-        `[B, N + 1, N]` token ids, `ABSENT` between and behind them; row 0 is the root's.
+        `[B, N + 1, N]` token ids, `ABSENT` between and after them; row 0 is the root's.
 
     >>> texts_before(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))[0].tolist()
     [[-1, -1, -1], [5, -1, -1], [5, 6, -1], [5, -1, 7]]

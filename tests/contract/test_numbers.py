@@ -130,7 +130,7 @@ def forbids_after(token: int) -> LogitsProcessor:
     ids=["autoregressive-torch", "pard-torch", "autoregressive-C++", "pard-C++"],
 )
 def test_guesses_may_lead_where_no_token_is_left(family: Path, runtime: Runtime, drafter: str) -> None:
-    """Guards constraints with dead ends: the drafter goes into one where the target does not, or behind the stop string
+    """Guards constraints with dead ends: the drafter goes into one where the target does not, or after the stop string
     that ends the text. In a batch, rows that have ended go on beside the others."""
     folder = str(family / "pard")
     drafted = load(str(family / "target"), drafter=drafter, draft=folder, k=4, runtime=runtime)

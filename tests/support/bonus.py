@@ -6,7 +6,7 @@ from paradraft.core import TargetOut, Verdict
 
 
 def with_bonus(verdict: Verdict, out: TargetOut) -> Verdict:
-    """After the recovered token one more, from the logits behind the rejected node."""
+    """After the recovered token one more, from the logits after the rejected node."""
     tokens = verdict.tokens.clone()
     for row, accepted in enumerate(verdict.accepted.tolist()):
         if accepted < verdict.path.shape[1]:

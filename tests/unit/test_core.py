@@ -113,7 +113,7 @@ def test_equal_settings_are_equal() -> None:
     ],
 )
 def test_trees_are_checked(settings: dict[str, object], named: str) -> None:
-    """Guards against nodes that hang in the air, whose tokens would be verified behind the wrong text."""
+    """Guards against nodes that hang in the air, whose tokens would be verified after the wrong text."""
     with pytest.raises(ValueError, match=named):
         Tree(**settings)
 
@@ -132,7 +132,7 @@ def test_sampling_accepts_the_edges() -> None:
 
 
 def test_a_request_has_a_prompt() -> None:
-    """Guards against answers to nothing: there is no last token behind which to decode. Token 0 is a real one; a
+    """Guards against answers to nothing: there is no last token after which to decode. Token 0 is a real one; a
     request that is resumed has tokens of its own before those of its answer."""
     assert Request(tokens=[0]).tokens == [0]
     with pytest.raises(AssertionError):

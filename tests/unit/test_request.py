@@ -30,7 +30,7 @@ def test_token_ids_are_taken_as_they_are(engine: Engine) -> None:
 
 
 def test_a_prompt_does_not_end(family: Path) -> None:
-    """Guards against an answer that begins behind an end-of-text, where the tokenizer puts one behind every text."""
+    """Guards against an answer that begins after an end-of-text, where the tokenizer puts one after every text."""
     engine = load(str(family / "target"), runtime=Runtime(dtype="float64"))
     expected = engine.generate([[52, 1, 2]], max_new_tokens=6)
     engine.target.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

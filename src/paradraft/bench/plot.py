@@ -113,7 +113,7 @@ def _colours(methods: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def _draw_speeds(axes: Axes, methods: dict[str, dict[str, Any]], colours: dict[str, str]) -> None:
-    """A bar for each method, with the figures of the table behind it."""
+    """A bar for each method, with the figures of the table after it."""
     marks = {spec: mark(spec, methods) for spec in methods}
     labels = [textwrap.fill(label(spec, one), 26) + BASELINES[marks[spec]] for spec, one in methods.items()]
     values = [one["tokens_per_s"]["median"] for one in methods.values()]

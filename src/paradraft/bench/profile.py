@@ -58,7 +58,7 @@ def _span(event: FunctionEvent) -> Span:
 
 
 def ends_of(waits: Sequence[Span], works: Sequence[Span]) -> list[Span]:
-    """The part of each wait that lies behind all work that had begun; none if some goes on.
+    """The part of each wait that lies after all work that had begun; none if some goes on.
 
     Worked example: kernels run from 2 to 5 and from 6 to 7. A wait from 4 to 10 ends with 3 in which nothing runs; one
     from 12 to 14 finds the GPU ready, and is all for nothing.

@@ -100,8 +100,8 @@ class Preparation:
 
     Args:
         answerers: what answers by each method.
-        models: the models behind each method, by their part.
-        engines: behind the methods that are ours.
+        models: the models of each method, by their part.
+        engines: of the methods that are ours.
         targets: the target in each dtype.
     """
 

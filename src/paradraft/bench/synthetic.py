@@ -116,7 +116,7 @@ class SyntheticAcceptance:
         """A rule that does the work of another and accepts by these rates.
 
         One uniform number of the (seed, position) decides a round: as many tokens are accepted as there
-        are rates above it, but no more than the draft has. The token behind them is the other rule's.
+        are rates above it, but no more than the draft has. The token after them is the other rule's.
         """
 
         def drawn(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:

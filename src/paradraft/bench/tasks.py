@@ -68,7 +68,7 @@ TASKS = {
 
 
 def tasks_of(names: str) -> list[Task]:
-    """The tasks behind names with commas between them.
+    """The tasks of names with commas between them.
 
     Raises:
         ValueError: a name is unknown, or comes twice.

@@ -109,7 +109,7 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: ar (AR+), a drafter, or a peer: hf (AR), hf-assisted, hf-prompt-lookup, vllm, "
-            "vllm-draft, vllm-pard, vllm-ngram; with settings behind colons, as in pard:k=12. By default hf, ar and "
+            "vllm-draft, vllm-pard, vllm-ngram; with settings after colons, as in pard:k=12. By default hf, ar and "
             "every drafter.",
             show_default=False,
         ),

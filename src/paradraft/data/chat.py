@@ -120,7 +120,7 @@ def _names(template: str, variable: str) -> bool:
 
 
 Turn = tuple[list[int], list[int]]
-"""The tokens that the target reads, and those that it writes behind them."""
+"""The tokens that the target reads, and those that it writes after them."""
 
 
 def conversation_samples(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> list[Sample]:
@@ -128,7 +128,7 @@ def conversation_samples(messages: list[Message], template: ChatTemplate, *, is_
 
     Args:
         messages: at least one, each with a role and a content: a text, or a list of parts of type text.
-        template: the model's. If it marks the assistant's tokens, its marks are the labels, and an end behind them.
+        template: the model's. If it marks the assistant's tokens, its marks are the labels, and an end after them.
         is_cut: whether the last turn was cut, if it is the assistant's.
 
     Raises:
@@ -194,11 +194,11 @@ def _joined(turns: Iterable[Turn]) -> list[Sample]:
 
 
 def _answer(messages: list[Message], prompt: list[int], template: ChatTemplate) -> list[int]:
-    """What the template puts behind the prompt of the last message."""
+    """What the template puts after the prompt of the last message."""
     who, instead = f"message {len(messages)}: the chat template", "give prompt and response instead of messages"
     whole = template.tokens(messages, ask=False)
     if whole[: len(prompt)] != prompt:
-        raise ValueError(f"{who} does not write it behind the prompt of its turn: {instead}")
+        raise ValueError(f"{who} does not write it after the prompt of its turn: {instead}")
     text = template.text(messages, ask=False).removeprefix(template.text(messages[:-1], ask=True))
     if _without_spaces(messages[-1]["content"]) not in _without_spaces(text):
         raise ValueError(f"{who} leaves out a part of it, such as what the model thought: {instead}")
@@ -206,7 +206,7 @@ def _answer(messages: list[Message], prompt: list[int], template: ChatTemplate) 
 
 
 def _as_it_came(message: Message, template: ChatTemplate) -> list[int]:
-    # The template would put an end of turn behind what was cut.
+    # The template would put an end of turn after what was cut.
     return encode_continuation(message["content"], template.tokenizer)
 
 
@@ -222,7 +222,7 @@ def _marked(messages: list[Message], template: ChatTemplate, *, is_cut: bool) ->
 
 
 def _with_ends(tokens: list[int], marks: list[bool], end_ids: Collection[int]) -> list[bool]:
-    """The marks, and the ends right behind them, which some templates leave out though the target writes them.
+    """The marks, and the ends right after them, which some templates leave out though the target writes them.
 
     >>> _with_ends([5, 0, 6, 0, 7], [False, False, True, False, False], end_ids={0})
     [False, False, True, True, False]

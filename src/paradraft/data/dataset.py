@@ -3,9 +3,9 @@
 A record is `{"text": …}`, `{"prompt": …, "response": …}`, `{"messages": [{"role": …, "content": …}, …]}`,
 the same with ShareGPT's names (`conversations`, `from`, `value`) or AMD's (`conversation`, `human`,
 `assistant`), or `{"user": …, "assistant": …}`, one turn of a conversation. Of text every token is a label;
-of a prompt and its response only the response is, and the end-of-text behind it; of a conversation the
+of a prompt and its response only the response is, and the end-of-text after it; of a conversation the
 assistant's turns, all of them, as the model's chat template marks them, and their ends. A record that says
-`"finish_reason": "length"` was cut: nothing is learnt behind its response or its last turn.
+`"finish_reason": "length"` was cut: nothing is learnt after its response or its last turn.
 
 A sample with more than `max_length` tokens is truncated or split. Split pieces of an answer begin in the middle of it,
 without the prompt that the target read there, so only plain text is split unless the recipe says so.
@@ -124,7 +124,7 @@ class _Cuts:
         labels: of all samples.
         lost: labels that are truncated away.
         empty: places of samples that are truncated and have no label left.
-        headless: pieces that begin behind the beginning of a record with a prompt or turns.
+        headless: pieces that begin after the beginning of a record with a prompt or turns.
     """
 
     max_length: int
@@ -203,6 +203,6 @@ def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBas
 
 
 def _ended(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """With one end-of-text behind, which may stand in the text already."""
+    """With one end-of-text after it, which may stand in the text already."""
     end = [tokenizer.eos_token_id]
     return tokens if tokens[-1:] == end else tokens + end

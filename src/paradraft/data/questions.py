@@ -125,7 +125,7 @@ def next_prompt(question: Question, answers: Sequence[Answer]) -> str | list[Mes
 def record_of(question: Question, answers: Sequence[Answer]) -> dict[str, Any]:
     """The record of training data: the question's with the answers in it, at least one.
 
-    A conversation ends with the last answer, so behind a turn that was cut there is none.
+    A conversation ends with the last answer, so after a turn that was cut there is none.
     """
     last = answers[-1]
     if "prompt" in question.record:

@@ -98,7 +98,7 @@ class Batch:
         """Adds requests, one row each, after the others; the target reads their prompts.
 
         Args:
-            generations: may have tokens already, of an earlier batch: the answer goes on behind them.
+            generations: may have tokens already, of an earlier batch: the answer goes on after them.
 
         Raises:
             ValueError: a prompt is longer than the target's capacity, or the caches do not fit into memory.

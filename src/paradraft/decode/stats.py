@@ -23,7 +23,7 @@ class Marks(Protocol):
     """Sets marks, and says how much time lies between two."""
 
     def mark(self) -> Any:
-        """A mark behind everything that has been asked for so far."""
+        """A mark after everything that has been asked for so far."""
 
     def seconds(self, start: Any, end: Any) -> float:
         """The time from one mark to a later one; waits until the later one is reached."""
@@ -52,7 +52,7 @@ class GpuMarks:
         self._device = device
 
     def mark(self) -> torch.cuda.Event:
-        """A mark behind all that this GPU was asked for."""
+        """A mark after all that this GPU was asked for."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -153,7 +153,7 @@ class Clock:
     Each `lap` books the time since the one before under a name: "prefill", "draft", "verify" or
     "other". What a reader of the stream does between two rounds is skipped.
 
-    A GPU is not waited for behind "draft" and "other", so that the target's pass is on its way while the
+    A GPU is not waited for after "draft" and "other", so that the target's pass is on its way while the
     drafter's still runs: their times are known when the next lap is over that waits.
 
     Args:

@@ -97,7 +97,7 @@ def split_settings(spec: str) -> tuple[str, list[str]]:
 
 
 def setting_names(drafter: str) -> list[str]:
-    """What may be set behind a drafter's name: the fields of its `Config`, but for the draft model.
+    """What may be set after a drafter's name: the fields of its `Config`, but for the draft model.
 
     Raises:
         ValueError: there is no such drafter.

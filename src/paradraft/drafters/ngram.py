@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last few tokens earlier in the text will follow again.
 
 No model: the longest suffix of the committed tokens, at most `max_ngram` long, that occurs earlier
-is looked up, and the tokens behind its latest earlier occurrence are the draft (Saxena 2023,
+is looked up, and the tokens after its latest earlier occurrence are the draft (Saxena 2023,
 "Prompt Lookup Decoding").
 """
 
@@ -47,7 +47,7 @@ class NgramDrafter(TextDrafter):
 
 
 def lookup(text: list[int], k: int, max_ngram: int) -> list[int]:
-    """The at most `k` tokens behind the latest earlier occurrence of the longest known suffix.
+    """The at most `k` tokens after the latest earlier occurrence of the longest known suffix.
 
     >>> lookup([1, 2, 3, 9, 1, 2], 2, 3)
     [3, 9]

@@ -31,7 +31,7 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT, Tree
 
 ASIDE = 0.5
-"""What an estimate is worth behind a side branch: a mask's candidates continue the likeliest tokens before it,
+"""What an estimate is worth after a side branch: a mask's candidates continue the likeliest tokens before it,
 and those of a side branch are others."""
 
 

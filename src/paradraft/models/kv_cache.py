@@ -1,6 +1,6 @@
 """A key/value cache whose rows stand at different lengths.
 
-Memory is allocated once. Each row writes behind its own length; going back is setting the length
+Memory is allocated once. Each row writes after its own length; going back is setting the length
 back, and the accepted path of a tree is moved together by one gather. `transformers`' own static
 cache has one position for the whole batch and cannot go back.
 

@@ -45,7 +45,7 @@ def pocket_folder(role: str) -> Path:
 
 
 def locate(name: str, role: str) -> str:
-    """The folder or Hugging Face id behind a model name; "pocket" depends on the role, a shape is its own.
+    """The folder or Hugging Face id of a model name; "pocket" depends on the role, a shape is its own.
 
     Raises:
         ValueError: there is no such model.

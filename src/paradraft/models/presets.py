@@ -128,7 +128,7 @@ def check_has_weights(name: str) -> None:
 
 
 def shape_of(name: str) -> Shape:
-    """The shape behind a name such as "shape:llama-3.1-8b".
+    """The shape of a name such as "shape:llama-3.1-8b".
 
     Raises:
         ValueError: there is none.

@@ -49,7 +49,7 @@ class Acceptance:
 
         Rounds that accepted their whole draft are one run with the next one; a run of n tokens takes rounds of k + 1.
         This is exact at the k that was measured, and below it for drafters whose guess does not depend on where the
-        round began (one that drafts token by token). PARD guesses better behind real tokens than behind masks, so it
+        round began (one that drafts token by token). PARD guesses better after real tokens than after masks, so it
         takes fewer passes than this says. Without `by_round` all answers have the mean acceptance.
 
         >>> seen = Acceptance(spec="pard:k=4", k=4, tree=None, length=2.5, shares=(0.5, 0.5, 0.25, 0.25),

@@ -200,7 +200,7 @@ def _decode(
     samples.futile = 0 if useful else samples.futile + 1
     if samples.futile >= FUTILE and not samples.are_enough:
         raise ValueError(
-            f"behind these prompts the model has room for {limit} tokens, too few to draft {rotation.k}: use shorter "
+            f"after these prompts the model has room for {limit} tokens, too few to draft {rotation.k}: use shorter "
             "prompts or drafts"
         )
     return before.prefill_s

@@ -78,8 +78,8 @@ def assemble(candidates: Candidates, tree: Tree | None, *, aside: float, faster:
     Args:
         candidates: of K positions.
         tree: the shape; None for the chain of the best.
-        aside: what the estimate of a node is worth when its position's candidates were found behind
-            other tokens than its ancestors, in [0, 1]; 0 draws no branches behind side branches.
+        aside: what the estimate of a node is worth when its position's candidates were found after
+            other tokens than its ancestors, in [0, 1]; 0 draws no branches after side branches.
         faster: does what `grow` does.
     """
     if tree is None:

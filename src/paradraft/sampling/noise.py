@@ -83,7 +83,7 @@ def seed_of(seed: int | Tensor, purpose: int) -> Tensor:
 def with_noise(scores_BNV: Tensor, seed: int | Tensor, positions_BN: Tensor) -> Tensor:
     """Scores plus Gumbel noise `[B, N, V]`, in float64.
 
-    What is -inf stays so whatever its noise. Where that is nearly everything, behind top-k or top-p, only the
+    What is -inf stays so whatever its noise. Where that is nearly everything, after top-k or top-p, only the
     noise of the rest is computed: of a large vocabulary it would take a CPU longer than many a model's pass.
 
     Args:

@@ -142,7 +142,7 @@ class Sampler:
         return best_token(noised_BV)
 
     def candidates(self, logits_BRV: Tensor, depth: int, number: int, path_BD: Tensor | None = None) -> Candidates:
-        """What a drafter proposes at positions `depth`, `depth + 1`, … behind the committed text.
+        """What a drafter proposes at positions `depth`, `depth + 1`, … after the committed text.
 
         Under the match rule the order is that of log q plus the position's noise, which the target
         will use too. Under the rejection rule chains and fixed trees are drawn from q, siblings without
@@ -153,7 +153,7 @@ class Sampler:
             depth: of the first position.
             number: C.
             path_BD: `[B, depth]` drafted tokens before the first position, for settings that read the
-                text. Positions behind the first take the best candidates for the tokens before them.
+                text. Positions after the first take the best candidates for the tokens before them.
         """
         if self.reads_text and logits_BRV.shape[1] > 1:
             return self._one_by_one(logits_BRV, depth, number, path_BD)

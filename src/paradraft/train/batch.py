@@ -81,7 +81,7 @@ class Drop:
     masks: int = 1
 
     def tokens(self, real: Tensor, depth: Tensor) -> Tensor:
-        """What rows read: the real token at depth 0, masks behind it.
+        """What rows read: the real token at depth 0, masks after it.
 
         >>> real, depth = torch.tensor([7, 8, 7, 8]), torch.tensor([0, 1, 2, 3])
         >>> Drop(k=4, r=1.0, r_min=1.0, mask_id=90).tokens(real, depth).tolist()
@@ -120,7 +120,7 @@ class TrainingBatch:
         depths: `[S, R]` depths.
         documents: `[S, R]` which of the packed samples, or `FILLING`.
         labels: `[S, R]` the next token, or `IGNORED`.
-        places: `[S, R]` which token of `texts` each row predicts behind.
+        places: `[S, R]` which token of `texts` each row predicts after.
         texts: the samples themselves.
     """
 
@@ -152,7 +152,7 @@ def collate(groups: list[list[Sample]], drop: Drop, generators: list[list[torch.
     """Drops rows by COD and puts the rest side by side.
 
     Args:
-        groups: S lists of samples; the samples of a list are packed behind each other.
+        groups: S lists of samples; the samples of a list are packed one after the other.
         drop: what to drop.
         generators: for each sample the source of its random choice, so that it does not depend on the
             samples beside it.
@@ -167,7 +167,7 @@ def collate(groups: list[list[Sample]], drop: Drop, generators: list[list[torch.
 def _pack(
     samples: list[Sample], drop: Drop, generators: list[torch.Generator]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The rows and the texts of samples behind each other, by the names of `TrainingBatch` and `Texts`."""
+    """The rows and the texts of samples one after the other, by the names of `TrainingBatch` and `Texts`."""
     rows: list[dict[str, Tensor]] = []
     texts: list[dict[str, Tensor]] = []
     before = 0
@@ -203,7 +203,7 @@ def _side_by_side(rows: list[Tensor], filling: int) -> Tensor:
 
 
 def pack(samples: list[Sample], room: int) -> list[list[int]]:
-    """Which samples go behind each other so that few groups of at most `room` tokens are filled: the longest first,
+    """Which samples go one after the other so that few groups of at most `room` tokens are filled: the longest first,
     each into the first group it fits in.
 
     >>> pack([Sample(tokens=[0] * n, is_label=[True] * n) for n in (4, 9, 3, 6)], room=10)

@@ -295,7 +295,7 @@ def add_mask_token(
             many as `pard_masks`, which only paradraft reads.
 
     Raises:
-        ValueError: `mask_id` is outside the embedding, a text or the end of texts, or so many masks find no room behind
+        ValueError: `mask_id` is outside the embedding, a text or the end of texts, or so many masks find no room after
             the tokenizer's last id.
 
     Returns:

@@ -109,7 +109,7 @@ class Recipe(BaseModel):
         default="auto",
         description="longer samples: truncate, split, or auto: split plain text, truncate what has a prompt or turns",
     )
-    pack: bool = Field(default=False, description="put short samples behind each other, up to max_length")
+    pack: bool = Field(default=False, description="put short samples one after the other, up to max_length")
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw", description="adamw, or muon for the matrices and AdamW for the rest"
     )

@@ -29,11 +29,11 @@ FILLING = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of one sample, of several packed behind each other, or of a batch.
+    """The rows of one sample, of several packed one after the other, or of a batch.
 
     Args:
         position: `[…, R]` index of the row's token in its sample.
-        depth: `[…, R]` 0 for real tokens, i for the i-th mask behind its anchor.
+        depth: `[…, R]` 0 for real tokens, i for the i-th mask after its anchor.
         document: `[…, R]` which of the packed samples the row is of, or `FILLING`.
     """
 
@@ -71,7 +71,7 @@ def attention_rule(rows: Rows) -> Tensor:
 
     Rows that only fill a batch see each other, so that no softmax is over nothing.
 
-    Worked example: three tokens and the masks (1, 1), behind token 0, and (2, 2), behind it.
+    Worked example: three tokens and the masks (1, 1), after token 0, and (2, 2), after it.
 
     >>> rows = Rows.of_sample(position=torch.tensor([0, 1, 2, 1, 2]), depth=torch.tensor([0, 0, 0, 1, 2]))
     >>> rows.anchor.tolist()
@@ -108,16 +108,16 @@ def conditional_drop(
         n: positions that have a next token to predict, at least 1.
         k: depths, 0 to k - 1; as many tokens as a draft pass predicts.
         r: share of rows that each depth keeps of the one before, in (0, 1].
-        r_min: least share that a depth keeps of the positions that masks may stand behind, in [0, 1].
+        r_min: least share that a depth keeps of the positions that masks may follow, in [0, 1].
         generator: source of the random choice.
-        may_draft: `[n]` whether masks may stand behind each position; everywhere by default. Only the
+        may_draft: `[n]` whether masks may stand after each position; everywhere by default. Only the
             positions before an answer's tokens need them: nothing is drafted inside a prompt.
 
     Returns:
         Rows ordered by depth, then position.
 
     Worked example: 8 positions, 3 depths, r = 0.5. Depth 0 keeps all 8, depth 1 keeps 4 of the 7
-    rows that stand behind a kept one, depth 2 keeps 2 of those that stand behind these 4.
+    rows that stand after a kept one, depth 2 keeps 2 of those that stand after these 4.
 
     >>> rows = conditional_drop(8, k=3, r=0.5, r_min=0.2, generator=torch.Generator().manual_seed(0))
     >>> rows.position[rows.depth == 0].tolist()

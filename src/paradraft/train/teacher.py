@@ -26,7 +26,7 @@ from paradraft.train.vocabulary import check_rows, of_one_family
 
 
 class Teacher:
-    """A causal LM that says what it expects behind each token of the texts.
+    """A causal LM that says what it expects after each token of the texts.
 
     Args:
         model: with the drafter's tokenizer.
@@ -60,7 +60,7 @@ class Teacher:
 
     @torch.no_grad()
     def expects(self, hidden_MD: Tensor, width: int) -> Tensor:
-        """What comes next behind some places of the texts.
+        """What comes next after some places of the texts.
 
         Args:
             hidden_MD: `[M, D]` their hidden states. Rows of several depths ask for the same place: give

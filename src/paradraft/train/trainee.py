@@ -75,7 +75,7 @@ class Trainee(Protocol):
         """The rows of some samples; it may run in another thread.
 
         Args:
-            groups: S lists of samples; the samples of a list are packed behind each other.
+            groups: S lists of samples; the samples of a list are packed one after the other.
             generators: for each sample the source of all random choices about it, so that they do not depend on the
                 samples beside it.
         """

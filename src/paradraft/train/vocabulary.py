@@ -19,7 +19,7 @@ def used_rows(tokenizer: PreTrainedTokenizerBase) -> int:
 def free_id(tokenizer: PreTrainedTokenizerBase, rows: int, taken: Collection[int] = ()) -> int | None:
     """An id that no text is split into, fit to be the mask token.
 
-    First choice is the row behind the tokenizer's last, then an id that it skips. Where there is
+    First choice is the row after the tokenizer's last, then an id that it skips. Where there is
     neither, it is the last of the special tokens that are kept for later use, such as Llama 3's
     `<|reserved_special_token_247|>`, unless the chat template or the tokenizer gives it a role.
 

@@ -54,12 +54,12 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
 
 
 def accepted_path(tokens: list[int], parents: list[int], drawn: list[int]) -> list[int]:
-    """The nodes that hold what the target draws behind their parents, and whose parents do, from the root down.
+    """The nodes that hold what the target draws after their parents, and whose parents do, from the root down.
 
     Args:
         tokens: of the nodes of one row's tree, `ABSENT` where there is none.
         parents: of the nodes, each before its children; -1 is the root.
-        drawn: the target's own tokens: behind the root, then behind each node.
+        drawn: the target's own tokens: after the root, then after each node.
 
     >>> accepted_path([5, 8, 6, 7], [-1, -1, 0, 2], [5, 6, 0, 9, 0])
     [0, 2]

@@ -347,7 +347,7 @@ def test_an_engine_that_refuses_to_choose_is_a_verdict(loaded: Load, monkeypatch
 
 
 def test_a_rejected_guess_may_be_followed_by_anything(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a fault found where no token was chosen: behind a rejected guess there is no text."""
+    """Guards against a fault found where no token was chosen: after a rejected guess there is no text."""
     engine = loaded("float64")
     verify = match.verify
 

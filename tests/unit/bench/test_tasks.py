@@ -100,7 +100,7 @@ def test_the_second_turn_quotes_the_targets_own_answer() -> None:
 
 
 def test_questions_are_spread_over_the_data() -> None:
-    """Guards Spec-Bench, whose categories stand one behind the other: the first 80 would all be of one."""
+    """Guards Spec-Bench, whose categories stand one after the other: the first 80 would all be of one."""
     found = choose("gsm8k", [(f"q{number}",) for number in range(480)], 6)
     assert found.numbers == (1, 81, 161, 241, 321, 401)
     assert found.turns[1] == ("q80",)

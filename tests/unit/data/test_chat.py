@@ -39,7 +39,7 @@ QWEN3 = """
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
-"""Thoughts stand behind the last question only, and there an empty one where there is none."""
+"""Thoughts stand after the last question only, and there an empty one where there is none."""
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}"
@@ -130,7 +130,7 @@ def test_what_the_template_is_told_stands_in_the_prompt(is_cut: bool) -> None:
 
 def test_a_thought_where_the_template_says_there_is_none() -> None:
     """Guards against answers that were given with thinking, in a run that is told there is none."""
-    with pytest.raises(ValueError, match="message 2: the chat template does not write it behind the prompt"):
+    with pytest.raises(ValueError, match="message 2: the chat template does not write it after the prompt"):
         samples_of(
             talk("a", "<think>\nx\n</think>\n\nb"), tokenizer_of(QWEN3_SWITCH), is_cut=False, enable_thinking=False
         )
@@ -157,7 +157,7 @@ def test_marks_follow_what_the_template_is_told() -> None:
 
 def test_turns_that_the_template_keeps_stay_together() -> None:
     """Guards against learning the same text once for every turn: between the steps of one answer Qwen3 goes on
-    thinking where it was, and a question behind them begins anew."""
+    thinking where it was, and a question after them begins anew."""
     tokenizer = tokenizer_of(QWEN3)
     steps = ("a", "<think>\nx\n</think>\n\nb", "c", "<think>\ny\n</think>\n\nd")
     messages = talk(*steps, roles=("user", "assistant", "tool", "assistant")) + talk("e", "f")
@@ -170,7 +170,7 @@ def test_turns_that_the_template_keeps_stay_together() -> None:
 
 
 def test_a_cut_turn_begins_its_own_sample_too() -> None:
-    """Guards against an end behind a thought that the limit cut, and against forgetting the turn before it."""
+    """Guards against an end after a thought that the limit cut, and against forgetting the turn before it."""
     tokenizer = tokenizer_of(QWEN3)
     found = samples_of(talk("a", "<think>\nx\n</think>\n\nb", "c", "<think>\ny"), tokenizer, is_cut=True)
     assert found == [
@@ -193,10 +193,10 @@ def test_a_stable_template_gives_one_sample() -> None:
         (
             R1_THINKS,
             "<think>\nx\n</think>\n\nb",
-            "message 2: the chat template does not write it behind the prompt",
+            "message 2: the chat template does not write it after the prompt",
         ),
-        (R1_THINKS, "b", "message 2: the chat template does not write it behind the prompt"),
-        ("{{ messages[-1].content }}", "b", "message 2: the chat template does not write it behind the prompt"),
+        (R1_THINKS, "b", "message 2: the chat template does not write it after the prompt"),
+        ("{{ messages[-1].content }}", "b", "message 2: the chat template does not write it after the prompt"),
     ],
 )
 def test_a_turn_that_the_template_changes_is_refused(template: str, said: str, named: str) -> None:
@@ -210,7 +210,7 @@ def test_a_turn_that_the_template_changes_is_refused(template: str, said: str, n
 @pytest.mark.parametrize("ends", [("<|im_end|>",), ("<|eos|>", "<|im_end|>")])
 def test_the_end_behind_a_mark_is_learnt(ends: tuple[str, ...]) -> None:
     """Guards against a drafter that never learns to end a turn, because the template's mark ends before the token with
-    which the target does; the user's ends are not its own, nor is the newline behind it."""
+    which the target does; the user's ends are not its own, nor is the newline after it."""
     tokenizer = tokenizer_of(MARKED)
     found = samples_of(talk("a", "b", "c", "d"), tokenizer, is_cut=False, ends=ends)
     second = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
@@ -228,7 +228,7 @@ def test_no_end_is_learnt_behind_a_marked_turn_that_was_cut() -> None:
 
 
 def test_one_end_of_a_turn_is_learnt() -> None:
-    """Guards templates whose mark has the end in it: what stands behind that is never written."""
+    """Guards templates whose mark has the end in it: what stands after that is never written."""
     template = MARKED.replace("{% endgeneration %}", "<|im_end|>{% endgeneration %}")
     tokenizer = tokenizer_of(template)
     (sample,) = samples_of(talk("a", "b"), tokenizer, is_cut=False, ends=("<|im_end|>",))
@@ -237,7 +237,7 @@ def test_one_end_of_a_turn_is_learnt() -> None:
 
 @pytest.mark.parametrize("mark", ["{%generation%}", "{%-generation-%}", "{%+ generation %}", "{%\n  generation\n%}"])
 def test_a_mark_in_any_spelling(mark: str) -> None:
-    """Guards marks without spaces, which Jinja reads: the newline behind a turn would be a label."""
+    """Guards marks without spaces, which Jinja reads: the newline after a turn would be a label."""
     tokenizer = tokenizer_of(MARKED.replace("{% generation %}", mark))
     found = samples_of(talk("a", "b"), tokenizer, is_cut=False)
     assert found == samples_of(talk("a", "b"), tokenizer_of(MARKED), is_cut=False)

@@ -67,7 +67,7 @@ def test_what_is_no_answer_is_not_written(tmp_path: Path, body: object, named: s
 
 
 def test_an_answer_cut_by_the_limit_says_so(tmp_path: Path) -> None:
-    """Guards against an end of text that training would put behind it."""
+    """Guards against an end of text that training would put after it."""
     with Server(lambda *_: Reply(body=completion("/v1/completions", "a", "length"))) as server:
         _, (answer,) = ask(client(server), tmp_path, {"prompt": "a"})
     assert answer["finish_reason"] == "length"

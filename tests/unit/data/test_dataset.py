@@ -83,7 +83,7 @@ def test_the_assistants_turns_are_labels(tmp_path: Path, template: str) -> None:
 @pytest.mark.parametrize("template", [TEMPLATE, END_UNMARKED, UNMARKED])
 def test_nothing_is_learnt_behind_a_turn_that_was_cut(tmp_path: Path, template: str) -> None:
     """Guards against a drafter that learns to end turns in the middle of a sentence, because the template puts an end
-    behind every turn; the turns before it keep theirs."""
+    after every turn; the turns before it keep theirs."""
     turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "a ")]
     record = {"messages": [{"role": role, "content": text} for role, text in turns], "finish_reason": "length"}
     asking = template.replace("'assistant' %}", "'assistant' %}A") + "{% if add_generation_prompt %}A{% endif %}"

@@ -96,7 +96,7 @@ def test_a_conversation_goes_on_from_the_new_answers(family: Path, tmp_path: Pat
 )
 def test_one_bos_and_no_end(family: Path, tmp_path: Path, record: object, asked: list[int]) -> None:
     """Guards against two BOS tokens, where the tokenizer adds one to that of the template or of the prompt, and against
-    an end behind the question."""
+    an end after the question."""
     engine = engine_of(family)
     engine.target.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="Y $A <|eos|>", special_tokens=[("Y", 51), ("<|eos|>", 0)]

@@ -163,7 +163,7 @@ def test_no_two_batches_use_one_target() -> None:
 
 
 def test_a_batch_begins_anew_when_it_is_empty() -> None:
-    """Guards the statistics of a service, and the cache: what ended leaves nothing behind."""
+    """Guards the statistics of a service, and the cache: what ended leaves nothing after."""
     batch = tiny_batch()
     for tokens in ([1, 2], [5, 6, 7]):
         outputs = list(run(batch, list(map(Generation, requests([tokens], limits=3)))))

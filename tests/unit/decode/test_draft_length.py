@@ -43,7 +43,7 @@ def test_heuristic_grows_and_shrinks_each_row() -> None:
 
 
 def test_confidence_cuts_before_the_first_unsure_place() -> None:
-    """Guards against nodes kept behind one that was cut, and against cutting drafters that do not say."""
+    """Guards against nodes kept after one that was cut, and against cutting drafters that do not say."""
     policy = Confidence(4, threshold=0.5)
     chain = Draft.chain(
         torch.tensor([[1, 2, 3, 4]] * 3), confidence=torch.tensor([[0.9, 0.4, 0.9, 0.9], [0.9] * 4, [0.1] * 4])

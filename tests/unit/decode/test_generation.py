@@ -28,7 +28,7 @@ def generation(limit: int, *eos: int, text: AnswerText | None = None) -> Generat
     ],
 )
 def test_text_ends_at_the_first_end_token(row: list[int], emitted: list[int], accepted: int) -> None:
-    """Guards against tokens behind an end token, which are neither emitted nor counted as accepted."""
+    """Guards against tokens after an end token, which are neither emitted nor counted as accepted."""
     answer = generation(10, 7, 8)
     assert answer.emit(row, len(row) - 1) == answer.tokens == emitted
     assert (answer.accepted, answer.round_ends, answer.finish_reason) == ([accepted], [len(emitted)], "eos")
@@ -84,7 +84,7 @@ def test_token_zero_is_a_token() -> None:
 def test_a_token_that_could_not_be_chosen_is_an_error(
     committed: list[int], strings: list[str], tokens: list[int], reason: str
 ) -> None:
-    """Guards against texts of damaged models, and against an error for a place behind the answer's end."""
+    """Guards against texts of damaged models, and against an error for a place after the answer's end."""
     answer = generation(3, 7, text=answer_text(strings))
     assert answer.emit(committed, len(committed) - 1) == answer.tokens == tokens
     assert answer.finish_reason == reason

@@ -141,7 +141,7 @@ def test_no_mask_of_several_ends_texts(family: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_draft_is_one_pass_and_no_wider_than_it_must_be(prompt: int, read: list[tuple[int, int]]) -> None:
-    """Guards the speed of PARD, which no text shows: a prompt that fits is read in the draft's own pass, and behind it
+    """Guards the speed of PARD, which no text shows: a prompt that fits is read in the draft's own pass, and after it
     stand k - 1 masks and no more."""
     lm = CausalLM(tiny_model(4), vocab_size=VOCAB, compiled=False, width=12)
     drafter = PardDrafter(lm, MASK)
@@ -152,7 +152,7 @@ def test_a_draft_is_one_pass_and_no_wider_than_it_must_be(prompt: int, read: lis
 
 @pytest.mark.parametrize("build", [AutoregressiveDrafter, lambda lm: PardDrafter(lm, MASK)])
 def test_side_branches_have_branches_where_the_drafter_knows_what_follows(build: Callable[[CausalLM], Drafter]) -> None:
-    """Guards the gain of PARD's trees: masks say what follows a side branch too, for half of what they say behind the
+    """Guards the gain of PARD's trees: masks say what follows a side branch too, for half of what they say after the
     best tokens. An autoregressive drafter has only read its best tokens."""
     model = tiny_model(4)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The settings of a drafter, written behind its name."""
+"""The settings of a drafter, written after its name."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def random_trees(seed: int, nodes: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Three trees behind a root, node 0, as `Target.forward` hands them over."""
+    """Three trees after a root, node 0, as `Target.forward` hands them over."""
     chooser = random.Random(seed)
     parents = [[ABSENT, *(parent + 1 for parent in random_parents(seed * 10 + row, nodes - 1))] for row in range(3)]
     return [[chooser.randrange(VOCAB) for _ in range(nodes)] for _ in range(3)], parents
@@ -273,7 +273,7 @@ def test_a_cache_that_cannot_grow_is_said_and_can_be_begun_again(monkeypatch: py
 
 def test_rows_move_into_holes_with_their_texts() -> None:
     """Guards rows that fill the places of others: also where a long one moves into a short one's place, where two
-    change places, and where a row that was there before joins into the place behind."""
+    change places, and where a row that was there before joins into the place after."""
     lm = causal()
     texts = [[7], [3, 1, 4, 1, 5], [2, 0, 9], list(range(30)), [8] * 12]
     prefilled(lm, texts)

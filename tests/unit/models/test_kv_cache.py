@@ -97,7 +97,7 @@ def four_rows() -> Storage:
 @pytest.mark.parametrize("order", [[1, 3], [3, 1, 2], [0, 1], [1, 0, 3, 2], [2, 0, 1], [3]])
 def test_rows_that_stay_move_to_the_front_of_the_same_memory(order: list[int]) -> None:
     """Guards batches that shrink: the others' keys are not lost, in any order, no memory is taken, and what lies
-    behind the used part is not moved."""
+    after the used part is not moved."""
     layers = four_rows()
     before = [[tensor.clone() for tensor in layer] for layer in layers]
     move_rows(layers, torch.tensor(order), used=7)

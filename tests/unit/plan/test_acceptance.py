@@ -39,7 +39,7 @@ def test_shorter_drafts_take_the_passes_that_a_drafter_takes_that_is_right_at_th
         is_right = [generator.random() < 0.8 for _ in range(200)]
         rounds = rounds_of(is_right, 8)
         place = 0
-        for tokens in rounds:  # nobody guessed the token behind a draft that was accepted whole
+        for tokens in rounds:  # nobody guessed the token after a draft that was accepted whole
             place += tokens
             is_right[place - 1] |= tokens == 9
         seen = replace(SEEN, k=8, answers=(200,), by_round=(tuple(rounds),))

@@ -112,7 +112,7 @@ def test_rounds_are_booked_under_their_length(family: Path, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("_known_times")
 def test_fast_models_are_timed_for_longer(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards predictions against one slow moment; and against giving up, meanwhile, though enough is known: behind the
+    """Guards predictions against one slow moment; and against giving up, meanwhile, though enough is known: after the
     second prompt there is no room."""
     monkeypatch.setattr(costs_module, "VISITS", 1)
     monkeypatch.setattr(costs_module, "FUTILE", 2)

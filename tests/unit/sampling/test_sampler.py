@@ -72,7 +72,7 @@ def test_chains_are_drawn_from_q_independently_of_the_target() -> None:
 
 
 def test_no_random_number_is_used_in_two_rounds() -> None:
-    """Guards the independence of rounds: behind another committed text all numbers are others."""
+    """Guards the independence of rounds: after another committed text all numbers are others."""
     made, logits = many()
     before = (made.candidates(logits, 0, 1).tokens, made.acceptance_numbers(3))
     made.commit(committed(*[[0]] * ROWS))
@@ -126,7 +126,7 @@ def scores_of(made: Sampler, rows: list[int]) -> torch.Tensor:
 
 
 def alone(row: int, new: list[int]) -> torch.Tensor:
-    """What one of `KINDS` says by itself, behind its prompt and more tokens, given as an answer so far."""
+    """What one of `KINDS` says by itself, after its prompt and more tokens, given as an answer so far."""
     kind = KINDS[row]
     rest = replace(kind, tokens=kind.tokens + new, answered=kind.answered + len(new))
     return scores_of(Sampler([rest]), [row])[0]
@@ -326,7 +326,7 @@ def test_a_grown_tree_takes_the_most_promising_paths(budget: int) -> None:
 
 
 def test_absent_candidates_become_absent_nodes() -> None:
-    """Guards against tokens of probability 0 in a draft, and against branches behind side branches where none are."""
+    """Guards against tokens of probability 0 in a draft, and against branches after side branches where none are."""
     log_probs = torch.tensor([[[-0.1, -torch.inf], [-0.2, -2.0]]])
     candidates = Candidates(tokens=torch.tensor([[[7, 8], [5, 6]]]), log_probs=log_probs, probs=None, confidence=None)
     fixed = assemble(candidates, Tree(paths=((0,), (1,), (0, 1), (1, 0))), aside=0.0)

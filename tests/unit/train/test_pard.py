@@ -47,7 +47,7 @@ def predictions(model: torch.nn.Module, batch: TrainingBatch, **settings: object
 @pytest.mark.parametrize("r", [1.0, 0.6])
 def test_training_predicts_what_decoding_computes(llama: bool, r: float, packed: bool) -> None:
     """Guards the heart of PARD: a chain of training rows is exactly the draft pass after its anchor (float64), with
-    samples side by side, or packed behind each other, where none may see another."""
+    samples side by side, or packed one after the other, where none may see another."""
     model, k = tiny_model(5, llama=llama), 4
     lm = CausalLM(model, vocab_size=ROWS, compiled=False)
     batch = batch_of(r, k, packed=packed)

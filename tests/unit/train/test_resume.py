@@ -208,7 +208,7 @@ def test_a_model_that_changed_is_named(family: Path, tmp_path: Path, role: str) 
 
 @pytest.mark.parametrize(("log_every", "save_every"), [(3, 2), (4, 3), (6, 5)])
 def test_averages_go_over_the_stop(family: Path, tmp_path: Path, log_every: int, save_every: int) -> None:
-    """Guards the reported losses: one that began before a checkpoint goes on behind it, to the last bit."""
+    """Guards the reported losses: one that began before a checkpoint goes on after it, to the last bit."""
     rhythm = {"log_every": log_every, "save_every": save_every, "steps": 6}
     whole, begun = (recipe_for(family, tmp_path, out=tmp_path / name, **rhythm) for name in ("whole", "begun"))
     train_pard(whole, lambda report: None)

@@ -27,7 +27,7 @@ def oracle(pairs: list[tuple[int, int]]) -> list[list[bool]]:
 @given(PAIRS)
 @settings(deadline=None)
 def test_attention_rule_equals_a_double_loop(pairs: list[tuple[int, int]]) -> None:
-    """Guards against a mask that sees real tokens behind its anchor, other chains, or later masks of its own."""
+    """Guards against a mask that sees real tokens after its anchor, other chains, or later masks of its own."""
     position = torch.tensor([anchor + depth for anchor, depth in pairs])
     rows = Rows.of_sample(position, torch.tensor([depth for _, depth in pairs]))
     assert rows.anchor.tolist() == [anchor for anchor, _ in pairs]

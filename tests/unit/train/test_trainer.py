@@ -339,7 +339,7 @@ def test_adapters_begin_as_the_seed_says(family: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_all_ends_of_the_model_are_learnt(family: Path, tmp_path: Path, file: str) -> None:
-    """Guards ends that only the configs name, as Llama's do: behind a marked turn each of them is a label, and a model
+    """Guards ends that only the configs name, as Llama's do: after a marked turn each of them is a label, and a model
     without a generation config has those of its config."""
     model = shutil.copytree(family / "draft", tmp_path / "model")
     if file == "config.json":

@@ -29,7 +29,7 @@ def target_logits(text: list[int]) -> torch.Tensor:
 
 
 def plain_token(text: list[int], sampling: Sampling) -> int:
-    """The token that plain decoding puts behind a text."""
+    """The token that plain decoding puts after a text."""
     return int(draw(target_logits(text)[None, None], torch.tensor([[len(text)]]), sampling))
 
 
@@ -90,7 +90,7 @@ def test_verdict_is_what_plain_decoding_gives() -> None:
 
 
 def test_what_the_target_drew_is_told() -> None:
-    """Guards drafters that learn from a round: the target's own token behind the root and behind every node, whether
+    """Guards drafters that learn from a round: the target's own token after the root and after every node, whether
     it was accepted or not."""
     for seed, sampling in enumerate(SAMPLINGS):
         text = [seed, 1, 2]

@@ -31,7 +31,7 @@ def assisted(target: Target, draft: PreTrainedModel, *, k: int, confidence: floa
         target: the model whose text it is.
         draft: an ordinary draft model; its generation config stays as it is.
         k: most tokens drafted per round.
-        confidence: drafting stops behind a token less likely than this; 0 drafts k tokens. Where
+        confidence: drafting stops after a token less likely than this; 0 drafts k tokens. Where
             scikit-learn is installed, `transformers` moves it as it goes.
     """
     logging.getLogger("transformers.generation.utils").addFilter(_is_no_advice)
@@ -128,7 +128,7 @@ def _widths(model: PreTrainedModel, widths: list[int]) -> Iterator[None]:
 
 
 def up_to_end(tokens: list[int], eos_ids: list[int]) -> list[int]:
-    """An answer without the filling behind its end.
+    """An answer without the filling after its end.
 
     >>> up_to_end([5, 6, 2, 0, 0], [2])
     [5, 6, 2]

@@ -176,7 +176,7 @@ class VllmProcess:
         return reply
 
     def _last_words(self) -> str:
-        """The last line of its standard error, to be put behind a sentence."""
+        """The last line of its standard error, to be put after a sentence."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").split("\n")
         return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")

@@ -18,7 +18,7 @@ class Bar:
 
     Args:
         name: what stands before it.
-        value: what stands behind it.
+        value: what stands after it.
         family: the class that colours it.
         parts: class and length of each part, as shares of the track.
         spread: from where to where its value varied, as shares of the track.

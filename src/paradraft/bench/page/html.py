@@ -128,5 +128,5 @@ def table(title: str, head: list[str], rows: list[list[Element]]) -> Element:
 
 
 def joined(elements: list[Element]) -> Element:
-    """Elements, one behind the other."""
+    """Elements, one after the other."""
     return Element("".join(elements))

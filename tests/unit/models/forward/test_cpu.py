@@ -278,7 +278,7 @@ def test_prompts_are_read_in_chunks(dtype: torch.dtype) -> None:
 
 
 def test_a_full_cache_is_not_overrun() -> None:
-    """Guards memory behind the cache: a row that has ended is read on with the others."""
+    """Guards memory after the cache: a row that has ended is read on with the others."""
     lm = lm_of(random_model(), capacity=20, width=4)
     empty_rows(lm, 2)
     lm._set_lengths([20, 4])

@@ -35,7 +35,7 @@ template <class Stored> static inline void prefetch(const Stored* from, int64_t 
     for (int64_t i = 0; i < size; i += 64 / sizeof(Stored)) __builtin_prefetch(from + i);
 }
 
-/// A query, and what it sees behind the slots that all queries of its row see.
+/// A query, and what it sees after the slots that all queries of its row see.
 template <class Input> struct Query {
     const float* at;
     const int32_t* slots; // its ancestors among the new tokens, from the first one down to itself
@@ -80,7 +80,7 @@ static inline void score_all(const Query<Input>* queries, int64_t count, Key key
 
 /// Turns the products of `QUERIES` queries into weights that add up to 1, but for the factors that go to `shares`.
 ///
-/// The queries go on together as far as the one that sees most; what is behind a query's own end adds nothing.
+/// The queries go on together as far as the one that sees most; what is after a query's own end adds nothing.
 template <int QUERIES, class Input>
 static inline void softmax(const Query<Input>* queries, int64_t kept, float scale, float* shares) {
     Vector highest[QUERIES], totals[QUERIES] = {};
@@ -143,7 +143,7 @@ static inline void weighted_values(
 /// Attention of `QUERIES` queries of one row over the first `kept` slots, which all of them see, and their own.
 ///
 /// What comes out depends on what stands in the slots that a query sees and on their order, and not on where they are
-/// nor on the other queries, so that a token has the same result to the last bit as part of a tree and behind its
+/// nor on the other queries, so that a token has the same result to the last bit as part of a tree and after its
 /// ancestors alone.
 ///
 /// `keys` and `values` are those of one row and head, `stride` apart.

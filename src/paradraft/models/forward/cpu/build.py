@@ -109,7 +109,7 @@ def _load() -> ctypes.CDLL:
 
 
 def _compiler() -> list[str]:
-    """The command of the compiler, with what `CXX` says behind it."""
+    """The command of the compiler, with what `CXX` says after it."""
     wanted = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["g++"], ["clang++"], ["c++"]]
     for command in wanted:
         if command and shutil.which(command[0]):

@@ -79,7 +79,7 @@ template <class T, class As = T> static As* grown(std::vector<T>& buffer, int64_
     return (As*)buffer.data();
 }
 
-/// How many slots a row has kept, which all its tokens see; the new ones are written behind.
+/// How many slots a row has kept, which all its tokens see; the new ones are written after.
 static int64_t kept_of(const Batch& batch, int64_t row) { return std::min(batch.lengths[row], batch.slots - 1); }
 
 /// Where a new token, or its position, is. A row that has ended is read on with the others; past the room, where nobody

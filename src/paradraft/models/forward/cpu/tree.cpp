@@ -85,7 +85,7 @@ struct Tree {
 extern "C" {
 
 /// For each row the nodes of its most promising tree, best first: their depths, ranks and parents, each [rows, budget], -1
-/// behind the last one. Returns the most nodes of a row.
+/// after the last one. Returns the most nodes of a row.
 int64_t grow_trees(
     const double* log_probs, int64_t rows, int64_t positions, int64_t candidates, int64_t budget, double discount,
     int64_t* depths, int64_t* ranks, int64_t* parents
@@ -107,7 +107,7 @@ int64_t grow_trees(
 }
 
 /// Moves the slots of each row's path, [rows, nodes] offsets from the row's first slot, to the row's first slots; offsets
-/// below 0 stand behind the path. `stored` are tensors [rows, slots, slot_bytes]. Returns 0; 1 if nothing was done because
+/// below 0 stand after the path. `stored` are tensors [rows, slots, slot_bytes]. Returns 0; 1 if nothing was done because
 /// a path does not rise, so that a slot would be written before it is read, or leaves its row.
 int64_t compact_paths(
     char* const* stored, int64_t tensors, int64_t slots, int64_t slot_bytes, const int64_t* first_slots,
