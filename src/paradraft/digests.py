@@ -25,7 +25,7 @@ READ = (
 WHOLE_BYTES = 2**25
 """Files up to this size are read as a whole, all tokenizers among them."""
 PIECES, PIECE_BYTES = 64, 2**16
-"""Of larger files, so many pieces of this size are read, evenly spaced."""
+"""Of larger files this many pieces of this size are read, evenly spaced."""
 
 
 def file_digest(file: Path) -> str:

@@ -12,7 +12,7 @@ def check_outputs(*files: Path | None) -> None:
     """Raises ValueError if a result could not be written in the end, or two results were to have one file.
 
     Args:
-        files: where results will go; None for a result that nobody wants.
+        files: where results will go; None for a result that is not wanted.
     """
     found: dict[str, Path] = {}
     for file in files:

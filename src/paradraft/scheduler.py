@@ -21,7 +21,7 @@ class Scheduler:
     round that fails costs the request that is to blame its answer; the others are read again and go on.
 
     Args:
-        batch: nobody else uses it, or its target while it has rows.
+        batch: nothing else may use it, or its target while it has rows.
         in_round: what surrounds rounds.
     """
 

@@ -72,7 +72,7 @@ class Tree:
 
 @lru_cache(maxsize=256)
 def parents_of_chains(batch_size: int, nodes: int, device: torch.device) -> Tensor:
-    """`[B, N]` parents -1, 0, 1, … for every row; not to be changed, because everybody gets the same tensor."""
+    """`[B, N]` parents -1, 0, 1, … for every row; not to be changed: all callers share the tensor."""
     return torch.arange(-1, nodes - 1, device=device).repeat(batch_size, 1)
 
 
@@ -97,7 +97,7 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     B, N = parents_BN.shape
     if is_chain(parents_BN):
         return torch.ones(N, N, dtype=torch.bool, device=parents_BN.device).tril().expand(B, N, N)
-    # One more row for the root: its own parent, and nobody's ancestor.
+    # One more row for the root: its own parent, and no node's ancestor.
     up_BM = torch.nn.functional.pad(torch.where(parents_BN == ABSENT, N, parents_BN), (0, 1), value=N)
     sees_BMM = torch.eye(N + 1, dtype=torch.bool, device=parents_BN.device).repeat(B, 1, 1)
     for _ in range((N - 1).bit_length()):  # 1, 2, 4, … generations

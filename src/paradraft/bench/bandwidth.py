@@ -69,7 +69,7 @@ class Speeds:
             return known  # caches have taken the room meanwhile, and a run must not end without its result
 
     def bytes_per_s(self, size_bytes: int) -> float:
-        """The bandwidth of reading so many bytes again and again."""
+        """The bandwidth of reading a number of bytes again and again."""
         return self._bandwidths[self._buffer_bytes(size_bytes)]
 
     def bytes_per_s_now(self, size_bytes: int) -> float:

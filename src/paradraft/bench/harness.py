@@ -160,7 +160,7 @@ def measure(
 
 
 def check_batches(methods: list[Method], num_prompts: int) -> None:
-    """Raises ValueError unless all methods can answer so many prompts in whole batches."""
+    """Raises ValueError unless all methods can answer a number of prompts in whole batches."""
     most = math.lcm(*(method.batch for method in methods))
     if num_prompts % most:
         raise ValueError(f"{num_prompts} prompts cannot be dealt out in batches of {most}: use a multiple of it")

@@ -49,7 +49,7 @@ class BatchResult:
         total_s: from the prompts to the last token, prefill included.
         stats: counts and times of our own loop; None for peers.
         counts: counts of a peer that tells them.
-        passes: what the models did; empty if nobody knows.
+        passes: what the models did; empty if that is not known.
         accepted: for each answer and each of its rounds, how many of the round's tokens were drafted;
             one of the target's own follows them. None if the method does not tell.
         peak_rss_bytes: most resident memory of a method that has a process of its own, since its start.

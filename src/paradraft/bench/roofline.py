@@ -159,7 +159,7 @@ def speeds_for(models: list[CausalLM]) -> Speeds:
 
 
 def added(parts: list[Passes]) -> Passes:
-    """The passes of several answers together; none if nobody knows those of one."""
+    """The passes of several answers together; none if those of one are not known."""
     names = parts[0] if all(parts) else ()
     return {name: sum((part[name] for part in parts), Counter[Pass]()) for name in names}
 
@@ -180,11 +180,11 @@ def reached(
     """Which share of the floor a method reaches: the floor of all its passes over the time it took.
 
     Args:
-        passes: what was done; empty if nobody knows.
+        passes: what was done; empty if that is not known.
         sizes: of the models that did it.
         speeds: of the machine.
         total_s: how long it took, prefill included.
-        prefill_s: how much of that was the target's prefill; None if nobody knows.
+        prefill_s: how much of that was the target's prefill; None if that is not known.
 
     Returns:
         `floor_s` and `share_of_floor` with all prefill; `decode_floor_s` and `decode_share_of_floor` without the

@@ -153,7 +153,7 @@ def bench(
         str | None,
         typer.Option(
             help="Draw verdicts by these rates, one for each position, with commas between them, to time models that "
-            "nobody has trained yet."
+            "are not trained yet."
         ),
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Say where the time of a round goes.")] = False,

@@ -167,7 +167,7 @@ def _turns(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> 
     for number, message in enumerate(messages, start=1):
         if message["role"] != "assistant":
             continue
-        if number == 1:  # nobody asked
+        if number == 1:  # it was not asked for
             yield template.tokens(messages[:1], ask=False), []
             continue
         prompt = template.tokens(messages[: number - 1], ask=True)

@@ -59,7 +59,7 @@ def truncated(whole: Sample, max_length: int, *, group: int) -> Iterable[Sample]
 
 def pieces(whole: Sample, max_length: int, *, group: int) -> Iterable[Sample]:
     """Pieces of a sample that have a label, up to its last one; they overlap by one token, or a piece's first token
-    would be nobody's.
+    would belong to no group.
 
     >>> whole = Sample(tokens=[5, 6, 7, 8, 9, 1], is_label=[False, True, True, True, True, False])
     >>> [list(piece.tokens) for piece in pieces(whole, 3, group=0)]

@@ -11,7 +11,7 @@ def expected_tokens(shares: Iterable[float]) -> float:
     """Tokens of a row's round: the target's own, and each drafted one as often as it is accepted.
 
     Args:
-        shares: for each position of the draft, the share of rounds that accept so many tokens or more.
+        shares: for each position of the draft, the share of rounds that accept the token there.
 
     >>> expected_tokens([0.5, 0.25])
     1.75

@@ -264,7 +264,7 @@ def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def should_compact(finished: int, rows: int) -> bool:
-    """Whether so many rows of a batch have ended that it is worth moving others into their places.
+    """Whether enough rows have ended to make moving others into their places worth its time.
 
     >>> should_compact(3, 16), should_compact(4, 16), should_compact(0, 2)
     (False, True, False)

@@ -178,7 +178,7 @@ class Expected:
         return best if is_better else plain
 
     def _plan_of(self, nodes: list[int], sums: Sequence[Sequence[float]], there: Sequence[float]) -> Plan:
-        """What it takes to draft so many nodes in each row, for so many tokens."""
+        """The plan that drafts these numbers of nodes."""
         drafting = [there[number] for number in nodes if number]
         seconds = self._costs.seconds(self._rows, drafting, self._depth(nodes))
         tokens = tuple(row[number] for row, number in zip(sums, nodes, strict=True))

@@ -27,7 +27,7 @@ class Generation:
     Args:
         request: what is asked.
         text: its text, with no token yet, which a stop string ends; the token that completes one is emitted, the text
-            ends before it. None for an answer whose text nobody needs while it grows.
+            ends before it. None for an answer whose text is not needed while it grows.
     """
 
     def __init__(self, request: Request, text: AnswerText | None = None) -> None:

@@ -149,7 +149,7 @@ class CausalLM:
         """Adds empty rows after the others.
 
         Raises:
-            ValueError: a cache for so many rows does not fit into memory.
+            ValueError: the cache does not fit into memory.
         """
         total = len(self.lengths) + rows
         if not self._largest or len(self._largest[0][0]) < total:
@@ -158,12 +158,12 @@ class CausalLM:
         self._set_lengths([*self.lengths, *[0] * rows])
 
     def save(self, row: int, most: int) -> SavedRow:
-        """Keys and values of a row's first tokens, at most so many, for another row that begins with the same."""
+        """Keys and values of at most `most` first tokens of a row, for another row that begins with the same."""
         length = min(self.lengths[row], most)
         return SavedRow(length=length, storage=kv_cache.copied(self._storage, row, length))
 
     def restore(self, row: int, saved: SavedRow, most: int) -> int:
-        """Begins an empty row with the first tokens of another, at most so many; returns how many there are."""
+        """Begins an empty row with at most `most` first tokens of another; returns how many there are."""
         length = min(saved.length, most)
         kv_cache.restore(self._storage, row, saved.storage, length)
         self._set_lengths([length if index == row else before for index, before in enumerate(self.lengths)])
@@ -362,7 +362,7 @@ class CausalLM:
         self._longest = max(lengths, default=0)
 
     def advance(self, counts: list[int]) -> None:
-        """Keeps the first tokens of the last pass, of each row so many."""
+        """Keeps the first tokens of the last pass, `counts` of each row."""
         # A row that has ended is read on until all rows of its batch have; it must not outgrow the cache.
         self._set_lengths([min(sum(pair), self.capacity) for pair in zip(self.lengths, counts, strict=True)])
 

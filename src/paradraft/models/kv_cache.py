@@ -91,7 +91,7 @@ def _shared(stored_BCHD: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Memory that can still be had; infinite where nobody knows."""
+    """Memory that can still be had; infinite where it is not known."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps of a smaller cache is free too
         return float(torch.cuda.mem_get_info(device)[0])

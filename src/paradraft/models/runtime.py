@@ -83,7 +83,7 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 QUANTIZED = {"int8": 8, "int4": 4}
-"""Names of weights that are rounded to so many bits; passes compute in `Runtime.computed_in`."""
+"""Names of weights that are rounded to few bits; passes compute in `Runtime.computed_in`."""
 PRECISIONS = (*DTYPES, *QUANTIZED)
 
 

@@ -27,7 +27,7 @@ class Acceptance:
         k: most tokens of a path of its drafts.
         tree: nodes its drafts grew to; None for chains.
         length: emitted tokens per target pass.
-        shares: for each position the share of rounds that accepted so many tokens or more.
+        shares: for each position the share of rounds that accepted the token there.
         answers: the number of tokens of each answer.
         by_round: for each answer the tokens that each target pass gave it; None in reports that do not say.
         draft: the draft model that it was measured with.

@@ -128,7 +128,7 @@ def doubts(task: Task, known: dict[Way, Acceptance], report: dict[str, Any], nam
     if isinstance(example, dict) and example.get("prompt") != task.prompts[0]:
         found.append(f"{name} answers other prompts than those that costs are measured on: give the same --prompts")
     if any(one.is_synthetic for one in known.values()):
-        found.append(f"{name} has synthetic acceptance: this plan is for a drafter that nobody has measured")
+        found.append(f"{name} has synthetic acceptance: this plan is for a drafter that has not been measured")
     return found
 
 

@@ -242,7 +242,7 @@ class Sampler:
             return penalized_logits(
                 logits, request.sampling, texts, lengths_B, eos_ids=request.eos_ids, limits_B=limits_B
             )
-        except Exception as error:  # a processor's, which is anybody's code
+        except Exception as error:  # a processor's, which is a user's code
             raise RequestError([self._requests[row].id for row in rows.tolist()], error) from error
 
     def _each(
@@ -264,5 +264,5 @@ class Sampler:
 
 @lru_cache(maxsize=256)
 def _places(first: int, number: int, device: torch.device) -> Tensor:
-    """`[1, R]` consecutive depths; not to be changed, because everybody gets the same tensor."""
+    """`[1, R]` consecutive depths; not to be changed: all callers share the tensor."""
     return torch.arange(first, first + number, device=device)[None]

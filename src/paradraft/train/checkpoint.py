@@ -71,7 +71,7 @@ class State:
         step: steps done.
         bf16: whether its passes compute in bf16.
         began: the day on which it began, as YYYY-MM-DD; chat templates write it.
-        learnt: what it learns; None where nobody said.
+        learnt: what it learns; None where it is not known.
         is_evaluated: False if the run was stopped between the step and an evaluation that follows it.
         standing: how its drafters stand.
         sums: what was not reported yet.
@@ -171,7 +171,7 @@ class Checkpoints:
                 raise _DamagedError(f"{file} is damaged (it is not what was written)")
 
     def save(self, state: State) -> None:
-        """Saves model, optimizers, and how far the run is; nobody returns before all of it is on the disk."""
+        """Saves model, optimizers, and how far the run is; returns when all of it is on the disk."""
         place = self._place(state.step)
         new = place.with_name(place.name + UNFINISHED)
         is_main = self._accelerator.is_main_process
@@ -224,7 +224,7 @@ class Checkpoints:
             try:
                 needed.append(_read(place).state.standing.best)
             except _DamagedError:
-                continue  # nobody goes on from there
+                continue  # no run goes on from there
         kept = {self.drafter(worth.step) for worth in needed if worth is not None}
         _delete_all_but(kept, self.folder.glob("drafter-*"))
 

@@ -16,7 +16,7 @@ class PrunedTarget:
     Args:
         layers: how many, evenly spaced, the first and the last among them; None for a quarter.
         every: take each n-th instead, beginning with the first, and the last.
-        intermediate_size: keep so many neurons of each layer's MLP, those with the largest weights; None keeps all.
+        intermediate_size: how many neurons to keep of each layer's MLP, those with the largest weights; None keeps all.
 
     Raises:
         ValueError: both layers and every are given, or a number is less than 1.

@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
         assert all(matrix.ndim == 2 for matrix in matrices)
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
-    # torch's `step` is overloaded for closures that compute the loss again; nobody here has one.
+    # torch's `step` is overloaded for closures that compute the loss again; none is used here.
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates all matrices that have a gradient."""

@@ -124,7 +124,7 @@ class Meter:
         self._rows += rows
 
     def progress(self, done: int) -> Progress:
-        """The report, after so many steps."""
+        """The report after a number of steps."""
         now_s = time.perf_counter()
         progress = Progress(
             step=done,

@@ -39,7 +39,7 @@ class StopRequest:
     """Whether this process was asked to stop.
 
     Args:
-        number: the signal that asked first; None if nobody did.
+        number: the signal that asked first; None if none did.
     """
 
     number: int | None = None

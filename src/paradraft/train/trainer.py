@@ -149,7 +149,7 @@ class Loop:
         close(self.accelerator)
 
     def _finish(self, done: int) -> None:
-        """Puts the result together after so many steps.
+        """Puts the result together after a number of steps.
 
         With `config.json`, the last file of the drafter, the run is over; until then a stopped run comes here again
         from its last checkpoint, and writes the same.
@@ -297,7 +297,7 @@ class Loop:
         return self.accelerator.reduce(loss, "mean").item(), accuracy
 
     def _save_drafter(self, done: int) -> None:
-        """Writes the drafter as it is now, after so many steps, as it would be shipped."""
+        """Writes the drafter as it is after this step, as it would be shipped."""
         weights = self.accelerator.get_state_dict(self.objective)
         if self.accelerator.is_main_process:
             self.prepared.trainee.save(self.checkpoints.drafter(done), weights)

@@ -109,7 +109,7 @@ class Replays:
             run: the pass: it reads its inputs and the cache, and writes the cache, which stays where it is until
                 `forget`.
             inputs: tensors on the device.
-            others: other inputs of the same shapes, for which it writes nothing that anybody keeps.
+            others: other inputs of the same shapes, for which nothing is written that is kept.
             kind: tells passes apart whose inputs have the same shapes.
         """
         if not self._works:

@@ -46,7 +46,7 @@ def hidden_states(
     """
     B, N = tokens_BN.shape
     S = slots_S.shape[0]
-    # A row that has ended is read on with the others; past the room, where nobody looks, it writes the last slot.
+    # A row that has ended is read on with the others; past the room it writes the last slot.
     last_slot = storage[0][0].shape[1] - 1
     written_BN = (lengths_B[:, None] + torch.arange(N, device=tokens_BN.device)).clamp(max=last_slot)
     offset_BS = slots_S[None] - lengths_B[:, None]

@@ -70,7 +70,7 @@ dot_keys(const Query<Input>* queries, const Stored* const (&keys)[SLOTS], int64_
 template <int QUERIES, class Input, class Key>
 static inline void score_all(const Query<Input>* queries, int64_t count, Key key, int64_t at, int64_t size) {
     for (int64_t i = 0; i < count; i += SLOTS) {
-        // Behind the last one it is read again, and what comes of it goes where nobody looks.
+        // Behind the last one it is read again, and its result is written past the end and not read.
         auto at_most = [&](int64_t which) { return key(which < count ? which : count - 1); };
         const decltype(key(0)) keys[SLOTS] = {key(i), at_most(i + 1), at_most(i + 2), at_most(i + 3)};
         for (int64_t s = 0; s < SLOTS; s++) prefetch(at_most(i + PREFETCH_SLOTS + s), size);

@@ -1,6 +1,6 @@
 """Builds the C++ beside this file for the CPU at hand, once; later processes find it on disk.
 
-What is found on disk is run, so it is only taken from a folder that nobody else can write into. It must also be whole:
+What is found on disk is run, so it is only taken from a folder that no other user can write into. It must be whole:
 to load a library that is cut off can end the process. A digest at the end of the file says that it is whole, and what
 it was built from.
 """
@@ -125,15 +125,15 @@ def _folders() -> list[Path]:
         cache = cache if cache.is_absolute() else Path.home() / ".cache"  # the standard wants others ignored
     except RuntimeError:  # there is no home
         return [temporary]
-    # The user may have moved the cache and left a link to it. Among the temporary files a link may be anybody's.
+    # The user may have moved the cache and left a link to it. Among the temporary files a link may be any user's.
     return [Path(os.path.realpath(cache / "paradraft")), temporary]
 
 
 def _is_made(folder: Path) -> bool:
-    """Makes a folder if it is not there, and says whether nobody else can write into it."""
+    """Makes a folder if it is not there, and says whether no other user can write into it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:  # of a system where nobody may write
+    except OSError:  # of a system where no user may write
         return False
     if _is_private(folder, is_folder=True):
         return True
@@ -146,7 +146,7 @@ def _is_made(folder: Path) -> bool:
 
 
 def _is_private(place: Path, *, is_folder: bool = False) -> bool:
-    """Whether a file or folder is no link, belongs to this user or to root, and nobody else can write into it."""
+    """Whether a file or folder is no link, belongs to this user or to root, and no other user can write into it."""
     try:
         status = place.lstat()
     except OSError:

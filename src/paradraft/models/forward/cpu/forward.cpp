@@ -82,8 +82,8 @@ template <class T, class As = T> static As* grown(std::vector<T>& buffer, int64_
 /// How many slots a row has kept, which all its tokens see; the new ones are written after.
 static int64_t kept_of(const Batch& batch, int64_t row) { return std::min(batch.lengths[row], batch.slots - 1); }
 
-/// Where a new token, or its position, is. A row that has ended is read on with the others; past the room, where nobody
-/// looks, its tokens take the last slot.
+/// Where a new token, or its position, is. A row that has ended is read on with the others; past the room
+/// its tokens take the last slot, which no other token sees.
 static int64_t within(const Batch& batch, int64_t row, int64_t place) {
     return std::min(kept_of(batch, row) + place, batch.slots - 1);
 }

@@ -13,7 +13,7 @@ constexpr int64_t M_BLOCK = 4 * M_REG;  // rows between which a piece of a panel
 constexpr int64_t K_BLOCK = 128;          // inputs of such a piece
 constexpr int64_t PREFETCH_BYTES = 16384;        // bytes that are asked for before they are read, beyond what CPUs do by themselves
 
-/// How many vectors of a panel are multiplied with so many rows at once, so that all sums stay in registers.
+/// How many vectors of a panel are multiplied with a number of rows at once, so that all sums stay in registers.
 constexpr int at_once(int rows) { return (rows + 1) * VECTORS_PER_TILE + 1 <= REGISTERS ? VECTORS_PER_TILE : 2; }
 
 enum Kind { FLOAT32, BFLOAT16, INT8 };

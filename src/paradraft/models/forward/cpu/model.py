@@ -302,7 +302,7 @@ class NativePass:
             vectors=None if vectors is None else vectors.data_ptr(),
             states=None if states is None else ctypes.addressof(states),
         )  # fmt: skip
-        # A profiler sees nothing of what is not torch's; where nobody looks, a label would cost microseconds.
+        # A profiler sees nothing of what is not torch's; where no profiler runs, a label would cost microseconds.
         is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # torch does not export it
         with torch.profiler.record_function(PROFILED_AS) if is_watched else nullcontext():
             is_wrong = self._library.forward(

@@ -33,7 +33,7 @@ constexpr int64_t AWAKE_NS = 2'000'000;              // how long a helper withou
 constexpr int64_t STALL_NS = 400'000;                // a longer wait means that a thread was taken off its CPU
 constexpr int64_t WORTH = 3;                         // with helpers a pass must run this many times longer than it waits
 constexpr int64_t MOST_CREDIT_NS = 30'000'000;       // time with helpers that makes up for later waits
-constexpr int64_t ALONE_PER_STALL = 25;              // else passes run on the caller alone, for so many times the wait
+constexpr int64_t ALONE_PER_STALL = 25;              // else passes run on the caller alone, for this many times the wait
 constexpr int64_t LONGEST_ALONE_NS = 1'000'000'000;
 
 static inline int64_t clock_ns(clockid_t clock) {
