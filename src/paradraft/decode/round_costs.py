@@ -23,8 +23,11 @@ class Times:
     """
 
     LAST = 12
+    """Times of a group of sizes that count."""
     STEPS = 4
     """Groups of sizes between one size and its double."""
+    LEAST_S = 1e-9
+    """A clock may be too coarse for a small model, and rates divide by times."""
 
     def __init__(self) -> None:
         self._groups: dict[int, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=self.LAST))
@@ -37,7 +40,7 @@ class Times:
         """Takes in one time of a size of at least 1."""
         number = self._group(size)
         times = self._groups[number]
-        times.append((size, seconds))
+        times.append((size, max(seconds, self.LEAST_S)))
         median_s = statistics.median([seconds for _, seconds in times])
         self._typical[number] = sum(size for size, _ in times) / len(times), median_s
         if len(times) == 2:
@@ -111,7 +114,7 @@ class RoundCosts:
     @property
     def rows_to_try(self) -> int:
         """How many rows may draft when that is tried: twice as many as ever did, because what more cost is a guess."""
-        return 2 << max(self._draft_s, default=-1)
+        return 1 << (1 + max(self._draft_s, default=-1))
 
     def seconds(self, rows: int, nodes: Sequence[float], depth: int) -> float:
         """How long a round takes.

@@ -276,3 +276,13 @@ def test_a_tree_has_as_many_nodes_as_pay(token_s: float, best: range) -> None:
         numbers += asked
     usual = max(set(numbers[400:]), key=numbers[400:].count)
     assert usual in best, numbers[-40:]
+
+
+def test_a_clock_that_stands_still_is_no_error() -> None:
+    """Guards small models on machines with coarse clocks: rates divide by times."""
+    policy = Expected(4)
+    policy.start(None, is_ragged=True)
+    policy.join(requests([[1]] * 2))
+    for _ in range(50):
+        lengths = policy.next()
+        policy.observe(round_of(lengths, lengths), draft_s=0.0, verify_s=0.0, other_s=0.0)
