@@ -14,7 +14,7 @@ from paradraft.decode.draft_length import POLICIES, Fixed, LengthPolicy
 from paradraft.decode.generation import AnswerText, Generation, StopStrings, stop_strings
 from paradraft.decode.stats import Clock, Stats, added
 from paradraft.drafters import load_drafter
-from paradraft.errors import whole_number
+from paradraft.errors import one_line, whole_number
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.threads import one_torch_thread
 from paradraft.models.loading import load_target
@@ -94,7 +94,8 @@ class Engine:
             raise ValueError(f"a tree of {speculation.nodes} nodes: a pass has room for {most}")
         target.lm.check_hidden_layers(drafter.hidden_layers)
         target.lm.check_hidden_layers(drafter.prompt_hidden_layers)
-        if whole_number("kept_rows", kept_rows) < 0:
+        kept_rows = whole_number("kept_rows", kept_rows)
+        if kept_rows < 0:
             raise ValueError(f"kept_rows={kept_rows}: use 0 (keep none) or more")
         self.target = target
         self.drafter = drafter
@@ -312,7 +313,7 @@ def load(
     Raises:
         ValueError: a name or setting is unknown, or the draft does not fit the target.
     """
-    shape = Tree(budget=tree) if isinstance(tree, int) else tree
+    shape = tree if tree is None or isinstance(tree, Tree) else Tree(budget=tree)
     speculation = Speculation(drafter=drafter, draft=draft, k=k, verify=verify, tree=shape, lengths=lengths)
     return load_engine(target, speculation, kept_rows=kept_rows, runtime=runtime)
 
@@ -324,6 +325,10 @@ def load_engine(target: str, speculation: Speculation, *, kept_rows: int = 0, ru
         ValueError: see `load`.
     """
     speculation.check_models(target)
+    if not isinstance(runtime, Runtime):
+        raise ValueError(f"runtime={one_line(runtime)}: use a Runtime, such as Runtime(dtype='bfloat16')")
+    if max(speculation.k, speculation.nodes) >= runtime.width:
+        runtime = replace(runtime, width=speculation.pass_width)
     loaded = load_target(target, runtime)
     drafter = load_drafter(speculation.drafter, loaded, draft=speculation.draft, runtime=runtime)
     return Engine(loaded, drafter, speculation, kept_rows=kept_rows)

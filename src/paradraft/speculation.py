@@ -7,7 +7,7 @@ from typing import Literal
 
 from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import branches, check_draft, drafter_config
-from paradraft.errors import whole_number
+from paradraft.errors import one_line, whole_number
 from paradraft.models.presets import check_has_weights
 from paradraft.tree import Tree
 from paradraft.verify import RULES
@@ -49,6 +49,9 @@ class Speculation:
     lengths: str = "fixed"
 
     def __post_init__(self) -> None:
+        for name in ("drafter", "verify", "lengths"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ValueError(f"{name}={one_line(value)}: use a name")
         drafter_config(self.drafter, self.draft)
         object.__setattr__(self, "k", whole_number("k", self.k))
         if not 1 <= self.k <= MOST_DRAFTED:
@@ -58,6 +61,8 @@ class Speculation:
         if self.lengths not in POLICIES:
             raise ValueError(f"lengths={self.lengths!r}: use one of {', '.join(POLICIES)}")
         if self.tree is not None:
+            if not isinstance(self.tree, Tree):
+                raise ValueError(f"tree={one_line(self.tree)}: use a Tree, such as Tree(budget=12)")
             if self.tree.nodes > MOST_NODES:
                 raise ValueError(f"a tree of {self.tree.nodes} nodes: use at most {MOST_NODES}")
             if self.tree.depth is not None and self.tree.depth > self.k:

@@ -8,11 +8,14 @@ Shape letters: B rows of a batch, N nodes of a tree, M = N + 1 with the root aft
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from paradraft.errors import one_line, whole_number
 
 ABSENT = -1
 """Token id and node index that mean "nothing here". Never 0, which is a real token."""
@@ -44,10 +47,12 @@ class Tree:
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.paths is None):
             raise ValueError("a tree has either a budget or paths")
+        if self.budget is not None:
+            object.__setattr__(self, "budget", whole_number("tree budget", self.budget))
         if self.budget is not None and self.budget < 1:
             raise ValueError(f"tree budget {self.budget}: use at least 1 node")
         if self.paths is not None:
-            object.__setattr__(self, "paths", tuple(tuple(path) for path in self.paths))
+            object.__setattr__(self, "paths", _whole_paths(self.paths))
             known = set(self.paths)
             if len(known) < len(self.paths) or not self.paths:
                 raise ValueError("tree paths: name at least one, and each only once")
@@ -68,6 +73,15 @@ class Tree:
     def depth(self) -> int | None:
         """Depth of the fixed paths; None for a budget, which K bounds."""
         return None if self.paths is None else max(map(len, self.paths))
+
+
+def _whole_paths(paths: object) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(paths, Iterable) or isinstance(paths, str | bytes):
+        raise ValueError(f"tree paths {one_line(paths)}: use paths such as ((0,), (1,), (0, 0))")
+    for path in (paths := tuple(paths)):
+        if not isinstance(path, Iterable) or isinstance(path, str | bytes):
+            raise ValueError(f"tree path {one_line(path)}: use ranks such as (0, 1)")
+    return tuple(tuple(whole_number("rank of a tree path", rank) for rank in path) for path in paths)
 
 
 @lru_cache(maxsize=256)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,3 +116,13 @@ def test_an_end_token_may_be_a_stop_string(engines: Engines) -> None:
     for stop, reason in [(["<|eos|>"], "stop"), (["x"], "eos")]:
         [result] = engine.generate([[1]], max_new_tokens=5, sampling=sampling, stop=stop)
         assert (result.text, result.finish_reason, len(result.tokens)) == ("cat", reason, 2)
+
+
+def test_passes_are_as_wide_as_drafts_need(family: Path) -> None:
+    """Guards long drafts, for which `load` once needed a width that only the command line chose by itself."""
+    draft = str(family / "pard")
+    engine = load(str(family / "target"), drafter="pard", draft=draft, k=70, tree=90, kept_rows=np.int64(1))
+    plain = load(str(family / "target"))
+    assert engine.generate("hello", max_new_tokens=30).tokens == plain.generate("hello", max_new_tokens=30).tokens
+    with pytest.raises(ValueError, match=r"^runtime='cpu': use a Runtime"):
+        load(str(family / "target"), runtime="cpu")

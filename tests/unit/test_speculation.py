@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,45 @@ def test_sizes() -> None:
         )
     ]
     assert found == [(4, 4, 64), (100, 100, 202), (3, 3, 64), (200, 4, 201), (3, 3, 64)]
+
+
+@pytest.mark.parametrize(
+    ("tree", "complaint"),
+    [
+        ({"budget": 4.5}, "tree budget=4.5: use a whole number"),
+        ({"budget": True}, "tree budget=True: use a whole number"),
+        ({"budget": "4"}, "tree budget='4': use a whole number"),
+        ({"paths": ((0.5,),)}, "rank of a tree path=0.5: use a whole number"),
+        ({"paths": (("a",),)}, "rank of a tree path='a': use a whole number"),
+        ({"paths": 5}, "tree paths 5: use paths such as"),
+        ({"paths": "01"}, "tree paths '01': use paths such as"),
+        ({"paths": (0, 1)}, "tree path 0: use ranks such as"),
+        ({"paths": ("01",)}, "tree path '01': use ranks such as"),
+    ],
+)
+def test_a_tree_of_the_wrong_types_is_refused_where_it_is_made(tree: dict[str, Any], complaint: str) -> None:
+    """Guards answers against a TypeError of torch in their first round."""
+    with pytest.raises(ValueError, match=f"^{re.escape(complaint)}"):
+        Tree(**tree)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    """Guards users who take their settings from an array."""
+    assert Tree(budget=np.int64(4)) == Tree(budget=4) and type(Tree(budget=np.int64(4)).budget) is int
+    assert Tree(paths=np.array([[0], [1]])).paths == ((0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"tree": 4}, "tree=4: use a Tree, such as Tree(budget=12)"),
+        ({"tree": [(0,)]}, "tree=[(0,)]: use a Tree, such as Tree(budget=12)"),
+        ({"verify": ["match"]}, "verify=['match']: use a name"),
+        ({"lengths": {}}, "lengths={}: use a name"),
+        ({"drafter": None}, "drafter=None: use a name"),
+    ],
+)
+def test_settings_of_the_wrong_type_are_said(settings: dict[str, Any], complaint: str) -> None:
+    """Guards mistakes in code against an AttributeError far from them."""
+    with pytest.raises(ValueError, match=f"^{re.escape(complaint)}$"):
+        Speculation(**settings)

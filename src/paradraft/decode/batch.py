@@ -206,19 +206,18 @@ class Batch:
     def emit(self, draft: Draft, verdict: Verdict) -> RoundOutput:
         """Hands the committed tokens of a round to the requests; a request whose logits are not numbers fails."""
         tokens, accepted, drafted, nodes, paths = [], [], [], [], []
-        parts = (verdict.tokens, verdict.accepted, verdict.path, draft.tokens, depths(draft.parents))
+        parts = (verdict.tokens, verdict.accepted, verdict.path, draft.tokens, draft.parents)
         rows = zip(self.generations, *(part.tolist() for part in parts), strict=True)
-        for generation, committed, kept, path, guessed, depth in rows:
-            was_finished = generation.is_finished
+        for generation, committed, kept, path, guessed, parents in rows:
+            depth = [] if generation.is_finished else depths_of_row(guessed, parents)
             new = generation.emit([token for token in committed if token != ABSENT], kept)
             # Deeper in the draft a processor may have forbidden every token, after a guess that does not become text.
-            if new and any(token == INVALID and not above for token, above in zip(guessed, depth, strict=True)):
+            if new and any(token == INVALID and parent < 0 for token, parent in zip(guessed, parents, strict=True)):
                 generation.fail(ValueError(NOT_NUMBERS.format(model="draft model")))
-            deep = [deep + 1 for token, deep in zip(guessed, depth, strict=True) if token >= 0 and not was_finished]
             tokens.append(new)
             accepted.append(min(kept, len(new)))
-            drafted.append(max(deep, default=0))
-            nodes.append(len(deep))
+            drafted.append(max(depth, default=0))
+            nodes.append(sum(map(bool, depth)))
             paths.append(path[: accepted[-1]])
         return RoundOutput(
             requests=[generation.request.id for generation in self.generations],
@@ -251,6 +250,19 @@ def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[RoundOutput
             if generation.error is not None:
                 batch.clear()
                 raise generation.error
+
+
+def depths_of_row(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """How deep each node of a row's draft is, from 1 on; 0 for one that is absent, and for what follows it.
+
+    >>> depths_of_row([7, -1, 8, 9], [-1, 0, 1, 0])
+    [1, 0, 0, 2]
+    """
+    deep: list[int] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        is_there = token >= 0 and (parent < 0 or deep[parent] > 0)
+        deep.append((deep[parent] if parent >= 0 else 0) + 1 if is_there else 0)
+    return deep
 
 
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:

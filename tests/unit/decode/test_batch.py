@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,14 @@ def test_rows_end_on_their_own() -> None:
     assert not batch.is_finished and [generation.room for generation in batch.generations] == [0, 2]
     step = batch.emit(*accepting([1, 2, 3], [3, 7, 1]))
     assert (step.tokens, step.accepted, step.finished) == ([[], [3, 7]], [0, 2], [True, True])
+
+
+def test_what_follows_an_absent_token_is_not_counted() -> None:
+    """Guards statistics of drafts with holes: a pass does not compute such tokens."""
+    batch = batch_of([10])
+    draft, verdict = accepting([5])
+    output = batch.emit(replace(draft, tokens=torch.tensor([[7, ABSENT, 8, 9]])), verdict)
+    assert (output.drafted, output.nodes) == ([1], [1])
 
 
 def test_a_finished_row_counts_no_drafts() -> None:

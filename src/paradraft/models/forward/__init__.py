@@ -24,7 +24,8 @@ FINAL_NORM = -1
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardOut:
-    """What a pass returns. Where a row has no token (`ABSENT`), its states are 0.
+    """What a pass returns. Where a row has no token (`ABSENT`), its states are 0; of what follows such a token neither
+    states nor logits may be used.
 
     Args:
         logits: `[B, R, V]`; float32 from C++, else in the model's dtype.
