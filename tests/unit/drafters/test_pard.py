@@ -193,3 +193,54 @@ def test_rows_that_join_are_read_in_the_next_pass(joining: list[int]) -> None:
         new = [[7 + round_number, row] for row in range(len(texts))]
         drafter.commit(committed(*new))
         texts = [text + tokens for text, tokens in zip(texts, new, strict=True)]
+
+
+def pard(width: int = 12) -> tuple[PardDrafter, torch.nn.Module]:
+    """A drafter and its model."""
+    model = tiny_model(4)
+    return PardDrafter(CausalLM(model, vocab_size=VOCAB, compiled=False, width=width), MASK), model
+
+
+@pytest.mark.parametrize("prompts", [([5, 3], [1, 2, 3]), ([5] * 9, [1, 2]), ([5, 3], [6] * 14)])
+def test_each_row_is_drafted_as_deep_as_it_wants(prompts: tuple[list[int], ...]) -> None:
+    """Guards rows that want shorter drafts than those beside them, and none in some rounds: what was committed
+    meanwhile is read before the next draft, once, and in one pass where it fits."""
+    (drafter, model), texts = pard(), list(map(list, prompts))
+    started(drafter, texts)
+    for number, lengths in enumerate([[4, 0], [0, 3], [0, 0], [1, 4], [2, 0], [0, 1], [4, 4]]):
+        before = list(drafter.lm.lengths)
+        drafts = drafter.propose(lengths).tokens.tolist()
+        for row, (length, text) in enumerate(zip(lengths, texts, strict=True)):
+            if length:
+                assert drafts[row][:length] == naive_draft(model, text, [MASK] * (length - 1))
+            assert drafter.lm.lengths[row] == (len(text) if length else before[row])
+        new = [[7 + number, row] for row in range(2)]
+        drafter.commit(committed(*new))
+        texts = [text + tokens for text, tokens in zip(texts, new, strict=True)]
+
+
+def test_a_row_that_wants_less_reads_fewer_masks() -> None:
+    """Guards the time of a pass, which is as wide as its widest row: behind a longer text there may be fewer masks."""
+    drafter, _ = pard()
+    started(drafter, [[5] * 6, [5, 3]])
+    drafter.propose([1, 4])
+    assert [(made.tokens, made.logits) for made in drafter.lm.passes.elements()] == [(6, 4)]
+
+
+@pytest.mark.parametrize(
+    ("text", "shared", "known"), [([1, 2, 3, 9, 9], 3, 3), ([1, 2, 3], 3, 2), ([1, 2, 3, 4, 5, 6, 7], 6, 4)]
+)
+def test_a_row_begins_with_what_was_saved_of_another(text: list[int], shared: int, known: int) -> None:
+    """Guards rows that begin like one that has left: they are drafted for as if all had been read, and only the rest
+    is, at least the last token; nothing changes in the row beside it."""
+    drafter, model = pard()
+    started(drafter, [[9, 8], [1, 2, 3, 4, 5]])
+    drafter.propose([0, 4])
+    drafter.commit(committed([7], [6]))
+    saved = drafter.save(1, 4)
+    assert saved.length == 4
+    drafter.join(requests([text]), committed(text))
+    drafter.restore(2, saved, shared)
+    assert drafter.lm.lengths == [0, 5, known]
+    texts = [[9, 8, 7], [1, 2, 3, 4, 5, 6], text]
+    assert drafter.propose([4] * 3).tokens.tolist() == [naive_draft(model, row, [MASK] * 3) for row in texts]

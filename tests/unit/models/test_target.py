@@ -141,3 +141,23 @@ def test_states_are_returned_of_the_layers_that_are_asked_for() -> None:
         # A token is predicted from the state of the token before it, and the first one from none.
         torch.testing.assert_close(read[1][:, 1:], whole[:, :2], rtol=1e-10, atol=1e-10)
         assert not read[1][:, 0].any()
+
+
+def test_rows_begin_with_what_was_saved_of_others() -> None:
+    """Guards prompts that begin like a row that has left: the rest is read behind it, at least the last token, and
+    rows beside it, that are there or that join too, are as they would be."""
+    ours = target()
+    ours.start()
+    ours.join(requests([[4, 4], [1, 2, 3, 4, 5]]))
+    saved = ours.lm.save(1, 9)
+    ours.keep(torch.tensor([0]))
+    texts = [[4, 4], [5, 6], [1, 2, 3, 9, 8, 7], [1, 2], [1, 2, 3, 4, 5, 6]]
+    before = ours.lm.passes.copy()
+    told = ours.join(requests(texts[1:]), [None, (saved, 3), (saved, 2), (saved, 5)])
+    assert ragged.to_lists(told.tokens) == texts[1:]
+    assert ours.lm.lengths == [len(text) - 1 for text in texts]
+    assert max(made.tokens for made in ours.lm.passes - before) == 2, "only what no row had is read"
+    logits = ours.forward(Draft.empty(len(texts), ours.device)).logits
+    for row, text in enumerate(texts):
+        fresh = ours.lm.model(torch.tensor([text])).logits[0, -1, :VOCAB]
+        torch.testing.assert_close(logits[row, 0], fresh, rtol=1e-10, atol=1e-10)
