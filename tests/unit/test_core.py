@@ -10,7 +10,6 @@ import torch
 
 from paradraft.core import Committed, Draft, Drafter, Request, TextDrafter
 from paradraft.sampling_params import Sampling
-from paradraft.tree import Tree
 from tests.support.decoding import committed, requests, started
 
 
@@ -96,32 +95,6 @@ def test_equal_settings_are_equal() -> None:
     """Guards batches: rows of equal settings are computed together, however these were written."""
     assert Sampling(logit_bias={2: 1.0, 1: 0.5}) == Sampling(logit_bias=((1, 0.5), (2, 1.0)))
     assert len({Sampling(processors=[]), Sampling(logit_bias={})}) == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({}, "either a budget or paths"),
-        ({"budget": 3, "paths": ((0,),)}, "either a budget or paths"),
-        ({"budget": 0}, "tree budget 0"),
-        ({"paths": ()}, "at least one"),
-        ({"paths": ((0,), (0,))}, "only once"),
-        ({"paths": ((0,), ())}, "use ranks"),
-        ({"paths": ((0,), (-1,))}, "use ranks"),
-        ({"paths": ((0,), (16,))}, "use ranks from 0 to 15"),
-        ({"paths": ((0,), (1, 0))}, r"\(1, 0\) is there without its parent \(1,\)"),
-    ],
-)
-def test_trees_are_checked(settings: dict[str, object], named: str) -> None:
-    """Guards against nodes that hang in the air, whose tokens would be verified after the wrong text."""
-    with pytest.raises(ValueError, match=named):
-        Tree(**settings)
-
-
-def test_paths_are_ordered_parents_first() -> None:
-    """Guards against siblings tried in another order than by rank, and children before their parents."""
-    expected = ((0,), (1,), (0, 0), (0, 1))
-    assert Tree(paths=((1,), (0, 1), (0,), (0, 0))).paths == Tree(paths=[[1], [0, 1], [0], [0, 0]]).paths == expected
 
 
 def test_sampling_accepts_the_edges() -> None:

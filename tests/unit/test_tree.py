@@ -1,14 +1,52 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.tree import ABSENT, ancestors, depths, is_chain, row_after, texts_before, with_root
+from paradraft.tree import ABSENT, Tree, ancestors, depths, is_chain, row_after, texts_before, with_root
 from tests.support.trees import parents_from, path_to
 
 CHOICES = st.lists(st.integers(0, 1000), max_size=9)
+RANKS = "use ranks from 0 to 15, at least one"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "a tree has either a budget or paths"),
+        ({"budget": 3, "paths": ((0,),)}, "a tree has either a budget or paths"),
+        ({"budget": 0}, "tree budget 0: use at least 1 node"),
+        ({"budget": -1}, "tree budget -1: use at least 1 node"),
+        ({"paths": ()}, "tree paths: name at least one, and each only once"),
+        ({"paths": ((0,), (0,))}, "tree paths: name at least one, and each only once"),
+        ({"paths": ((0,), ())}, f"tree path (): {RANKS}"),
+        ({"paths": ((0,), (-1,))}, f"tree path (-1,): {RANKS}"),
+        ({"paths": ((0,), (0, -1))}, f"tree path (0, -1): {RANKS}"),
+        ({"paths": ((0,), (16,))}, f"tree path (16,): {RANKS}"),
+        ({"paths": ((0,), (1, 0))}, "tree path (1, 0) is there without its parent (1,): add it"),
+        ({"paths": ((0,), (0, 0, 0))}, "tree path (0, 0, 0) is there without its parent (0, 0): add it"),
+    ],
+)
+def test_trees_are_checked(settings: dict[str, object], message: str) -> None:
+    """Guards against nodes that hang in the air, whose tokens would be verified behind the wrong text."""
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Tree(**settings)
+
+
+def test_the_smallest_trees_and_the_last_rank_are_allowed() -> None:
+    """Guards against limits that are off by one."""
+    assert (Tree(budget=1).nodes, Tree(budget=1).depth) == (1, None)
+    assert (Tree(paths=((0,),)).nodes, Tree(paths=((15,), (15, 15))).depth) == (1, 2)
+
+
+def test_paths_are_ordered_parents_first() -> None:
+    """Guards against siblings tried in another order than by rank, and children before their parents."""
+    expected = ((0,), (1,), (0, 0), (0, 1))
+    assert Tree(paths=((1,), (0, 1), (0,), (0, 0))).paths == Tree(paths=[[1], [0, 1], [0], [0, 0]]).paths == expected
 
 
 @given(CHOICES)
