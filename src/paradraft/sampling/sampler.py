@@ -232,7 +232,7 @@ class Sampler:
         return logits if request.sampling.is_greedy else filtered_logits(logits, request.sampling)
 
     def _penalized(self, request: Request, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
-        texts = torch.empty(len(rows), 1, 0, dtype=torch.long, device=self._device)
+        texts = torch.empty(0)  # not looked at
         if request.sampling.reads_text:
             texts = ragged.from_lists([self._texts[row] for row in rows.tolist()], self._device)[:, None]
             texts = texts.expand(-1, logits.shape[1], -1)

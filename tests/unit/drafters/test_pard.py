@@ -16,9 +16,12 @@ from paradraft.engine import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_model, load_target
 from paradraft.models.runtime import Runtime
+from paradraft.ragged import to_lists
+from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT, Tree
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import committed, requests, started
+from tests.support.trees import path_to
 
 MASK = VOCAB + 1
 
@@ -219,12 +222,39 @@ def test_each_row_is_drafted_as_deep_as_it_wants(prompts: tuple[list[int], ...])
         texts = [text + tokens for text, tokens in zip(texts, new, strict=True)]
 
 
-def test_a_row_that_wants_less_reads_fewer_masks() -> None:
-    """Guards the time of a pass, which is as wide as its widest row: behind a longer text there may be fewer masks."""
+def test_a_row_reads_as_many_masks_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time of a pass: no masks are read for a row beyond its own length, and nothing for one that wants no
+    draft."""
     drafter, _ = pard()
-    started(drafter, [[5] * 6, [5, 3]])
-    drafter.propose([1, 4])
-    assert [(made.tokens, made.logits) for made in drafter.lm.passes.elements()] == [(6, 4)]
+    started(drafter, [[5] * 6, [5, 3], [4, 4, 4]])
+    read: list[list[list[int]]] = []
+    forward = drafter.lm.forward
+
+    def watched(tokens: torch.Tensor, **settings: torch.Tensor) -> object:
+        read.append(to_lists(tokens))
+        return forward(tokens, **settings)
+
+    monkeypatch.setattr(drafter.lm, "forward", watched)
+    drafter.propose([1, 4, 0])
+    assert read == [[[5] * 6, [5, 3, MASK, MASK, MASK], []]]
+
+
+def test_what_is_deep_in_a_tree_reads_the_tokens_before_it() -> None:
+    """Guards settings that read the text, far into a deep draft: of tokens that may not come twice none does."""
+    model = tiny_model(4)
+    with torch.no_grad():
+        model.model.norm.weight *= 20  # so sure that trees are deep
+    drafter = PardDrafter(CausalLM(model, vocab_size=VOCAB, compiled=False, width=40), MASK)
+    repeated = []
+    for sampling in (Sampling(), Sampling(presence_penalty=1000.0)):
+        started(drafter, [[5, 3]], sampling, tree=Tree(budget=40))
+        draft = drafter.propose([20])
+        tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
+        ways = [path_to(parents, node) for node in range(len(parents))]
+        best = max(ways, key=len)
+        assert len(best) > 10, "deeper than the positions that are computed first"
+        repeated.append(len(best) - len({tokens[node] for node in best}))
+    assert repeated[0] > repeated[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.sampling.candidates import Candidates, assemble, best_first, candidates_needed
+from paradraft.sampling.candidates import (
+    Candidates,
+    assemble,
+    assemble_from,
+    best_first,
+    candidates_needed,
+    grow,
+)
 from paradraft.sampling.distribution import probabilities
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
-from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree
+from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree, depths
 from tests.support.decoding import sampler
 from tests.support.trees import path_to
 from tests.unit.sampling.test_distribution import random_logits
@@ -210,3 +217,47 @@ def test_a_fixed_tree_has_the_paths_that_there_are_candidates_for(positions: int
     assert ABSENT not in tokens
     ranks = [found.tokens[0, len(path) - 1].tolist().index(token) for path, token in zip(expected, tokens, strict=True)]
     assert [tuple(ranks[step] for step in path_to(parents, node)) for node in range(len(tokens))] == expected
+
+
+def part_of(whole: Candidates, first: int, last: int) -> Candidates:
+    return Candidates(
+        tokens=whole.tokens[:, first:last], log_probs=whole.log_probs[:, first:last], probs=None, confidence=None
+    )
+
+
+@pytest.mark.parametrize("sureness", [1, 4, 20])
+@pytest.mark.parametrize("positions", [1, 7, 8, 9, 16, 17, 40])
+@pytest.mark.parametrize(
+    "tree", [None, Tree(paths=((0,), (1,), (0, 2))), *(Tree(budget=budget) for budget in (1, 8, 9, 12, 40))]
+)
+def test_candidates_are_asked_for_as_far_as_trees_reach(tree: Tree | None, positions: int, sureness: int) -> None:
+    """Guards deep drafts: they are those that all positions at once give, what is deeper is told the best tokens before
+    it, and nothing is computed that no row's tree is deep enough for."""
+    log_probs = (
+        (random_logits(2, positions, 4) * torch.tensor([[[sureness]], [[1]]])).log_softmax(-1).sort(-1)[0].flip(-1)
+    )
+    tokens = torch.arange(2 * positions * 4).view(2, positions, 4)
+    whole = Candidates(tokens=tokens, log_probs=log_probs, probs=None, confidence=None)
+    asked, grown = [], []
+
+    def candidates_at(first: int, last: int, before: torch.Tensor | None) -> Candidates:
+        assert (before is None) if first == 0 else torch.equal(before, tokens[:, :first, 0])
+        asked.append((first, last))
+        return part_of(whole, first, last)
+
+    def faster(log_probs: torch.Tensor, budget: int, *, aside: float) -> torch.Tensor | None:
+        grown.append(budget)
+        return grow(log_probs, budget, aside=aside) if len(grown) % 2 else None
+
+    found = assemble_from(candidates_at, positions, tree, aside=0.5, faster=faster)
+    expected = assemble(whole, tree, aside=0.5)
+    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
+    needed = [(0, positions)]
+    if tree is not None and tree.budget is not None:
+        needed = [(0, min(8, positions))]
+        while (known := needed[-1][1]) < positions:
+            if depths(assemble(part_of(whole, 0, known), tree, aside=0.5).parents).max() < known - 1:
+                break
+            needed.append((known, min(2 * known, positions)))
+        assert grown == [tree.budget] * len(needed)
+    assert asked == needed

@@ -12,7 +12,7 @@ from paradraft.core import Drafting, Request, RequestError
 from paradraft.sampling.candidates import Candidates, assemble, best_first
 from paradraft.sampling.distribution import probabilities
 from paradraft.sampling.sampler import Sampler
-from paradraft.sampling_params import Sampling
+from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.tree import ABSENT, Tree
 from tests.support.decoding import committed, requests, sampler
 from tests.support.drawing import draw
@@ -334,3 +334,41 @@ def test_absent_candidates_become_absent_nodes() -> None:
     assert fixed.parents.tolist() == [[-1, -1, 0, 1]]
     grown_draft = assemble(candidates, Tree(budget=9), aside=0.5)
     assert sorted(grown_draft.tokens[0].tolist()) == [5, 6, 7]
+
+
+def test_rows_of_several_settings_see_their_own_drafted_tokens() -> None:
+    """Guards verification in batches of several settings: a row's penalties count what was drafted in it."""
+    samplings = [
+        Sampling(presence_penalty=9.0),
+        Sampling(repetition_penalty=5.0),
+        Sampling(presence_penalty=9.0),
+        GREEDY,
+    ]
+    logits, depths = random_logits(4, 2, VOCAB), torch.tensor([[1, 2]] * 4)
+    paths = torch.tensor([[[1, ABSENT], [1, 2]], [[3, ABSENT], [3, 0]], [[4, ABSENT], [4, 4]], [[5, ABSENT], [5, 1]]])
+    together = sampler([[0]] * 4, samplings)
+    for row, sampling in enumerate(samplings):
+        only = slice(row, row + 1)
+        alone = sampler([[0]], sampling)
+        assert torch.equal(
+            together.scores(logits, depths, paths)[only], alone.scores(logits[only], depths[:1], paths[only])
+        )
+        assert torch.equal(together.probabilities(logits, paths)[only], alone.probabilities(logits[only], paths[only]))
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_candidates_are_the_same_a_few_at_a_time(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards large vocabularies on a CPU, where rows and positions are computed a few at a time: each keeps its own
+    settings, random numbers and place."""
+    rows, positions, vocabulary = 5, 6, 50
+    samplings = [Sampling(temperature=0.8 * (row % 2), seed=row) for row in range(rows)]
+    made = sampler([[1] * (row + 1) for row in range(rows)], samplings, rule=rule, tree=Tree(budget=9))
+    made._wants_confidence = True
+    logits = random_logits(rows, positions, vocabulary)
+    whole = made.candidates(logits, 2, 4)
+    for numbers in (1, vocabulary, 4 * vocabulary, positions * vocabulary, 2 * positions * vocabulary):
+        monkeypatch.setattr("paradraft.sampling.sampler.CACHED", numbers)
+        found = made.candidates(logits, 2, 4)
+        assert torch.equal(found.tokens, whole.tokens)
+        torch.testing.assert_close(found.log_probs, whole.log_probs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found.confidence, whole.confidence, rtol=1e-12, atol=1e-12)
