@@ -261,3 +261,24 @@ def test_candidates_are_asked_for_as_far_as_trees_reach(tree: Tree | None, posit
             needed.append((known, min(2 * known, positions)))
         assert grown == [tree.budget] * len(needed)
     assert asked == needed
+
+
+def test_what_is_grown_faster_is_taken() -> None:
+    """Guards the growth in C++: it is asked for the same tree, and its answer is the draft."""
+    tokens, log_probs = torch.tensor([[[5, 6]]]), torch.tensor([[[-0.5, -1.0]]])
+    candidates = Candidates(tokens=tokens, log_probs=log_probs, probs=None, confidence=None)
+
+    def faster(numbers: torch.Tensor, budget: int, *, aside: float) -> torch.Tensor:
+        assert numbers is log_probs and (budget, aside) == (1, 0.25)
+        return torch.tensor([[[0]], [[1]], [[ABSENT]]])
+
+    draft = assemble(candidates, Tree(budget=1), aside=0.25, faster=faster)
+    assert (draft.tokens.tolist(), draft.parents.tolist()) == ([[6]], [[ABSENT]])
+
+
+def test_a_fixed_tree_without_a_candidate_is_empty() -> None:
+    """Guards the smallest vocabularies: a draft of no nodes is one of integers too."""
+    made = sampler_of((GREEDY,), "match", Tree(paths=((1,),)))
+    draft = assemble(made.candidates(random_logits(1, 2, 1), 0, 2), Tree(paths=((1,),)), aside=0.5)
+    assert draft.tokens.shape == draft.parents.shape == (1, 0)
+    assert draft.tokens.dtype == draft.parents.dtype == torch.long
