@@ -29,8 +29,6 @@ class Target:
     def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
         self.lm = lm
         self.tokenizer = tokenizer
-        self._hidden_layers: tuple[int, ...] = ()
-        self._prompt_hidden_layers: tuple[int, ...] = ()
 
     @property
     def device(self) -> torch.device:

@@ -72,15 +72,14 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
             is_untried_BN[rows_B, node_B] &= ~is_tried_B
             token_B = token_BN[rows_B, node_B]
             p_B = left_BV[rows_B, token_B]
-            q_B = torch.ones_like(p_B) if draft.probs is None else draft.probs[rows_B, node_B, token_B].to(p_B.dtype)
+            q_B = torch.ones_like(p_B) if draft.probs is None else draft.probs[rows_B, node_B, token_B]
             is_kept_B = is_tried_B & (chance_BN[rows_B, node_B] * q_B < p_B)
             rejected_b = (is_tried_B & ~is_kept_B).nonzero()[:, 0]
             if len(rejected_b):
                 q_bV = None if draft.probs is None else draft.probs[rejected_b, node_B[rejected_b]]
                 rest_bV = _without(left_BV[rejected_b], token_B[rejected_b], q_bV)
                 left_BV = left_BV.index_put((rejected_b,), rest_bV)
-            at_B = accepted_B.clamp(max=N - 1)
-            path[rows_B, at_B] = torch.where(is_kept_B, node_B, path[rows_B, at_B])
+            path[rows_B, accepted_B] = torch.where(is_kept_B, node_B, path[rows_B, accepted_B])
             here_B = torch.where(is_kept_B, node_B, here_B)
             accepted_B = accepted_B + is_kept_B
         has_moved_B = accepted_B > before_B
@@ -98,7 +97,7 @@ def _without(p_BV: Tensor, token_B: Tensor, q_BV: Tensor | None) -> Tensor:
         token_B: the rejected tokens.
         q_BV: what they were drawn from; None where they were chosen deterministically.
     """
-    rest_BV = p_BV.scatter(1, token_B[:, None], 0.0) if q_BV is None else (p_BV - q_BV.to(p_BV.dtype)).clamp(min=0.0)
+    rest_BV = p_BV.scatter(1, token_B[:, None], 0.0) if q_BV is None else (p_BV - q_BV).clamp(min=0.0)
     total_B1 = rest_BV.sum(1, keepdim=True)
     # Nothing is left only if p = q up to rounding; then a rejection has no probability either.
     return torch.where(total_B1 > 0, rest_BV / total_B1, p_BV)

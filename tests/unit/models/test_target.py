@@ -117,7 +117,9 @@ def test_end_tokens_are_found_wherever_a_model_names_them() -> None:
     """Guards answers that never end: one id, several, or none; 0 is an id. As for `generate`, the generation config
     alone says so: a model's config counts where it was made into a generation config, when the model was loaded."""
     model = tiny_model(1)
-    target = Target(CausalLM(model, vocab_size=VOCAB, compiled=False), tiny_tokenizer())
+    tokenizer = tiny_tokenizer()
+    target = Target(CausalLM(model, vocab_size=VOCAB, compiled=False), tokenizer)
+    assert target.tokenizer is tokenizer
     for generation, config, found in [
         (7, 3, {7}), ([7, 0], 3, {7, 0}), (None, 3, set()), (None, [3, 4], set()), (0, 3, {0}), (None, None, set()),
     ]:  # fmt: skip
@@ -161,3 +163,6 @@ def test_rows_begin_with_what_was_saved_of_others() -> None:
     for row, text in enumerate(texts):
         fresh = ours.lm.model(torch.tensor([text])).logits[0, -1, :VOCAB]
         torch.testing.assert_close(logits[row, 0], fresh, rtol=1e-10, atol=1e-10)
+    before = ours.lm.passes.copy()
+    ours.join(requests([[1, 2, 3, 4]]), [(saved, 4)])
+    assert ours.lm.lengths[-1] == 3 and ours.lm.passes == before, "the last token is read in the next round"
