@@ -115,9 +115,11 @@ class Target:
         """Keeps the accepted path; the verdict's next token becomes the new root."""
         self.lm.accept_path([[0, *(node + 1 for node in path)] for path in to_lists(verdict.path)])
         self._root_B1 = verdict.tokens.gather(1, verdict.accepted[:, None])
-        # Row 0 of the pass follows the root, row n + 1 node n.
-        rows_BM = torch.nn.functional.pad((verdict.path + 1).clamp(min=0), (1, 0)) if out.hidden else None
-        hidden = {} if rows_BM is None else {layer: gathered(state, rows_BM) for layer, state in out.hidden.items()}
+        hidden = {}
+        if out.hidden:
+            # Row 0 of the pass follows the root, row n + 1 node n.
+            rows_BM = torch.nn.functional.pad((verdict.path + 1).clamp(min=0), (1, 0))
+            hidden = {layer: gathered(state, rows_BM) for layer, state in out.hidden.items()}
         return Committed(tokens=verdict.tokens, hidden=hidden, drawn=verdict.drawn)
 
     def keep(self, rows: Tensor) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from paradraft.core import INVALID, Draft, RoundOutput, Verdict
+from paradraft.core import INVALID, Committed, Draft, Drafting, Request, RoundOutput, Verdict
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
@@ -160,20 +161,22 @@ def tiny_batch(seed: int = 1, **settings: int) -> Batch:
 def test_no_two_batches_use_one_target() -> None:
     """Guards against texts from the cache of another batch; the newer one may go on."""
     first = tiny_batch()
+    assert first.is_current, "nobody was before it"
     second = Batch(first.target, first.drafter, lengths=Fixed(0))
     first.join(list(map(Generation, requests([[1, 2]], limits=9))))
     assert first.is_current
     first.step()
     second.join(list(map(Generation, requests([[3, 4]], limits=9))))
     assert second.is_current and not first.is_current
-    with pytest.raises(ValueError, match="another batch was started on this target"):
+    with pytest.raises(ValueError, match=r"^another batch was started on this target: finish one before the next$"):
         first.step()
     second.step()
 
 
 def test_a_batch_begins_anew_when_it_is_empty() -> None:
-    """Guards the statistics of a service, and the cache: what ended leaves nothing after."""
+    """Guards the statistics of a service, and the cache: what ended leaves nothing behind."""
     batch = tiny_batch()
+    assert batch.clock.stats.tokens == 0
     for tokens in ([1, 2], [5, 6, 7]):
         outputs = list(run(batch, list(map(Generation, requests([tokens], limits=3)))))
         assert [output.requests for output in outputs] == [[0]] * 3
@@ -215,5 +218,54 @@ def test_prompts_and_roots_stay_with_their_rows() -> None:
     batch.join([first])
     batch.step()
     batch.join([second])
+    assert batch.generations == [first, second]
     assert batch.target._root_B1.tolist() == [[first.tokens[0]], [5]]
     assert batch.target.lm.lengths == [2, 3]
+
+
+class SeenLengths(Fixed):
+    """Remembers what it was told."""
+
+    wants_confidence = True
+
+    def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
+        super().start(tree, is_ragged=is_ragged)
+        self.started = tree, is_ragged
+        self.observed: list[tuple[object, ...]] = []
+
+    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
+        self.observed.append((output, draft_s, verify_s, other_s))
+
+
+class SeenDrafter(NoDrafter):
+    """Remembers what it was told."""
+
+    hidden_layers, prompt_hidden_layers = (1,), (-1,)
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        super().start(drafting, device)
+        self.started = drafting, device
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        self.joined = [request.tokens for request in requests], prompt.tokens.tolist(), list(prompt.hidden)
+
+
+def test_all_parts_of_a_batch_are_told_what_it_is_for() -> None:
+    """Guards against parts that serve different rules or shapes, and against a policy that measures something else: it
+    is told the times of the round, and the rest of the one before."""
+    lm, tree = CausalLM(tiny_model(1), vocab_size=VOCAB, compiled=False), Tree(budget=3)
+    lengths, drafter = SeenLengths(2), SeenDrafter((7,))
+    batch = Batch(target_of(lm), drafter, lengths=lengths, rule="rejection", tree=tree)
+    batch.join(list(map(Generation, requests([[1, 2], [3]], limits=9))))
+    drafting = Drafting(rule="rejection", tree=tree, wants_confidence=True)
+    assert drafter.started == (drafting, CPU)
+    assert drafter.joined == ([[1, 2], [3]], [[1, 2], [3, ABSENT]], [-1])
+    assert lengths.started == (tree, False)
+    assert batch.sampler.rule == "rejection"
+    assert batch.target._hidden_layers == (1,)
+    for number in range(3):
+        output = batch.step()
+        seconds = batch.clock.last_s
+        rest = seconds["other"] if number else 0.0
+        assert lengths.observed[-1] == (output, seconds["draft"], seconds["verify"], rest)
+        assert rest > 0.0 or not number

@@ -354,3 +354,11 @@ def test_a_stop_string_must_not_be_empty() -> None:
     """Guards against answers that end before they begin."""
     with pytest.raises(ValueError, match=r"^a stop string is empty: give at least one character$"):
         stop_strings(["a", ""], {})
+
+
+def test_nothing_is_told_of_an_answer_that_has_not_begun() -> None:
+    """Guards readers in other threads, and requests that would leave before their first round."""
+    answer = generation(4)
+    assert (answer.tokens, answer.accepted, answer.round_ends, answer.pieces, answer.stats) == ([], [], [], [], [])
+    assert answer.told_rounds == 0 and answer.is_told is False and answer.is_cancelled is False
+    assert answer.error is None and answer.finish_reason is None and answer.room == 4

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,7 +61,8 @@ def test_rows_that_join_go_on_from_their_own_last_token() -> None:
         out = ours.forward(draft)
         path = torch.tensor([[0, ABSENT]] + [[ABSENT, ABSENT]] * (len(texts) - 1))
         verdict = Verdict.of(draft, path, torch.arange(20, 20 + len(texts)))
-        assert torch.equal(ours.commit(verdict, out).tokens, verdict.tokens)
+        new = ours.commit(verdict, out)
+        assert torch.equal(new.tokens, verdict.tokens) and new.hidden == {}
         texts = ragged.joined(texts, ragged.to_lists(verdict.tokens))
         if more is not None:
             ours.join(requests([more]))
@@ -81,8 +84,10 @@ def test_hidden_states_are_those_from_which_each_token_was_predicted() -> None:
     draft = Draft(tokens=torch.tensor([[1, 2, 3]] * 2), parents=torch.tensor([[-1, -1, 1]] * 2))
     logits = ours.forward(draft).logits
     states = torch.arange(8.0).view(2, 4, 1)  # of the root and of three nodes
-    verdict = Verdict.of(draft, torch.tensor([[1, 2, ABSENT], [ABSENT] * 3]), torch.tensor([9, 9]))
+    path, drawn = torch.tensor([[1, 2, ABSENT], [ABSENT] * 3]), torch.tensor([[2, 0, 3, 9], [9, 0, 0, 0]])
+    verdict = replace(Verdict.of(draft, path, torch.tensor([9, 9])), drawn=drawn)
     new = ours.commit(verdict, TargetOut(logits=logits, hidden={4: states, -1: -states}))
+    assert new.drawn is drawn
     there = new.tokens != ABSENT
     assert new.tokens.tolist() == [[2, 3, 9, ABSENT], [9, ABSENT, ABSENT, ABSENT]]
     assert new.hidden[4][there].flatten().tolist() == [0.0, 2.0, 3.0, 4.0]
