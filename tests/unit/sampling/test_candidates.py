@@ -228,7 +228,7 @@ def part_of(whole: Candidates, first: int, last: int) -> Candidates:
 @pytest.mark.parametrize("sureness", [1, 4, 20])
 @pytest.mark.parametrize("positions", [1, 7, 8, 9, 16, 17, 40])
 @pytest.mark.parametrize(
-    "tree", [None, Tree(paths=((0,), (1,), (0, 2))), *(Tree(budget=budget) for budget in (1, 8, 9, 12, 40))]
+    "tree", [None, Tree(paths=((0,), (1,), (0, 2))), *(Tree(budget=budget) for budget in (1, 7, 8, 9, 12, 40))]
 )
 def test_candidates_are_asked_for_as_far_as_trees_reach(tree: Tree | None, positions: int, sureness: int) -> None:
     """Guards deep drafts: they are those that all positions at once give, what is deeper is told the best tokens before

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.train.rows import FILLING, Rows, attention_rule, mask_function
+from paradraft.train.rows import FILLING, FLEX, Rows, attention_mask, attention_rule, mask_function
 
 PAIRS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4)), min_size=1, max_size=20)
 
@@ -71,3 +73,18 @@ def test_rows_before_the_text_do_not_exist() -> None:
     """Guards against rows whose anchor is below 0: they would predict from nothing."""
     with pytest.raises(AssertionError):
         Rows.of_sample(torch.tensor([1]), torch.tensor([2]))
+
+
+def test_each_sample_of_a_batch_has_blocks_of_its_own() -> None:
+    """Guards training on a GPU, where blocks that a sample's rows see nothing of are skipped; a CPU asks the rule for
+    every pair, and would not notice the blocks of another sample."""
+    place = torch.arange(256)
+    whole, halves = torch.zeros_like(place), place // 128
+    rows = Rows(
+        position=torch.stack([place, place % 128]),
+        depth=torch.zeros(2, 256, dtype=torch.long),
+        document=torch.stack([whole, halves]),
+    )
+    mask = attention_mask(rows, SimpleNamespace(config=SimpleNamespace(_attn_implementation=FLEX)))
+    assert mask.shape == (2, 1, 256, 256)
+    assert mask.to_dense()[:, 0].tolist() == [[[1, 0], [1, 1]], [[1, 0], [0, 1]]]
