@@ -74,8 +74,12 @@ def test_what_is_no_number_is_stored_as_zeros_and_noted() -> None:
     assert cache.is_finite_BN.tolist() == [[True, False, True, True], [True, True, False, False]]
 
 
-def test_compact_moves_a_path_and_nothing_else() -> None:
-    """Guards against a gather that reads slots it has already overwritten, or moves rows without a path."""
+@pytest.mark.parametrize("in_cpp", [True, False])
+def test_compact_moves_a_path_and_nothing_else(in_cpp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a gather that reads slots it has already overwritten, or moves rows without a path; also on GPUs
+    and without a C++ compiler, where torch does it."""
+    if not in_cpp:
+        monkeypatch.setattr("paradraft.models.forward.cpu.tree.compact", lambda *parts: None)
     layers = storage()
     before = fill(layers)
     compact(layers, torch.tensor([3, 5]), torch.tensor([[0, 2, 3, 5], [0, ABSENT, ABSENT, ABSENT]]))
