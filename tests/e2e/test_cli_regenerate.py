@@ -185,7 +185,7 @@ def test_other_settings_and_prompts_are_refused(family: Path, paradraft: Paradra
 def test_a_mistake_here(
     family: Path, paradraft: Paradraft, prompts: Path, out: Path, arguments: list[object], named: str
 ) -> None:
-    """Guards against tracebacks, and against a file that a mistake leaves after."""
+    """Guards against tracebacks, and against a file that a mistake leaves behind."""
     assert_mistake(paradraft(*here(family, prompts, out), *arguments), named)
     assert [file.name for file in out.parent.iterdir()] == ["prompts.jsonl"]
 
@@ -216,7 +216,7 @@ def test_a_mistake_here(
     ],
 )
 def test_a_mistake_there(paradraft: Paradraft, prompts: Path, out: Path, arguments: list[object], named: str) -> None:
-    """Guards against tracebacks, options that are silently ignored, and a file that a mistake leaves after."""
+    """Guards against tracebacks, options that are silently ignored, and a file that a mistake leaves behind."""
     asked = ["--endpoint", "http://127.0.0.1:9/v1", "--model", "m", "--prompts", prompts, "--out", out]
     assert_mistake(paradraft("regenerate", *asked, *arguments), named)
     assert [file.name for file in out.parent.iterdir()] == ["prompts.jsonl"]

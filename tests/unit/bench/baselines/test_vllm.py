@@ -76,7 +76,7 @@ def test_without_a_drafter_nothing_is_counted(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_goes_wrong_is_said_in_a_sentence(code: str, named: str, tmp_path: Path) -> None:
-    """Guards against a bench that hangs, or ends in a traceback, because of another program, or leaves one after."""
+    """Guards against a bench that hangs, or ends in a traceback, because of another program, or leaves one behind."""
     patience_s = 0.4 if "sleep" in code else 30.0
     vllm = process(executable(tmp_path / "python", code), patience_s=patience_s)
     began_s = time.perf_counter()
