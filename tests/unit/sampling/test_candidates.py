@@ -282,3 +282,12 @@ def test_a_fixed_tree_without_a_candidate_is_empty() -> None:
     draft = assemble(made.candidates(random_logits(1, 2, 1), 0, 2), Tree(paths=((1,),)), aside=0.5)
     assert draft.tokens.shape == draft.parents.shape == (1, 0)
     assert draft.tokens.dtype == draft.parents.dtype == torch.long
+
+
+def test_under_the_rejection_rule_a_grown_tree_has_the_likeliest_tokens() -> None:
+    """Guards the distribution: siblings that are not drawn with a known probability must not depend on noise."""
+    tree = Tree(budget=9)
+    logits = random_logits(1, 3, 40)
+    made = sampler_of((Sampling(temperature=1.0, seed=4),), "rejection", tree)
+    found = made.candidates(logits, 0, candidates_needed(tree))
+    assert torch.equal(found.tokens, logits.topk(9).indices)
