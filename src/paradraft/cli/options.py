@@ -157,7 +157,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = _read(kind, {option: values.pop(option) for option in options})
         command(**values)
 
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it; mypy knows no such attribute
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
