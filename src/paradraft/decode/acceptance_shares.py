@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-
-def expected_tokens(shares: Iterable[float]) -> float:
-    """Tokens of a row's round: the target's own, and each drafted one as often as it is accepted.
-
-    Args:
-        shares: for each position of the draft, the share of rounds that accept the token there.
-
-    >>> expected_tokens([0.5, 0.25])
-    1.75
-    """
-    return 1.0 + sum(shares)
 
 
 def decreasing(numbers: Sequence[float]) -> list[float]:
@@ -122,27 +111,27 @@ class AcceptanceShares:
 
     def shares(self) -> list[list[float]]:
         """For each row and node, the share of rounds that accept it; see `decreasing`."""
-        rates = list(self._rates(self._all, itertools.repeat(None), self.FIRST_PRIOR))
-        found: dict[int, list[float]] = {}  # rows of which nothing is known are alike
-        return [self._shares_of(counts, rates, found) for counts in self._rows]
+        rates = self._rates_of_all()
+        of_all = self._shares_of(rates)
+        return [self._shares_of(self._rates_of(row, rates)) if row.could else of_all for row in self._rows]
 
-    def _shares_of(self, counts: Counts, rates: list[float], found: dict[int, list[float]]) -> list[float]:
-        key = id(counts) if counts.could else 0
-        if key not in found:
-            own = list(self._rates(counts, rates, self.PRIOR)) if counts.could else rates
-            found[key] = decreasing(list(itertools.accumulate(own, lambda a, b: a * b)) if self.is_chain else own)
-        return found[key]
+    def _rates_of_all(self) -> list[float]:
+        """How often each node is accepted where it can be; little is known of one at first, and then what is known of
+        the one before."""
+        rates, prior, weight = [], self.FIRST, self.FIRST_PRIOR
+        for could, was, _ in itertools.zip_longest(self._all.could, self._all.was, range(self.most), fillvalue=0.0):
+            rates.append((was + weight * prior) / (could + weight))
+            prior = rates[-1] if self.is_chain else rates[-1] * self.FIRST
+        return rates
 
-    def _rates(self, counts: Counts, priors: Iterable[float | None], weight: float) -> Iterable[float]:
-        """How often each node is accepted where it can be. Without a prior it is that of the node before in a chain."""
-        rate = self.FIRST
-        pairs = itertools.zip_longest(counts.could, counts.was, fillvalue=0.0)
-        nothing = itertools.repeat((0.0, 0.0))
-        for (could, was), prior, _ in zip(itertools.chain(pairs, nothing), priors, range(self.most), strict=False):
-            rate = (was + weight * (rate if prior is None else prior)) / (could + weight)
-            yield rate
-            if prior is None and not self.is_chain:
-                rate = rate * self.FIRST
+    def _rates_of(self, row: Counts, rates: list[float]) -> list[float]:
+        """The same of one row, by what is known of it and of all."""
+        triples = itertools.zip_longest(row.could, row.was, rates, fillvalue=0.0)
+        return [(was + self.PRIOR * rate) / (could + self.PRIOR) for could, was, rate in triples]
+
+    def _shares_of(self, rates: list[float]) -> list[float]:
+        """A node of a chain is accepted if it and all before it are."""
+        return decreasing(list(itertools.accumulate(rates, operator.mul)) if self.is_chain else rates)
 
     def there(self) -> list[float]:
         """How many tokens a draft has, on average, if it is asked for 0, 1, 2, … nodes."""

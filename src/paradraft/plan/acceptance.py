@@ -9,11 +9,10 @@ differ: one that repeats itself is accepted ten times as far as its neighbour.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paradraft.decode.acceptance_shares import expected_tokens
 from paradraft.drafters import drafter_settings, split_settings
 from paradraft.sampling_params import Sampling
 
@@ -195,3 +194,15 @@ def _impossible(found: Acceptance) -> str | None:
     if not all(1 <= tokens <= found.k + 1 for rounds in found.by_round or () for tokens in rounds):
         return f"rounds of other than 1 to {found.k + 1} tokens"
     return None
+
+
+def expected_tokens(shares: Iterable[float]) -> float:
+    """Tokens of a row's round: the target's own, and each drafted one as often as it is accepted.
+
+    Args:
+        shares: for each position of the draft, the share of rounds that accept the token there.
+
+    >>> expected_tokens([0.5, 0.25])
+    1.75
+    """
+    return 1.0 + sum(shares)
