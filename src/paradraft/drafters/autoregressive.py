@@ -78,8 +78,7 @@ class AutoregressiveDrafter(Drafter):
             return Draft.empty(len(lengths), device)
         unread = [row if length else [] for row, length in zip(self._pending, lengths, strict=True)]
         if max(map(len, unread)) >= self.lm.width:
-            last = self.lm.prefill([row or [ABSENT] for row in unread]).last
-            unread = [row if length else [] for row, length in zip(last, lengths, strict=True)]
+            unread = self.lm.prefill(unread).last
         reading, numbers = ragged.from_lists(unread, device), list(map(len, unread))
         last_B1 = upload([[max(number - 1, 0)] for number in numbers], device)
         lengths_B1 = upload(lengths, device)[:, None]

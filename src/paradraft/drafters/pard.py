@@ -28,7 +28,7 @@ from paradraft.models.tokenization import text_of
 from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, assemble_from, candidates_needed
 from paradraft.sampling.sampler import Sampler
-from paradraft.tree import ABSENT, Tree
+from paradraft.tree import Tree
 
 ASIDE = 0.5
 """What an estimate is worth after a side branch: a mask's candidates continue the likeliest tokens before it,
@@ -89,8 +89,7 @@ class PardDrafter(Drafter):
             return Draft.empty(len(lengths), device)
         unread = [row if length else [] for row, length in zip(self._pending, lengths, strict=True)]
         if max(map(len, unread)) + k > self.lm.width:
-            last = self.lm.prefill([row or [ABSENT] for row in unread]).last
-            unread = [row if length else [] for row, length in zip(last, lengths, strict=True)]
+            unread = self.lm.prefill(unread).last
         masks = [self.mask_id + min(place, self.masks - 1) for place in range(k - 1)]
         texts = [row + masks[: length - 1] if length else [] for row, length in zip(unread, lengths, strict=True)]
         reading = ragged.from_lists(texts, device)

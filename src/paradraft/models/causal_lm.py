@@ -187,8 +187,8 @@ class CausalLM:
         """Reads and keeps all but the last token of each row; at any length, in chunks.
 
         Args:
-            rows: for each row of the batch the tokens after those that it has, at least one. The first rows that have
-                one token each take no part in the passes.
+            rows: for each row of the batch the tokens after those that it has; none for a row that is not read. The
+                first rows that have no more than one take no part in the passes.
             hidden_layers: whose states to return, as in `Forward`. For `FINAL_NORM` and the last layer, all of that
                 layer is computed, which nothing else needs of a prompt.
             vectors: `[B, T - 1, D]` or longer, read in place of the embeddings.

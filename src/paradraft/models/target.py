@@ -12,7 +12,7 @@ from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.generation import end_ids
 from paradraft.ragged import from_lists, to_lists, upload
-from paradraft.tree import ABSENT, with_root
+from paradraft.tree import with_root
 
 
 class Target:
@@ -97,7 +97,7 @@ class Target:
                 known = self.lm.restore(before + index, saved, min(shared, len(prompts[index]) - 1))
                 unread[index] = prompts[index][known:]
         # Of the other rows nothing is read: their roots are theirs until the next round.
-        read = self.lm.prefill([[ABSENT]] * before + unread, self._prompt_hidden_layers)
+        read = self.lm.prefill([[]] * before + unread, self._prompt_hidden_layers)
         self._root_B1 = torch.cat([self._root_B1, upload(read.last[before:], self.device)])
         # A token is predicted from the state of the token before it; the first one has none.
         hidden = {
