@@ -201,7 +201,8 @@ class Batch:
         draft = self.lengths.cut(draft)
         if draft.tokens.shape[1] <= min(self._most):
             return draft
-        return draft.where(depths(draft.parents) < upload(self._most, draft.tokens.device)[:, None])
+        is_kept_BN = depths(draft.parents) < upload(self._most, draft.tokens.device)[:, None]
+        return draft if is_kept_BN.all() else draft.where(is_kept_BN)
 
     def emit(self, draft: Draft, verdict: Verdict) -> RoundOutput:
         """Hands the committed tokens of a round to the requests; a request whose logits are not numbers fails."""

@@ -198,6 +198,8 @@ class Sampler:
             log_probs.append((best.values - scores.logsumexp(-1, keepdim=True)).double())
 
         def whole(parts: list[Tensor]) -> Tensor:
+            if len(parts) == 1:
+                return parts[0]
             return torch.cat([part.flatten(0, 1) for part in parts]).view(B, R, *parts[0].shape[2:])
 
         return _candidates(whole(tokens), whole(log_probs), confidence=whole(confidence) if confidence else None)
