@@ -127,7 +127,7 @@ class Batch:
 
     def _save(self, gone: Collection[Generation]) -> None:
         """Keeps the caches of requests that have ended."""
-        if not self._kept.maxlen or self.drafter.hidden_layers or self.drafter.prompt_hidden_layers:
+        if not self._kept.maxlen:
             return
         for row, generation in enumerate(self.generations):
             if generation in gone and generation.is_finished and generation.error is None:

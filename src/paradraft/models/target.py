@@ -90,20 +90,20 @@ class Target:
             raise ValueError(f"the prompt has {longest} tokens, the model has room for {self.capacity}: shorten it")
         before = len(self._root_B1)
         self.lm.join(len(prompts))
-        unread = list(prompts)
+        known = [0] * len(prompts)
         for index, found in enumerate(begun):
             if found is not None:
                 saved, shared = found
-                known = self.lm.restore(before + index, saved, min(shared, len(prompts[index]) - 1))
-                unread[index] = prompts[index][known:]
+                # Of the last token that is known the state is wanted again: the first unread one is predicted from it.
+                most = min(shared, len(prompts[index]) - 1) - bool(self._prompt_hidden_layers)
+                known[index] = self.lm.restore(before + index, saved, max(most, 0))
+        unread = [prompt[number:] for prompt, number in zip(prompts, known, strict=True)]
         # Of the other rows nothing is read: their roots are theirs until the next round.
         read = self.lm.prefill([[]] * before + unread, self._prompt_hidden_layers)
         self._root_B1 = torch.cat([self._root_B1, upload(read.last[before:], self.device)])
-        # A token is predicted from the state of the token before it; the first one has none.
-        hidden = {
-            layer: torch.nn.functional.pad(states[before:], (0, 0, 1, 0)) for layer, states in read.hidden.items()
-        }
-        return Committed(tokens=from_lists(prompts, self.device), hidden=hidden)
+        tokens = from_lists(prompts, self.device)
+        hidden = {layer: _after(states[before:], known, tokens.shape[1]) for layer, states in read.hidden.items()}
+        return Committed(tokens=tokens, hidden=hidden)
 
     def forward(self, draft: Draft) -> TargetOut:
         """Reads the last committed tokens and the whole draft in one pass."""
@@ -126,6 +126,26 @@ class Target:
         """Forgets all rows but `rows`, `[b]` the index that each had before."""
         self.lm.keep(rows)
         self._root_B1 = self._root_B1[rows]
+
+
+def _after(states_BND: Tensor, known: list[int], tokens: int) -> Tensor:
+    """For each token of some texts the state `[B, M, D]` from which it was predicted, that of the token before it.
+
+    It is 0 for the first token of a text, and for those before the first state.
+
+    Args:
+        states_BND: of the tokens that were read.
+        known: for each text, how many tokens came before these.
+        tokens: M.
+
+    >>> _after(torch.tensor([[[1.0], [2.0], [3.0]], [[5.0], [0.0], [0.0]]]), [0, 2], 4)[:, :, 0].tolist()
+    [[0.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 5.0]]
+    """
+    before_BMD = torch.nn.functional.pad(states_BND, (0, 0, 1, tokens - 1 - states_BND.shape[1]))
+    for row, number in enumerate(known):
+        if number:
+            before_BMD[row] = before_BMD[row].roll(number, dims=0)
+    return before_BMD
 
 
 def gathered(states_BMD: Tensor, rows_BR: Tensor) -> Tensor:
