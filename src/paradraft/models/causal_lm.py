@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -315,6 +315,28 @@ class CausalLM:
         self._added = rows_PD.clone() if self._added is None else torch.cat([self._added, rows_PD])
         self._compute.add_embeddings(self._added)
         return range(first, first + len(rows_PD))
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The embeddings `[…, D]` of token ids `[…]`; of an absent token that of some other."""
+        vectors: Tensor = self.model.get_input_embeddings()(tokens.clamp(min=0))
+        return vectors
+
+    @torch.no_grad()
+    def head(self, states: Tensor) -> Tensor:
+        """The logits `[…, V]` that follow from states `[…, D]` after the final norm, -inf for ids that may not be
+        chosen."""
+        return self.allowed(self._compute.head(states.flatten(0, -2)).unflatten(0, states.shape[:-1]))
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """A linear layer of a drafter, computed as the model's own: `[…, outputs]` of `[…, inputs]`.
+
+        Args:
+            weight: `[outputs, inputs]`; copied.
+            bias: `[outputs]`.
+        """
+        product = self._compute.linear(weight, bias)
+        return lambda inputs: product(inputs.flatten(0, -2)).unflatten(0, inputs.shape[:-1])
 
     @property
     def is_native(self) -> bool:

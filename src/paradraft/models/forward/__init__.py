@@ -9,7 +9,7 @@ D hidden size, E rows of the embedding, P rows added to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -81,6 +81,20 @@ class Forward(Protocol):
     def add_embeddings(self, rows_PD: Tensor) -> None:
         """Lets passes read the ids from E on as these rows `[P, D]`, which replace those added before. The output head
         stays as it is, so that no such id is ever chosen."""
+
+    def head(self, states: Tensor) -> Tensor:
+        """What the output head makes of states `[M, D]` after the final norm: `[M, V]`, as a pass has them."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """A linear layer of a drafter that reads the model's states, computed as the model's own layers are.
+
+        Args:
+            weight: `[outputs, inputs]`.
+            bias: `[outputs]`.
+
+        Returns:
+            What makes `[M, outputs]` of `[M, inputs]`.
+        """
 
     def weight_bytes(self, weight: Tensor) -> int:
         """How many bytes a pass reads of one of the model's weights."""

@@ -6,13 +6,13 @@ V vocabulary, D hidden size, E rows of the embedding, P rows added to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from paradraft.models import kv_cache
@@ -161,6 +161,17 @@ class EagerPass:
         self._positions = torch.arange(slots, device=model.device)
         self._pad_to = pad_to
         self._added: Tensor | None = None
+
+    def head(self, states: Tensor) -> Tensor:
+        """See `Forward`."""
+        logits: Tensor = self._model.lm_head(states.to(self._model.dtype))
+        return logits
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """See `Forward`; in the model's dtype."""
+        device, dtype = self._model.device, self._model.dtype
+        weight, bias = weight.to(device, dtype), None if bias is None else bias.to(device, dtype)
+        return lambda inputs: linear(inputs.to(dtype), weight, bias)
 
     def weight_bytes(self, weight: Tensor) -> int:
         """See `Forward`."""

@@ -14,8 +14,9 @@ import ctypes
 import re
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,12 +101,13 @@ class PackedMatrix:
             bias=None if self._bias is None else self._bias.data_ptr(),
         )
 
-    def multiply(self, inputs: Tensor, outputs: Tensor) -> bool:
+    def multiply(self, inputs: Tensor, outputs: Tensor, threads: int | None = None) -> bool:
         """Sets `outputs`, `[rows, outputs]` of float32, to what the layers make of `inputs`, `[rows, inputs]`.
 
         Args:
             inputs: float32; or bfloat16, if the weights are packed as such.
             outputs: changed in place.
+            threads: most threads; by default as many as torch uses.
 
         Returns:
             False, with nothing done, where the CPU has no products of bfloat16 numbers.
@@ -114,7 +116,7 @@ class PackedMatrix:
         assert not are_bfloat16 or self.matrix.kind == KINDS[torch.bfloat16]
         return not library().multiply_all(
             ctypes.byref(self.matrix), inputs.data_ptr(), are_bfloat16, len(inputs), outputs.data_ptr(),
-            torch.get_num_threads(),
+            torch.get_num_threads() if threads is None else threads,
         )  # fmt: skip
 
 
@@ -228,6 +230,9 @@ class NativePass:
             head=self._matrix([model.lm_head]),
             layer=(_Layer * len(layers))(*layers),
         )
+        self._head = self._matrices[-1]
+        kinds = {packed.matrix.kind for packed in self._matrices}
+        self._rounds = model.dtype == torch.bfloat16 and kinds == {KINDS[torch.bfloat16]}
         self._scratch = self._library.new_scratch()
         weakref.finalize(self, self._library.delete_scratch, self._scratch)
         self._storage: kv_cache.Storage = []
@@ -262,6 +267,22 @@ class NativePass:
             query_norm=self._floats(query_norm and query_norm.weight),
             key_norm=self._floats(key_norm and key_norm.weight),
         )
+
+    def head(self, states: Tensor) -> Tensor:
+        """See `Forward`."""
+        return self._product(self._head, states)
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """See `Forward`; what comes out is float32."""
+        return partial(self._product, PackedMatrix([weight], [bias]))
+
+    def _product(self, matrix: PackedMatrix, inputs: Tensor) -> Tensor:
+        """`[M, outputs]` of `[M, inputs]`, rounded before if those of a pass's own products are."""
+        outputs = torch.empty(len(inputs), matrix.matrix.outputs, dtype=torch.float32, device="cpu")
+        rounds = self._rounds and matrix.matrix.kind == KINDS[torch.bfloat16]
+        if not (rounds and matrix.multiply(inputs.bfloat16().contiguous(), outputs, self.threads)):
+            matrix.multiply(inputs.float().contiguous(), outputs, self.threads)
+        return outputs
 
     def weight_bytes(self, weight: Tensor) -> int:
         """What a pass reads of a weight of the model; of one output in 8 bits, its scale too."""
