@@ -196,6 +196,16 @@ class Committed:
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 2 and all(state.shape[:2] == self.tokens.shape for state in self.hidden.values())
 
+    def last_tokens(self) -> Tensor:
+        """`[B]` the last token of each row."""
+        return self.tokens.gather(1, (self.tokens != ABSENT).sum(1, keepdim=True) - 1)[:, 0]
+
+    def last_hidden(self, layer: int) -> Tensor:
+        """`[B, D]` the state from which the last token of each row was predicted."""
+        states_BMD = self.hidden[layer]
+        last_B = (self.tokens != ABSENT).sum(1) - 1
+        return states_BMD[torch.arange(len(last_B), device=last_B.device), last_B]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOutput:
@@ -233,6 +243,8 @@ class Drafter:
     """Those whose states `join` wants, of the whole prompt but its last token."""
     branching: Literal["chain", "spine", "tree"] = "chain"
     """Drafts without branches, trees whose best path alone branches, or any trees."""
+    max_k: int | None = None
+    """Most tokens deep that it can draft, such as the number of its heads; None for any number."""
     can_run_ahead: bool = False
     """Whether it can propose before the verdict on its last draft (PEARL)."""
     reserved_tokens: tuple[int, ...] = ()
