@@ -7,6 +7,7 @@ teacher may have a hundred gigabytes. Times of change would be cheaper still, bu
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
@@ -27,6 +28,9 @@ WHOLE_BYTES = 2**25
 PIECES, PIECE_BYTES = 64, 2**16
 """Of larger files this many pieces of this size are read, evenly spaced."""
 
+SAMPLED_BYTES = 2**10
+"""How much of a tensor is read, twice."""
+
 
 def file_digest(file: Path) -> str:
     """SHA-256 of a file."""
@@ -41,6 +45,38 @@ def model_digest(folder: Path) -> str:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         digest.update(file_digest(file).encode() if file.stat().st_size <= WHOLE_BYTES else _sample(file))
     return digest.hexdigest()
+
+
+def weights_digest(name: str) -> str | None:
+    """SHA-256 of a sample of a model's weights, by which a drafter knows its target again.
+
+    Of every tensor its name, type and shape count, and the first and the middle bytes; how they are cut into files does
+    not.
+
+    Args:
+        name: a folder, or a Hugging Face id that was loaded from here.
+
+    Returns:
+        None where there are no safetensors.
+    """
+    found = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
+    folder = Path(found).parent if isinstance(found, str) else Path(name)
+    pieces: dict[str, bytes] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            tensors = json.loads(stream.read(size))
+            tensors.pop("__metadata__", None)
+            for tensor, told in tensors.items():
+                first, last = told["data_offsets"]
+                piece = f"{tensor} {told['dtype']} {told['shape']}\n".encode()
+                for start in (first, (first + last) // 2):
+                    stream.seek(8 + size + start)
+                    piece += stream.read(min(SAMPLED_BYTES, last - start))
+                pieces[tensor] = piece
+    if not pieces:
+        return None
+    return hashlib.sha256(b"".join(pieces[tensor] for tensor in sorted(pieces))).hexdigest()
 
 
 def _sample(file: Path) -> bytes:

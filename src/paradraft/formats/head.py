@@ -1,0 +1,115 @@
+"""The checkpoint of a drafter that reads its target's hidden states: weights and a config that names one target.
+
+A folder with `config.json`, whose `model_type` is the drafter's name, and `model.safetensors`. Such a drafter is worth
+nothing beside another model, and loads beside none: its config holds the shape of its target and a digest of the
+weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from paradraft.digests import weights_digest
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+TARGET = "target"
+"""The key of the config that holds a `TargetIdentity`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetIdentity:
+    """By what a target is known again.
+
+    Args:
+        hidden_size: its D.
+        num_hidden_layers: how many layers it has.
+        vocab_size: rows of its output head.
+        weights: see `paradraft.digests.weights_digest`; None for random weights, of which there are no files.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    weights: str | None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> TargetIdentity:
+        """That of a loaded model, by its config."""
+        return cls(
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            vocab_size=config.vocab_size,
+            weights=weights_digest(config.name_or_path) if config.name_or_path else None,
+        )
+
+    def check(self, target: TargetIdentity, draft: str) -> None:
+        """Raises ValueError if this is not the identity of a target.
+
+        Args:
+            target: the one that is loaded.
+            draft: the name of the drafter, for the message.
+        """
+        for key, trained in vars(self).items():
+            found = getattr(target, key)
+            if None not in (trained, found) and trained != found:
+                told = "other weights" if key == "weights" else f"{key}={trained}, and this one has {found}"
+                raise ValueError(f"draft {draft!r} was trained for another target, with {told}: train one for this")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What a checkpoint holds.
+
+    Args:
+        config: the drafter's own settings, `model_type` among them.
+        target: for which it was trained.
+        weights: by name.
+    """
+
+    config: dict[str, Any]
+    target: TargetIdentity
+    weights: dict[str, Tensor]
+
+
+def write_head(folder: Path, head: Head) -> None:
+    """Writes both files into a folder that exists. The same content gives the same bytes."""
+    save_file({name: weight.cpu().contiguous() for name, weight in head.weights.items()}, folder / WEIGHTS)
+    text = json.dumps(head.config | {TARGET: asdict(head.target)}, indent=2)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def read_head(name: str, kind: str) -> Head:
+    """Reads a checkpoint.
+
+    Args:
+        name: a folder with a `config.json`, or a Hugging Face id.
+        kind: the drafter that is to use it.
+
+    Raises:
+        ValueError: it is a checkpoint of something else, or damaged.
+    """
+    try:
+        config: dict[str, Any] = json.loads(_file(name, CONFIG).read_text(encoding="utf-8"))
+        if (found := config.get("model_type")) != kind:
+            raise ValueError(f"draft {name!r} is a {found} model: drafter {kind!r} needs one that it trained")
+        target = TargetIdentity(**config.pop(TARGET))
+        weights = load_file(_file(name, WEIGHTS))
+    except (OSError, SafetensorError, json.JSONDecodeError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"draft {name!r} cannot be read ({type(error).__name__}: {error}): train it again with "
+            f"`paradraft train {kind}`"
+        ) from None
+    return Head(config=config, target=target, weights=weights)
+
+
+def _file(name: str, file: str) -> Path:
+    return Path(name) / file if Path(name).is_dir() else Path(hf_hub_download(name, file))
