@@ -49,7 +49,7 @@ class Table(nn.Module):
             self.embedding(batch.tokens),
             batch,
             weights_K,
-            head=self.lm_head,
+            head=lambda hidden_mD, depths_m: self.lm_head(hidden_mD),
             teacher=None,
             kind="forward_kl",
             chunk=max(LOGITS // self.lm_head.out_features, 1),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from paradraft.models.kv_cache import head_size
 from paradraft.models.loading import load_skeleton, locate
@@ -89,46 +89,72 @@ def estimate(
     config = model.config
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = 2 if bf16 else 4
+    # A block mask is made from the dense one: booleans, ten times over while it is made.
+    mask_size = 10 if model.config._attn_implementation == FLEX else 1 + size
+    return estimate_rows(
+        trained=trained,
+        kept=kept_by_layers(recipe, config, bf16=bf16),
+        mask=passes * float(rows) ** 2 * mask_size,
+        vocab_size=config.vocab_size,
+        weights=weights,
+        rows=passes * rows,
+        is_taught=is_taught,
+    )
+
+
+def kept_by_layers(recipe: Recipe, config: PretrainedConfig, *, bf16: bool) -> float:
+    """Bytes that a row keeps for the backward pass in the layers of a causal LM."""
+    size = 2 if bf16 else 4
     # Counted on Llama's and Qwen's layers: around both norms, in float32; queries and what attention gives; keys and
     # values; and the MLP.
     heads = (config.num_attention_heads, config.num_key_value_heads)
     queries, keys = (number * head_size(config) for number in heads)
     layer = 4 * 6 * config.hidden_size + size * (6 * queries + 8 * keys + 4 * config.intermediate_size)
     if recipe.gradient_checkpointing:
-        kept = config.num_hidden_layers * 4 * config.hidden_size + layer
-    else:
-        kept = config.num_hidden_layers * layer
-    # A block mask is made from the dense one: booleans, ten times over while it is made.
-    mask_size = 10 if model.config._attn_implementation == FLEX else 1 + size
-    logits = 6 if is_taught else 3
+        return config.num_hidden_layers * 4.0 * config.hidden_size + layer
+    return float(config.num_hidden_layers * layer)
+
+
+def estimate_rows(
+    *, trained: int, kept: float, mask: float, vocab_size: int, weights: float, rows: float, is_taught: bool
+) -> Estimate:
+    """Estimates a run that trains anything by rows.
+
+    Args:
+        trained: parameters in training.
+        kept: bytes that a row keeps for the backward pass.
+        mask: bytes of the attention mask, while it is made.
+        vocab_size: rows of the output head.
+        weights: bytes of all models, from `weight_bytes`.
+        rows: training rows of the largest pass.
+        is_taught: whether a teacher's logits stand beside the drafter's.
+    """
     return Estimate(
         models=weights,
         optimizer=12.0 * trained,
-        rows=float(passes) * rows * kept,
-        mask=passes * float(rows) ** 2 * mask_size,
-        logits=4.0 * logits * min(passes * rows * config.vocab_size, LOGITS),
+        rows=rows * kept,
+        mask=mask,
+        logits=4.0 * (6 if is_taught else 3) * min(rows * vocab_size, LOGITS),
     )
 
 
-def weight_bytes(
-    recipe: Recipe, trained: PreTrainedModel, data: RunData, *, frozen: Sequence[PreTrainedModel] = ()
-) -> float:
+def weight_bytes(recipe: Recipe, trained: int, data: RunData, *, frozen: Sequence[PreTrainedModel] = ()) -> float:
     """Bytes of the weights that a run loads: of what it trains in float32, and of the models that advise it; where it
     measures, of the target, and of the drafter once more, as it is measured.
 
     Args:
         recipe: the run.
-        trained: the model in training; its weights are not needed.
+        trained: parameters of the model in training.
         data: what else is known of the run.
         frozen: models that are read and not trained, such as a teacher; their weights are not needed.
 
     Raises:
         ValueError: the target does not exist, or is no supported causal LM.
     """
-    weights = 4.0 * _parameters(trained) + (2 if data.bf16 else 4) * sum(map(_parameters, frozen))
+    weights = 4.0 * trained + (2 if data.bf16 else 4) * sum(map(parameters_of, frozen))
     if data.measures and recipe.measured_with is not None:
         target = load_skeleton(locate(recipe.measured_with, recipe.ROLES["target"]))
-        weights += (2 if computes_bf16(data.device) else 4) * (_parameters(target) + _parameters(trained))
+        weights += (2 if computes_bf16(data.device) else 4) * (parameters_of(target) + trained)
     return weights
 
 
@@ -141,7 +167,8 @@ def largest_pass(recipe: Recipe, data: RunData) -> tuple[int, int]:
     return groups, longest
 
 
-def _parameters(model: PreTrainedModel) -> int:
+def parameters_of(model: PreTrainedModel) -> int:
+    """How many parameters a model has."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

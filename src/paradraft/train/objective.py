@@ -86,7 +86,7 @@ class Objective(nn.Module):
                 hidden_SRD,
                 batch,
                 weights_K,
-                head=self.model.lm_head,
+                head=lambda hidden_mD, depths_m: self.model.lm_head(hidden_mD),
                 teacher=self.teacher,
                 kind=self.kind,
                 chunk=self.chunk,
@@ -98,10 +98,11 @@ def loss_of_rows(
     batch: TrainingBatch,
     weights_K: Tensor,
     *,
-    head: Callable[[Tensor], Tensor],
+    head: Callable[[Tensor, Tensor], Tensor],
     teacher: Teacher | None,
     kind: Divergence,
     chunk: int,
+    read_SNE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of all rows that have a label.
 
@@ -109,33 +110,36 @@ def loss_of_rows(
         hidden_SRD: `[S, R, D]` what the drafter computed for each row.
         batch: the rows.
         weights_K: `[K]` what a row of each depth weighs.
-        head: turns hidden states `[m, D]` into logits `[m, V]`.
+        head: turns hidden states `[m, D]` of rows of depths `[m]` into logits `[m, V]`.
         teacher: whose probabilities to learn; None learns the tokens of the text.
         kind: how to compare with the teacher.
         chunk: most rows whose logits are in memory at a time; with more rows than that, logits are computed again in
             the backward pass.
+        read_SNE: `[S, N, E]` what the teacher has read of the texts; it reads them if this is not given.
 
     Returns:
         The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly.
     """
 
     def compare(
-        hidden_mD: Tensor, labels_m: Tensor, read_PE: Tensor | None, which_m: Tensor | None
+        hidden_mD: Tensor, depths_m: Tensor, labels_m: Tensor, read_PE: Tensor | None, which_m: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The loss of each row, and whether its likeliest token is the label."""
-        logits_mV = head(hidden_mD)
+        logits_mV = head(hidden_mD, depths_m)
         right_m = logits_mV.detach().argmax(-1) == labels_m
         if teacher is None or read_PE is None:
             return cross_entropy(logits_mV, labels_m), right_m
         expected_mV = teacher.expects(read_PE, logits_mV.shape[-1])[which_m]
         return divergence(logits_mV, expected_mV, kind), right_m
 
-    read_SNE = None if teacher is None else teacher.read(batch.texts)
+    if teacher is not None and read_SNE is None:
+        read_SNE = teacher.read(batch.texts)
     order_M = _labelled_by_place(batch)
     losses, right = [], []
     for rows_m in order_M.split(chunk):
-        labels_m = batch.labels.flatten()[rows_m]
-        inputs = hidden_SRD.flatten(0, 1)[rows_m], labels_m, *_read(read_SNE, batch, rows_m)
+        labels_m, depths_m = batch.labels.flatten()[rows_m], batch.depths.flatten()[rows_m]
+        read = _read(None if teacher is None else read_SNE, batch, rows_m)
+        inputs = hidden_SRD.flatten(0, 1)[rows_m], depths_m, labels_m, *read
         if len(order_M) > chunk:
             loss_m, right_m = checkpoint(compare, *inputs, use_reentrant=False)
         else:

@@ -243,7 +243,7 @@ def _check_memory(recipe: PardRecipe, data: RunData) -> None:
     """Raises ValueError if the device has not the memory that the run takes; no weights are loaded."""
     model = drafter_skeleton(recipe, data.tokenizer, str(data.device))
     others = [] if recipe.teacher is None else [load_skeleton(teacher_folder(recipe.teacher))]
-    weights = memory.weight_bytes(recipe, model, data, frozen=others)
+    weights = memory.weight_bytes(recipe, memory.parameters_of(model), data, frozen=others)
     groups, longest = memory.largest_pass(recipe, data)
     rows = memory.rows_of(longest, k=recipe.k, r=recipe.r, r_min=recipe.r_min)
     needed = memory.estimate(

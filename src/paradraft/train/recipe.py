@@ -204,6 +204,11 @@ class Recipe(BaseModel):
         return 1
 
     @property
+    def weights_by_depth(self) -> list[float]:
+        """What the loss of a row of each depth weighs."""
+        return self.depth_weights or [1.0] * self.depths
+
+    @property
     def measured_with(self) -> str | None:
         """The target that decodes held-out prompts, if any does."""
         return self.target

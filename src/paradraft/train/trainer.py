@@ -108,8 +108,7 @@ class Loop:
         self.steps = self.prepared.steps
         self.evaluate_every = recipe.evaluate_every or max(self.steps // EVALUATIONS, 1)
         self.depths = prepared.trainee.depths
-        weights = recipe.depth_weights or [1.0] * self.depths
-        self.importance_K = torch.tensor(weights, device=self.device)
+        self.importance_K = torch.tensor(recipe.weights_by_depth, device=self.device)
         self.optimizers = Optimizers(
             self.prepared.trainee.objective,
             muon_lr=recipe.muon_lr if recipe.optimizer == "muon" else None,

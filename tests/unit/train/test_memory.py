@@ -103,9 +103,11 @@ def test_weights_are_counted_as_they_will_be_loaded(
         measures=True,
     )  # fmt: skip
     teachers = [load_skeleton(target)]
-    weights = memory.weight_bytes(recipe, skeleton, data, frozen=teachers)
+    weights = memory.weight_bytes(recipe, memory.parameters_of(skeleton), data, frozen=teachers)
     found = memory.estimate(recipe, skeleton, weights=weights, **sizes)
     assert found.models == loaded
     assert found == memory.estimate(recipe, model, weights=loaded, **sizes)
-    unmeasured = memory.weight_bytes(recipe, skeleton, replace(data, measures=False), frozen=teachers)
+    unmeasured = memory.weight_bytes(
+        recipe, memory.parameters_of(skeleton), replace(data, measures=False), frozen=teachers
+    )
     assert unmeasured == bytes_of(model) + bytes_of(teacher.model)
