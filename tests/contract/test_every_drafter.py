@@ -13,7 +13,7 @@ import torch
 
 from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
-from paradraft.drafters import drafter_names, takes_draft
+from paradraft.drafters import drafter_names
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import LogitsProcessor, Sampling
@@ -24,6 +24,7 @@ from tests.support.decoding import Varying, committed, requests
 from tests.support.decoding import answers as answers_of
 from tests.support.decoding import decoded as rounds
 from tests.support.decoding import texts as texts_of
+from tests.support.drafts import draft_of
 from tests.support.replays import replay_everything
 
 REPLAYED = "replayed, float64"
@@ -63,8 +64,7 @@ def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def engine(family: Path, name: str, *, k: int = 4, tree: int | None = None, **changed: int) -> Engine:
     runtime = dataclasses.replace(current, **changed)
-    # The PARD folder is an ordinary causal LM too, so it serves every drafter that wants a draft model.
-    draft = str(family / "pard") if takes_draft(name) else None
+    draft = draft_of(family, name)
     chains = load(str(family / "target"), drafter=name, draft=draft, k=k, runtime=runtime)
     if tree is None or chains.drafter.branching == "chain":
         return chains
@@ -141,8 +141,10 @@ def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, va
     for row, length in [(0, 4), (2, 2)]:
         assert tokens[row, :length].tolist() == expected[row, : min(length, tokens.shape[1])].tolist()
     # What a row did not want, it wants in the next round.
-    batch.drafter.commit(committed(*[[token] for token in (7, 8, 9)]))
-    again.drafter.commit(committed(*[[token] for token in (7, 8, 9)]))
+    hidden = {layer: torch.randn(3, 1, 32) for layer in drafted.drafter.hidden_layers}
+    new = dataclasses.replace(committed(*[[token] for token in (7, 8, 9)]), hidden=hidden)
+    batch.drafter.commit(new)
+    again.drafter.commit(new)
     assert torch.equal(drafted.drafter.propose([4, 4, 4]).tokens, again.drafter.propose([4, 4, 4]).tokens)
 
 

@@ -20,7 +20,7 @@ from paradraft.decode import batch as batch_module
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.draft_length import POLICIES
 from paradraft.decode.generation import AnswerText, Generation, stop_strings
-from paradraft.drafters import branches, drafter_names, takes_draft
+from paradraft.drafters import branches, drafter_names
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine, load
 from paradraft.models.causal_lm import CausalLM
@@ -30,6 +30,7 @@ from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from tests.contract.test_random_configurations import never_twice
+from tests.support.drafts import draft_of
 from tests.support.replays import replay_everything
 
 RUNTIMES = {
@@ -101,7 +102,7 @@ def loaded(family: Path, request: pytest.FixtureRequest) -> Load:
 
     @cache
     def engine(name: str) -> Engine:
-        draft = str(family / "pard") if takes_draft(name) else None
+        draft = draft_of(family, name)
         return load(str(family / "target"), drafter=name, draft=draft, runtime=RUNTIMES[request.param])
 
     return engine
@@ -245,7 +246,7 @@ def test_the_next_turn_of_a_conversation_is_read_from_its_end(loaded: Load, name
 def test_replayed_passes_follow_rows_that_come_and_go(family: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards CUDA graphs, played on a CPU: recordings of a cache that has grown since, or of rows that have moved."""
     replay_everything(monkeypatch)
-    draft, target = str(family / "pard") if takes_draft(name) else None, str(family / "target")
+    draft, target = draft_of(family, name), str(family / "target")
     runtime = Runtime(dtype="float64", compiled=True, capacity=100, width=24)
     engine = load(target, drafter=name, draft=draft, k=4, runtime=runtime)
     expected = plain_answers(load(target, runtime=RUNTIMES["eager, float64"]))

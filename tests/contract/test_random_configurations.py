@@ -16,7 +16,7 @@ import torch
 from paradraft.audit.audit import accept_all
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode.draft_length import POLICIES
-from paradraft.drafters import drafter_names, takes_draft
+from paradraft.drafters import drafter_names
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
@@ -24,6 +24,7 @@ from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from paradraft.verify import RULES, match
+from tests.support.drafts import draft_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 RUNTIMES = {
@@ -44,7 +45,7 @@ def engines(family: Path, request: pytest.FixtureRequest) -> dict[str, Engine]:
         name: load(
             str(family / "target"),
             drafter=name,
-            draft=str(family / "pard") if takes_draft(name) else None,
+            draft=draft_of(family, name),
             runtime=RUNTIMES[request.param],
         )
         for name in drafter_names()

@@ -1,0 +1,116 @@
+"""Hydra: Medusa's heads, each of which also reads the tokens drafted before its own (Ankner et al. 2024, section 3).
+
+Head i reads the state h from which the last committed token was predicted, the embedding of that token, and those of
+the i - 1 tokens drafted after it: logits = W (h + SiLU(A_i [h; e_0; ...; e_{i-1}] + b_i)). W is the target's own head.
+
+Shape letters: B rows of a batch, K heads, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.formats.head import Head, TargetIdentity, read_head
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward import FINAL_NORM
+from paradraft.models.forward.cpu.tree import grow
+from paradraft.models.loading import locate
+from paradraft.models.runtime import Runtime
+from paradraft.models.target import Target
+from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the drafter.
+
+    Args:
+        draft: Hugging Face id or folder of the heads, see `paradraft.formats.head`; "pocket" are the shipped ones.
+    """
+
+    draft: str
+
+
+class HydraDrafter(Drafter):
+    """K heads, one after the other.
+
+    Args:
+        lm: the target's.
+        head: the checkpoint.
+    """
+
+    branching = "spine"
+    hidden_layers = (FINAL_NORM,)
+    prompt_hidden_layers = (FINAL_NORM,)
+    _sampler: Sampler
+
+    def __init__(self, lm: CausalLM, head: Head) -> None:
+        self.lm = lm
+        self.max_k = int(head.config["num_heads"])
+        self._tree: Tree | None = None
+        self._scale = float(head.config["embedding_scale"])
+        names = [f"blocks.{number}" for number in range(self.max_k)]
+        self._blocks = [lm.linear(head.weights[f"{name}.weight"], head.weights[f"{name}.bias"]) for name in names]
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """Forgets all rows."""
+        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
+        self._states_BD = torch.empty(0, self.lm.model.config.hidden_size, device=device)
+        self._last_B = torch.empty(0, dtype=torch.long, device=device)
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """Keeps the last token of each prompt, and the state before it."""
+        self._sampler.join(requests)
+        states_bD = prompt.last_hidden(FINAL_NORM)
+        self._states_BD = torch.cat([self._states_BD.to(states_bD.dtype), states_bD])
+        self._last_B = torch.cat([self._last_B, prompt.last_tokens()])
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """One guess after the other; a tree's side branches are the next best tokens."""
+        if (k := max(lengths)) == 0:
+            return Draft.empty(len(lengths), self._states_BD.device)
+        best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=self._states_BD.device)
+        read_BX, number = (
+            torch.cat([self._states_BD, self._embedded(self._last_B)], dim=1),
+            candidates_needed(self._tree),
+        )
+        found: list[Candidates] = []
+        for depth, block in enumerate(self._blocks[:k]):
+            if found:
+                read_BX = torch.cat([read_BX, self._embedded(best_BK[:, -1])], dim=1)
+            logits_B1V = self.lm.head((self._states_BD + silu(block(read_BX)))[:, None])
+            found.append(self._sampler.candidates(logits_B1V, depth, number, best_BK))
+            best_BK = torch.cat([best_BK, found[-1].tokens[:, :, 0]], dim=1)
+        return assemble(joined(found), self._tree, aside=0.0, faster=grow)
+
+    def _embedded(self, tokens_B: Tensor) -> Tensor:
+        return self._scale * self.lm.embed(tokens_B).to(self._states_BD.dtype)
+
+    def commit(self, new: Committed) -> None:
+        """Keeps the last committed token, and the state before it."""
+        self._states_BD, self._last_B = new.last_hidden(FINAL_NORM), new.last_tokens()
+        self._sampler.commit(new)
+
+    def keep(self, rows: Tensor) -> None:
+        """Forgets the other rows."""
+        self._states_BD, self._last_B = self._states_BD[rows], self._last_B[rows]
+        self._sampler.keep(rows)
+
+
+def build(config: Config, target: Target, runtime: Runtime) -> HydraDrafter:
+    """Loads the heads.
+
+    Raises:
+        ValueError: there are none, or they were trained for another target.
+    """
+    head = read_head(locate(config.draft, "hydra"), "hydra")
+    head.target.check(TargetIdentity.of(target.lm.model.config), config.draft)
+    return HydraDrafter(target.lm, head)

@@ -1,0 +1,129 @@
+"""Medusa: heads on the target's last hidden state guess the next K tokens, each by itself (Cai et al. 2024, 2.1).
+
+Head i of K is residual blocks and an output head: logits = W (h + SiLU(A_i h + b_i)). It reads the state h from which
+the last committed token was predicted, and guesses the i-th token after that one. W is the target's output head, or one
+of its own, as published.
+
+Shape letters: B rows of a batch, K heads, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.formats.head import Head, TargetIdentity, read_head
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward import FINAL_NORM
+from paradraft.models.forward.cpu.tree import grow
+from paradraft.models.loading import locate
+from paradraft.models.runtime import Runtime
+from paradraft.models.target import Target
+from paradraft.sampling.candidates import Candidates, assemble_from, candidates_needed
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import Tree
+
+ASIDE = 0.5
+"""What an estimate is worth after a side branch: a head does not know which tokens stand before its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the drafter.
+
+    Args:
+        draft: Hugging Face id or folder of the heads, see `paradraft.formats.head`; "pocket" are the shipped ones.
+    """
+
+    draft: str
+
+
+class MedusaDrafter(Drafter):
+    """K heads on the state after the target's final norm.
+
+    Args:
+        lm: the target's.
+        head: the checkpoint.
+    """
+
+    branching = "tree"
+    hidden_layers = (FINAL_NORM,)
+    prompt_hidden_layers = (FINAL_NORM,)
+    _sampler: Sampler
+
+    def __init__(self, lm: CausalLM, head: Head) -> None:
+        self.lm = lm
+        self.max_k = int(head.config["num_heads"])
+        self._tree: Tree | None = None
+        blocks = range(self.max_k)
+        self._blocks = [
+            [_block(lm, head.weights, f"blocks.{number}.layers.{layer}") for number in blocks]
+            for layer in range(head.config["num_hidden_layers"])
+        ]
+        self._heads: list[Callable[[Tensor], Tensor]] | None = None
+        if not head.config["original_lm_head"]:
+            self._heads = [lm.linear(head.weights[f"lm_heads.{number}.weight"]) for number in blocks]
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """Forgets all rows."""
+        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
+        self._states_BD = torch.empty(0, self.lm.model.config.hidden_size, device=device)
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """Keeps the state before the last token of each prompt."""
+        self._sampler.join(requests)
+        states_bD = prompt.last_hidden(FINAL_NORM)
+        self._states_BD = torch.cat([self._states_BD.to(states_bD.dtype), states_bD])
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """The guesses of the first `max(lengths)` heads."""
+        if (k := max(lengths)) == 0:
+            return Draft.empty(len(lengths), self._states_BD.device)
+        logits_BKV = self._logits(k)
+        number = candidates_needed(self._tree)
+
+        def candidates_at(first: int, last: int, before_BD: Tensor | None) -> Candidates:
+            return self._sampler.candidates(logits_BKV[:, first:last], first, number, before_BD)
+
+        return assemble_from(candidates_at, k, self._tree, aside=ASIDE, faster=grow)
+
+    def _logits(self, k: int) -> Tensor:
+        """`[B, K, V]` of the first `k` heads."""
+        states_BKD = self._states_BD[:, None].expand(-1, k, -1)
+        for layer in self._blocks:
+            moved = [block(states_BKD[:, number]) for number, block in enumerate(layer[:k])]
+            states_BKD = states_BKD + silu(torch.stack(moved, dim=1))
+        if self._heads is None:
+            return self.lm.head(states_BKD)
+        each = [head(states_BKD[:, number]) for number, head in enumerate(self._heads[:k])]
+        return self.lm.allowed(torch.stack(each, dim=1))
+
+    def commit(self, new: Committed) -> None:
+        """Keeps the state before the last committed token."""
+        self._states_BD = new.last_hidden(FINAL_NORM)
+        self._sampler.commit(new)
+
+    def keep(self, rows: Tensor) -> None:
+        """Forgets the other rows."""
+        self._states_BD = self._states_BD[rows]
+        self._sampler.keep(rows)
+
+
+def _block(lm: CausalLM, weights: dict[str, Tensor], name: str) -> Callable[[Tensor], Tensor]:
+    return lm.linear(weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+
+def build(config: Config, target: Target, runtime: Runtime) -> MedusaDrafter:
+    """Loads the heads.
+
+    Raises:
+        ValueError: there are none, or they were trained for another target.
+    """
+    head = read_head(locate(config.draft, "medusa"), "medusa")
+    head.target.check(TargetIdentity.of(target.lm.model.config), config.draft)
+    return MedusaDrafter(target.lm, head)

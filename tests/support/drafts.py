@@ -1,0 +1,56 @@
+"""What each drafter is given as its draft model beside the tiny target."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+from paradraft.drafters import takes_draft
+from paradraft.engine import load
+from paradraft.formats.head import WEIGHTS
+from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import Sampling
+from paradraft.train import launch, recipe_class, trainee_module, trainee_names
+from paradraft.train.heads import HeadRecipe
+
+MOST_K = 9
+"""The longest drafts that tests ask for."""
+PROMPTS = ("a", "hello", "abcabcabc", "The0quick1brown", "xyz", "B5C6")
+
+
+def draft_of(family: Path, name: str) -> str | None:
+    """The folder that a drafter is loaded with; None for one without a draft model.
+
+    A drafter on the target's states is trained for a second, on what the target says. The PARD folder is an ordinary
+    causal LM too, so it serves all others.
+    """
+    if not takes_draft(name):
+        return None
+    is_head = name in trainee_names() and issubclass(recipe_class(trainee_module(name)), HeadRecipe)
+    return str(_head(family, name) if is_head else family / "pard")
+
+
+@cache
+def _head(family: Path, name: str) -> Path:
+    folder, data = family / name, family / "said.jsonl"
+    if not data.exists():
+        plain = load(str(family / "target"), runtime=Runtime(dtype="float64", compiled=False))
+        answers = [
+            plain.generate(prompt, max_new_tokens=80, sampling=sampling)
+            for prompt in PROMPTS
+            for sampling in (Sampling(), Sampling(temperature=0.7, seed=1))
+        ]
+        texts = [
+            {"prompt": prompt, "response": answer.text}
+            for prompt, answer in zip([prompt for prompt in PROMPTS for _ in range(2)], answers, strict=True)
+        ]
+        data.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
+    module = trainee_module(name)
+    recipe = recipe_class(module).model_validate({
+        "model": str(family / "target"), "data": [data], "out": folder, "k": MOST_K, "steps": 40, "lr": 1e-2,
+        "samples_per_step": 12, "max_length": 96, "bf16": False, "device": "cpu", "held_out": 0, "warmup_steps": 1,
+    })  # fmt: skip
+    launch.train(recipe, module.build, lambda report: None)
+    assert (folder / WEIGHTS).exists()
+    return folder
