@@ -1,0 +1,84 @@
+"""ParallelSpec inside EAGLE: one decoder layer on the target's states drafts K tokens in one pass (Xiao et al. 2024).
+
+The layer reads, for each committed token, its embedding and the state from which the target predicted it, joined by a
+linear layer (EAGLE, Li et al. 2024, section 3.1), then K - 1 masks (ParallelSpec, sections 4.1 and 4.3). What it
+returns for the last token and for each mask goes through the target's output head.
+
+A mask has an embedding, for each place of the draft or one for all. What stands where a token has its state the paper
+does not say: a learned vector for all masks, as in P-EAGLE, or the state before the last committed token.
+
+Shape letters: B rows of a batch, K drafted tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paradraft.core import Draft
+from paradraft.formats.head import Head, TargetIdentity, read_head
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.draft_layers import DraftLayers, LayersDrafter
+from paradraft.models.loading import locate
+from paradraft.models.runtime import Runtime
+from paradraft.models.target import Target
+
+ASIDE = 0.5
+"""What an estimate is worth after a side branch: a mask does not know which tokens stand before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the drafter.
+
+    Args:
+        draft: Hugging Face id or folder of the layer, see `paradraft.formats.head`; "pocket" is the shipped one.
+    """
+
+    draft: str
+
+
+class EagleParallelDrafter(LayersDrafter):
+    """One pass over tokens with their states, and masks.
+
+    Args:
+        target: whose tokens and states are read.
+        head: the checkpoint.
+        runtime: the target's.
+    """
+
+    branching = "tree"
+
+    def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
+        self._join = target.linear(head.weights["fc.weight"], head.weights["fc.bias"])
+        super().__init__(DraftLayers(target, head.weights, runtime, joined=self._joined))
+        self._masks_KD = head.weights["masks.embeddings"].to(target.device).float()
+        state = head.weights.get("masks.state")
+        self._mask_state_D = None if state is None else state.to(target.device).float()
+
+    def _joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        return self._join(torch.cat([embeddings.to(states.dtype), states], dim=-1))
+
+    def _masks(self, states_BD: Tensor, k: int) -> Tensor:
+        which = torch.arange(k - 1, device=states_BD.device).clamp(max=len(self._masks_KD) - 1)
+        masks_BKD = self._masks_KD[which].expand(len(states_BD), -1, -1)
+        states_D = states_BD[:, None] if self._mask_state_D is None else self._mask_state_D
+        return self._joined(masks_BKD, states_D.to(states_BD.dtype).expand_as(masks_BKD))
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """Reads what is not read, then masks, and draws all tokens."""
+        return self.in_one_pass(lengths, self._masks, aside=ASIDE)
+
+
+def build(config: Config, target: Target, runtime: Runtime) -> EagleParallelDrafter:
+    """Loads the layer.
+
+    Raises:
+        ValueError: there is none, or it was trained for another target.
+    """
+    head = read_head(locate(config.draft, "eagle_parallel"), "eagle_parallel")
+    head.target.check(TargetIdentity.of(target.lm.model.config), config.draft)
+    return EagleParallelDrafter(target.lm, head, runtime)

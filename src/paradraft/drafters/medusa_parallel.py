@@ -1,0 +1,86 @@
+"""ParallelSpec inside Medusa: one decoder layer in place of the heads drafts K tokens in one pass (Xiao et al. 2024).
+
+The layer reads the embeddings of the committed tokens, or these plus the states from which the target predicted them,
+then K - 1 masks (sections 4.1 and 4.3). What it returns for the last token and for each mask goes through a norm and
+the target's output head. Which of the two it reads the paper does not say; a checkpoint does.
+
+Shape letters: B rows of a batch, K drafted tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paradraft.core import Draft
+from paradraft.formats.head import Head, TargetIdentity, read_head
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.draft_layers import DraftLayers, LayersDrafter
+from paradraft.models.forward import FINAL_NORM
+from paradraft.models.loading import locate
+from paradraft.models.runtime import Runtime
+from paradraft.models.target import Target
+
+ASIDE = 0.5
+"""What an estimate is worth after a side branch: a mask does not know which tokens stand before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the drafter.
+
+    Args:
+        draft: Hugging Face id or folder of the layer, see `paradraft.formats.head`; "pocket" is the shipped one.
+    """
+
+    draft: str
+
+
+class MedusaParallelDrafter(LayersDrafter):
+    """One pass over tokens and masks.
+
+    Args:
+        target: whose tokens, and states if it reads them, are read.
+        head: the checkpoint.
+        runtime: the target's.
+    """
+
+    branching = "tree"
+
+    def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
+        layer = FINAL_NORM if head.config["reads"] == "state" else None
+        self._scale = float(head.config["embedding_scale"])
+        super().__init__(DraftLayers(target, head.weights, runtime, layer=layer, joined=self._joined))
+        self._masks_KD = head.weights["masks.embeddings"].to(target.device).float()
+        state = head.weights.get("masks.state")
+        self._mask_state_D = None if state is None else state.to(target.device).float()
+
+    def _joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """What the layer reads, `[…, D]`; `states` are `[…, 0]` if it reads embeddings alone."""
+        scaled = self._scale * embeddings
+        return scaled + states if states.shape[-1] else scaled
+
+    def _masks(self, states_BD: Tensor, k: int) -> Tensor:
+        which = torch.arange(k - 1, device=states_BD.device).clamp(max=len(self._masks_KD) - 1)
+        masks_BKD = self._scale * self._masks_KD[which].expand(len(states_BD), -1, -1)
+        if self.layers.layer is None:
+            return masks_BKD
+        return masks_BKD + (states_BD[:, None] if self._mask_state_D is None else self._mask_state_D)
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """Reads what is not read, then masks, and draws all tokens."""
+        return self.in_one_pass(lengths, self._masks, aside=ASIDE)
+
+
+def build(config: Config, target: Target, runtime: Runtime) -> MedusaParallelDrafter:
+    """Loads the layer.
+
+    Raises:
+        ValueError: there is none, or it was trained for another target.
+    """
+    head = read_head(locate(config.draft, "medusa_parallel"), "medusa_parallel")
+    head.target.check(TargetIdentity.of(target.lm.model.config), config.draft)
+    return MedusaParallelDrafter(target.lm, head, runtime)

@@ -1,0 +1,327 @@
+"""Decoder layers of a drafter that read what the target has read: its tokens and its states, with a cache of their own.
+
+They are a causal LM of the target's shape with one layer or a few, which is given vectors in place of tokens, so that
+everything that a target's pass can do, in C++ too, its drafter's can. The embedding and the output head are the
+target's.
+
+Shape letters: B rows of a batch, M tokens that a round commits, N vectors of a pass, K drafted tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.forward import FINAL_NORM
+from paradraft.models.forward.cpu.tree import grow
+from paradraft.models.runtime import Runtime
+from paradraft.ragged import upload
+from paradraft.sampling.candidates import Candidates, assemble, assemble_from, candidates_needed, joined
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import ABSENT, Tree
+
+UNUSED_ROWS = 64
+"""Rows of an embedding and of an output head that nothing reads; a causal LM must have some."""
+
+
+def layers_like(config: PretrainedConfig, layers: int, *, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """A causal LM with random layers of a target's shape, whose embedding and output head are not used.
+
+    Args:
+        config: the target's.
+        layers: how many.
+        dtype: of its weights.
+        device: "meta" takes no memory.
+    """
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = layers
+    config.vocab_size = UNUSED_ROWS
+    config.tie_word_embeddings = True
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    config.name_or_path = ""
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.eval()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedLayers:
+    """What layers keep of a row that leaves.
+
+    Args:
+        cache: keys and values of what they have read.
+        states: `[M, D]` from which the tokens after these were predicted, as far as they are known.
+    """
+
+    cache: SavedRow
+    states: Tensor
+
+
+class DraftLayers:
+    """Layers, what they have read of each row, and what is committed and not read yet.
+
+    Args:
+        target: the model whose tokens and states are read.
+        weights: of the layers, named as in the body of a causal LM, such as "layers.0.mlp.up_proj.weight" and
+            "norm.weight"; without the latter what the last layer returns is not normed.
+        runtime: the target's.
+        layer: of the target, whose states are read, `FINAL_NORM` for the last ones; None reads tokens alone.
+        joined: makes vectors `[…, D]` of the embeddings `[…, D]` of tokens and the states `[…, D]` from which these
+            were predicted.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        weights: Mapping[str, Tensor],
+        runtime: Runtime,
+        *,
+        layer: int | None = FINAL_NORM,
+        joined: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        number = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+        model = layers_like(target.model.config, number, dtype=target.model.dtype).to(target.device)
+        _load(model, weights)
+        self.returned = FINAL_NORM if "norm.weight" in weights else number
+        self.lm = CausalLM(
+            model,
+            vocab_size=UNUSED_ROWS,
+            capacity=target.capacity,
+            width=runtime.width,
+            compiled=runtime.compiled,
+            pad_to=runtime.pad_to,
+            cuda_graphs=runtime.cuda_graphs,
+        )
+        self.target = target
+        self.layer = layer
+        self.joined = joined
+        self._tokens = torch.empty(0, 0, dtype=torch.long, device=target.device)
+        width = 0 if layer is None else target.model.config.hidden_size
+        self._states = torch.empty(0, 0, width, device=target.device)
+
+    def start(self) -> None:
+        """Forgets all rows."""
+        self.lm.start()
+        self._tokens, self._states = self._tokens[:0, :0], self._states[:0, :0]
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """Adds rows after the others, whose prompts are not read before a draft is wanted."""
+        self.lm.join(len(requests))
+        before, after = (self._tokens, prompt.tokens)
+        most = max(before.shape[1], after.shape[1])
+        pad = nn.functional.pad
+        self._tokens = torch.cat([pad(rows, (0, most - rows.shape[1]), value=ABSENT) for rows in (before, after)])
+        states = self._states_of(prompt)
+        both = (self._states.to(states.dtype), states)
+        self._states = torch.cat([pad(rows, (0, 0, 0, most - rows.shape[1])) for rows in both])
+
+    def commit(self, new: Committed) -> None:
+        """Takes in the tokens of a round, which are not read before a draft is wanted."""
+        states = self._states_of(new)
+        if not self._tokens.shape[1]:
+            self._tokens, self._states = new.tokens, states
+            return
+        self._tokens = torch.cat([self._tokens, new.tokens], dim=1)
+        self._states = torch.cat([self._states.to(states.dtype), states], dim=1)
+        self._tidy()
+
+    def _states_of(self, new: Committed) -> Tensor:
+        """`[B, M, D]`, or `[B, M, 0]` if no states are read."""
+        if self.layer is not None:
+            return new.hidden[self.layer]
+        return torch.empty(*new.tokens.shape, 0, device=new.tokens.device)
+
+    def _tidy(self) -> None:
+        """Moves what fills the rows to their right."""
+        is_absent = self._tokens == ABSENT
+        order_BN = is_absent.long().argsort(dim=1, stable=True)[:, : int((~is_absent).sum(1).max())]
+        self._tokens = self._tokens.gather(1, order_BN)
+        self._states = self._states.gather(1, order_BN[:, :, None].expand(-1, -1, self._states.shape[2]))
+
+    def keep(self, rows: Tensor) -> None:
+        """Forgets the other rows."""
+        self.lm.keep(rows)
+        self._tokens, self._states = self._tokens[rows], self._states[rows]
+
+    def save(self, row: int, most: int) -> SavedLayers:
+        """What is worth keeping of the first `most` tokens of a row that leaves."""
+        cache = self.lm.save(row, most)
+        unread = min(most - cache.length, int((self._tokens[row] != ABSENT).sum()))
+        return SavedLayers(cache=cache, states=self._states[row, :unread].clone())
+
+    def restore(self, row: int, saved: SavedLayers, shared: int) -> None:
+        """Begins a row that has just joined with what was saved of another; see `Drafter.restore`."""
+        length = int((self._tokens[row] != ABSENT).sum())
+        known = self.lm.restore(row, saved.cache, min(shared, length - 1))
+        # The target has not read again what both have in common, so its states are those of the other row.
+        more = max(min(shared - known, len(saved.states)), 0) if known == saved.cache.length else 0
+        self._states[row, known : known + more] = saved.states[:more].to(self._states.dtype)
+        self._tokens[row] = nn.functional.pad(self._tokens[row, known:], (0, known), value=ABSENT)
+        self._states[row] = nn.functional.pad(self._states[row, known:], (0, 0, 0, known))
+        self._tidy()
+
+    def read(self, lengths: Sequence[int], masks: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
+        """Reads what rows that want a draft have not read, and masks after it; the masks are not kept.
+
+        Args:
+            lengths: for each row how many tokens it drafts; at least one of them is not 0.
+            masks: makes the vectors `[B, k - 1, D]` of all masks, of the states `[B, D]` from which the rows' last
+                tokens were predicted, and of k; without masks only the first token is drafted.
+
+        Returns:
+            `[B, k, D]` what the layers return for the last committed token and for each mask; anything for what a row
+            does not want.
+        """
+        device, k = self.target.device, max(lengths) if masks else 1
+        is_wanted_B1 = upload(lengths, device)[:, None] > 0
+        tokens_BN = self._tokens.masked_fill(~is_wanted_B1, ABSENT)
+        states_BND = self._states
+        numbers = (tokens_BN != ABSENT).sum(1).tolist()
+        vectors_BND = self.joined(self.target.embed(tokens_BN), states_BND)
+        last_BD = states_BND[
+            torch.arange(len(numbers), device=device), upload([max(n - 1, 0) for n in numbers], device)
+        ]
+        if max(numbers) + k > self.lm.width:
+            self.lm.prefill([[0] * number for number in numbers], vectors=vectors_BND)
+            ends_B1 = upload([[max(number - 1, 0)] for number in numbers], device)
+            vectors_BND = vectors_BND.gather(1, ends_B1[:, :, None].expand(-1, -1, vectors_BND.shape[2]))
+            numbers = [min(number, 1) for number in numbers]
+        counts = [number + min(length, k) - 1 if number else 0 for number, length in zip(numbers, lengths, strict=True)]
+        if masks is not None and k > 1:
+            N = vectors_BND.shape[1]
+            vectors_BND = torch.cat([vectors_BND, masks(last_BD, k)], dim=1)
+            places = [[i if i < number else N + i - number for i in range(max(counts))] for number in numbers]
+            if min(numbers) < N:
+                index_BND = upload(places, device)[:, :, None].clamp(max=vectors_BND.shape[1] - 1)
+                vectors_BND = vectors_BND.gather(1, index_BND.expand(-1, -1, vectors_BND.shape[2]))
+        vectors_BND = vectors_BND[:, : max(counts)]
+        present = upload([[0] * count + [ABSENT] * (max(counts) - count) for count in counts], device)
+        first_B1 = torch.zeros(len(counts), 1, dtype=torch.long, device=device)
+        out = self.lm.forward(present, logit_rows=first_B1, hidden_layers=(self.returned,), vectors=vectors_BND)
+        self.lm.advance(numbers)
+        self._tokens = self._tokens.masked_fill(is_wanted_B1, ABSENT)
+        self._tidy()
+        rows = [[min(max(number - 1, 0) + i, max(counts) - 1) for i in range(k)] for number in numbers]
+        return out.hidden[self.returned].gather(
+            1, upload(rows, device)[:, :, None].expand(-1, -1, vectors_BND.shape[2])
+        )
+
+    def step(self, tokens_B1: Tensor, states_B1D: Tensor) -> Tensor:
+        """Reads one more drafted token of each row after its state `[B, 1, D]`, and returns the next state.
+
+        Args:
+            tokens_B1: `ABSENT` in rows that draft no further.
+            states_B1D: what was predicted in place of the target's.
+        """
+        present_B1 = tokens_B1.masked_fill(tokens_B1 >= 0, 0).clamp(min=ABSENT)
+        vectors = self.joined(self.target.embed(tokens_B1), states_B1D)
+        out = self.lm.forward(
+            present_B1, logit_rows=torch.zeros_like(present_B1), hidden_layers=(self.returned,), vectors=vectors
+        )
+        self.lm.advance((present_B1[:, 0] != ABSENT).long().tolist())
+        return out.hidden[self.returned]
+
+
+def _load(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Gives the layers their weights."""
+    body = model.model
+    named = {name: weight for name, weight in weights.items() if name.startswith("layers.") or name == "norm.weight"}
+    wanted = {name for name in body.state_dict() if name.startswith("layers.")}
+    if missing := sorted(wanted - named.keys()):
+        raise ValueError(f"the drafter's checkpoint has no {missing[0]}: train it again")
+    body.load_state_dict(named, strict=False)
+
+
+class LayersDrafter(Drafter):
+    """A drafter whose state is that of its layers; it overrides `propose`.
+
+    Args:
+        layers: what it drafts with.
+    """
+
+    _sampler: Sampler
+
+    def __init__(self, layers: DraftLayers) -> None:
+        self.layers = layers
+        if layers.layer is not None:
+            self.hidden_layers = self.prompt_hidden_layers = (layers.layer,)
+        self._tree: Tree | None = None
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """Forgets all rows."""
+        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
+        self.layers.start()
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """Remembers the prompts; they are read when a draft is wanted for the first time."""
+        self._sampler.join(requests)
+        self.layers.join(requests, prompt)
+
+    def commit(self, new: Committed) -> None:
+        """All newly committed tokens are read in the next pass, with the target's states."""
+        self.layers.commit(new)
+        self._sampler.commit(new)
+
+    def keep(self, rows: Tensor) -> None:
+        """Forgets the other rows."""
+        self.layers.keep(rows)
+        self._sampler.keep(rows)
+
+    def save(self, row: int, most: int) -> SavedLayers:
+        """What the layers have read of a row, and the states that they have not."""
+        return self.layers.save(row, most)
+
+    def restore(self, row: int, saved: SavedLayers, shared: int) -> None:
+        """Reads only what the layers had not read of the other row."""
+        self.layers.restore(row, saved, shared)
+
+    def one_by_one(self, lengths: Sequence[int]) -> Draft:
+        """The draft of one pass for each token, each after the state that the one before returned.
+
+        Args:
+            lengths: see `Drafter.propose`.
+        """
+        layers, device, k = self.layers, self.layers.target.device, max(lengths)
+        if k == 0:
+            return Draft.empty(len(lengths), device)
+        lengths_B1 = upload(lengths, device)[:, None]
+        states_B1D, committed = layers.read(lengths), layers.lm.lengths
+        best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=device)
+        found: list[Candidates] = []
+        for depth in range(k):
+            if found:
+                wanted_B1 = best_BK[:, -1:].masked_fill(lengths_B1 <= depth, ABSENT)
+                states_B1D = layers.step(wanted_B1, states_B1D)
+            logits_B1V = layers.target.head(states_B1D)
+            found.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
+            best_BK = torch.cat([best_BK, found[-1].tokens[:, :, 0]], dim=1)
+        layers.lm.rollback(committed)
+        return assemble(joined(found), self._tree, aside=0.0, faster=grow)
+
+    def in_one_pass(self, lengths: Sequence[int], masks: Callable[[Tensor, int], Tensor], *, aside: float) -> Draft:
+        """The draft that the layers predict in one pass over what they have not read and masks.
+
+        Args:
+            lengths: see `Drafter.propose`.
+            masks: see `DraftLayers.read`.
+            aside: see `sampling.candidates.assemble`.
+        """
+        if (k := max(lengths)) == 0:
+            return Draft.empty(len(lengths), self.layers.target.device)
+        logits_BKV = self.layers.target.head(self.layers.read(lengths, masks))
+        number = candidates_needed(self._tree)
+
+        def candidates_at(first: int, last: int, before_BD: Tensor | None) -> Candidates:
+            return self._sampler.candidates(logits_BKV[:, first:last], first, number, before_BD)
+
+        return assemble_from(candidates_at, k, self._tree, aside=aside, faster=grow)
