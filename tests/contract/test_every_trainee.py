@@ -10,17 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from paradraft.core import Request
 from paradraft.data.samples import Sample
+from paradraft.decode.generation import Generation
 from paradraft.drafters import drafter_names, takes_draft
 from paradraft.engine import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train import launch, recipe_class, setup, trainee_module, trainee_names
 from paradraft.train.batch import TrainingBatch
+from paradraft.train.heads import HeadRecipe
 from paradraft.train.progress import Progress, Report
 from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import Trainee
+from tests.conftest import VOCAB
 
+HEADS = [name for name in trainee_names() if issubclass(recipe_class(trainee_module(name)), HeadRecipe)]
+"""The drafters on the target's states."""
 EXACT = Runtime(dtype="float64", compiled=False)
 TEXTS = ("helloworld" * 6, "abcabcabc" * 4)
 
@@ -161,6 +167,39 @@ def test_a_loss_is_a_sum_over_samples(family: Path, tmp_path: Path, name: str, g
     assert alone[3] and any(gradient.abs().max() > 0 for gradient in alone[3])
     for found, expected in zip(together[3], alone[3], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_decoding_computes_what_is_trained(family: Path, tmp_path: Path, name: str, compiled: bool) -> None:
+    """Guards states, embeddings and masks that training pairs in another way than decoding does: such a drafter loses
+    acceptance and nothing else. Its draft, taken as the text, is what the trained rows after the prompt predict."""
+    trainee = prepare(name, recipe_for(name, family, tmp_path / "out", k=4)).trainee
+    objective = trainee.objective.eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in objective.parameters():
+            parameter += (
+                0.2 * parameter.std().nan_to_num(0.1).clamp(min=0.1) * torch.randn(parameter.shape, generator=generator)
+            )
+            parameter.copy_(parameter.bfloat16())
+    trainee.save(tmp_path / "drafter", objective.state_dict())
+    runtime = Runtime(dtype="float32", compiled=compiled)
+    drafted = load(str(family / "target"), drafter=name, draft=str(tmp_path / "drafter"), k=4, runtime=runtime)
+    batch = drafted.new_batch()
+    for prompt in ([5], [7, 9, 11, 13, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]):
+        batch.clear()
+        batch.join([Generation(Request(tokens=prompt))])
+        draft = batch.drafter.propose([4]).tokens[0].tolist()
+        text = Sample(tokens=prompt + draft, is_label=[True] * (len(prompt) + 4))
+        rows = trainee.collate([[text]], [[torch.Generator()]])
+        with torch.no_grad():
+            hidden = objective.hidden(rows, objective.target.read(rows.texts))
+            predicted = objective.head(hidden.flatten(0, 1), rows.depths.flatten())[:, :VOCAB].argmax(-1)
+        is_after = (rows.positions - rows.depths).flatten() == len(prompt) - 1
+        depths = rows.depths.flatten()[is_after].tolist()
+        assert depths == list(range(trainee.depths))
+        assert predicted[is_after].tolist() == draft[: trainee.depths]
 
 
 @pytest.mark.parametrize("name", trainee_names())
