@@ -250,6 +250,11 @@ class Drafter:
     reserved_tokens: tuple[int, ...] = ()
     """Tokens, such as a mask, that no answer may contain."""
 
+    @property
+    def models(self) -> tuple[Any, ...]:
+        """The models of its own that it drafts with, each a `paradraft.models.causal_lm.CausalLM`; not its target."""
+        return ()
+
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """Forgets all rows.
 

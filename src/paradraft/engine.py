@@ -235,7 +235,7 @@ class Engine:
 
     def _torch_threads(self) -> AbstractContextManager[None]:
         """One thread for what torch computes in a round, if all passes are in C++ with threads of their own."""
-        lms = [self.target.lm, *(part for part in vars(self.drafter).values() if isinstance(part, CausalLM))]
+        lms: list[CausalLM] = [self.target.lm, *self.drafter.models]
         return one_torch_thread() if all(lm.is_native for lm in lms) else nullcontext()
 
     def warm_up(self, batch_size: int = 1) -> None:

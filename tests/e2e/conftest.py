@@ -11,6 +11,7 @@ import pytest
 
 from paradraft import cli
 from paradraft.drafters import takes_draft
+from tests.support.drafts import draft_of
 
 EXACT = ["--dtype", "float64"]
 MISTAKE, INTERRUPTED = 2, 130
@@ -54,5 +55,6 @@ def assert_mistake(outcome: Outcome, *named: object) -> None:
 
 def drafting(family: Path, name: str) -> list[object]:
     """The options that name a target and a drafter of the tiny family."""
-    draft = ["--draft", family / ("pard" if name == "pard" else "draft")] if takes_draft(name) else []
+    folder = family / "draft" if name == "autoregressive" else draft_of(family, name)
+    draft = ["--draft", folder] if takes_draft(name) else []
     return ["--target", family / "target", "--drafter", name, *draft, *EXACT]

@@ -37,7 +37,7 @@ def test_what_can_be_trained_is_listed(paradraft: Paradraft) -> None:
     """Guards `train --help`, with a name too, a name that does not exist, and a recipe that is missing."""
     for command in (["train"], ["train", "pard"]):
         assert "What to train: pard" in paradraft(*command, "--help").out
-    assert_mistake(paradraft("train", "medusa", "recipe.yaml"), "unknown training 'medusa': use one of pard")
+    assert_mistake(paradraft("train", "medussa", "recipe.yaml"), "unknown training 'medussa': use one of eagle")
     assert_mistake(paradraft("train", "pard"), "train pard: name a recipe")
 
 

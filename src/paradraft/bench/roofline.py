@@ -129,9 +129,8 @@ class Size:
 
 def models_of(target: CausalLM, drafter: Drafter) -> dict[str, CausalLM]:
     """The models whose passes a method's time goes to; a drafter without one only reads tokens."""
-    drafts = [value for value in vars(drafter).values() if isinstance(value, CausalLM)]
-    names = ["draft", *(f"draft {number}" for number in range(2, len(drafts) + 1))]
-    return {"target": target} | dict(zip(names, drafts, strict=False))
+    names = ["draft", *(f"draft {number}" for number in range(2, len(drafter.models) + 1))]
+    return {"target": target} | dict(zip(names, drafter.models, strict=False))
 
 
 def passes_of(models: dict[str, CausalLM]) -> Passes:

@@ -56,6 +56,11 @@ class AutoregressiveDrafter(Drafter):
         self._best_BK = torch.empty(0, 0, dtype=torch.long)
         self._committed: list[int] = []
 
+    @property
+    def models(self) -> tuple[CausalLM, ...]:
+        """The draft model."""
+        return (self.lm,)
+
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """Forgets all rows."""
         self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree

@@ -66,6 +66,11 @@ class PardDrafter(Drafter):
         self._tree: Tree | None = None
         self._pending: list[list[int]] = []
 
+    @property
+    def models(self) -> tuple[CausalLM, ...]:
+        """The draft model."""
+        return (self.lm,)
+
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """Forgets all rows."""
         self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree

@@ -257,6 +257,11 @@ class LayersDrafter(Drafter):
             self.hidden_layers = self.prompt_hidden_layers = (layers.layer,)
         self._tree: Tree | None = None
 
+    @property
+    def models(self) -> tuple[CausalLM, ...]:
+        """The layers."""
+        return (self.layers.lm,)
+
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """Forgets all rows."""
         self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
