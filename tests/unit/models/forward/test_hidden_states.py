@@ -270,3 +270,44 @@ def test_recordings_of_different_layers_are_told_apart(monkeypatch: pytest.Monke
     monkeypatch.setattr(Replays, "__call__", lambda self, *given, kind: replay(self, *given))
     lm._compute.forget()
     assert right() == [True, True, False, True, False, True], "each time that of layer 2"
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_head_of_states_is_that_of_the_pass(backend: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards drafters that read states: what the head makes of them is what the pass made of them, to the last bit in
+    C++, and forbidden ids stay forbidden."""
+    lm = lm_of(backend, monkeypatch, kind)
+    lm.forbid([3])
+    out = lm.forward(tokens(7), hidden_layers=(FINAL_NORM,))
+    found = lm.head(out.hidden[FINAL_NORM])
+    assert bool((found[..., 3] == -torch.inf).all()) and found.shape == out.logits.shape
+    if backend.startswith("C++"):
+        assert torch.equal(found, out.logits)
+    else:
+        torch.testing.assert_close(found, out.logits)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_linear_layers_and_embeddings_of_a_drafter(
+    backend: str, size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards layers whose numbers of inputs and outputs are no multiples of anything, with a bias and without, and
+    their bits, which must not depend on the rows beside."""
+    lm = lm_of(backend, monkeypatch, size=size)
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(37, size[0], generator=generator), torch.randn(37, generator=generator)
+    weight, bias = weight.bfloat16().float(), bias.bfloat16().float()
+    inputs = torch.randn(3, 5, size[0], generator=generator).bfloat16().float()
+    for added in (None, bias):
+        layer = lm.linear(weight, added)
+        expected = torch.nn.functional.linear(
+            inputs.double(), weight.double(), None if added is None else added.double()
+        )
+        torch.testing.assert_close(layer(inputs).double(), expected, rtol=1e-4, atol=1e-4)
+        if backend.startswith("C++"):
+            assert torch.equal(layer(inputs)[1:2, 2:3], layer(inputs[1:2, 2:3]))
+    ids = torch.tensor([[1, ABSENT], [2, 0]])
+    found = lm.embed(ids)
+    assert torch.equal(found[1, 0], lm.model.get_input_embeddings().weight[2]) and found.shape == (2, 2, size[0])
