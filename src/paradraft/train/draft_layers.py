@@ -42,8 +42,8 @@ class LayersRecipe(HeadRecipe):
     """Settings of every training of decoder layers that read the target's states."""
 
     layers: int = Field(default=1, ge=1, description="decoder layers of the target's shape")
-    init: Literal["last", "random"] = Field(
-        default="last", description="the layers begin as the target's last ones, or with random weights"
+    init: Literal["first", "last", "random"] = Field(
+        default="first", description="the layers begin as the target's first or last ones, or with random weights"
     )
     final_norm: bool = Field(default=True, description="a norm after the layers, which begins as the target's last one")
     regression: float = Field(default=0.0, ge=0, description="what the loss of the states weighs (Eq. 4)")
@@ -90,9 +90,10 @@ class LayersObjective(HeadObjective):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             body.apply(model._init_weights)
-        if recipe.init == "last":
-            for own, last in zip(body.layers, theirs.layers[-recipe.layers :], strict=True):
-                own.load_state_dict(last.state_dict())
+        if recipe.init != "random":
+            copied = theirs.layers[: recipe.layers] if recipe.init == "first" else theirs.layers[-recipe.layers :]
+            for own, layer in zip(body.layers, copied, strict=True):
+                own.load_state_dict(layer.state_dict())
         if recipe.final_norm:
             body.norm.load_state_dict(theirs.norm.state_dict())
         else:
