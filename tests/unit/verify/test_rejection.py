@@ -8,6 +8,7 @@ accepts a node is searched by bisection, to the last bit. So nothing of the rule
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ VOCAB, LENGTH = 4, 4
 Verify = Callable[[Draft, TargetOut, "Scripted"], Verdict]
 
 SHAPES = {
+    "one": [-1],
     "chain": [-1, 0, 1],
     "siblings": [-1, -1, 0],
     "tree": [-1, -1, 0, 1],
@@ -260,10 +262,24 @@ def pad_is_zero(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:
     return verify(Draft(tokens=draft.tokens.clamp(min=0), parents=draft.parents, probs=draft.probs), out, sampler)
 
 
+def p_one_row_too_late(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:
+    """Compares a token with what the target says after it (PEARL, Alg. 2, lines 29 and 32, taken literally)."""
+    late = torch.cat([out.logits[:, 1:], out.logits[:, -1:]], dim=1)
+    verdict = verify(draft, TargetOut(logits=late, hidden={}), sampler)
+    last = torch.cat([torch.full((len(verdict.path), 1), ABSENT), verdict.path], dim=1)
+    node = last.gather(1, verdict.accepted[:, None])[:, 0]
+    sampler.left_BV = sampler.p_BMV[torch.arange(len(node)), node + 1]
+    return verdict
+
+
 @pytest.mark.parametrize(
     ("wrong", "shape", "sampled"),
     [
         (softmax_for_argmax, "chain", False),
+        (softmax_for_argmax, "three siblings", False),  # ParallelSpec's Alg. 1 with its A.3, taken literally
+        (softmax_for_argmax, "tree", False),
+        (p_one_row_too_late, "one", True),
+        (p_one_row_too_late, "chain", True),
         (always_accept, "chain", True),
         (always_accept, "tree", False),
         (bonus_after_rejection, "chain", True),
@@ -276,6 +292,40 @@ def pad_is_zero(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:
 def test_wrong_rules_are_caught(wrong: Verify, shape: str, sampled: bool) -> None:
     """Control: an enumeration that these rules pass would not guard losslessness."""
     assert largest_error(wrong, shape, sampled=sampled) > 1e-3
+
+
+def with_one_number(shape: str, *, numbers: int = 500) -> dict[tuple[int, ...], float]:
+    """The joint distribution where a draft's tokens are all tried with the same random number (PEARL's public code)."""
+    parents, N = SHAPES[shape], len(SHAPES[shape])
+    drafts = possible_drafts(shape, sampled=True)
+    p = [[p_of(tuple(d.tokens[i] for i in path_to(parents, node))) for node in range(-1, N)] for d in drafts]
+    p_BMV = torch.tensor(p, dtype=torch.float64)
+    draft = Draft(
+        tokens=torch.tensor([draft.tokens for draft in drafts]),
+        parents=torch.tensor(parents).expand(len(drafts), N),
+        probs=torch.tensor([draft.probs for draft in drafts], dtype=torch.float64),
+    )
+    begun: Counter[tuple[int, ...]] = Counter()
+    for number in range(numbers):
+        chance = torch.full((len(drafts), N), (number + 0.5) / numbers, dtype=torch.float64)
+        script = Scripted(p_BMV, chance)
+        verdict = verify(draft, TargetOut(logits=p_BMV.log(), hidden={}), script)
+        for row, drafted in enumerate(drafts):
+            start = tuple(verdict.tokens[row, : int(verdict.accepted[row])].tolist())
+            for token, chance_of_it in enumerate(script.left_BV[row].tolist()):
+                begun[(*start, token)[:LENGTH]] += drafted.weight / numbers * chance_of_it
+    joint: dict[tuple[int, ...], float] = dict.fromkeys(itertools.product(range(VOCAB), repeat=LENGTH), 0.0)
+    for text, weight in begun.items():
+        spread(joint, text, weight)
+    return joint
+
+
+def test_one_number_for_two_tokens_is_caught() -> None:
+    """Control: tests of acceptance are independent. With one drafted token there is one number, and no error."""
+    expected = plain_distribution()
+    found = {shape: with_one_number(shape) for shape in ("one", "chain")}
+    errors = {shape: max(abs(joint[text] - expected[text]) for text in expected) for shape, joint in found.items()}
+    assert errors["one"] < 3e-4 and errors["chain"] > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["sampled chain", "sampled tree", "likeliest tokens"])
