@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Draft
-from paradraft.formats.head import Head, TargetIdentity, read_head
+from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.draft_layers import DraftLayers, LayersDrafter
 from paradraft.models.loading import locate
@@ -47,8 +47,9 @@ class EagleDrafter(LayersDrafter):
     branching = "spine"
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
-        self._join = target.linear(head.weights["fc.weight"], head.weights["fc.bias"])
-        super().__init__(DraftLayers(target, head.weights, runtime, joined=self._joined))
+        width = target.model.config.hidden_size
+        self._join = target.linear(head.tensor("fc.weight", width, 2 * width), head.tensor("fc.bias", width))
+        super().__init__(DraftLayers(target, head, runtime, joined=self._joined))
 
     def _joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
         return self._join(torch.cat([embeddings.to(states.dtype), states], dim=-1))
@@ -64,6 +65,5 @@ def build(config: Config, target: Target, runtime: Runtime) -> EagleDrafter:
     Raises:
         ValueError: there is none, or it was trained for another target.
     """
-    head = read_head(locate(config.draft, "eagle"), "eagle")
-    head.target.check(TargetIdentity.of(target.lm.model.config), config.draft)
+    head = read_head(locate(config.draft, "eagle"), "eagle", target.lm.model.config)
     return EagleDrafter(target.lm, head, runtime)

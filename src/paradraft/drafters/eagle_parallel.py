@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Draft
-from paradraft.formats.head import Head, TargetIdentity, read_head
+from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.draft_layers import DraftLayers, LayersDrafter
+from paradraft.models.draft_layers import DraftLayers, LayersDrafter, Masks
 from paradraft.models.loading import locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -53,20 +53,17 @@ class EagleParallelDrafter(LayersDrafter):
     branching = "tree"
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
-        self._join = target.linear(head.weights["fc.weight"], head.weights["fc.bias"])
-        super().__init__(DraftLayers(target, head.weights, runtime, joined=self._joined))
-        self._masks_KD = head.weights["masks.embeddings"].to(target.device).float()
-        state = head.weights.get("masks.state")
-        self._mask_state_D = None if state is None else state.to(target.device).float()
+        width = target.model.config.hidden_size
+        self._join = target.linear(head.tensor("fc.weight", width, 2 * width), head.tensor("fc.bias", width))
+        super().__init__(DraftLayers(target, head, runtime, joined=self._joined))
+        self.masks = Masks(head, target.device)
+        self.max_k = self.masks.max_k
 
     def _joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
         return self._join(torch.cat([embeddings.to(states.dtype), states], dim=-1))
 
     def _masks(self, states_BD: Tensor, k: int) -> Tensor:
-        which = torch.arange(k - 1, device=states_BD.device).clamp(max=len(self._masks_KD) - 1)
-        masks_BKD = self._masks_KD[which].expand(len(states_BD), -1, -1)
-        states_D = states_BD[:, None] if self._mask_state_D is None else self._mask_state_D
-        return self._joined(masks_BKD, states_D.to(states_BD.dtype).expand_as(masks_BKD))
+        return self._joined(*self.masks(states_BD, k))
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads what is not read, then masks, and draws all tokens."""
@@ -79,6 +76,5 @@ def build(config: Config, target: Target, runtime: Runtime) -> EagleParallelDraf
     Raises:
         ValueError: there is none, or it was trained for another target.
     """
-    head = read_head(locate(config.draft, "eagle_parallel"), "eagle_parallel")
-    head.target.check(TargetIdentity.of(target.lm.model.config), config.draft)
+    head = read_head(locate(config.draft, "eagle_parallel"), "eagle_parallel", target.lm.model.config)
     return EagleParallelDrafter(target.lm, head, runtime)

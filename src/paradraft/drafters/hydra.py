@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
-from paradraft.formats.head import Head, TargetIdentity, read_head
+from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.cpu.tree import grow
@@ -54,11 +54,17 @@ class HydraDrafter(Drafter):
 
     def __init__(self, lm: CausalLM, head: Head) -> None:
         self.lm = lm
-        self.max_k = int(head.config["num_heads"])
+        self.max_k = head.setting("num_heads", int)
         self._tree: Tree | None = None
-        self._scale = float(head.config["embedding_scale"])
-        names = [f"blocks.{number}" for number in range(self.max_k)]
-        self._blocks = [lm.linear(head.weights[f"{name}.weight"], head.weights[f"{name}.bias"]) for name in names]
+        self._scale = head.setting("embedding_scale", float)
+        width = lm.model.config.hidden_size
+        self._blocks = [
+            lm.linear(
+                head.tensor(f"blocks.{number}.weight", width, (number + 2) * width),
+                head.tensor(f"blocks.{number}.bias", width),
+            )
+            for number in range(self.max_k)
+        ]
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """Forgets all rows."""
@@ -111,6 +117,5 @@ def build(config: Config, target: Target, runtime: Runtime) -> HydraDrafter:
     Raises:
         ValueError: there are none, or they were trained for another target.
     """
-    head = read_head(locate(config.draft, "hydra"), "hydra")
-    head.target.check(TargetIdentity.of(target.lm.model.config), config.draft)
+    head = read_head(locate(config.draft, "hydra"), "hydra", target.lm.model.config)
     return HydraDrafter(target.lm, head)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
-from paradraft.formats.head import Head, TargetIdentity, read_head
+from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.cpu.tree import grow
@@ -58,16 +58,23 @@ class MedusaDrafter(Drafter):
 
     def __init__(self, lm: CausalLM, head: Head) -> None:
         self.lm = lm
-        self.max_k = int(head.config["num_heads"])
+        self.max_k = head.setting("num_heads", int)
         self._tree: Tree | None = None
         blocks = range(self.max_k)
+        width, rows = lm.model.config.hidden_size, len(lm.model.lm_head.weight)
+        names = [
+            [f"blocks.{n}.layers.{layer}" for n in blocks] for layer in range(head.setting("num_hidden_layers", int))
+        ]
         self._blocks = [
-            [_block(lm, head.weights, f"blocks.{number}.layers.{layer}") for number in blocks]
-            for layer in range(head.config["num_hidden_layers"])
+            [
+                lm.linear(head.tensor(f"{name}.weight", width, width), head.tensor(f"{name}.bias", width))
+                for name in layer
+            ]
+            for layer in names
         ]
         self._heads: list[Callable[[Tensor], Tensor]] | None = None
-        if not head.config["original_lm_head"]:
-            self._heads = [lm.linear(head.weights[f"lm_heads.{number}.weight"]) for number in blocks]
+        if not head.setting("original_lm_head", bool):
+            self._heads = [lm.linear(head.tensor(f"lm_heads.{number}.weight", rows, width)) for number in blocks]
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """Forgets all rows."""
@@ -114,16 +121,11 @@ class MedusaDrafter(Drafter):
         self._sampler.keep(rows)
 
 
-def _block(lm: CausalLM, weights: dict[str, Tensor], name: str) -> Callable[[Tensor], Tensor]:
-    return lm.linear(weights[f"{name}.weight"], weights[f"{name}.bias"])
-
-
 def build(config: Config, target: Target, runtime: Runtime) -> MedusaDrafter:
     """Loads the heads.
 
     Raises:
         ValueError: there are none, or they were trained for another target.
     """
-    head = read_head(locate(config.draft, "medusa"), "medusa")
-    head.target.check(TargetIdentity.of(target.lm.model.config), config.draft)
+    head = read_head(locate(config.draft, "medusa"), "medusa", target.lm.model.config)
     return MedusaDrafter(target.lm, head)

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from paradraft.core import Draft
-from paradraft.formats.head import Head, TargetIdentity, read_head
+from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.draft_layers import DraftLayers, LayersDrafter
+from paradraft.models.draft_layers import DraftLayers, LayersDrafter, Masks
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.loading import locate
 from paradraft.models.runtime import Runtime
@@ -51,12 +50,11 @@ class MedusaParallelDrafter(LayersDrafter):
     branching = "tree"
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
-        layer = FINAL_NORM if head.config["reads"] == "state" else None
-        self._scale = float(head.config["embedding_scale"])
-        super().__init__(DraftLayers(target, head.weights, runtime, layer=layer, joined=self._joined))
-        self._masks_KD = head.weights["masks.embeddings"].to(target.device).float()
-        state = head.weights.get("masks.state")
-        self._mask_state_D = None if state is None else state.to(target.device).float()
+        layer = FINAL_NORM if head.setting("reads", str) == "state" else None
+        self._scale = head.setting("embedding_scale", float)
+        super().__init__(DraftLayers(target, head, runtime, layer=layer, joined=self._joined))
+        self.masks = Masks(head, target.device)
+        self.max_k = self.masks.max_k
 
     def _joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
         """What the layer reads, `[…, D]`; `states` are `[…, 0]` if it reads embeddings alone."""
@@ -64,11 +62,7 @@ class MedusaParallelDrafter(LayersDrafter):
         return scaled + states if states.shape[-1] else scaled
 
     def _masks(self, states_BD: Tensor, k: int) -> Tensor:
-        which = torch.arange(k - 1, device=states_BD.device).clamp(max=len(self._masks_KD) - 1)
-        masks_BKD = self._scale * self._masks_KD[which].expand(len(states_BD), -1, -1)
-        if self.layers.layer is None:
-            return masks_BKD
-        return masks_BKD + (states_BD[:, None] if self._mask_state_D is None else self._mask_state_D)
+        return self._joined(*self.masks(states_BD, k))
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads what is not read, then masks, and draws all tokens."""
@@ -81,6 +75,5 @@ def build(config: Config, target: Target, runtime: Runtime) -> MedusaParallelDra
     Raises:
         ValueError: there is none, or it was trained for another target.
     """
-    head = read_head(locate(config.draft, "medusa_parallel"), "medusa_parallel")
-    head.target.check(TargetIdentity.of(target.lm.model.config), config.draft)
+    head = read_head(locate(config.draft, "medusa_parallel"), "medusa_parallel", target.lm.model.config)
     return MedusaParallelDrafter(target.lm, head, runtime)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from paradraft.digests import weights_digest
 
+S = TypeVar("S", int, float, bool, str)
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 TARGET = "target"
 """The key of the config that holds a `TargetIdentity`."""
@@ -73,11 +74,40 @@ class Head:
         config: the drafter's own settings, `model_type` among them.
         target: for which it was trained.
         weights: by name.
+        name: of the folder, for messages.
     """
 
     config: dict[str, Any]
     target: TargetIdentity
     weights: dict[str, Tensor]
+    name: str = ""
+
+    def setting(self, key: str, kind: type[S]) -> S:
+        """A setting of the config.
+
+        Raises:
+            ValueError: it is missing, or of another type.
+        """
+        found = self.config.get(key)
+        if type(found) is not kind:
+            raise ValueError(f"draft {self.name!r}: {key} in its config.json is {found!r}: train it again")
+        return found
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """A tensor of the weights.
+
+        Args:
+            name: of the tensor.
+            shape: that it must have.
+
+        Raises:
+            ValueError: it is missing, or has another shape.
+        """
+        found = self.weights.get(name)
+        if found is None or found.shape != shape:
+            told = "is missing" if found is None else f"has the shape {tuple(found.shape)}, not {shape}"
+            raise ValueError(f"draft {self.name!r}: {name} {told}: train it again")
+        return found
 
 
 def write_head(folder: Path, head: Head) -> None:
@@ -87,16 +117,23 @@ def write_head(folder: Path, head: Head) -> None:
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def read_head(name: str, kind: str) -> Head:
-    """Reads a checkpoint.
+def read_head(name: str, kind: str, config: PretrainedConfig) -> Head:
+    """Reads a checkpoint for a target.
 
     Args:
         name: a folder with a `config.json`, or a Hugging Face id.
         kind: the drafter that is to use it.
+        config: the target's.
 
     Raises:
-        ValueError: it is a checkpoint of something else, or damaged.
+        ValueError: it is a checkpoint of something else or for another target, or damaged.
     """
+    head = _read(name, kind)
+    head.target.check(TargetIdentity.of(config), name)
+    return head
+
+
+def _read(name: str, kind: str) -> Head:
     try:
         config: dict[str, Any] = json.loads(_file(name, CONFIG).read_text(encoding="utf-8"))
         if (found := config.get("model_type")) != kind:
@@ -108,7 +145,7 @@ def read_head(name: str, kind: str) -> Head:
             f"draft {name!r} cannot be read ({type(error).__name__}: {error}): train it again with "
             f"`paradraft train {kind}`"
         ) from None
-    return Head(config=config, target=target, weights=weights)
+    return Head(config=config, target=target, weights=weights, name=name)
 
 
 def _file(name: str, file: str) -> Path:

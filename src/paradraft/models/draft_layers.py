@@ -10,14 +10,16 @@ Shape letters: B rows of a batch, M tokens that a round commits, N vectors of a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.formats.head import Head
 from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.cpu.tree import grow
@@ -72,8 +74,8 @@ class DraftLayers:
 
     Args:
         target: the model whose tokens and states are read.
-        weights: of the layers, named as in the body of a causal LM, such as "layers.0.mlp.up_proj.weight" and
-            "norm.weight"; without the latter what the last layer returns is not normed.
+        head: the checkpoint. It has the layers' weights, named as in the body of a causal LM, such as
+            "layers.0.mlp.up_proj.weight", and "norm.weight", without which what the last layer returns is not normed.
         runtime: the target's.
         layer: of the target, whose states are read, `FINAL_NORM` for the last ones; None reads tokens alone.
         joined: makes vectors `[…, D]` of the embeddings `[…, D]` of tokens and the states `[…, D]` from which these
@@ -83,16 +85,19 @@ class DraftLayers:
     def __init__(
         self,
         target: CausalLM,
-        weights: Mapping[str, Tensor],
+        head: Head,
         runtime: Runtime,
         *,
         layer: int | None = FINAL_NORM,
         joined: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        number = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+        number = head.setting("num_hidden_layers", int)
         model = layers_like(target.model.config, number, dtype=target.model.dtype).to(target.device)
-        _load(model, weights)
-        self.returned = FINAL_NORM if "norm.weight" in weights else number
+        body: Any = model.model
+        own = {name: tensor for name, tensor in body.state_dict().items() if not name.startswith("embed_tokens")}
+        self.returned = FINAL_NORM if "norm.weight" in head.weights else number
+        wanted = [name for name in own if name != "norm.weight" or self.returned == FINAL_NORM]
+        body.load_state_dict({name: head.tensor(name, *own[name].shape) for name in wanted}, strict=False)
         self.lm = CausalLM(
             model,
             vocab_size=UNUSED_ROWS,
@@ -232,14 +237,38 @@ class DraftLayers:
         return out.hidden[self.returned]
 
 
-def _load(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Gives the layers their weights."""
-    body = model.model
-    named = {name: weight for name, weight in weights.items() if name.startswith("layers.") or name == "norm.weight"}
-    wanted = {name for name in body.state_dict() if name.startswith("layers.")}
-    if missing := sorted(wanted - named.keys()):
-        raise ValueError(f"the drafter's checkpoint has no {missing[0]}: train it again")
-    body.load_state_dict(named, strict=False)
+class Masks:
+    """The masks that a drafter reads after the committed tokens.
+
+    Args:
+        head: the checkpoint: "masks.embeddings" has one for each place of the draft after the first, or one for all;
+            "masks.state" what they have for a state. Without it they have that before the last committed token.
+        device: of the tensors.
+
+    Raises:
+        ValueError: the checkpoint has no masks.
+    """
+
+    def __init__(self, head: Head, device: torch.device) -> None:
+        number, width = len(head.weights.get("masks.embeddings", ())), head.setting("hidden_size", int)
+        self._embeddings_KD = head.tensor("masks.embeddings", max(number, 1), width).to(device).float()
+        self._state_D = None
+        if "masks.state" in head.weights:
+            self._state_D = head.tensor("masks.state", width).to(device).float()
+        self.max_k = number + 1 if number > 1 else None
+        """One mask serves all places, also those that no training has seen."""
+
+    def __call__(self, states_BD: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Embeddings and states `[B, k - 1, D]` of masks.
+
+        Args:
+            states_BD: those before each row's last token; `[B, 0]` if no states are read.
+            k: tokens that are drafted.
+        """
+        which = torch.arange(k - 1, device=states_BD.device).clamp(max=len(self._embeddings_KD) - 1)
+        masks_BKD = self._embeddings_KD[which].expand(len(states_BD), -1, -1)
+        states = states_BD[:, None] if self._state_D is None else self._state_D.to(states_BD.dtype)
+        return masks_BKD, states.expand(len(states_BD), k - 1, -1)
 
 
 class LayersDrafter(Drafter):

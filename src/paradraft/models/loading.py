@@ -51,7 +51,12 @@ def locate(name: str, role: str) -> str:
         ValueError: there is no such model.
     """
     if name == POCKET:
-        return str(pocket_folder(role))
+        if not (folder := pocket_folder(role)).is_dir():
+            raise ValueError(
+                f"the shipped family has no {role} drafter: train one with `paradraft train {role} RECIPE`, and name "
+                "its folder as the draft model"
+            )
+        return str(folder)
     if is_shape(name):
         shape_of(name)
     elif not Path(name).is_dir():

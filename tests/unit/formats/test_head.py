@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
 
 from paradraft.digests import weights_digest
 from paradraft.formats.head import CONFIG, WEIGHTS, Head, TargetIdentity, read_head, write_head
 
 TARGET = TargetIdentity(hidden_size=8, num_hidden_layers=2, vocab_size=30, weights="abc")
+CONFIG_OF_TARGET = Qwen3Config(hidden_size=8, num_hidden_layers=2, vocab_size=30)
 HEAD = Head(config={"model_type": "medusa", "num_heads": 2}, target=TARGET, weights={"b": torch.ones(2, 3)})
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     """Guards the way from training to decoding."""
     write_head(tmp_path, HEAD)
-    found = read_head(str(tmp_path), "medusa")
+    found = read_head(str(tmp_path), "medusa", CONFIG_OF_TARGET)
     assert (found.config, found.target) == (HEAD.config, HEAD.target)
     assert torch.equal(found.weights["b"], HEAD.weights["b"])
 
@@ -45,6 +47,21 @@ def test_random_weights_have_no_identity() -> None:
     TARGET.check(TargetIdentity(**{**vars(TARGET), "weights": None}), "heads")
 
 
+def test_what_a_drafter_needs_is_there(tmp_path: Path) -> None:
+    """Guards C++, which would read beyond a matrix of another shape, and tracebacks of keys that are missing."""
+    write_head(tmp_path, HEAD)
+    head = read_head(str(tmp_path), "medusa", CONFIG_OF_TARGET)
+    assert head.setting("num_heads", int) == 2 and head.tensor("b", 2, 3).shape == (2, 3)
+    for call, told in [
+        (lambda: head.tensor("b", 3, 2), r"b has the shape \(2, 3\), not \(3, 2\)"),
+        (lambda: head.tensor("c", 1), "c is missing"),
+        (lambda: head.setting("num_heads", float), "num_heads in its config.json is 2"),
+        (lambda: head.setting("layers", int), "layers in its config.json is None"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            call()
+
+
 @pytest.mark.parametrize("damage", ["other kind", "no target", "no json", "no weights", "half of the weights"])
 def test_damage_is_one_line(tmp_path: Path, damage: str) -> None:
     """Guards tracebacks of half-copied folders."""
@@ -61,7 +78,7 @@ def test_damage_is_one_line(tmp_path: Path, damage: str) -> None:
             (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:-4])
     (tmp_path / CONFIG).write_text("{" if damage == "no json" else json.dumps(config))
     with pytest.raises(ValueError, match=r"^draft ") as told:
-        read_head(str(tmp_path), "medusa")
+        read_head(str(tmp_path), "medusa", CONFIG_OF_TARGET)
     assert "\n" not in str(told.value) and "medusa" in str(told.value)
 
 
