@@ -211,15 +211,12 @@ class DraftLayers:
                 vectors_BND = vectors_BND.gather(1, index_BND.expand(-1, -1, vectors_BND.shape[2]))
         vectors_BND = vectors_BND[:, : max(counts)]
         present = upload([[0] * count + [ABSENT] * (max(counts) - count) for count in counts], device)
-        first_B1 = torch.zeros(len(counts), 1, dtype=torch.long, device=device)
-        out = self.lm.forward(present, logit_rows=first_B1, hidden_layers=(self.returned,), vectors=vectors_BND)
+        read_BND = self.look(present, None, vectors_BND)
         self.lm.advance(numbers)
         self._tokens = self._tokens.masked_fill(is_wanted_B1, ABSENT)
         self._tidy()
         rows = [[min(max(number - 1, 0) + i, max(counts) - 1) for i in range(k)] for number in numbers]
-        return out.hidden[self.returned].gather(
-            1, upload(rows, device)[:, :, None].expand(-1, -1, vectors_BND.shape[2])
-        )
+        return read_BND.gather(1, upload(rows, device)[:, :, None].expand(-1, -1, vectors_BND.shape[2]))
 
     def step(self, tokens_B1: Tensor, states_B1D: Tensor) -> Tensor:
         """Reads one more drafted token of each row after its state `[B, 1, D]`, and returns the next state.
@@ -229,11 +226,21 @@ class DraftLayers:
             states_B1D: what was predicted in place of the target's.
         """
         present_B1 = tokens_B1.masked_fill(tokens_B1 >= 0, 0).clamp(min=ABSENT)
-        vectors = self.joined(self.target.embed(tokens_B1), states_B1D)
-        out = self.lm.forward(
-            present_B1, logit_rows=torch.zeros_like(present_B1), hidden_layers=(self.returned,), vectors=vectors
-        )
+        vectors_B1D = self.joined(self.target.embed(tokens_B1), states_B1D)
+        states_B1D = self.look(present_B1, None, vectors_B1D)
         self.lm.advance((present_B1[:, 0] != ABSENT).long().tolist())
+        return states_B1D
+
+    def look(self, present_BN: Tensor, parents_BN: Tensor | None, vectors_BND: Tensor) -> Tensor:
+        """What the layers return for vectors that are not kept, `[B, N, D]`.
+
+        Args:
+            present_BN: 0 where a row has a vector, else `ABSENT`.
+            parents_BN: the vector that each one follows, -1 for the last kept one; None for a chain.
+            vectors_BND: what is read.
+        """
+        first_B1 = torch.zeros_like(present_BN[:, :1])
+        out = self.lm.forward(present_BN, parents_BN, first_B1, hidden_layers=(self.returned,), vectors=vectors_BND)
         return out.hidden[self.returned]
 
 

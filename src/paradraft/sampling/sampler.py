@@ -173,6 +173,21 @@ class Sampler:
         tokens = self._noised(log_q, seed_of(self._seeds_B, _DRAFT), keys).topk(number, dim=-1).indices
         return _candidates(tokens, log_q.gather(-1, tokens), self._drawn_from(log_q, tokens), confidence=confidence)
 
+    def likeliest_after(
+        self, logits_BRV: Tensor, depth: int, number: int, paths_BRD: Tensor | None = None
+    ) -> Candidates:
+        """The likeliest tokens after several nodes of the same depth, for trees that grow to a budget.
+
+        Args:
+            logits_BRV: `[B, R, V]` raw logits of the draft model after each node.
+            depth: of these tokens.
+            number: C.
+            paths_BRD: `[B, R, depth]` the drafted tokens before them, for settings that read the text.
+        """
+        scores_BRV = self._each(self._scores, logits_BRV, paths_BRD)
+        depths_BR = _places(depth, 1, logits_BRV.device).expand(len(scores_BRV), scores_BRV.shape[1])
+        return self._likeliest(scores_BRV, depths_BR, min(number, scores_BRV.shape[2]))
+
     def _likeliest(self, scores_BRV: Tensor, depths_BR: Tensor, number: int) -> Candidates:
         """The best candidates by log q, under the match rule plus the position's noise.
 
