@@ -62,7 +62,8 @@ def weights_digest(name: str) -> str | None:
     found = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
     folder = Path(found).parent if isinstance(found, str) else Path(name)
     pieces: dict[str, bytes] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    # Other files of weights may lie beside those that are loaded.
+    for file in sorted(folder.glob("model-*-of-*.safetensors")) or sorted(folder.glob("model.safetensors")):
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             tensors = json.loads(stream.read(size))

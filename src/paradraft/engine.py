@@ -90,7 +90,10 @@ class Engine:
         if speculation.k > most:
             raise ValueError(f"k={speculation.k}: draft 1 to {most} tokens per round")
         if drafter.max_k is not None and speculation.k > drafter.max_k:
-            raise ValueError(f"k={speculation.k}: this drafter drafts at most {drafter.max_k} tokens per round")
+            most_k = drafter.max_k
+            raise ValueError(
+                f"k={speculation.k}: this drafter drafts at most {most_k} tokens per round, set k={most_k}"
+            )
         speculation.check_branching(drafter.branching)
         if speculation.nodes > most:
             raise ValueError(f"a tree of {speculation.nodes} nodes: a pass has room for {most}")

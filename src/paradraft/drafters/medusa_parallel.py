@@ -50,7 +50,7 @@ class MedusaParallelDrafter(LayersDrafter):
     branching = "tree"
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
-        layer = FINAL_NORM if head.setting("reads", str) == "state" else None
+        layer = FINAL_NORM if head.setting("reads", str, "embedding", "state") == "state" else None
         self._scale = head.setting("embedding_scale", float)
         super().__init__(DraftLayers(target, head, runtime, layer=layer, joined=self._joined))
         self.masks = Masks(head, target.device)

@@ -82,14 +82,19 @@ class Head:
     weights: dict[str, Tensor]
     name: str = ""
 
-    def setting(self, key: str, kind: type[S]) -> S:
-        """A setting of the config.
+    def setting(self, key: str, kind: type[S], *allowed: S) -> S:
+        """A setting of the config; a number is at least 1 if it is whole.
+
+        Args:
+            key: its name.
+            kind: its type.
+            allowed: its values; any by default.
 
         Raises:
-            ValueError: it is missing, or of another type.
+            ValueError: it is missing, or another.
         """
         found = self.config.get(key)
-        if type(found) is not kind:
+        if type(found) is not kind or (allowed and found not in allowed) or (type(found) is int and found < 1):
             raise ValueError(f"draft {self.name!r}: {key} in its config.json is {found!r}: train it again")
         return found
 
@@ -135,15 +140,19 @@ def read_head(name: str, kind: str, config: PretrainedConfig) -> Head:
 
 def _read(name: str, kind: str) -> Head:
     try:
-        config: dict[str, Any] = json.loads(_file(name, CONFIG).read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(_file(name, CONFIG).read_bytes())
+        if not isinstance(config, dict) or not isinstance(identity := config.pop(TARGET, None), dict | None):
+            raise TypeError("its config.json is no config of a drafter")
         if (found := config.get("model_type")) != kind:
-            raise ValueError(f"draft {name!r} is a {found} model: drafter {kind!r} needs one that it trained")
-        target = TargetIdentity(**config.pop(TARGET))
+            raise ValueError(f"draft {name!r} has the model_type {found!r}: drafter {kind!r} needs one of its own")
+        if identity is None or identity.keys() != TargetIdentity.__dataclass_fields__.keys():
+            raise TypeError("its config.json names no target")
+        target = TargetIdentity(**identity)
         weights = load_file(_file(name, WEIGHTS))
-    except (OSError, SafetensorError, json.JSONDecodeError, TypeError, KeyError) as error:
+    except (OSError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+        told = str(error).splitlines()[0]
         raise ValueError(
-            f"draft {name!r} cannot be read ({type(error).__name__}: {error}): train it again with "
-            f"`paradraft train {kind}`"
+            f"draft {name!r} cannot be read ({told}): train it again with `paradraft train {kind}`"
         ) from None
     return Head(config=config, target=target, weights=weights, name=name)
 

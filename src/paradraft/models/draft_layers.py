@@ -75,7 +75,7 @@ class DraftLayers:
     Args:
         target: the model whose tokens and states are read.
         head: the checkpoint. It has the layers' weights, named as in the body of a causal LM, such as
-            "layers.0.mlp.up_proj.weight", and "norm.weight", without which what the last layer returns is not normed.
+            "layers.0.mlp.up_proj.weight", and "norm.weight" if its config says that there is a final norm.
         runtime: the target's.
         layer: of the target, whose states are read, `FINAL_NORM` for the last ones; None reads tokens alone.
         joined: makes vectors `[…, D]` of the embeddings `[…, D]` of tokens and the states `[…, D]` from which these
@@ -95,7 +95,7 @@ class DraftLayers:
         model = layers_like(target.model.config, number, dtype=target.model.dtype).to(target.device)
         body: Any = model.model
         own = {name: tensor for name, tensor in body.state_dict().items() if not name.startswith("embed_tokens")}
-        self.returned = FINAL_NORM if "norm.weight" in head.weights else number
+        self.returned = FINAL_NORM if head.setting("final_norm", bool) else number
         wanted = [name for name in own if name != "norm.weight" or self.returned == FINAL_NORM]
         body.load_state_dict({name: head.tensor(name, *own[name].shape) for name in wanted}, strict=False)
         self.lm = CausalLM(
@@ -262,7 +262,7 @@ class Masks:
         self._state_D = None
         if "masks.state" in head.weights:
             self._state_D = head.tensor("masks.state", width).to(device).float()
-        self.max_k = number + 1 if number > 1 else None
+        self.max_k = number + 1 if head.setting("distinct_masks", bool) else None
         """One mask serves all places, also those that no training has seen."""
 
     def __call__(self, states_BD: Tensor, k: int) -> tuple[Tensor, Tensor]:

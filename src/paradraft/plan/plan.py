@@ -113,7 +113,7 @@ def _engine(task: Task, way: Way, target: Target, drafter: Drafter) -> Engine:
 def _measure_acceptance(task: Task, target: Target, drafter: Drafter, report: Report) -> dict[Way, Acceptance]:
     """Lets every way answer all prompts once, in the largest batches."""
     known: dict[Way, Acceptance] = {}
-    for way in ways_of(task):
+    for way in ways_of(task, drafter.max_k):
         report(f"measuring the acceptance of {way.name}")
         engine = _engine(task, way, target, drafter)
         by_round: list[tuple[int, ...]] = []

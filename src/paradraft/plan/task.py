@@ -132,10 +132,20 @@ def doubts(task: Task, known: dict[Way, Acceptance], report: dict[str, Any], nam
     return found
 
 
-def ways_of(task: Task) -> list[Way]:
-    """What is tried where there is no report."""
+def ways_of(task: Task, max_k: int | None = None) -> list[Way]:
+    """What is tried where there is no report.
+
+    Args:
+        task: what to plan.
+        max_k: the most tokens that the drafter can draft; None for any number.
+
+    Raises:
+        ValueError: a longer chain was asked for.
+    """
+    if task.ks is not None and max_k is not None and max(task.ks) > max_k:
+        raise ValueError(f"k={max(task.ks)}: this drafter drafts at most {max_k} tokens per round")
     ks, trees = task.ks, task.trees
     if ks is None and trees is None and branches(task.speculation.drafter):
         trees = TREES_WITHOUT_FILE
-    ks = CHAINS_WITHOUT_FILE if ks is None else ks
+    ks = tuple(k for k in CHAINS_WITHOUT_FILE if max_k is None or k <= max_k) if ks is None else ks
     return [Way(k=k) for k in ks] + [Way(k=max(ks), tree=budget) for budget in trees or ()]

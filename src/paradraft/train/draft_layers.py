@@ -10,10 +10,10 @@ Shape letters as in `heads.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 
@@ -48,6 +48,12 @@ class LayersRecipe(HeadRecipe):
     final_norm: bool = Field(default=True, description="a norm after the layers, which begins as the target's last one")
     regression: float = Field(default=0.0, ge=0, description="what the loss of the states weighs (Eq. 4)")
     classification: float = Field(default=1.0, ge=0, description="what the loss of the tokens weighs")
+
+    @model_validator(mode="after")
+    def _check_losses(self) -> Self:
+        if not self.regression and not self.classification:
+            raise ValueError("regression=0, classification=0: nothing would be learnt, give one of them a weight")
+        return self
 
 
 class ParallelRecipe(LayersRecipe):
@@ -204,6 +210,8 @@ def layers_trainee(
         ValueError: the target cannot be used, or there is not enough memory.
     """
     config = load_config(locate(recipe.model, "target"))
+    if recipe.layers > (most := config.num_hidden_layers) and recipe.init != "random":
+        raise ValueError(f"layers={recipe.layers}: model {recipe.model!r} has {most} to begin with, set init=random")
     shape = layers_like(config, recipe.layers, dtype=torch.float32, device="meta")
     trained = memory.parameters_of(shape) + joined * 2 * config.hidden_size**2
     drop = Drop(k=1, r=1.0, r_min=1.0, mask_id=None)
@@ -211,12 +219,15 @@ def layers_trainee(
         drop = Drop(k=recipe.k, r=recipe.r, r_min=recipe.r_min, mask_id=0)  # what masks read is not looked up by an id
     rows = sum(max(drop.r**depth, drop.r_min) for depth in range(drop.k))
     kept = memory.kept_by_layers(recipe, shape.config, bf16=data.bf16) + 4.0 * 6 * config.hidden_size
-    check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=rows)
+    check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=rows, attended_per_token=rows)
     objective = build(frozen_target(recipe, data)).to(data.device)
     told = {
         "hidden_size": config.hidden_size,
         "num_hidden_layers": recipe.layers,
         "k": recipe.k,
+        "final_norm": recipe.final_norm,
         "parallel_drafting": isinstance(recipe, ParallelRecipe),
     }
+    if isinstance(recipe, ParallelRecipe):
+        told |= {"distinct_masks": recipe.distinct_masks}
     return HeadTrainee(drafter, recipe, objective, told | settings(objective.target), drop)

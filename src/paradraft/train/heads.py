@@ -189,7 +189,12 @@ class HeadTrainee:
 
     def check_target(self, name: str, target: Target, runtime: Runtime) -> None:
         """Raises ValueError if the target is not the one whose states are read."""
-        self._identity.check(TargetIdentity.of(target.lm.model.config), name)
+        try:
+            self._identity.check(TargetIdentity.of(target.lm.model.config), self._recipe.model)
+        except ValueError:
+            raise ValueError(
+                f"target={name!r} is not the model whose states are read, {self._recipe.model!r}: leave target out"
+            ) from None
 
     @property
     def _identity(self) -> TargetIdentity:
@@ -217,7 +222,15 @@ def frozen_target(recipe: HeadRecipe, data: RunData) -> Teacher:
     return Teacher(model, vocab_size=used_rows(data.tokenizer), mask_id=None)
 
 
-def check_memory(recipe: HeadRecipe, data: RunData, *, trained: int, kept: float, rows_per_token: float) -> None:
+def check_memory(
+    recipe: HeadRecipe,
+    data: RunData,
+    *,
+    trained: int,
+    kept: float,
+    rows_per_token: float,
+    attended_per_token: float = 1.0,
+) -> None:
     """Raises ValueError if the device has not the memory that a run takes; no weights are loaded.
 
     Args:
@@ -226,6 +239,7 @@ def check_memory(recipe: HeadRecipe, data: RunData, *, trained: int, kept: float
         trained: parameters in training.
         kept: bytes that a row keeps for the backward pass.
         rows_per_token: training rows for each token of a sample.
+        attended_per_token: how many of them one attention mask is about.
     """
     skeleton = load_skeleton(locate(recipe.model, "target"))
     groups, longest = memory.largest_pass(recipe, data)
@@ -233,7 +247,7 @@ def check_memory(recipe: HeadRecipe, data: RunData, *, trained: int, kept: float
     needed = memory.estimate_rows(
         trained=trained,
         kept=kept,
-        mask=groups * float(longest) ** 2 * 5,
+        mask=groups * (longest * attended_per_token) ** 2 * 5,
         vocab_size=skeleton.config.vocab_size,
         weights=weights,
         rows=groups * longest * rows_per_token,

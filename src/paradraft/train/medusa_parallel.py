@@ -15,12 +15,18 @@ from torch import Tensor
 from paradraft.train.batch import TrainingBatch
 from paradraft.train.draft_layers import LayersObjective, Masks, ParallelRecipe, layers_trainee
 from paradraft.train.heads import HeadTrainee, MedusaWeights, embedding_scale
+from paradraft.train.recipe import Part
 from paradraft.train.teacher import Teacher
 from paradraft.train.trainee import RunData
 
 
 class MedusaParallelRecipe(MedusaWeights, ParallelRecipe):
     """Settings of `paradraft train medusa_parallel`."""
+
+    PARTS = (
+        *ParallelRecipe.PARTS,
+        Part(settings=("mask_state",), wanted="reads=state", is_on=lambda recipe: recipe.reads == "state"),
+    )
 
     reads: Literal["embedding", "state"] = Field(
         default="state", description="a token's embedding alone, or with the state from which the target predicted it"

@@ -56,13 +56,16 @@ def test_what_a_drafter_needs_is_there(tmp_path: Path) -> None:
         (lambda: head.tensor("b", 3, 2), r"b has the shape \(2, 3\), not \(3, 2\)"),
         (lambda: head.tensor("c", 1), "c is missing"),
         (lambda: head.setting("num_heads", float), "num_heads in its config.json is 2"),
+        (lambda: head.setting("model_type", str, "hydra"), "model_type in its config.json is 'medusa'"),
         (lambda: head.setting("layers", int), "layers in its config.json is None"),
     ]:
         with pytest.raises(ValueError, match=told):
             call()
 
 
-@pytest.mark.parametrize("damage", ["other kind", "no target", "no json", "no weights", "half of the weights"])
+@pytest.mark.parametrize(
+    "damage", ["other kind", "no target", "a list", "no text", "no json", "no weights", "half of the weights"]
+)
 def test_damage_is_one_line(tmp_path: Path, damage: str) -> None:
     """Guards tracebacks of half-copied folders."""
     write_head(tmp_path, HEAD)
@@ -76,7 +79,8 @@ def test_damage_is_one_line(tmp_path: Path, damage: str) -> None:
             (tmp_path / WEIGHTS).unlink()
         case "half of the weights":
             (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:-4])
-    (tmp_path / CONFIG).write_text("{" if damage == "no json" else json.dumps(config))
+    texts = {"no json": b"{", "a list": b"[]", "no text": b"\xff\xfe{"}
+    (tmp_path / CONFIG).write_bytes(texts.get(damage, json.dumps(config).encode()))
     with pytest.raises(ValueError, match=r"^draft ") as told:
         read_head(str(tmp_path), "medusa", CONFIG_OF_TARGET)
     assert "\n" not in str(told.value) and "medusa" in str(told.value)

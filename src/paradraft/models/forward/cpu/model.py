@@ -77,6 +77,8 @@ class PackedMatrix:
 
     def __init__(self, weights: Sequence[Any], biases: Sequence[Tensor | None] = ()) -> None:
         scales = [weight.scale for weight in weights if hasattr(weight, "qdata")]
+        for weight, bias in zip(weights, biases, strict=False):
+            assert bias is None or bias.shape == (len(weight),), "a bias has one number for each output"
         whole = torch.cat([weight.qdata if scales else weight.detach() for weight in weights])
         whole = whole if scales else whole.to(packed_dtype(whole))
         outputs, inputs = whole.shape
@@ -113,6 +115,9 @@ class PackedMatrix:
             False, with nothing done, where the CPU has no products of bfloat16 numbers.
         """
         are_bfloat16 = inputs.dtype == torch.bfloat16
+        assert are_bfloat16 or inputs.dtype == torch.float32, "other numbers would be read as these"
+        assert inputs.shape == (len(outputs), self.matrix.inputs) and outputs.shape[1] == self.matrix.outputs
+        assert inputs.is_contiguous() and outputs.is_contiguous() and outputs.dtype == torch.float32
         assert not are_bfloat16 or self.matrix.kind == KINDS[torch.bfloat16]
         return not library().multiply_all(
             ctypes.byref(self.matrix), inputs.data_ptr(), are_bfloat16, len(inputs), outputs.data_ptr(),
