@@ -11,6 +11,8 @@ Shape letters: B rows of a batch, N nodes of a draft, V vocabulary.
 
 from __future__ import annotations
 
+import torch
+
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
@@ -42,12 +44,15 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     drawn_BM = sampler.draw(out.logits, depths_after(draft.parents), texts)
 
     paths, tokens = [], []
-    for guessed, parents, drawn in zip(draft.tokens.tolist(), draft.parents.tolist(), drawn_BM.tolist(), strict=True):
+    guesses = draft.tokens.tolist()
+    for guessed, parents, drawn in zip(guesses, draft.parents.tolist(), drawn_BM.tolist(), strict=True):
         path = accepted_path(guessed, parents, drawn)
         unused = [ABSENT] * (N - len(path))
         paths.append(path + unused)
         tokens.append([guessed[node] for node in path] + [drawn[path[-1] + 1 if path else 0]] + unused)
     accepted = [sum(node != ABSENT for node in path) for path in paths]
+    if any(ABSENT in row for row in guesses):
+        drawn_BM = drawn_BM.masked_fill(torch.nn.functional.pad(draft.tokens == ABSENT, (1, 0)), ABSENT)
     # In three tensors at once: of operations on tensors this small, each takes longer than all of the above.
     path_BN, accepted_B, tokens_BM = (upload(part, draft.tokens.device) for part in (paths, accepted, tokens))
     return Verdict(path=path_BN.view(B, N), accepted=accepted_B, tokens=tokens_BM, drawn=drawn_BM)

@@ -103,6 +103,18 @@ def test_what_the_target_drew_is_told() -> None:
         assert verdict.drawn[0, :5].tolist() == [plain_token(text + more, sampling) for more in before]
 
 
+def test_after_a_node_that_is_absent_the_target_drew_nothing() -> None:
+    """Guards drafters that learn from a round against what happens to stand where nothing was read: token 0 is a token.
+    Nodes keep their places, also where those between them were cut off."""
+    logits = torch.eye(10)[torch.tensor([[4, 5, 6, 7, 8], [3, 2, 1, 0, 9]])]
+    tokens = torch.tensor([[4, ABSENT, 9, ABSENT], [ABSENT, 7, 3, 1]])
+    draft = Draft(tokens=tokens, parents=torch.tensor([[-1, 0, -1, 2], [-1, -1, -1, 2]]))
+    verdict = verify(draft, TargetOut(logits=logits, hidden={}), sampler([[1], [2]]))
+    assert verdict.drawn is not None
+    assert verdict.drawn.tolist() == [[4, 5, ABSENT, 7, ABSENT], [3, ABSENT, 1, 0, 9]]
+    assert verdict.tokens.tolist() == [[4, 5] + [ABSENT] * 3, [3, 0] + [ABSENT] * 3]
+
+
 def always_accept(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """Accepts the way to the deepest present node, whatever the target says."""
     depth_BN = depths(draft.parents).masked_fill(draft.tokens == ABSENT, -1)
