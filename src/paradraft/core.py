@@ -186,7 +186,8 @@ class Committed:
         hidden: for each layer that the drafter asked for, `[B, M, D]` the target's state from which each token was
             predicted: that of the token before it. Zeros for the first token of a prompt.
         drawn: `[B, N + 1]` the token that the target chose after the last committed token and after each node of the
-            draft; None for prompts and under the rejection rule.
+            draft as it was verified, `ABSENT` after a node that it did not have; None for prompts and under the
+            rejection rule.
     """
 
     tokens: Tensor
@@ -231,7 +232,8 @@ class RoundOutput:
 
 
 class Drafter:
-    """Proposes drafts for the rows of a batch; its own state is a function of their committed tokens.
+    """Proposes drafts for the rows of a batch; its own state is a function of their committed tokens, unless it
+    `needs_drawn`.
 
     A drafter overrides `propose`, and what of the rest its state needs.
     """
@@ -241,10 +243,16 @@ class Drafter:
     one after its norm."""
     prompt_hidden_layers: tuple[int, ...] = ()
     """Those whose states `join` wants, of the whole prompt but its last token."""
-    branching: Literal["chain", "spine", "tree"] = "chain"
-    """Drafts without branches, trees whose best path alone branches, or any trees."""
+    branching: Literal["chain", "spine", "tree", "own"] = "chain"
+    """Drafts without branches, trees whose best path alone branches, any trees, or trees of a shape of its own."""
+    tree: Tree | None = None
+    """The size of trees of a shape of its own: K is their depth, and no other tree can be asked for. Its `Config` has a
+    property `tree` that says the same, because passes are made wide enough before a drafter is built."""
     max_k: int | None = None
     """Most tokens deep that it can draft, such as the number of its heads; None for any number."""
+    needs_drawn: bool = False
+    """Whether it learns from `Committed.drawn`. Then it serves the match rule only, and what it proposes depends on the
+    rounds too in which the tokens were committed, but on nothing else."""
     can_run_ahead: bool = False
     """Whether it can propose before the verdict on its last draft (PEARL)."""
     reserved_tokens: tuple[int, ...] = ()

@@ -86,6 +86,7 @@ class Engine:
     """
 
     def __init__(self, target: Target, drafter: Drafter, speculation: Speculation, *, kept_rows: int = 0) -> None:
+        speculation = speculation.fitted_to(drafter)
         most = target.lm.width - 1
         if speculation.k > most:
             raise ValueError(f"k={speculation.k}: draft 1 to {most} tokens per round")
@@ -94,7 +95,7 @@ class Engine:
             raise ValueError(
                 f"k={speculation.k}: this drafter drafts at most {most_k} tokens per round, set k={most_k}"
             )
-        speculation.check_branching(drafter.branching)
+        speculation.check_drafter(drafter)
         if speculation.nodes > most:
             raise ValueError(f"a tree of {speculation.nodes} nodes: a pass has room for {most}")
         target.lm.check_hidden_layers(drafter.hidden_layers)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
+from paradraft.core import Drafter
 from paradraft.decode.draft_length import POLICIES
-from paradraft.drafters import branches, check_draft, drafter_config
+from paradraft.drafters import check_draft, drafter_class, drafter_config
 from paradraft.errors import one_line, whole_number
 from paradraft.models.presets import check_has_weights
 from paradraft.tree import Tree
@@ -26,19 +26,22 @@ class Speculation:
         drafter: one of `drafter_names()`, with settings if wanted, such as "ngram:max_ngram=5"; "none" decodes plainly.
             An `Engine` is given the drafter itself, so that one that was built by hand needs no name here.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
-        k: most tokens drafted per round, one after the other, 1 to 256.
-        tree: the shape of drafts that branch; None drafts chains.
+        k: most tokens drafted per round, one after the other, 1 to 256. Where the drafter's own settings say how large
+            its trees are (`Drafter.tree`), it becomes their depth.
+        tree: the shape of drafts that branch; None drafts chains, or such trees.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same distribution and accepts
             more when sampling.
         lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success, "confidence" while the
             drafter is sure, "expected" what pays on this machine.
 
     Raises:
-        ValueError: a name or a setting of the drafter is unknown, a number is out of range, or a path of the tree is
-            deeper than k.
+        ValueError: a name or a setting of the drafter is unknown, a number is out of range, a path of the tree is
+            deeper than k, or a tree is given to a drafter whose trees have a shape of their own.
 
     >>> Speculation(drafter="ngram", k=4, tree=Tree(budget=6)).nodes
     6
+    >>> Speculation(drafter="lookahead:ngram=3:window=4:guesses=2").k
+    5
     """
 
     drafter: str = "none"
@@ -52,7 +55,7 @@ class Speculation:
         for name in ("drafter", "verify", "lengths"):
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f"{name}={one_line(value)}: use a name")
-        drafter_config(self.drafter, self.draft)
+        config = drafter_config(self.drafter, self.draft)
         object.__setattr__(self, "k", whole_number("k", self.k))
         if not 1 <= self.k <= MOST_DRAFTED:
             raise ValueError(f"k={self.k}: draft 1 to {MOST_DRAFTED} tokens per round")
@@ -60,15 +63,18 @@ class Speculation:
             raise ValueError(f"verify={self.verify!r}: use one of {', '.join(RULES)}")
         if self.lengths not in POLICIES:
             raise ValueError(f"lengths={self.lengths!r}: use one of {', '.join(POLICIES)}")
+        if self.tree is not None and not isinstance(self.tree, Tree):
+            raise ValueError(f"tree={one_line(self.tree)}: use a Tree, such as Tree(budget=12)")
+        own: Tree | None = getattr(config, "tree", None)
+        if own is not None:
+            _check_no_other(self.tree, own)
+            object.__setattr__(self, "tree", own)
+            object.__setattr__(self, "k", own.depth or self.k)
         if self.tree is not None:
-            if not isinstance(self.tree, Tree):
-                raise ValueError(f"tree={one_line(self.tree)}: use a Tree, such as Tree(budget=12)")
             if self.tree.nodes > MOST_NODES:
                 raise ValueError(f"a tree of {self.tree.nodes} nodes: use at most {MOST_NODES}")
-            if self.tree.depth is not None and self.tree.depth > self.k:
-                raise ValueError(
-                    f"a tree path is {self.tree.depth} tokens deep, but k={self.k}: raise k or shorten the path"
-                )
+            if self.tree.paths and (deepest := max(map(len, self.tree.paths))) > self.k:
+                raise ValueError(f"a tree path is {deepest} tokens deep, but k={self.k}: raise k or shorten the path")
 
     @property
     def nodes(self) -> int:
@@ -94,14 +100,35 @@ class Speculation:
         check_draft(self.drafter, self.draft, target)
         for name in (target, self.draft or ""):
             check_has_weights(name)
-        self.check_branching("tree" if branches(self.drafter) else "chain")
+        self.check_drafter(drafter_class(self.drafter))
 
-    def check_branching(self, branching: Literal["chain", "spine", "tree"]) -> None:
-        """Raises ValueError if drafts have a shape that a drafter cannot draft; see `Drafter.branching`."""
+    def check_drafter(self, drafter: Drafter | type[Drafter]) -> None:
+        """Raises ValueError if a drafter, or all of a class, cannot draft for this rule, or in this shape."""
+        if drafter.needs_drawn and self.verify != "match":
+            raise ValueError(
+                f"verify={self.verify!r}: this drafter learns from the target's own draws, which the match rule alone "
+                "tells: use verify='match'"
+            )
         if self.tree is None:
             return
-        if branching == "chain":
+        if drafter.branching == "chain":
             raise ValueError("this drafter drafts chains only: leave the tree out")
         aside = [path for path in self.tree.paths or () if any(path[:-1])]
-        if aside and branching == "spine":
+        if aside and drafter.branching == "spine":
             raise ValueError(f"tree path {aside[0]}: this drafter branches from its best tokens only, remove it")
+
+    def fitted_to(self, drafter: Drafter) -> Speculation:
+        """This, in the shape of a drafter that was built, where its own settings say it; see `Drafter.tree`.
+
+        Raises:
+            ValueError: another tree was asked for.
+        """
+        if drafter.tree is None:
+            return self
+        _check_no_other(self.tree, drafter.tree)
+        return replace(self, tree=drafter.tree, k=drafter.tree.depth or self.k)
+
+
+def _check_no_other(tree: Tree | None, own: Tree) -> None:
+    if tree not in (None, own):
+        raise ValueError("this drafter's own settings say how large its trees are: leave the tree out")

@@ -33,9 +33,11 @@ class Tree:
     Args:
         budget: grow each draft to this many nodes, the most promising first; at least 1.
         paths: these nodes in every round; every path's parent must be there too.
+        max_depth: most tokens of a path of a tree with a budget; None leaves that to K.
 
     Raises:
-        ValueError: neither or both are given, or a path is empty, repeated or without its parent.
+        ValueError: neither or both are given, a path is empty, repeated or without its parent, or fixed paths are
+            given a depth.
 
     >>> Tree(paths=((0,), (1,), (0, 0))).depth
     2
@@ -43,10 +45,15 @@ class Tree:
 
     budget: int | None = None
     paths: tuple[tuple[int, ...], ...] | None = None
+    max_depth: int | None = None
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.paths is None):
             raise ValueError("a tree has either a budget or paths")
+        if self.max_depth is not None:
+            object.__setattr__(self, "max_depth", whole_number("depth of a tree", self.max_depth))
+        if self.max_depth is not None and (self.paths is not None or self.max_depth < 1):
+            raise ValueError(f"depth of a tree {self.max_depth}: use at least 1, and none beside paths")
         if self.budget is not None:
             object.__setattr__(self, "budget", whole_number("tree budget", self.budget))
         if self.budget is not None and self.budget < 1:
@@ -71,8 +78,8 @@ class Tree:
 
     @property
     def depth(self) -> int | None:
-        """Depth of the fixed paths; None for a budget, which K bounds."""
-        return None if self.paths is None else max(map(len, self.paths))
+        """Most tokens of a path; None where K alone bounds it."""
+        return self.max_depth if self.paths is None else max(map(len, self.paths))
 
 
 def _whole_paths(paths: object) -> tuple[tuple[int, ...], ...]:

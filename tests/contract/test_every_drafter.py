@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from paradraft.core import Draft, Request
 from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
-from paradraft.drafters import drafter_names
+from paradraft.drafters import branches, drafter_class, drafter_names
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import LogitsProcessor, Sampling
 from paradraft.speculation import Speculation
-from paradraft.tree import Tree
+from paradraft.tree import ABSENT, Tree
 from tests.conftest import VOCAB
 from tests.support.decoding import Varying, committed, requests
 from tests.support.decoding import answers as answers_of
@@ -66,7 +69,7 @@ def engine(family: Path, name: str, *, k: int = 4, tree: int | None = None, **ch
     runtime = dataclasses.replace(current, **changed)
     draft = draft_of(family, name)
     chains = load(str(family / "target"), drafter=name, draft=draft, k=k, runtime=runtime)
-    if tree is None or chains.drafter.branching == "chain":
+    if tree is None or not branches(name):
         return chains
     return Engine(chains.target, chains.drafter, Speculation(k=k, tree=Tree(budget=tree)))
 
@@ -121,7 +124,7 @@ def test_greedy_equals_transformers(family: Path, runtime: Runtime) -> None:
         assert ours.generate(prompt, max_new_tokens=40).tokens == theirs[0, tokens.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("name", [name for name in drafter_names() if not drafter_class(name).needs_drawn])
 @pytest.mark.parametrize("varying", [False, True])
 def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, varying: bool) -> None:
     """Guards against a draft that depends on how the rounds before were cut, on those in which a row drafted nothing,
@@ -146,6 +149,68 @@ def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, va
     batch.drafter.commit(new)
     again.drafter.commit(new)
     assert torch.equal(drafted.drafter.propose([4, 4, 4]).tokens, again.drafter.propose([4, 4, 4]).tokens)
+
+
+class Repeated(Fixed):
+    """Asks in each round for the lengths of a script, whatever the order of the rows, and notes what comes.
+
+    Args:
+        script: for each round a length for each request.
+    """
+
+    def __init__(self, script: list[list[int]]) -> None:
+        super().__init__(max(map(max, script)))
+        self._script = iter(script)
+        self.drafts: list[dict[int, list[tuple[int, int]]]] = []
+        """For each round the tokens and parents of the nodes of each request."""
+
+    def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
+        self._requests: list[int] = []
+
+    def join(self, requests: Sequence[Request]) -> None:
+        self._requests += [request.id for request in requests]
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self._requests = [self._requests[row] for row in rows.tolist()]
+
+    def next(self) -> list[int]:
+        lengths = next(self._script)
+        return [lengths[request] for request in self._requests]
+
+    def cut(self, draft: Draft) -> Draft:
+        rows = zip(self._requests, draft.tokens.tolist(), draft.parents.tolist(), strict=True)
+        pairs = {request: list(zip(tokens, parents, strict=True)) for request, tokens, parents in rows}
+        self.drafts.append({request: [node for node in nodes if node[0] != ABSENT] for request, nodes in pairs.items()})
+        return draft
+
+
+@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).needs_drawn])
+@pytest.mark.parametrize("varying", [False, True])
+def test_state_is_a_function_of_the_rounds(family: Path, name: str, varying: bool) -> None:
+    """Guards drafters that learn from the target's draws, and so from the rounds too, against learning from anything
+    else: a request that has the same rounds again must have the same draft in each of them, node for node, in another
+    row and beside a row that leaves. The texts are those of plain decoding."""
+    drafted, chooser = engine(family, name), random.Random(4)
+    texts = [drafted.target.tokenizer(prompt)["input_ids"] for prompt in ("abcabcabcabcabc", "hello", "The0quick", "x")]
+    asked = requests(texts, [Sampling(), Sampling(temperature=0.7, seed=1), Sampling(), Sampling()], 110)
+    k = drafted.speculation.k
+    script = [[chooser.choice([0, 2, k]) if varying else k for _ in asked] for _ in range(9)]
+    found = []
+    for order in ([0, 1, 2, 3], [3, 2, 0, 1]):
+        lengths = Repeated(script)
+        batch, generations = drafted.new_batch(lengths=lengths), list(map(Generation, asked))
+        batch.join([generations[request] for request in order])
+        for number in range(len(script)):
+            if number == 3:
+                batch.leave([generations[3]])
+            batch.step()
+        found.append((lengths.drafts, [generation.tokens for generation in generations]))
+    assert found[0] == found[1]
+    plain = engine(family, "none")
+    for request, tokens in list(zip(asked, found[0][1], strict=True))[:3]:
+        answer = plain.generate([request.tokens], max_new_tokens=110, sampling=request.sampling)
+        assert tokens == answer[0].tokens[: len(tokens)]
+    assert len({str(drafts[0]) for drafts in found[0][0]}) > 3, "drafts change from round to round"
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES, indirect=True)
@@ -260,9 +325,9 @@ def test_settings_are_checked_before_any_work(family: Path, name: str) -> None:
     with pytest.raises(ValueError, match="prompt 2 is empty"):
         drafted.generate(["a", "", "b"], max_new_tokens=4)
     for tree, named in [
-        (Tree(paths=((0,), (1,), (1, 0))), "chains only|best tokens only"),
-        (Tree(budget=64), "chains only|room for 63"),
-        (Tree(paths=((0,), (0, 0), (0, 0, 0))), "chains only|k=2"),
+        (Tree(paths=((0,), (1,), (1, 0))), "leave the tree out|best tokens only"),
+        (Tree(budget=64), "leave the tree out|room for 63"),
+        (Tree(paths=((0,), (0, 0), (0, 0, 0))), "leave the tree out|k=2"),
     ]:
         if tree.paths is None or drafted.drafter.branching != "tree" or tree.depth == 3:
             with pytest.raises(ValueError, match=named):

@@ -16,7 +16,7 @@ import torch
 from paradraft.audit.audit import accept_all
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode.draft_length import POLICIES
-from paradraft.drafters import drafter_names
+from paradraft.drafters import branches, drafter_names
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
@@ -93,7 +93,7 @@ def check(number: int, engines: dict[str, Engine]) -> None:
     name = chooser.choice([name for name in engines if name != "none"])
     loaded, k = engines[name], chooser.randint(1, 9)
     branching = loaded.drafter.branching
-    tree = None if branching == "chain" else random_tree(chooser, k, side_branches=branching == "tree")
+    tree = random_tree(chooser, k, side_branches=branching == "tree") if branches(name) else None
     lengths = chooser.choice(list(POLICIES))
     drafted = Engine(loaded.target, loaded.drafter, Speculation(k=k, tree=tree, lengths=lengths))
     rows = chooser.choice([1, 1, 2, 3, 6])

@@ -35,6 +35,10 @@ def warnings(err: str) -> list[str]:
             [f"{name} has no effect without a drafter" for name in ("-k", "--verify", "--lengths")],
         ),
         (["-k", 4, "--verify", "rejection", "--lengths", "expected", "--drafter", "ngram"], []),
+        (
+            ["-k", 4, "--verify", "match", "--lengths", "expected", "--drafter", "lookahead"],
+            ["-k has no effect with this drafter, whose own settings say how deep it drafts"],
+        ),
         (["--batch-size", 8, "--json"], ["--batch-size has no effect without --prompts and --json"]),
         (["--logit-bias", "5=1", "--repetition-penalty", 1.1, "--stop", "q"], []),
     ],

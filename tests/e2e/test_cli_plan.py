@@ -49,6 +49,7 @@ def test_plan_from_a_benchmark(
     ("arguments", "named"),
     [
         (["--drafter", "none"], "nothing to plan"),
+        (["--drafter", "lookahead"], "no K to plan"),
         (["--drafter", "oracle"], "oracle"),
         (["--draft", "x"], "takes no draft model"),
         (["--k", "0"], "--k 0"),

@@ -163,6 +163,7 @@ def test_a_drafter_is_what_it_overrides() -> None:
     assert (drafter.hidden_layers, drafter.branching, drafter.can_run_ahead, drafter.reserved_tokens) == (
         (), "chain", False, (),
     )  # fmt: skip
+    assert (drafter.tree, drafter.needs_drawn) == (None, False)
     with pytest.raises(NotImplementedError):
         drafter.propose([1])
 

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from paradraft.bench.spec import Method
-from paradraft.engine import load
+from paradraft.drafters import ngram
+from paradraft.drafters.autoregressive import AutoregressiveDrafter
+from paradraft.drafters.lookahead import Config, LookaheadDrafter
+from paradraft.drafters.ngram import NgramDrafter
+from paradraft.drafters.pard import PardDrafter
+from paradraft.engine import Engine, load
+from paradraft.models.runtime import Runtime
 from paradraft.speculation import MOST_DRAFTED, MOST_NODES, Speculation
 from paradraft.tree import Tree
 
@@ -48,6 +54,7 @@ def test_a_wrong_setting_is_said_by_whoever_is_told_it(settings: dict[str, Any],
         ("ngram:lengths=short", "lengths='short': use one of"),
         ("hf-prompt-lookup:k=257", "k=257: draft 1 to 256"),
         ("pard:tree=1025", "a tree of 1025 nodes"),
+        ("lookahead:k=4", "settings of lookahead are dtype, batch, lengths, ngram, window, guesses, text_ngrams"),
     ],
 )
 def test_a_wrong_method_is_named(spec: str, complaint: str) -> None:
@@ -65,6 +72,8 @@ def test_a_method_takes_what_it_can_use_from_the_defaults() -> None:
     ngram = Speculation(drafter="ngram", k=3, verify="rejection", lengths="expected")
     assert Method.parse("ngram", defaults).speculation == ngram
     assert Method.parse("ar", defaults).speculation == Speculation()
+    lookahead = Speculation(drafter="lookahead:window=5", lengths="expected")
+    assert Method.parse("lookahead:window=5", defaults).speculation == lookahead
     assert Method.parse("vllm-ngram", defaults).speculation == Speculation(drafter="ngram", k=3)
 
 
@@ -97,12 +106,44 @@ def test_what_does_not_fit_together_is_said_before_loading(tmp_path: Path) -> No
 
 def test_a_tree_must_be_one_that_the_drafter_can_draft() -> None:
     """Guards drafters whose best tokens alone branch: other paths would stay empty in every round."""
-    for tree, fits in ((None, "chain"), (DEEP, "spine"), (Tree(budget=4), "spine"), (ASIDE, "tree")):
-        Speculation(tree=tree).check_branching(fits)
+    fitting = ((None, NgramDrafter), (DEEP, AutoregressiveDrafter), (Tree(budget=4), AutoregressiveDrafter))
+    for tree, drafter in (*fitting, (ASIDE, PardDrafter)):
+        Speculation(tree=tree).check_drafter(drafter)
     with pytest.raises(ValueError, match="chains only"):
-        Speculation(tree=DEEP).check_branching("chain")
+        Speculation(tree=DEEP).check_drafter(NgramDrafter)
     with pytest.raises(ValueError, match=r"tree path \(1, 0\): this drafter branches from its best tokens only"):
-        Speculation(tree=ASIDE).check_branching("spine")
+        Speculation(tree=ASIDE).check_drafter(AutoregressiveDrafter)
+
+
+def test_a_tree_of_its_own_is_the_drafters() -> None:
+    """Guards drafters whose settings say how large their trees are against other sizes: passes are wide enough for the
+    tree, K is its depth, and a tree that is asked for beside it is refused. By name, and of a drafter built by hand."""
+    by_name = Speculation(drafter="lookahead:window=20:ngram=6", k=3)
+    own = Tree(budget=27 * 5, max_depth=24)
+    assert (by_name.tree, by_name.k, by_name.nodes, by_name.depth, by_name.pass_width) == (own, 24, 135, 24, 136)
+    drafter = LookaheadDrafter(Config(window=20, ngram=6))
+    by_hand = Speculation(k=3, lengths="heuristic").fitted_to(drafter)
+    assert by_hand == Speculation(k=24, tree=own, lengths="heuristic") == by_hand.fitted_to(drafter)
+    assert by_name.fitted_to(drafter) == by_name
+    assert Speculation(k=3).fitted_to(NgramDrafter(ngram.Config())) == Speculation(k=3)
+    complaint = "^this drafter's own settings say how large its trees are: leave the tree out$"
+    for tree in (Tree(budget=135), DEEP):
+        with pytest.raises(ValueError, match=complaint):
+            Speculation(drafter="lookahead:window=20:ngram=6", tree=tree)
+        with pytest.raises(ValueError, match=complaint):
+            Speculation(tree=tree).fitted_to(drafter)
+    with pytest.raises(ValueError, match=r"^a tree of 1485 nodes: use at most 1024$"):
+        Speculation(drafter="lookahead:window=128:ngram=12")
+
+
+def test_a_drafter_that_learns_from_draws_needs_the_rule_that_tells_them(family: Path) -> None:
+    """Guards a drafter that would learn nothing, and be slow without a word, under the rejection rule."""
+    complaint = "^verify='rejection': .*: use verify='match'$"
+    with pytest.raises(ValueError, match=complaint):
+        load("/no/such/model", drafter="lookahead", verify="rejection")
+    target = load(str(family / "target"), runtime=Runtime(compiled=False)).target
+    with pytest.raises(ValueError, match=complaint):
+        Engine(target, LookaheadDrafter(Config()), Speculation(verify="rejection"))
 
 
 def test_sizes() -> None:

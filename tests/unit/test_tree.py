@@ -23,6 +23,8 @@ RANKS = "use ranks from 0 to 15, at least one"
         ({"budget": 3, "paths": ((0,),)}, "a tree has either a budget or paths"),
         ({"budget": 0}, "tree budget 0: use at least 1 node"),
         ({"budget": -1}, "tree budget -1: use at least 1 node"),
+        ({"budget": 3, "max_depth": 0}, "depth of a tree 0: use at least 1, and none beside paths"),
+        ({"paths": ((0,),), "max_depth": 1}, "depth of a tree 1: use at least 1, and none beside paths"),
         ({"paths": ()}, "tree paths: name at least one, and each only once"),
         ({"paths": ((0,), (0,))}, "tree paths: name at least one, and each only once"),
         ({"paths": ((0,), ())}, f"tree path (): {RANKS}"),
@@ -42,6 +44,7 @@ def test_trees_are_checked(settings: dict[str, object], message: str) -> None:
 def test_the_smallest_trees_and_the_last_rank_are_allowed() -> None:
     """Guards against limits that are off by one."""
     assert (Tree(budget=1).nodes, Tree(budget=1).depth) == (1, None)
+    assert Tree(budget=9, max_depth=1).depth == 1
     assert (Tree(paths=((0,),)).nodes, Tree(paths=((15,), (15, 15))).depth) == (1, 2)
 
 

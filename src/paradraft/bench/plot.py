@@ -28,6 +28,7 @@ WORDS = {
     "autoregressive": "VSD: an ordinary draft model",
     "pard": "PARD: a parallel drafter",
     "ngram": "n-gram: copies earlier text",
+    "lookahead": "lookahead: n-grams that the target makes ahead",
 }
 """What the names of methods mean."""
 

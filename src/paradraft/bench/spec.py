@@ -18,7 +18,15 @@ from paradraft.bench.result import Answerer, BatchResult
 from paradraft.bench.roofline import models_of, passes_of
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.core import Drafter
-from paradraft.drafters import branches, drafter_names, drafter_settings, setting_names, split_settings, takes_draft
+from paradraft.drafters import (
+    branches,
+    drafter_class,
+    drafter_names,
+    drafter_settings,
+    setting_names,
+    split_settings,
+    takes_draft,
+)
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.engine import Engine
 from paradraft.models.runtime import PRECISIONS, Runtime
@@ -147,8 +155,9 @@ def _settings(name: str) -> list[str]:
         return list(PEERS[name].settings)
     if name == AR:
         return ["dtype", "batch"]
-    own = ["tree"] * branches(name) + ["draft"] * takes_draft(name)
-    return ["dtype", "batch", "k", "verify", "lengths", *own]
+    drafter = drafter_class(name)
+    asked = ["k"] * (drafter.branching != "own") + ["verify"] * (not drafter.needs_drawn)
+    return ["dtype", "batch", *asked, "lengths", *["tree"] * branches(name), *["draft"] * takes_draft(name)]
 
 
 def _option_names(name: str) -> list[str]:

@@ -104,7 +104,7 @@ class SyntheticAcceptance:
         """Raises ValueError unless a method's drafts are chains for which there are rates."""
         if speculation.tree is not None:
             raise ValueError(
-                f"method {spec!r} drafts trees, and synthetic acceptance is for chains: leave the tree out"
+                f"method {spec!r} drafts trees, and synthetic acceptance is for chains: leave the tree, or it, out"
             )
         if speculation.k > len(self.rates):
             raise ValueError(

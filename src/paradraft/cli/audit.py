@@ -60,7 +60,12 @@ def audit(
     pad_to = 1 + speculation.nodes if shape_invariant else 1
     runtime = replace(runtime, width=speculation.pass_width, pad_to=pad_to)
     engine = load_engine(target, speculation, runtime=runtime)
-    options.warn_ignored(context, options.without_chance(sampling.is_greedy), options.without_drafter(speculation))
+    options.warn_ignored(
+        context,
+        options.without_chance(sampling.is_greedy),
+        options.without_drafter(speculation),
+        options.with_own_tree(speculation),
+    )
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:
         report = audit(

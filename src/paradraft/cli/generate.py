@@ -53,6 +53,7 @@ def generate(
         context,
         options.without_chance(sampling.is_greedy),
         options.without_drafter(speculation),
+        options.with_own_tree(speculation),
         (prompts is None or not as_json, "without --prompts and --json", ["batch_size"]),
     )
     size = min(batch_size, len(texts)) if as_json else 1

@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from paradraft.decode.draft_length import POLICIES
-from paradraft.drafters import drafter_names
+from paradraft.drafters import drafter_class, drafter_names
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import MOST_DRAFTED, Speculation
@@ -36,6 +36,12 @@ def without_chance(is_greedy: bool) -> Rule:
 def without_drafter(speculation: Speculation) -> Rule:
     """What a run that drafts nothing ignores."""
     return speculation.drafter == "none", "without a drafter", ("k", "verify", "lengths")
+
+
+def with_own_tree(speculation: Speculation) -> Rule:
+    """What a run ignores whose drafter's own settings say how large its drafts are."""
+    is_own = drafter_class(speculation.drafter).branching == "own"
+    return is_own, "with this drafter, whose own settings say how deep it drafts", ("k",)
 
 
 def warn_ignored(context: typer.Context, *rules: Rule) -> None:

@@ -169,7 +169,11 @@ def regenerate(
     asks_plainly = all("prompt" in question.record for question in questions)
     without_conversations = (asks_plainly, "without conversations", ("chat_template_kwargs",))
     options.warn_ignored(
-        context, options.without_chance(sampling.is_greedy), options.without_drafter(speculation), without_conversations
+        context,
+        options.without_chance(sampling.is_greedy),
+        options.without_drafter(speculation),
+        options.with_own_tree(speculation),
+        without_conversations,
     )
     console = Console(stderr=True, highlight=False, markup=False)
     try:

@@ -65,13 +65,22 @@ def takes_draft(drafter: str) -> bool:
 
 
 def branches(drafter: str) -> bool:
-    """Whether a drafter's drafts can be trees.
+    """Whether a drafter can be asked for drafts of the shape of a tree.
 
     Raises:
         ValueError: there is no such drafter.
     """
-    built = get_type_hints(drafter_module(drafter).build)["return"]
-    return bool(built.branching != "chain")
+    return drafter_class(drafter).branching in ("spine", "tree")
+
+
+def drafter_class(drafter: str) -> type[Drafter]:
+    """What a drafter's `build` returns.
+
+    Raises:
+        ValueError: there is no such drafter.
+    """
+    built: type[Drafter] = get_type_hints(drafter_module(drafter).build)["return"]
+    return built
 
 
 def drafter_module(drafter: str) -> ModuleType:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paradraft.bench.spec import AR, Method
-from paradraft.drafters import branches
+from paradraft.drafters import branches, drafter_class
 from paradraft.plan.acceptance import Acceptance, acceptances
 from paradraft.plan.predict import PLAIN, Way
 from paradraft.sampling_params import Sampling
@@ -33,8 +33,8 @@ class Task:
         sampling: how they are chosen.
 
     Raises:
-        ValueError: the drafter drafts nothing, or no trees, a draft model is missing or has no weights, or the prompts
-            cannot be dealt out in whole batches.
+        ValueError: the drafter drafts nothing, as much as its own settings say, or no trees, a draft model is missing
+            or has no weights, or the prompts cannot be dealt out in whole batches.
     """
 
     target: str
@@ -51,6 +51,8 @@ class Task:
         if drafter == "none":
             raise ValueError("drafter 'none' drafts nothing, so there is nothing to plan")
         self.speculation.check_models(self.target)
+        if drafter_class(drafter).branching == "own":
+            raise ValueError(f"drafter {drafter!r} drafts as much as its own settings say, so there is no K to plan")
         if self.trees and not branches(drafter):
             raise ValueError(f"drafter {drafter!r} drafts chains only: leave the tree budgets out")
         for batch in self.batches:
