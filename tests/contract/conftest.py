@@ -1,0 +1,28 @@
+"""Which of the contract `make test` runs of drafters that share nearly all of their code with another."""
+
+from __future__ import annotations
+
+import pytest
+
+RELATIVES = ("eagle", "hydra", "medusa", "medusa_parallel")
+"""They are tested through `eagle_parallel`; `make test-long` runs all tests of all."""
+QUICK_RUNTIMES = ("compiled, float32", "C++, float32")
+QUICK_TRAINING = ("test_decoding_computes_what_is_trained", "test_the_result_decodes_losslessly")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow what relatives need not show every time."""
+    for item in items:
+        values = vars(item.callspec)["params"] if hasattr(item, "callspec") else {}
+        if values and values.get("name") in RELATIVES and not _is_quick(item, values):
+            item.add_marker(pytest.mark.slow)
+
+
+def _is_quick(item: pytest.Item, values: dict[str, object]) -> bool:
+    file = item.path.name
+    if file == "test_every_trainee.py":
+        return getattr(item, "originalname", "") in QUICK_TRAINING
+    runtimes = [value for value in values.values() if isinstance(value, str) and ("float" in value)]
+    is_quick_runtime = all(value in QUICK_RUNTIMES for value in runtimes)
+    return is_quick_runtime and values.get("shape", "chain") == "chain" and values.get("tree") is None
