@@ -39,7 +39,7 @@ RUNTIMES = {
 }
 """Where equality is exact; compiled passes on a CPU are those in C++, and replayed ones stand for those of a GPU."""
 LENGTHS = [1, 2, 5, 8]
-QUICK = {"eager, float64": [5], "compiled, bfloat16": [2], REPLAYED: [2]}
+QUICK = {"eager, float64": [5], "compiled, float32": [2, 8], "compiled, bfloat16": [1], REPLAYED: [2]}
 """The lengths of drafts that `make test` tries where passes are slow; `make test-long` tries all, as others do."""
 PROMPTS = ["a", "helloworld", "abcabcabcabcabc", "The0quick1brown2fox"]
 SAMPLINGS = [

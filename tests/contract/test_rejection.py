@@ -20,7 +20,12 @@ TREES = {"chain": None, "grown": Tree(budget=7), "fixed": Tree(paths=((0,), (1,)
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [(name, shape) for name in DRAFTERS for shape in TREES if shape == "chain" or branches(name)],
+    [
+        pytest.param(name, shape, marks=pytest.mark.slow if shape == "fixed" and name != "pard" else ())
+        for name in DRAFTERS
+        for shape in TREES
+        if shape == "chain" or branches(name)
+    ],
 )
 def test_the_distribution_is_the_targets(family: Path, name: str, shape: str) -> None:
     """Guards numbers that are used twice, wrong positions and a q that is not what was drawn from, which the

@@ -52,7 +52,9 @@ def layers_like(config: PretrainedConfig, layers: int, *, dtype: torch.dtype, de
         config.layer_types = config.layer_types[:layers]
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, dtype=dtype, attn_implementation="sdpa"
+        )
     return model.eval()
 
 

@@ -89,10 +89,10 @@ class MedusaHeads(HeadObjective):
         """Logits of the target's head, or of those of each row's depth."""
         if not self.lm_heads:
             return super().head(hidden_mD, depths_m)
-        logits_mV = hidden_mD.new_zeros(len(hidden_mD), self.target.model.config.vocab_size)
-        for depth, own in enumerate(self.lm_heads):
-            is_its_m1 = (depths_m == depth)[:, None]
-            logits_mV = torch.where(is_its_m1, own(hidden_mD), logits_mV)
+        parts = [own(hidden_mD[depths_m == depth]) for depth, own in enumerate(self.lm_heads)]
+        logits_mV = torch.zeros(len(hidden_mD), parts[0].shape[1], dtype=parts[0].dtype, device=hidden_mD.device)
+        for depth, part in enumerate(parts):
+            logits_mV = logits_mV.masked_scatter((depths_m == depth)[:, None], part)
         return logits_mV
 
 

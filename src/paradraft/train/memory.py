@@ -61,7 +61,7 @@ class Estimate:
         if self.models > free:
             return "use smaller models"
         if self.models + self.optimizer > free:  # then smaller passes do not help
-            return "train fewer parameters, by adapters (lora) where the recipe has them, or a smaller model"
+            return "train adapters (lora) where the recipe has them, or a smaller model"
         return "lower samples_per_pass or max_length, or set gradient_checkpointing=true"
 
 

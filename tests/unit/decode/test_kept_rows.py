@@ -86,16 +86,6 @@ def test_no_more_rows_are_kept_than_asked_for() -> None:
         assert [kept.tokens[:2] for kept in batch._kept] == [[1, 2], [3, 4], [5, 6]][3 - number :]
 
 
-@pytest.mark.parametrize("layers", ["hidden_layers", "prompt_hidden_layers"])
-def test_nothing_is_kept_where_a_drafter_reads_the_target(layers: str) -> None:
-    """Guards drafters that need states of the whole prompt, which a cache does not hold."""
-    drafter = SeenDrafter()
-    setattr(drafter, layers, (1,))
-    batch = batch_of(2, drafter)
-    assert list(run(batch, asked([1, 2, 3])))
-    assert not batch._kept
-
-
 def test_a_prompt_begins_with_the_kept_row_that_has_the_most_of_it() -> None:
     """Guards the time that reading takes, and both models: they are given their own caches, of the same request, for
     the right row, and how much of it is the same."""

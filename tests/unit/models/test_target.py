@@ -8,6 +8,7 @@ import torch
 from paradraft import ragged
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward import FINAL_NORM
 from paradraft.models.target import Target
 from paradraft.tree import ABSENT
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
@@ -49,6 +50,23 @@ def test_what_was_read_is_told() -> None:
     ours.start()
     assert ours.join(requests([[5, 6, 7], [8]])).tokens.tolist() == [[5, 6, 7], [8, ABSENT, ABSENT]]
     assert ours.join(requests([[0]])).tokens.tolist() == [[0]]
+
+
+@pytest.mark.parametrize("shared", [1, 3, 6])
+def test_states_after_a_kept_row_are_those_of_the_whole_prompt(shared: int) -> None:
+    """Guards drafters that read states: of a prompt that begins as a kept row, the first token that is not shared was
+    predicted from the state of the last one that is, which no cache of keys and values holds."""
+    ours, prompts = target(), [[5, 6, 7, 5, 6, 7, 9, 10], [1, 2, 3]]
+    ours.start(prompt_hidden_layers=(FINAL_NORM, 1))
+    whole = ours.join(requests(prompts))
+    saved = ours.lm.save(0, 7)
+    ours.start(prompt_hidden_layers=(FINAL_NORM, 1))
+    begun = ours.join(requests(prompts), [(saved, shared), None])
+    assert ours.lm.lengths == [7, 2]
+    for layer in (FINAL_NORM, 1):
+        torch.testing.assert_close(begun.hidden[layer][0, shared:], whole.hidden[layer][0, shared:])
+        torch.testing.assert_close(begun.hidden[layer][1, :3], whole.hidden[layer][1, :3])
+        assert not begun.hidden[layer][0, :shared].any() and whole.hidden[layer][0, 1:shared].all()
 
 
 def test_rows_that_join_go_on_from_their_own_last_token() -> None:

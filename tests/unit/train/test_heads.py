@@ -1,0 +1,86 @@
+"""Settings of drafters on the target's states that the contract suites do not go through."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from paradraft.engine import load
+from paradraft.models.runtime import Runtime
+from paradraft.train import launch, setup, trainee_module
+from paradraft.train.heads import HeadRecipe
+from tests.contract.test_every_trainee import recipe_for
+
+EXACT = Runtime(dtype="float64", compiled=False)
+SETTINGS = [
+    ("medusa", {"own_heads": True, "layers": 2}),
+    ("medusa_parallel", {"reads": "embedding", "r": 0.5}),
+    ("medusa_parallel", {"mask_state": "learned", "distinct_masks": False}),
+    ("eagle_parallel", {"mask_state": "learned", "layers": 2, "init": "last", "final_norm": False}),
+    ("eagle", {"init": "random", "loss": "forward_kl"}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), SETTINGS)
+def test_every_setting_trains_and_decodes(family: Path, tmp_path: Path, name: str, settings: dict[str, object]) -> None:
+    """Guards settings that training writes and decoding does not read: the drafter's first guesses are what the trained
+    rows predict, and the text stays the target's."""
+    recipe = recipe_for(name, family, tmp_path / "out", steps=3, k=4, **settings)
+    launch.train(recipe, trainee_module(name).build, lambda report: None)
+    drafted = load(str(family / "target"), drafter=name, draft=str(recipe.out), k=4, runtime=EXACT)
+    plain = load(str(family / "target"), runtime=EXACT)
+    prompts = ["helloworld", "abcabc"]
+    answers = drafted.generate(prompts, max_new_tokens=20)
+    assert [a.tokens for a in answers] == [a.tokens for a in plain.generate(prompts, max_new_tokens=20)]
+
+
+def test_own_heads_are_those_of_the_depth(family: Path, tmp_path: Path) -> None:
+    """Guards rows of one head that another one answers."""
+    recipe = recipe_for("medusa", family, tmp_path / "out", k=3, own_heads=True)
+    objective = setup.prepare(
+        recipe, trainee_module("medusa").build, torch.device("cpu"), processes=1
+    ).trainee.objective
+    with torch.no_grad():
+        for number, head in enumerate(objective.lm_heads):
+            head.weight.fill_(float(number + 1))
+    logits = objective.head(torch.ones(4, 32), torch.tensor([2, 0, 1, 2]))
+    assert logits[:, 0].tolist() == [96.0, 32.0, 64.0, 96.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("eagle", {"layers": 3}, "layers=3: model .* has 2 to begin with, set init=random"),
+        (
+            "eagle_parallel",
+            {"max_length": 500},
+            "the model has room for 128 tokens, a sample has 500: set max_length=128",
+        ),
+        ("medusa", {"target": "draft", "held_out": 1}, "is not the model whose states are read"),
+    ],
+)
+def test_mistakes_are_one_line(family: Path, tmp_path: Path, name: str, settings: dict[str, object], told: str) -> None:
+    """Guards users: what cannot be trained is refused before the first step."""
+    settings = {key: str(family / "draft") if value == "draft" else value for key, value in settings.items()}
+    recipe = recipe_for(name, family, tmp_path / "out", **settings)
+    recipe.data[0].write_text(json.dumps({"text": "abc" * 200}) + "\n" + json.dumps({"text": "xyz" * 9}) + "\n")
+    with pytest.raises(ValueError, match=told) as error:
+        launch.train(recipe, trainee_module(name).build, lambda report: None)
+    assert "\n" not in str(error.value)
+
+
+def test_something_must_be_learnt(family: Path, tmp_path: Path) -> None:
+    """Guards a run in which no loss has a weight, which ended with a drafter that had learnt nothing."""
+    with pytest.raises(ValueError, match="nothing would be learnt"):
+        recipe_for("eagle", family, tmp_path / "out", regression=0, classification=0)
+
+
+def test_settings_without_effect_are_named(family: Path, tmp_path: Path) -> None:
+    """Guards a choice that is silently ignored."""
+    recipe = recipe_for("medusa_parallel", family, tmp_path / "out", reads="embedding", mask_state="learned")
+    assert isinstance(recipe, HeadRecipe)
+    with pytest.warns(UserWarning, match="mask_state=learned is ignored without reads=state"):
+        setup.prepare(recipe, trainee_module("medusa_parallel").build, torch.device("cpu"), processes=1)
