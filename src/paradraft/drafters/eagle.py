@@ -22,10 +22,11 @@ from torch import Tensor
 from paradraft.core import Draft
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.draft_layers import DraftLayers, LayersDrafter
+from paradraft.models.draft_layers import DraftLayers
+from paradraft.models.layers_drafter import LayersDrafter
 from paradraft.models.loading import locate
 from paradraft.models.runtime import Runtime
-from paradraft.models.target import Target
+from paradraft.models.target import Target, gathered
 from paradraft.ragged import upload
 from paradraft.tree import ABSENT, MOST_CANDIDATES
 
@@ -89,8 +90,8 @@ class EagleDrafter(LayersDrafter):
             values_BW, chosen_BW = values_BN[:, level:].topk(min(widest, values_BN.shape[1] - level), dim=1)
             chosen_BW, W = chosen_BW + level, chosen_BW.shape[1]
             new_BW, slot_BW = tokens_BN.gather(1, chosen_BW), after_BN.gather(1, chosen_BW)
-            vectors_BWD = layers.joined(target.embed(new_BW), _rows(states_BWD, slot_BW))
-            paths_BWD = torch.cat([_rows(paths_BWD, slot_BW), new_BW[:, :, None]], dim=2)
+            vectors_BWD = layers.joined(target.embed(new_BW), gathered(states_BWD, slot_BW))
+            paths_BWD = torch.cat([gathered(paths_BWD, slot_BW), new_BW[:, :, None]], dim=2)
             last = before_BX.shape[1] - states_BWD.shape[1]  # where the expanded nodes of the depth before begin
             before_BX = torch.cat([before_BX, slot_BW + last if depth > 1 else torch.full_like(slot_BW, -1)], dim=1)
             vectors_BXD = torch.cat([vectors_BXD, vectors_BWD], dim=1)
@@ -127,10 +128,6 @@ def likeliest_nodes(tokens_BN: Tensor, parents_BN: Tensor, values_BN: Tensor, bu
     parents = torch.where(kept_BN == ABSENT, ABSENT, place_BN.gather(1, kept_BN.clamp(min=0)))
     is_none_BN = values_BN.gather(1, best_BN) == -torch.inf
     return Draft(tokens=tokens_BN.gather(1, best_BN).masked_fill(is_none_BN, ABSENT), parents=parents)
-
-
-def _rows(states_BWD: Tensor, slot_BW: Tensor) -> Tensor:
-    return states_BWD.gather(1, slot_BW[:, :, None].expand(-1, -1, states_BWD.shape[2]))
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> EagleDrafter:

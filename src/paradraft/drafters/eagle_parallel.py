@@ -21,7 +21,8 @@ from torch import Tensor
 from paradraft.core import Draft
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.draft_layers import DraftLayers, LayersDrafter, Masks
+from paradraft.models.draft_layers import DraftLayers, Masks
+from paradraft.models.layers_drafter import LayersDrafter
 from paradraft.models.loading import locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target

@@ -18,16 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.core import Committed, Request
 from paradraft.formats.head import Head
 from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.forward import FINAL_NORM
-from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.runtime import Runtime
+from paradraft.models.target import gathered
 from paradraft.ragged import upload
-from paradraft.sampling.candidates import Candidates, assemble, assemble_from, candidates_needed, joined
-from paradraft.sampling.sampler import Sampler
-from paradraft.tree import ABSENT, Tree
+from paradraft.tree import ABSENT
 
 UNUSED_ROWS = 64
 """Rows of an embedding and of an output head that nothing reads; a causal LM must have some."""
@@ -192,33 +190,23 @@ class DraftLayers:
         device, k = self.target.device, max(lengths) if masks else 1
         is_wanted_B1 = upload(lengths, device)[:, None] > 0
         tokens_BN = self._tokens.masked_fill(~is_wanted_B1, ABSENT)
-        states_BND = self._states
         numbers = (tokens_BN != ABSENT).sum(1).tolist()
-        vectors_BND = self.joined(self.target.embed(tokens_BN), states_BND)
-        last_BD = states_BND[
-            torch.arange(len(numbers), device=device), upload([max(n - 1, 0) for n in numbers], device)
-        ]
+        vectors_BND = self.joined(self.target.embed(tokens_BN), self._states)
+        ends_B1 = upload([[max(number - 1, 0)] for number in numbers], device)
+        last_BD = gathered(self._states, ends_B1)[:, 0]
         if max(numbers) + k > self.lm.width:
             self.lm.prefill([[0] * number for number in numbers], vectors=vectors_BND)
-            ends_B1 = upload([[max(number - 1, 0)] for number in numbers], device)
-            vectors_BND = vectors_BND.gather(1, ends_B1[:, :, None].expand(-1, -1, vectors_BND.shape[2]))
-            numbers = [min(number, 1) for number in numbers]
-        counts = [number + min(length, k) - 1 if number else 0 for number, length in zip(numbers, lengths, strict=True)]
+            vectors_BND, numbers = gathered(vectors_BND, ends_B1), [min(number, 1) for number in numbers]
         if masks is not None and k > 1:
-            N = vectors_BND.shape[1]
-            vectors_BND = torch.cat([vectors_BND, masks(last_BD, k)], dim=1)
-            places = [[i if i < number else N + i - number for i in range(max(counts))] for number in numbers]
-            if min(numbers) < N:
-                index_BND = upload(places, device)[:, :, None].clamp(max=vectors_BND.shape[1] - 1)
-                vectors_BND = vectors_BND.gather(1, index_BND.expand(-1, -1, vectors_BND.shape[2]))
-        vectors_BND = vectors_BND[:, : max(counts)]
-        present = upload([[0] * count + [ABSENT] * (max(counts) - count) for count in counts], device)
-        read_BND = self.look(present, None, vectors_BND)
+            vectors_BND = followed_by(vectors_BND, numbers, masks(last_BD, k))
+        counts = [number + min(length, k) - 1 if number else 0 for number, length in zip(numbers, lengths, strict=True)]
+        present = [[0] * count + [ABSENT] * (max(counts) - count) for count in counts]
+        read_BND = self.look(upload(present, device), None, vectors_BND[:, : max(counts)])
         self.lm.advance(numbers)
         self._tokens = self._tokens.masked_fill(is_wanted_B1, ABSENT)
         self._tidy()
         rows = [[min(max(number - 1, 0) + i, max(counts) - 1) for i in range(k)] for number in numbers]
-        return read_BND.gather(1, upload(rows, device)[:, :, None].expand(-1, -1, vectors_BND.shape[2]))
+        return gathered(read_BND, upload(rows, device))
 
     def step(self, tokens_B1: Tensor, states_B1D: Tensor) -> Tensor:
         """Reads one more drafted token of each row after its state `[B, 1, D]`, and returns the next state.
@@ -244,6 +232,29 @@ class DraftLayers:
         first_B1 = torch.zeros_like(present_BN[:, :1])
         out = self.lm.forward(present_BN, parents_BN, first_B1, hidden_layers=(self.returned,), vectors=vectors_BND)
         return out.hidden[self.returned]
+
+
+def followed_by(vectors_BND: Tensor, numbers: Sequence[int], masks_BMD: Tensor) -> Tensor:
+    """Vectors of rows of different lengths, each row's masks after its own.
+
+    Args:
+        vectors_BND: what comes first.
+        numbers: of each row, how many of these it has.
+        masks_BMD: what follows.
+
+    Returns:
+        `[B, N + M, D]`; after a row's masks anything.
+
+    >>> vectors, masks = torch.tensor([[[1.0], [2.0]], [[5.0], [0.0]]]), torch.tensor([[[8.0]], [[9.0]]])
+    >>> followed_by(vectors, [2, 1], masks)[:, :, 0].tolist()
+    [[1.0, 2.0, 8.0], [5.0, 9.0, 9.0]]
+    """
+    both_BXD, N = torch.cat([vectors_BND, masks_BMD], dim=1), vectors_BND.shape[1]
+    if min(numbers) == N:
+        return both_BXD
+    most = both_BXD.shape[1]
+    rows = [[i if i < number else min(N + i - number, most - 1) for i in range(most)] for number in numbers]
+    return gathered(both_BXD, upload(rows, both_BXD.device))
 
 
 class Masks:
@@ -278,93 +289,3 @@ class Masks:
         masks_BKD = self._embeddings_KD[which].expand(len(states_BD), -1, -1)
         states = states_BD[:, None] if self._state_D is None else self._state_D.to(states_BD.dtype)
         return masks_BKD, states.expand(len(states_BD), k - 1, -1)
-
-
-class LayersDrafter(Drafter):
-    """A drafter whose state is that of its layers; it overrides `propose`.
-
-    Args:
-        layers: what it drafts with.
-    """
-
-    _sampler: Sampler
-
-    def __init__(self, layers: DraftLayers) -> None:
-        self.layers = layers
-        if layers.layer is not None:
-            self.hidden_layers = self.prompt_hidden_layers = (layers.layer,)
-        self._tree: Tree | None = None
-
-    @property
-    def models(self) -> tuple[CausalLM, ...]:
-        """The layers."""
-        return (self.layers.lm,)
-
-    def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Forgets all rows."""
-        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
-        self.layers.start()
-
-    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Remembers the prompts; they are read when a draft is wanted for the first time."""
-        self._sampler.join(requests)
-        self.layers.join(requests, prompt)
-
-    def commit(self, new: Committed) -> None:
-        """All newly committed tokens are read in the next pass, with the target's states."""
-        self.layers.commit(new)
-        self._sampler.commit(new)
-
-    def keep(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
-        self.layers.keep(rows)
-        self._sampler.keep(rows)
-
-    def save(self, row: int, most: int) -> SavedLayers:
-        """What the layers have read of a row, and the states that they have not."""
-        return self.layers.save(row, most)
-
-    def restore(self, row: int, saved: SavedLayers, shared: int) -> None:
-        """Reads only what the layers had not read of the other row."""
-        self.layers.restore(row, saved, shared)
-
-    def one_by_one(self, lengths: Sequence[int]) -> Draft:
-        """The draft of one pass for each token, each after the state that the one before returned.
-
-        Args:
-            lengths: see `Drafter.propose`.
-        """
-        layers, device, k = self.layers, self.layers.target.device, max(lengths)
-        if k == 0:
-            return Draft.empty(len(lengths), device)
-        lengths_B1 = upload(lengths, device)[:, None]
-        states_B1D, committed = layers.read(lengths), layers.lm.lengths
-        best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=device)
-        found: list[Candidates] = []
-        for depth in range(k):
-            if found:
-                wanted_B1 = best_BK[:, -1:].masked_fill(lengths_B1 <= depth, ABSENT)
-                states_B1D = layers.step(wanted_B1, states_B1D)
-            logits_B1V = layers.target.head(states_B1D)
-            found.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
-            best_BK = torch.cat([best_BK, found[-1].tokens[:, :, 0]], dim=1)
-        layers.lm.rollback(committed)
-        return assemble(joined(found), self._tree, aside=0.0, faster=grow)
-
-    def in_one_pass(self, lengths: Sequence[int], masks: Callable[[Tensor, int], Tensor], *, aside: float) -> Draft:
-        """The draft that the layers predict in one pass over what they have not read and masks.
-
-        Args:
-            lengths: see `Drafter.propose`.
-            masks: see `DraftLayers.read`.
-            aside: see `sampling.candidates.assemble`.
-        """
-        if (k := max(lengths)) == 0:
-            return Draft.empty(len(lengths), self.layers.target.device)
-        logits_BKV = self.layers.target.head(self.layers.read(lengths, masks))
-        number = candidates_needed(self._tree)
-
-        def candidates_at(first: int, last: int, before_BD: Tensor | None) -> Candidates:
-            return self._sampler.candidates(logits_BKV[:, first:last], first, number, before_BD)
-
-        return assemble_from(candidates_at, k, self._tree, aside=aside, faster=grow)

@@ -1,0 +1,110 @@
+"""A drafter whose state is that of decoder layers of its own: EAGLE's, and ParallelSpec's.
+
+Shape letters: B rows of a batch, K drafted tokens, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.draft_layers import DraftLayers, SavedLayers
+from paradraft.models.forward.cpu.tree import grow
+from paradraft.ragged import upload
+from paradraft.sampling.candidates import Candidates, assemble, assemble_from, candidates_needed, joined
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import ABSENT, Tree
+
+
+class LayersDrafter(Drafter):
+    """A drafter whose state is that of its layers; it overrides `propose`.
+
+    Args:
+        layers: what it drafts with.
+    """
+
+    _sampler: Sampler
+
+    def __init__(self, layers: DraftLayers) -> None:
+        self.layers = layers
+        if layers.layer is not None:
+            self.hidden_layers = self.prompt_hidden_layers = (layers.layer,)
+        self._tree: Tree | None = None
+
+    @property
+    def models(self) -> tuple[CausalLM, ...]:
+        """The layers."""
+        return (self.layers.lm,)
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """Forgets all rows."""
+        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
+        self.layers.start()
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """Remembers the prompts; they are read when a draft is wanted for the first time."""
+        self._sampler.join(requests)
+        self.layers.join(requests, prompt)
+
+    def commit(self, new: Committed) -> None:
+        """All newly committed tokens are read in the next pass, with the target's states."""
+        self.layers.commit(new)
+        self._sampler.commit(new)
+
+    def keep(self, rows: Tensor) -> None:
+        """Forgets the other rows."""
+        self.layers.keep(rows)
+        self._sampler.keep(rows)
+
+    def save(self, row: int, most: int) -> SavedLayers:
+        """What the layers have read of a row, and the states that they have not."""
+        return self.layers.save(row, most)
+
+    def restore(self, row: int, saved: SavedLayers, shared: int) -> None:
+        """Reads only what the layers had not read of the other row."""
+        self.layers.restore(row, saved, shared)
+
+    def one_by_one(self, lengths: Sequence[int]) -> Draft:
+        """The draft of one pass for each token, each after the state that the one before returned.
+
+        Args:
+            lengths: see `Drafter.propose`.
+        """
+        layers, device, k = self.layers, self.layers.target.device, max(lengths)
+        if k == 0:
+            return Draft.empty(len(lengths), device)
+        lengths_B1 = upload(lengths, device)[:, None]
+        states_B1D, committed = layers.read(lengths), layers.lm.lengths
+        best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=device)
+        found: list[Candidates] = []
+        for depth in range(k):
+            if found:
+                wanted_B1 = best_BK[:, -1:].masked_fill(lengths_B1 <= depth, ABSENT)
+                states_B1D = layers.step(wanted_B1, states_B1D)
+            logits_B1V = layers.target.head(states_B1D)
+            found.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
+            best_BK = torch.cat([best_BK, found[-1].tokens[:, :, 0]], dim=1)
+        layers.lm.rollback(committed)
+        return assemble(joined(found), self._tree, aside=0.0, faster=grow)
+
+    def in_one_pass(self, lengths: Sequence[int], masks: Callable[[Tensor, int], Tensor], *, aside: float) -> Draft:
+        """The draft that the layers predict in one pass over what they have not read and masks.
+
+        Args:
+            lengths: see `Drafter.propose`.
+            masks: see `DraftLayers.read`.
+            aside: see `sampling.candidates.assemble`.
+        """
+        if (k := max(lengths)) == 0:
+            return Draft.empty(len(lengths), self.layers.target.device)
+        logits_BKV = self.layers.target.head(self.layers.read(lengths, masks))
+        number = candidates_needed(self._tree)
+
+        def candidates_at(first: int, last: int, before_BD: Tensor | None) -> Candidates:
+            return self._sampler.candidates(logits_BKV[:, first:last], first, number, before_BD)
+
+        return assemble_from(candidates_at, k, self._tree, aside=aside, faster=grow)
