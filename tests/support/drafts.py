@@ -6,6 +6,8 @@ import json
 from functools import cache
 from pathlib import Path
 
+from filelock import FileLock
+
 from paradraft.drafters import takes_draft
 from paradraft.engine import load
 from paradraft.formats.head import WEIGHTS
@@ -33,7 +35,16 @@ def draft_of(family: Path, name: str) -> str | None:
 
 @cache
 def _head(family: Path, name: str) -> Path:
-    folder, data = family / name, family / "said.jsonl"
+    # Processes of a test run have the same target, each in a folder of its own; what one has trained serves all.
+    shared = family.parent.parent if family.parent.name.startswith("popen-") else family
+    folder, data = shared / f"head-{name}", shared / f"said-{name}.jsonl"
+    with FileLock(shared / f"training-{name}.lock"):
+        if not (folder / WEIGHTS).exists():
+            _train(family, name, folder, data)
+    return folder
+
+
+def _train(family: Path, name: str, folder: Path, data: Path) -> None:
     if not data.exists():
         plain = load(str(family / "target"), runtime=Runtime(dtype="float64", compiled=False))
         answers = [
@@ -48,9 +59,8 @@ def _head(family: Path, name: str) -> Path:
         data.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
     module = trainee_module(name)
     recipe = recipe_class(module).model_validate({
-        "model": str(family / "target"), "data": [data], "out": folder, "k": MOST_K, "steps": 40, "lr": 1e-2,
-        "samples_per_step": 12, "max_length": 96, "bf16": False, "device": "cpu", "held_out": 0, "warmup_steps": 1,
+        "model": str(family / "target"), "data": [data], "out": folder, "k": MOST_K, "steps": 24, "lr": 1e-2,
+        "samples_per_step": 8, "max_length": 96, "bf16": False, "device": "cpu", "held_out": 0, "warmup_steps": 1,
     })  # fmt: skip
     launch.train(recipe, module.build, lambda report: None)
     assert (folder / WEIGHTS).exists()
-    return folder
