@@ -18,7 +18,7 @@ def whole_number(name: str, value: object) -> int:
     """
     if not isinstance(value, bool):
         try:
-            return operator.index(value)  # type: ignore[arg-type]
+            return operator.index(value)  # type: ignore[arg-type]  # what is no number raises TypeError
         except TypeError:
             pass
     raise ValueError(f"{name}={one_line(value)}: use a whole number")

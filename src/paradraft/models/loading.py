@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, StrictDataclassError
 
 # Imported there and not exported; taking it from the client beneath would name another dependency.
-from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]
+from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]  # not exported
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
 
     # torch's `step` is overloaded for closures that compute the loss again; none is used here.
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # of its two overloads one
         """Updates all matrices that have a gradient."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[torch.nn.Parameter]] = defaultdict(list)

@@ -49,7 +49,7 @@ def learnt_of(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> 
     for sample in samples:
         digest.update(len(sample.tokens).to_bytes(8, "little"))
         digest.update(memoryview(sample.tokens).cast("B"))  # type: ignore[arg-type]  # an array
-        digest.update(memoryview(sample.is_label).cast("B"))  # type: ignore[arg-type]
+        digest.update(memoryview(sample.is_label).cast("B"))  # type: ignore[arg-type]  # an array
     return Learnt(
         samples=len(samples),
         tokens=sum(len(sample.tokens) for sample in samples),

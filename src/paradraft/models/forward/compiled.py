@@ -184,9 +184,9 @@ def _settings(device: torch.device, dtype: torch.dtype | None, tag: str | None) 
     # torch gives its config modules `patch` only when they are imported, where a type checker does not see it.
     own_products = on_cpu and dtype in (torch.float32, torch.bfloat16, torch.float16)
     with ExitStack() as settings:
-        settings.enter_context(torch.compiler.config.patch(cache_key_tag=tag or ""))  # type: ignore[attr-defined]
+        settings.enter_context(torch.compiler.config.patch(cache_key_tag=tag or ""))  # type: ignore[attr-defined]  # see above
         # Two sizes that are equal in the first pass are still two, else it is compiled again when they part.
-        settings.enter_context(sizes_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+        settings.enter_context(sizes_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]  # see above
         # Numbers such as the attention's scale never change; taking them for variables costs a second tracing.
         settings.enter_context(torch._dynamo.config.patch(specialize_float=True))
         settings.enter_context(
