@@ -27,6 +27,14 @@ from tests.conftest import VOCAB
 
 HEADS = [name for name in trainee_names() if issubclass(recipe_class(trainee_module(name)), HeadRecipe)]
 """The drafters on the target's states."""
+SETTINGS = [
+    ("medusa", {"own_heads": True, "layers": 2}),
+    ("medusa_parallel", {"reads": "embedding"}),
+    ("medusa_parallel", {"mask_state": "learned", "distinct_masks": False}),
+    ("eagle_parallel", {"mask_state": "learned", "layers": 2, "init": "last", "final_norm": False}),
+    ("eagle", {"init": "random", "loss": "forward_kl"}),
+]
+"""What else of these drafters must be computed in decoding as it was trained."""
 EXACT = Runtime(dtype="float64", compiled=False)
 TEXTS = ("helloworld" * 6, "abcabcabc" * 4)
 
@@ -169,12 +177,14 @@ def test_a_loss_is_a_sum_over_samples(family: Path, tmp_path: Path, name: str, g
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in HEADS), *SETTINGS])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_decoding_computes_what_is_trained(family: Path, tmp_path: Path, name: str, compiled: bool) -> None:
+def test_decoding_computes_what_is_trained(
+    family: Path, tmp_path: Path, name: str, settings: dict[str, object], compiled: bool
+) -> None:
     """Guards states, embeddings and masks that training pairs in another way than decoding does: such a drafter loses
     acceptance and nothing else. Its draft, taken as the text, is what the trained rows after the prompt predict."""
-    trainee = prepare(name, recipe_for(name, family, tmp_path / "out", k=4)).trainee
+    trainee = prepare(name, recipe_for(name, family, tmp_path / "out", k=4, **settings)).trainee
     objective = trainee.objective.eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
