@@ -15,17 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.core import Draft
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.cpu.tree import grow
+from paradraft.models.last_state_drafter import LastStateDrafter
 from paradraft.models.loading import locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
-from paradraft.sampling.sampler import Sampler
-from paradraft.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class Config:
     draft: str
 
 
-class HydraDrafter(Drafter):
+class HydraDrafter(LastStateDrafter):
     """K heads, one after the other.
 
     Args:
@@ -48,14 +46,10 @@ class HydraDrafter(Drafter):
     """
 
     branching = "spine"
-    hidden_layers = (FINAL_NORM,)
-    prompt_hidden_layers = (FINAL_NORM,)
-    _sampler: Sampler
 
     def __init__(self, lm: CausalLM, head: Head) -> None:
-        self.lm = lm
+        super().__init__(lm)
         self.max_k = head.setting("num_heads", int)
-        self._tree: Tree | None = None
         self._scale = head.setting("embedding_scale", float)
         width = lm.model.config.hidden_size
         self._blocks = [
@@ -66,28 +60,13 @@ class HydraDrafter(Drafter):
             for number in range(self.max_k)
         ]
 
-    def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Forgets all rows."""
-        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
-        self._states_BD = torch.empty(0, self.lm.model.config.hidden_size, device=device)
-        self._last_B = torch.empty(0, dtype=torch.long, device=device)
-
-    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Keeps the last token of each prompt, and the state before it."""
-        self._sampler.join(requests)
-        states_bD = prompt.last_hidden(FINAL_NORM)
-        self._states_BD = torch.cat([self._states_BD.to(states_bD.dtype), states_bD])
-        self._last_B = torch.cat([self._last_B, prompt.last_tokens()])
-
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """One guess after the other; a tree's side branches are the next best tokens."""
         if (k := max(lengths)) == 0:
             return Draft.empty(len(lengths), self._states_BD.device)
         best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=self._states_BD.device)
-        read_BX, number = (
-            torch.cat([self._states_BD, self._embedded(self._last_B)], dim=1),
-            candidates_needed(self._tree),
-        )
+        read_BX = torch.cat([self._states_BD, self._embedded(self._last_B)], dim=1)
+        number = candidates_needed(self._tree)
         found: list[Candidates] = []
         for depth, block in enumerate(self._blocks[:k]):
             if found:
@@ -99,16 +78,6 @@ class HydraDrafter(Drafter):
 
     def _embedded(self, tokens_B: Tensor) -> Tensor:
         return self._scale * self.lm.embed(tokens_B).to(self._states_BD.dtype)
-
-    def commit(self, new: Committed) -> None:
-        """Keeps the last committed token, and the state before it."""
-        self._states_BD, self._last_B = new.last_hidden(FINAL_NORM), new.last_tokens()
-        self._sampler.commit(new)
-
-    def keep(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
-        self._states_BD, self._last_B = self._states_BD[rows], self._last_B[rows]
-        self._sampler.keep(rows)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> HydraDrafter:

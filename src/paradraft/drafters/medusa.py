@@ -16,17 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.core import Draft
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.cpu.tree import grow
+from paradraft.models.last_state_drafter import LastStateDrafter
 from paradraft.models.loading import locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampling.candidates import Candidates, assemble_from, candidates_needed
-from paradraft.sampling.sampler import Sampler
-from paradraft.tree import Tree
 
 ASIDE = 0.5
 """What an estimate is worth after a side branch: a head does not know which tokens stand before its own."""
@@ -43,7 +41,7 @@ class Config:
     draft: str
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(LastStateDrafter):
     """K heads on the state after the target's final norm.
 
     Args:
@@ -52,14 +50,10 @@ class MedusaDrafter(Drafter):
     """
 
     branching = "tree"
-    hidden_layers = (FINAL_NORM,)
-    prompt_hidden_layers = (FINAL_NORM,)
-    _sampler: Sampler
 
     def __init__(self, lm: CausalLM, head: Head) -> None:
-        self.lm = lm
+        super().__init__(lm)
         self.max_k = head.setting("num_heads", int)
-        self._tree: Tree | None = None
         blocks = range(self.max_k)
         width, rows = lm.model.config.hidden_size, len(lm.model.lm_head.weight)
         names = [
@@ -75,17 +69,6 @@ class MedusaDrafter(Drafter):
         self._heads: list[Callable[[Tensor], Tensor]] | None = None
         if not head.setting("original_lm_head", bool):
             self._heads = [lm.linear(head.tensor(f"lm_heads.{number}.weight", rows, width)) for number in blocks]
-
-    def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Forgets all rows."""
-        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
-        self._states_BD = torch.empty(0, self.lm.model.config.hidden_size, device=device)
-
-    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Keeps the state before the last token of each prompt."""
-        self._sampler.join(requests)
-        states_bD = prompt.last_hidden(FINAL_NORM)
-        self._states_BD = torch.cat([self._states_BD.to(states_bD.dtype), states_bD])
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """The guesses of the first `max(lengths)` heads."""
@@ -109,16 +92,6 @@ class MedusaDrafter(Drafter):
             return self.lm.head(states_BKD)
         each = [head(states_BKD[:, number]) for number, head in enumerate(self._heads[:k])]
         return self.lm.allowed(torch.stack(each, dim=1))
-
-    def commit(self, new: Committed) -> None:
-        """Keeps the state before the last committed token."""
-        self._states_BD = new.last_hidden(FINAL_NORM)
-        self._sampler.commit(new)
-
-    def keep(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
-        self._states_BD = self._states_BD[rows]
-        self._sampler.keep(rows)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> MedusaDrafter:
