@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.compiled import CompiledPass
-from paradraft.models.forward.cpu.model import KINDS, NativePass, can_serve
+from paradraft.models.forward.cpu.model import KINDS, NativePass, PackedMatrix, can_serve
 from paradraft.models.runtime import quantize
 from paradraft.tree import ABSENT
 from tests.support.decoding import empty_rows
@@ -246,6 +246,28 @@ def test_rows_that_join_and_move_change_no_bit(dtype: torch.dtype) -> None:
     last = lm.prefill([rows[3][18:], rows[1][6:], rows[2][1:]]).last
     found = lm.forward(torch.tensor(last)).logits[:, 0]
     assert all(torch.equal(one, alone[row]) for one, row in zip(found, (3, 1, 2), strict=True))
+
+
+@pytest.mark.parametrize("inputs", [2, 30, 32, 34, 62, 64, 320, 368])
+@pytest.mark.parametrize("outputs", [1, 63, 64, 130])
+def test_products_of_bfloat16(inputs: int, outputs: int) -> None:
+    """Guards tiles: inputs and outputs that do not fill them, more rows than they have, and bits that depend on the
+    rows beside a row."""
+    generator = torch.Generator().manual_seed(inputs * outputs)
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    rows = torch.randn(41, inputs, generator=generator).bfloat16()
+    packed = PackedMatrix([weight], [torch.ones(outputs)])
+    whole = torch.empty(41, outputs)
+    if not packed.multiply(rows, whole, 1):
+        pytest.skip("this CPU has no products of bfloat16")
+    expected = rows.double() @ weight.double().T + 1
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-4 * inputs**0.5)
+    for sizes, threads in (([1] * 41, 1), ([16, 25], 2), ([17, 15, 9], 1), ([33, 8], 2)):
+        parts = []
+        for some in rows.split(sizes):
+            parts.append(torch.empty(len(some), outputs))
+            packed.multiply(some.contiguous(), parts[-1], threads)
+        assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

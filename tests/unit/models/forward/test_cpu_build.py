@@ -264,10 +264,13 @@ def test_processes_at_the_same_time_do_no_harm(new_machine: Path, compiled: byte
 
 
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("fma3", False), reason="of CPUs that fuse, in that way")
-def test_other_cpus_compute_the_same_and_in_one_order(kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards CPUs with half as many registers and no products of bfloat16, and equal bits on those for which GCC
-    fuses products and sums in some loops and not in others."""
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-march=haswell", "-mtune=znver2"))
+@pytest.mark.parametrize("flags", [("-march=haswell", "-mtune=znver2"), ("-mno-amx-bf16", "-mno-amx-tile")])
+def test_other_cpus_compute_the_same_and_in_one_order(
+    kept: None, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """Guards CPUs with half as many registers and no products of bfloat16, those with such products and no tiles, and
+    equal bits on those for which GCC fuses products and sums in some loops and not in others."""
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
     for dtype, are_rounded in itertools.product([torch.float32, torch.bfloat16], [False, True]):
         model = random_model()
         if are_rounded:

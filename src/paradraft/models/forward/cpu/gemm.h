@@ -3,6 +3,11 @@
 
 #include <type_traits>
 
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "simd.h"
 
 constexpr int VECTORS_PER_TILE = 4;                 // vectors of a panel
@@ -140,12 +145,117 @@ static inline void multiply_group(
         }
 }
 
+#if defined(__AMX_BF16__) && defined(__linux__)
+constexpr int64_t TILE_ROWS = 16, TILE_INPUTS = 32; // of a tile of inputs; one of weights has as many inputs, and LANES outputs
+
+/// Whether the system lets this process use tiles. It must be asked once, before the first.
+static inline bool may_use_tiles() {
+    static const bool may = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+    return may;
+}
+
+/// The shapes of all tiles: sums in 0 to 3, inputs in 4 and weights in 5, and those of the last inputs in 6 and 7.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+
+    TileShapes(int64_t count, int64_t rest) {
+        for (int tile = 0; tile < 8; tile++) {
+            bool is_last = tile > 5;
+            rows[tile] = tile == 5 ? TILE_INPUTS / 2 : tile == 7 ? (rest ? rest / 2 : 1) : count;
+            row_bytes[tile] = is_last && tile == 6 ? (rest ? rest * 2 : 4) : 64;
+        }
+    }
+};
+
+/// The rows and the last inputs for which this thread has set its tiles; 0 where it has not.
+inline thread_local int64_t tiles_set = 0;
+
+static inline void set_tiles(int64_t rows, int64_t rest) {
+    if (tiles_set == rows * TILE_INPUTS + rest) return;
+    TileShapes shapes(rows, rest);
+    asm volatile("" ::"r"(&shapes) : "memory"); // the compiler does not see what is read
+    _tile_loadconfig(&shapes);
+    tiles_set = rows * TILE_INPUTS + rest;
+}
+
+/// To be called before other code runs, which may set tiles too, and while they are set takes longer to be interrupted.
+static inline void release_tiles() {
+    if (!tiles_set) return;
+    _tile_release();
+    tiles_set = 0;
+}
+
+/// Sums of a panel with the products of a few rows, in tiles: a row's are the same whatever rows stand beside it.
+static inline void multiply_in_tiles(
+    const BFloat16* panel, int64_t count, const BFloat16* inputs, int64_t rows, float (*sums)[N_TILE]
+) {
+    constexpr int64_t PAIRS = N_TILE * sizeof(BFloat16) * 2; // bytes of two inputs' weights
+    static_assert(VECTORS_PER_TILE == 4 && LANES == 16);
+    int64_t whole = count / TILE_INPUTS * TILE_INPUTS, stride = count * sizeof(BFloat16);
+    for (int64_t first = 0; first < rows; first += TILE_ROWS) {
+        int64_t few = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
+        const BFloat16* from = inputs + first * count;
+        set_tiles(few, count - whole);
+        asm volatile("" ::"r"(from), "r"(panel) : "memory"); // the compiler does not see what is read
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = 0; k < whole; k += TILE_INPUTS) {
+            const BFloat16* weights = panel + k * N_TILE;
+            _tile_loadd(4, from + k, stride);
+            _tile_loadd(5, weights, PAIRS);
+            _tile_dpbf16ps(0, 4, 5);
+            _tile_loadd(5, weights + 2 * LANES, PAIRS);
+            _tile_dpbf16ps(1, 4, 5);
+            _tile_loadd(5, weights + 4 * LANES, PAIRS);
+            _tile_dpbf16ps(2, 4, 5);
+            _tile_loadd(5, weights + 6 * LANES, PAIRS);
+            _tile_dpbf16ps(3, 4, 5);
+        }
+        if (whole < count) {
+            const BFloat16* weights = panel + whole * N_TILE;
+            _tile_loadd(6, from + whole, stride);
+            _tile_loadd(7, weights, PAIRS);
+            _tile_dpbf16ps(0, 6, 7);
+            _tile_loadd(7, weights + 2 * LANES, PAIRS);
+            _tile_dpbf16ps(1, 6, 7);
+            _tile_loadd(7, weights + 4 * LANES, PAIRS);
+            _tile_dpbf16ps(2, 6, 7);
+            _tile_loadd(7, weights + 6 * LANES, PAIRS);
+            _tile_dpbf16ps(3, 6, 7);
+        }
+        float* to = sums[first];
+        _tile_stored(0, to, sizeof(*sums));
+        _tile_stored(1, to + LANES, sizeof(*sums));
+        _tile_stored(2, to + 2 * LANES, sizeof(*sums));
+        _tile_stored(3, to + 3 * LANES, sizeof(*sums));
+    }
+}
+#else
+static inline void release_tiles() {}
+#endif
+
 /// Where output 0 of a panel is, and how many there are.
 struct Outputs {
     int64_t first, count;
     Outputs(const Matrix& matrix, int64_t panel)
         : first(panel * N_TILE), count(matrix.outputs - first < N_TILE ? matrix.outputs - first : N_TILE) {}
 };
+
+/// Scales the sums of some rows and one panel, adds the bias, and hands them to `done`.
+template <class Done>
+static inline void
+finish(const Matrix& matrix, int64_t panel, int64_t first, int64_t count, float (*sums)[N_TILE], Done done) {
+    Outputs outputs(matrix, panel);
+    for (int64_t row = 0; row < count; row++) {
+        for (int64_t i = 0; matrix.scales && i < outputs.count; i++) sums[row][i] *= matrix.scales[outputs.first + i];
+        for (int64_t i = 0; matrix.bias && i < outputs.count; i++) sums[row][i] += matrix.bias[outputs.first + i];
+        done(first + row, sums[row]);
+    }
+}
 
 /// `rows` rows of `inputs` times one panel of a matrix, bias included; `done(row, sums)` takes each row's `N_TILE` sums.
 /// Inputs are float, or bfloat16 where `HAS_DOTS` and the matrix is.
@@ -156,6 +266,14 @@ static inline void multiply(const Matrix& matrix, int64_t panel, const Input* in
     for (int64_t first = 0; first < rows; first += M_BLOCK) {
         int64_t count = rows - first < M_BLOCK ? rows - first : M_BLOCK;
         const Input* from = inputs + first * matrix.inputs;
+#if defined(__AMX_BF16__) && defined(__linux__)
+        if constexpr (std::is_same_v<Input, BFloat16>)
+            if (may_use_tiles()) {
+                multiply_in_tiles((const BFloat16*)matrix.panels + offset, matrix.inputs, from, count, sums);
+                finish(matrix, panel, first, count, sums, done);
+                continue;
+            }
+#endif
         if (matrix.kind == BFLOAT16)
             multiply_group((const BFloat16*)matrix.panels + offset, matrix.inputs, from, count, sums);
         else if constexpr (std::is_same_v<Input, float>) {
@@ -164,12 +282,7 @@ static inline void multiply(const Matrix& matrix, int64_t panel, const Input* in
             else
                 multiply_group((const float*)matrix.panels + offset, matrix.inputs, from, count, sums);
         }
-        Outputs outputs(matrix, panel);
-        for (int64_t row = 0; row < count; row++) {
-            for (int64_t i = 0; matrix.scales && i < outputs.count; i++) sums[row][i] *= matrix.scales[outputs.first + i];
-            for (int64_t i = 0; matrix.bias && i < outputs.count; i++) sums[row][i] += matrix.bias[outputs.first + i];
-            done(first + row, sums[row]);
-        }
+        finish(matrix, panel, first, count, sums, done);
     }
 }
 

@@ -66,7 +66,10 @@ class Team {
     /// they are done. `worker` is below `MOST_WORKERS`, and no two threads have the same.
     template <class Work> void each(int64_t count, int64_t items, Work work) {
         int64_t chunks = std::min<int64_t>((count + items - 1) / items, UINT16_MAX);
-        if (size == 1 || chunks <= 1) return work(Span(count, 0, 1), 0);
+        if (size == 1 || chunks <= 1) {
+            work(Span(count, 0, 1), 0);
+            return release_tiles();
+        }
         auto call = [](void* work, Span share, int worker) { (*(Work*)work)(share, worker); };
         job.call.store(call, std::memory_order_relaxed);
         job.work.store(&work, std::memory_order_relaxed);
@@ -228,6 +231,7 @@ class Team {
                 taken++;
             }
         }
+        release_tiles();
         return taken;
     }
 
