@@ -9,7 +9,7 @@ Shape letters: R rows, V vocabulary, K depths.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -48,11 +48,12 @@ def divergence(logits_RV: Tensor, teacher_RV: Tensor, kind: Divergence) -> Tenso
             chosen in decoding.
         kind: which divergence.
     """
-    never_RV = teacher_RV <= IMPOSSIBLE
-    p_RV = teacher_RV.float().masked_fill(never_RV, IMPOSSIBLE).log_softmax(1)
-    q_RV = logits_RV.float().log_softmax(1).masked_fill(never_RV, IMPOSSIBLE)
+    p_RV = teacher_RV.float().clamp(min=IMPOSSIBLE).log_softmax(1)
     if kind == "forward_kl":
-        return _kl(p_RV, q_RV)  # with both parts in it
+        divergence_R: Tensor = _ForwardKl.apply(logits_RV, p_RV)  # with both parts in it
+        return divergence_R
+    never_RV = teacher_RV <= IMPOSSIBLE
+    q_RV = logits_RV.float().log_softmax(1).masked_fill(never_RV, IMPOSSIBLE)
     surprise_R = -q_RV.logsumexp(1)
     q_RV = q_RV + surprise_R[:, None]
     if kind == "reverse_kl":
@@ -61,6 +62,25 @@ def divergence(logits_RV: Tensor, teacher_RV: Tensor, kind: Divergence) -> Tenso
         mixture_RV = torch.logaddexp(p_RV, q_RV) - math.log(2)
         return surprise_R + (_kl(p_RV, mixture_RV) + _kl(q_RV, mixture_RV)) / 2
     return surprise_R + (p_RV.exp() - q_RV.exp()).abs().sum(1) / 2
+
+
+class _ForwardKl(torch.autograd.Function):
+    """KL(p ‖ q) of each row, from logits `[R, V]` and log p `[R, V]`, which is not learnt.
+
+    The slope is q - p; left to itself, autograd walks over a dozen tensors of this size for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_RV: Tensor, log_p_RV: Tensor) -> Tensor:
+        log_q_RV, p_RV = logits_RV.float().log_softmax(1), log_p_RV.exp()
+        ctx.save_for_backward(log_q_RV, p_RV)
+        ctx.dtype = logits_RV.dtype
+        return torch.linalg.vecdot(p_RV, log_p_RV) - torch.linalg.vecdot(p_RV, log_q_RV)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
+        log_q_RV, p_RV = ctx.saved_tensors
+        return log_q_RV.exp().sub_(p_RV).mul_(slopes[0][:, None]).to(ctx.dtype), None
 
 
 def _kl(log_a_RV: Tensor, log_b_RV: Tensor) -> Tensor:
