@@ -100,9 +100,15 @@ class Sampling:
         )
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the model's own logits decide, with a temperature and nothing else."""
+        has_filters = not self.is_greedy and bool(self.top_k or self.top_p < 1.0 or self.min_p)
+        return not has_filters and not self.reads_text and not self.logit_bias
+
+    @property
     def is_plain_greedy(self) -> bool:
         """Whether tokens are the argmax of the model's own logits."""
-        return self.is_greedy and not self.reads_text and not self.logit_bias
+        return self.is_greedy and self.is_plain
 
 
 def _biases(given: object) -> tuple[tuple[int, float], ...]:

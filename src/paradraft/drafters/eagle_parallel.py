@@ -21,14 +21,11 @@ from torch import Tensor
 from paradraft.core import Draft
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.draft_layers import DraftLayers, Masks
+from paradraft.models.draft_layers import DraftLayers, Masks, target_layers
 from paradraft.models.layers_drafter import LayersDrafter
 from paradraft.models.loading import locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-
-ASIDE = 0.5
-"""What an estimate is worth after a side branch: a mask does not know which tokens stand before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +53,10 @@ class EagleParallelDrafter(LayersDrafter):
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
         width = target.model.config.hidden_size
         self._join = target.linear(head.tensor("fc.weight", width, 2 * width), head.tensor("fc.bias", width))
-        super().__init__(DraftLayers(target, head, runtime, joined=self._joined))
+        super().__init__(DraftLayers(target, head, runtime, layers=target_layers(head), joined=self._joined))
         self.masks = Masks(head, target.device)
         self.max_k = self.masks.max_k
+        self.correct_with(head)
 
     def _joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
         return self._join(torch.cat([embeddings.to(states.dtype), states], dim=-1))
@@ -68,7 +66,7 @@ class EagleParallelDrafter(LayersDrafter):
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads what is not read, then masks, and draws all tokens."""
-        return self.in_one_pass(lengths, self._masks, aside=ASIDE)
+        return self.in_one_pass(lengths, self._masks)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> EagleParallelDrafter:

@@ -19,15 +19,11 @@ from torch.nn.functional import silu
 from paradraft.core import Draft
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.last_state_drafter import LastStateDrafter
 from paradraft.models.loading import locate
+from paradraft.models.one_pass import draft_of_pass
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.sampling.candidates import Candidates, assemble_from, candidates_needed
-
-ASIDE = 0.5
-"""What an estimate is worth after a side branch: a head does not know which tokens stand before its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +70,7 @@ class MedusaDrafter(LastStateDrafter):
         """The guesses of the first `max(lengths)` heads."""
         if (k := max(lengths)) == 0:
             return Draft.empty(len(lengths), self._states_BD.device)
-        logits_BKV = self._logits(k)
-        number = candidates_needed(self._tree)
-
-        def candidates_at(first: int, last: int, before_BD: Tensor | None) -> Candidates:
-            return self._sampler.candidates(logits_BKV[:, first:last], first, number, before_BD)
-
-        return assemble_from(candidates_at, k, self._tree, aside=ASIDE, faster=grow)
+        return draft_of_pass(self._sampler, self._tree, self._logits(k))
 
     def _logits(self, k: int) -> Tensor:
         """`[B, K, V]` of the first `k` heads."""

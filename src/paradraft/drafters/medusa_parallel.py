@@ -17,15 +17,11 @@ from torch import Tensor
 from paradraft.core import Draft
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.draft_layers import DraftLayers, Masks
-from paradraft.models.forward import FINAL_NORM
+from paradraft.models.draft_layers import DraftLayers, Masks, target_layers
 from paradraft.models.layers_drafter import LayersDrafter
 from paradraft.models.loading import locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-
-ASIDE = 0.5
-"""What an estimate is worth after a side branch: a mask does not know which tokens stand before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +47,12 @@ class MedusaParallelDrafter(LayersDrafter):
     branching = "tree"
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
-        layer = FINAL_NORM if head.setting("reads", str, "embedding", "state") == "state" else None
+        layers = target_layers(head) if head.setting("reads", str, "embedding", "state") == "state" else ()
         self._scale = head.setting("embedding_scale", float)
-        super().__init__(DraftLayers(target, head, runtime, layer=layer, joined=self._joined))
+        super().__init__(DraftLayers(target, head, runtime, layers=layers, joined=self._joined))
         self.masks = Masks(head, target.device)
         self.max_k = self.masks.max_k
+        self.correct_with(head)
 
     def _joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
         """What the layer reads, `[…, D]`; `states` are `[…, 0]` if it reads embeddings alone."""
@@ -67,7 +64,7 @@ class MedusaParallelDrafter(LayersDrafter):
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads what is not read, then masks, and draws all tokens."""
-        return self.in_one_pass(lengths, self._masks, aside=ASIDE)
+        return self.in_one_pass(lengths, self._masks)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> MedusaParallelDrafter:

@@ -20,19 +20,16 @@ from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.formats.pard import check_ends_nothing, mask_token_id
 from paradraft.models.causal_lm import CausalLM, SavedRow
-from paradraft.models.forward.cpu.tree import grow
+from paradraft.models.forward import FINAL_NORM
 from paradraft.models.loading import load_draft_lm, locate
+from paradraft.models.one_pass import draft_of_pass
+from paradraft.models.previous_token import Correction, PreviousTokenHead, load_head
 from paradraft.models.runtime import Runtime
-from paradraft.models.target import Target
+from paradraft.models.target import Target, gathered
 from paradraft.models.tokenization import text_of
 from paradraft.ragged import upload
-from paradraft.sampling.candidates import Candidates, assemble_from, candidates_needed
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
-
-ASIDE = 0.5
-"""What an estimate is worth after a side branch: a mask's candidates continue the likeliest tokens before it,
-and those of a side branch are others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +50,18 @@ class PardDrafter(Drafter):
         lm: the draft model.
         mask_id: its mask token.
         masks: how many ids from there on are masks, each for one place of the draft; the last for all later ones.
+        previous: tells masks the tokens drafted before them, if the model has such a head.
     """
 
     branching = "tree"
     _sampler: Sampler
 
-    def __init__(self, lm: CausalLM, mask_id: int, masks: int = 1) -> None:
+    def __init__(
+        self, lm: CausalLM, mask_id: int, masks: int = 1, *, previous: PreviousTokenHead | None = None
+    ) -> None:
         self.lm = lm
+        self._correction = None if previous is None else Correction(lm, previous)
+        self._layers = () if previous is None else (FINAL_NORM,)  # whose states it corrects
         self.mask_id = mask_id
         self.masks = masks
         self.reserved_tokens = tuple(range(mask_id, mask_id + masks))
@@ -101,15 +103,11 @@ class PardDrafter(Drafter):
         # After a row's last mask there is no token, so that nothing is computed for these logits.
         end = reading.shape[1] - 1
         rows_BK = upload([[min(max(len(row) - 1, 0) + i, end) for i in range(k)] for row in unread], device)
-        logits_BKV = self.lm.forward(reading, logit_rows=rows_BK).logits
+        out = self.lm.forward(reading, logit_rows=rows_BK, hidden_layers=self._layers)
         self.lm.advance(list(map(len, unread)))
         self._pending = [[] if length else row for row, length in zip(self._pending, lengths, strict=True)]
-        number = candidates_needed(self._tree)
-
-        def candidates_at(first: int, last: int, before_BD: Tensor | None) -> Candidates:
-            return self._sampler.candidates(logits_BKV[:, first:last], first, number, before_BD)
-
-        return assemble_from(candidates_at, k, self._tree, aside=ASIDE, faster=grow)
+        states_BKD = gathered(out.hidden[FINAL_NORM], rows_BK) if self._correction else None
+        return draft_of_pass(self._sampler, self._tree, out.logits, self._correction, states_BKD)
 
     def commit(self, new: Committed) -> None:
         """All newly committed tokens are read in the next pass."""
@@ -154,4 +152,4 @@ def build(config: Config, target: Target, runtime: Runtime) -> PardDrafter:
                 stacklevel=2,
             )
     lm.forbid(range(mask_id, mask_id + masks))
-    return PardDrafter(lm, mask_id, masks)
+    return PardDrafter(lm, mask_id, masks, previous=load_head(lm.model.config))

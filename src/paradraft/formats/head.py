@@ -133,29 +133,35 @@ def read_head(name: str, kind: str, config: PretrainedConfig) -> Head:
     Raises:
         ValueError: it is a checkpoint of something else or for another target, or damaged.
     """
-    head = _read(name, kind)
+    head = read_checkpoint(name, kind)
     head.target.check(TargetIdentity.of(config), name)
     return head
 
 
-def _read(name: str, kind: str) -> Head:
+def read_checkpoint(name: str, kind: str | None = None) -> Head:
+    """Reads a checkpoint, of a kind or of any, for whatever target it is.
+
+    Raises:
+        ValueError: it is a checkpoint of something else, or damaged.
+    """
     try:
-        config: dict[str, Any] = json.loads(_file(name, CONFIG).read_bytes())
+        config: dict[str, Any] = json.loads(file_of(name, CONFIG).read_bytes())
         if not isinstance(config, dict) or not isinstance(identity := config.pop(TARGET, None), dict | None):
             raise TypeError("its config.json is no config of a drafter")
-        if (found := config.get("model_type")) != kind:
+        if (found := config.get("model_type")) != (kind or found):
             raise ValueError(f"draft {name!r} has the model_type {found!r}: drafter {kind!r} needs one of its own")
         if identity is None or identity.keys() != TargetIdentity.__dataclass_fields__.keys():
             raise TypeError("its config.json names no target")
         target = TargetIdentity(**identity)
-        weights = load_file(_file(name, WEIGHTS))
+        weights = load_file(file_of(name, WEIGHTS))
     except (OSError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
         told = str(error).splitlines()[0]
         raise ValueError(
-            f"draft {name!r} cannot be read ({told}): train it again with `paradraft train {kind}`"
+            f"draft {name!r} cannot be read ({told}): train it again with `paradraft train {kind or 'NAME'}`"
         ) from None
     return Head(config=config, target=target, weights=weights, name=name)
 
 
-def _file(name: str, file: str) -> Path:
+def file_of(name: str, file: str) -> Path:
+    """A file of a folder, or of a Hugging Face id."""
     return Path(name) / file if Path(name).is_dir() else Path(hf_hub_download(name, file))

@@ -10,8 +10,12 @@ from collections.abc import Collection
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-CONFIG_KEYS = ("pard_token", "mask_token_id", "spd_type", "pard_masks")
-"""What the config of a PARD model has and that of an ordinary one has not; only paradraft reads `pard_masks`."""
+RANK = "pard_previous_token_rank"
+CONFIG_KEYS = ("pard_token", "mask_token_id", "spd_type", "pard_masks", RANK)
+"""What the config of a PARD model has and that of an ordinary one has not; only paradraft reads the last two."""
+PREVIOUS_TOKEN_HEAD = "previous_token_head.safetensors"
+"""The file beside the weights that has the head of `paradraft.models.previous_token`. Engines that do not know it load
+the folder as any PARD model, and draft without the head."""
 
 
 def check_ends_nothing(
@@ -79,7 +83,7 @@ def declare_masks(model_config: PretrainedConfig, mask_id: int, masks: int = 1) 
         >>> config = PretrainedConfig(pard_masks=3)
         >>> declare_masks(config, 7)
         >>> [getattr(config, key, None) for key in CONFIG_KEYS]
-        [7, 7, 'pard', None]
+        [7, 7, 'pard', None, None]
     """
     forget_masks(model_config)
     model_config.pard_token = model_config.mask_token_id = mask_id

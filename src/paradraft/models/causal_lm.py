@@ -345,6 +345,11 @@ class CausalLM:
         return isinstance(self._compute, NativePass)
 
     @property
+    def threads(self) -> int:
+        """Most threads of a pass in C++, else of torch's operations."""
+        return self._compute.threads if isinstance(self._compute, NativePass) else torch.get_num_threads()
+
+    @property
     def is_ragged(self) -> bool:
         """Whether a pass computes only the tokens that there are; else absent ones cost as much as others."""
         return self.is_native

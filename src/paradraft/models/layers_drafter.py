@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.formats.head import Head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.draft_layers import DraftLayers, SavedLayers
 from paradraft.models.forward.cpu.tree import grow
+from paradraft.models.one_pass import draft_of_pass
+from paradraft.models.previous_token import Correction, previous_token_head
 from paradraft.ragged import upload
-from paradraft.sampling.candidates import Candidates, assemble, assemble_from, candidates_needed, joined
+from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT, Tree
 
@@ -31,8 +34,8 @@ class LayersDrafter(Drafter):
 
     def __init__(self, layers: DraftLayers) -> None:
         self.layers = layers
-        if layers.layer is not None:
-            self.hidden_layers = self.prompt_hidden_layers = (layers.layer,)
+        self.hidden_layers = self.prompt_hidden_layers = layers.layers
+        self._correction: Correction | None = None
         self._tree: Tree | None = None
 
     @property
@@ -91,20 +94,20 @@ class LayersDrafter(Drafter):
         layers.lm.rollback(committed)
         return assemble(joined(found), self._tree, aside=0.0, faster=grow)
 
-    def in_one_pass(self, lengths: Sequence[int], masks: Callable[[Tensor, int], Tensor], *, aside: float) -> Draft:
+    def correct_with(self, head: Head) -> None:
+        """Lets masks know the tokens before them, if a checkpoint has a head for it."""
+        if "previous_token_rank" in head.config:
+            self._correction = Correction(self.layers.target, previous_token_head(head))
+
+    def in_one_pass(self, lengths: Sequence[int], masks: Callable[[Tensor, int], Tensor]) -> Draft:
         """The draft that the layers predict in one pass over what they have not read and masks.
 
         Args:
             lengths: see `Drafter.propose`.
             masks: see `DraftLayers.read`.
-            aside: see `sampling.candidates.assemble`.
         """
-        if (k := max(lengths)) == 0:
+        if max(lengths) == 0:
             return Draft.empty(len(lengths), self.layers.target.device)
-        logits_BKV = self.layers.target.head(self.layers.read(lengths, masks))
-        number = candidates_needed(self._tree)
-
-        def candidates_at(first: int, last: int, before_BD: Tensor | None) -> Candidates:
-            return self._sampler.candidates(logits_BKV[:, first:last], first, number, before_BD)
-
-        return assemble_from(candidates_at, k, self._tree, aside=aside, faster=grow)
+        states_BKD = self.layers.read(lengths, masks)
+        logits_BKV = self.layers.target.head(states_BKD)
+        return draft_of_pass(self._sampler, self._tree, logits_BKV, self._correction, states_BKD)

@@ -21,7 +21,7 @@ from paradraft.core import CHAINS, Committed, Drafting, Request, RequestError
 from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, _candidates, joined
 from paradraft.sampling.distribution import best_token, filtered_logits, penalized_logits, probabilities
-from paradraft.sampling.noise import seed_of, uniform_numbers, with_noise
+from paradraft.sampling.noise import gumbel_noise, seed_of, uniform_numbers, with_noise
 from paradraft.tree import ABSENT
 
 # Purposes of random numbers under the rejection rule, where each must be independent of all others.
@@ -116,8 +116,12 @@ class Sampler:
 
     def scores(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
         """What the target's token is the largest of, `[B, R, V]`: log p, up to a constant, plus noise; see `draw`."""
-        scores = self._each(self._scores, logits_BRV, paths_BRD)
-        return self._noised(scores, self._seeds_B, self.lengths_B[:, None] + depths_BR)
+        positions_BR, sampling = self.lengths_B[:, None] + depths_BR, self._groups[0][0].sampling
+        if len(self._groups) == 1 and sampling.is_plain and not sampling.is_greedy:
+            # The same numbers; logits that are no numbers make scores that are none.
+            scores = logits_BRV if logits_BRV.dtype == torch.float64 else logits_BRV.float()
+            return scores / sampling.temperature + gumbel_noise(self._seeds_B, positions_BR, scores.shape[2])
+        return self._noised(self._each(self._scores, logits_BRV, paths_BRD), self._seeds_B, positions_BR)
 
     def probabilities(self, logits_BRV: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
         """The distributions `[B, R, V]` that tokens are drawn from, in float64; arguments as in `draw`."""
@@ -157,14 +161,49 @@ class Sampler:
         """
         if self.reads_text and logits_BRV.shape[1] > 1:
             return self._one_by_one(logits_BRV, depth, number, path_BD)
-        R, V = logits_BRV.shape[1:]
-        depths_BR = _places(depth, R, logits_BRV.device)
-        paths = None if path_BD is None else path_BD[:, None]
+        depths_BR = _places(depth, logits_BRV.shape[1], logits_BRV.device)
+        return self._candidates(logits_BRV, depths_BR, number, None if path_BD is None else path_BD[:, None])
+
+    def candidates_after(self, logits_BRV: Tensor, depth: int, number: int, paths_BRD: Tensor) -> Candidates:
+        """What a drafter proposes after several nodes of one depth, which share the numbers of their position.
+
+        At most one of these nodes is accepted, and these numbers have no part in which one it is, so what is drawn
+        after it is as good as drawn with numbers of its own.
+
+        Args:
+            logits_BRV: `[B, R, V]` raw logits of the draft model after each node.
+            depth: of these candidates.
+            number: C.
+            paths_BRD: `[B, R, depth]` the drafted tokens before them.
+        """
+        depths_BR = _places(depth, 1, logits_BRV.device).expand(-1, logits_BRV.shape[1])
+        return self._candidates(logits_BRV, depths_BR, number, paths_BRD)
+
+    def plain_draws(self, number: int, vocab_size: int) -> tuple[list[float], Tensor | None] | None:
+        """What it takes to choose the first tokens as `candidates` does: of all rows the temperatures, and the noise
+        `[B, number, V]`, None if there is none. None if some row's tokens are chosen otherwise.
+
+        Args:
+            number: of positions.
+            vocab_size: V.
+        """
+        is_match = self.rule == "match"
+        if self._wants_confidence or self._has_paths or (self._is_chain and not is_match):
+            return None
+        if not all(request.sampling.is_plain for request in self._requests):
+            return None
+        temperatures = [request.sampling.temperature for request in self._requests]
+        if self._are_greedy or not is_match:
+            return temperatures, None
+        positions_BR = self.lengths_B[:, None] + _places(0, number, self.lengths_B.device)
+        return temperatures, gumbel_noise(self._seeds_B, positions_BR, vocab_size)
+
+    def _candidates(self, logits_BRV: Tensor, depths_BR: Tensor, number: int, paths: Tensor | None) -> Candidates:
         if self.rule == "match" and self._is_chain and not self._wants_confidence:
             tokens = self.draw(logits_BRV, depths_BR, paths)[..., None]
             return Candidates(tokens=tokens, log_probs=torch.zeros_like(tokens), probs=None, confidence=None)
         scores_BRV = self._each(self._scores, logits_BRV, paths)
-        number = min(number, V)
+        number = min(number, scores_BRV.shape[2])
         if self.rule == "match" or not (self._is_chain or self._has_paths):
             return self._likeliest(scores_BRV, depths_BR, number)
         log_q = scores_BRV.double().log_softmax(-1)
@@ -172,21 +211,6 @@ class Sampler:
         keys = self.lengths_B[:, None] * _MOST_DEPTH + depths_BR
         tokens = self._noised(log_q, seed_of(self._seeds_B, _DRAFT), keys).topk(number, dim=-1).indices
         return _candidates(tokens, log_q.gather(-1, tokens), self._drawn_from(log_q, tokens), confidence=confidence)
-
-    def likeliest_after(
-        self, logits_BRV: Tensor, depth: int, number: int, paths_BRD: Tensor | None = None
-    ) -> Candidates:
-        """The likeliest tokens after several nodes of the same depth, for trees that grow to a budget.
-
-        Args:
-            logits_BRV: `[B, R, V]` raw logits of the draft model after each node.
-            depth: of these tokens.
-            number: C.
-            paths_BRD: `[B, R, depth]` the drafted tokens before them, for settings that read the text.
-        """
-        scores_BRV = self._each(self._scores, logits_BRV, paths_BRD)
-        depths_BR = _places(depth, 1, logits_BRV.device).expand(len(scores_BRV), scores_BRV.shape[1])
-        return self._likeliest(scores_BRV, depths_BR, min(number, scores_BRV.shape[2]))
 
     def _likeliest(self, scores_BRV: Tensor, depths_BR: Tensor, number: int) -> Candidates:
         """The best candidates by log q, under the match rule plus the position's noise.

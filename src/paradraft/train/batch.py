@@ -141,6 +141,17 @@ class TrainingBatch:
         """`[k]` how many rows of each depth have a label."""
         return torch.bincount(self.depths[self.labels != IGNORED], minlength=k)
 
+    def before(self) -> Tensor:
+        """`[S * R]` for each row the index, among all rows, of the one before it in its chain: one depth and one place
+        less. For real tokens and filling rows anything."""
+        (S, R), N, K = self.depths.shape, self.texts.tokens.shape[1], int(self.depths.max()) + 1
+        samples = torch.arange(S, device=self.depths.device)[:, None]
+        keys = ((samples * N + self.places) * K + self.depths).flatten()  # of each row; unique, but for filling rows
+        row_of = torch.zeros(S * N * K, dtype=torch.long, device=keys.device)
+        is_row = self.documents.flatten() != FILLING
+        row_of[keys[is_row]] = torch.arange(S * R, device=keys.device)[is_row]
+        return row_of[(keys - K - 1).clamp(min=0)]
+
     def to(self, device: torch.device) -> TrainingBatch:
         """The same on another device."""
         texts = Texts(**{name: tensor.to(device) for name, tensor in vars(self.texts).items()})

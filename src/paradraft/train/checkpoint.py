@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +26,8 @@ from typing import Any
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.digests import file_digest
@@ -285,8 +287,20 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes an ordinary Hugging Face folder; `folder` appears or changes only when all is written."""
+def save_model(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    beside: Mapping[str, dict[str, Tensor]] | None = None,
+) -> None:
+    """Writes an ordinary Hugging Face folder; `folder` appears or changes only when all is written.
+
+    Args:
+        folder: where it goes.
+        model: its weights and configs.
+        tokenizer: its tokenizer.
+        beside: further files of tensors, by name.
+    """
     if not model.generation_config.do_sample:
         # Published models have sampling settings without `do_sample`, which `transformers` reads but does not write.
         try:
@@ -296,6 +310,8 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     with whole_folder(folder) as new:
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)
+        for name, tensors in (beside or {}).items():
+            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, new / name)
 
 
 def put_in_place(new: Path, folder: Path) -> None:

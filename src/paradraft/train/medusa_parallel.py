@@ -25,7 +25,9 @@ class MedusaParallelRecipe(MedusaWeights, ParallelRecipe):
 
     PARTS = (
         *ParallelRecipe.PARTS,
-        Part(settings=("mask_state",), wanted="reads=state", is_on=lambda recipe: recipe.reads == "state"),
+        Part(
+            settings=("mask_state", "target_layers"), wanted="reads=state", is_on=lambda recipe: recipe.reads == "state"
+        ),
     )
 
     reads: Literal["embedding", "state"] = Field(

@@ -6,15 +6,17 @@ width of the model, P places of the texts, E width of the teacher, K depths, V v
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from paradraft.models.previous_token import PreviousTokenHead
 from paradraft.train.batch import TrainingBatch
 from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence
+from paradraft.train.previous_token import chain_probabilities, corrected
 from paradraft.train.recipe import Recipe
 from paradraft.train.rows import FLEX, attention_mask
 from paradraft.train.teacher import Teacher
@@ -40,6 +42,9 @@ class Objective(nn.Module):
         model: the drafter in training.
         teacher: whose probabilities to learn; None learns the tokens of the text.
         kind: how to compare with the teacher.
+        previous: tells masks the tokens before them; None if none does.
+        unused: ids that are no tokens, which it does not correct: engines without it must not draft them either.
+        chain_weight: rows weigh the probability of the tokens before them to this power; needs a teacher if not 0.
         bf16: compute in bf16; losses are computed in float32.
         logits: most logits in memory at a time; more are computed again in the backward pass.
     """
@@ -50,11 +55,17 @@ class Objective(nn.Module):
         *,
         teacher: Teacher | None = None,
         kind: Divergence = "forward_kl",
+        previous: PreviousTokenHead | None = None,
+        unused: Sequence[int] = (),
+        chain_weight: float = 0.0,
         bf16: bool = False,
         logits: int = LOGITS,
     ) -> None:
         super().__init__()
         self.model = model
+        self.previous = previous
+        self.unused = list(unused)
+        self.chain_weight = chain_weight
         self.kind = kind
         self.bf16 = bf16
         self.chunk = max(logits // model.config.vocab_size, 1)
@@ -82,15 +93,34 @@ class Objective(nn.Module):
                 position_ids=batch.positions,
                 use_cache=False,
             ).last_hidden_state
+            if self.previous is not None:
+                embeddings_SND = self.model.get_input_embeddings()(batch.texts.tokens)
+                both = corrected(self.previous, hidden_SRD, batch, embeddings_SND), hidden_SRD
+                hidden_SRD = torch.cat(both, dim=-1)
             return loss_of_rows(
                 hidden_SRD,
                 batch,
                 weights_K,
-                head=lambda hidden_mD, depths_m: self.model.lm_head(hidden_mD),
+                head=lambda hidden_mD, depths_m: self._logits(hidden_mD),
                 teacher=self.teacher,
                 kind=self.kind,
                 chunk=self.chunk,
+                chain_weight=self.chain_weight,
             )
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """The logits `[m, V]` of some rows, of states `[m, D]`, or `[m, 2 D]` corrected and as they were."""
+        lm_head = self.model.lm_head
+        if self.previous is None:
+            return lm_head(states)
+        corrected_mD, plain_mD = states.chunk(2, dim=-1)
+        logits_mV: Tensor = lm_head(corrected_mD)
+        if self.unused and isinstance(lm_head, nn.Linear):
+            bias = None if lm_head.bias is None else lm_head.bias[self.unused]
+            logits_mV[:, self.unused] = nn.functional.linear(plain_mD, lm_head.weight[self.unused], bias)
+        elif self.unused:  # adapters train the rows of masks
+            logits_mV[:, self.unused] = lm_head(plain_mD)[:, self.unused]
+        return logits_mV
 
 
 def loss_of_rows(
@@ -103,6 +133,7 @@ def loss_of_rows(
     kind: Divergence,
     chunk: int,
     read_SNE: Tensor | None = None,
+    chain_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The loss of all rows that have a label.
 
@@ -116,6 +147,7 @@ def loss_of_rows(
         chunk: most rows whose logits are in memory at a time; with more rows than that, logits are computed again in
             the backward pass.
         read_SNE: `[S, N, E]` what the teacher has read of the texts; it reads them if this is not given.
+        chain_weight: see `Objective`.
 
     Returns:
         The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly.
@@ -126,7 +158,7 @@ def loss_of_rows(
     ) -> tuple[Tensor, Tensor]:
         """The loss of each row, and whether its likeliest token is the label."""
         logits_mV = head(hidden_mD, depths_m)
-        right_m = logits_mV.detach().argmax(-1) == labels_m
+        right_m = logits_mV.detach().gather(1, labels_m[:, None])[:, 0] >= logits_mV.detach().amax(-1)
         if teacher is None or read_PE is None:
             return cross_entropy(logits_mV, labels_m), right_m
         expected_mV = teacher.expects(read_PE, logits_mV.shape[-1])[which_m]
@@ -150,7 +182,10 @@ def loss_of_rows(
     if not losses:
         return hidden_SRD.sum() * 0.0, torch.zeros_like(weights_K)
     right_K = torch.zeros_like(weights_K).index_add(0, depths_M, torch.cat(right).to(weights_K.dtype))
-    return (weights_K[depths_M] * torch.cat(losses)).sum(), right_K
+    weights_M = weights_K[depths_M]
+    if chain_weight and teacher is not None and read_SNE is not None:
+        weights_M = weights_M * chain_probabilities(teacher, read_SNE, batch).flatten()[order_M] ** chain_weight
+    return (weights_M * torch.cat(losses)).sum(), right_K
 
 
 def _labelled_by_place(batch: TrainingBatch) -> Tensor:

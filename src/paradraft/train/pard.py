@@ -14,8 +14,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.data.samples import Sample
-from paradraft.formats.pard import check_ends_nothing, declare_masks, declared_mask_id, forget_masks
+from paradraft.formats.pard import (
+    PREVIOUS_TOKEN_HEAD,
+    check_ends_nothing,
+    declare_masks,
+    declared_mask_id,
+    forget_masks,
+)
 from paradraft.models.loading import load_draft_lm, load_model, load_skeleton, locate
+from paradraft.models.previous_token import PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.tokenization import text_of
@@ -50,7 +57,15 @@ class PardRecipe(Recipe):
     PARTS: ClassVar[tuple[Part, ...]] = (
         *Recipe.PARTS,
         Part(
-            settings=("r", "r_min", "mask_token_id", "distinct_masks", "depth_weights"),
+            settings=(
+                "r",
+                "r_min",
+                "mask_token_id",
+                "distinct_masks",
+                "depth_weights",
+                "previous_token_rank",
+                "chain_weight",
+            ),
             wanted="k=2 or more",
             is_on=lambda recipe: recipe.k > 1,
         ),
@@ -65,6 +80,21 @@ class PardRecipe(Recipe):
     mask_token_id: int | None = Field(default=None, description="by default an unused row of the embedding")
     distinct_masks: bool = Field(
         default=False, description="a mask token for each depth; one for all is better, and all that engines know"
+    )
+    previous_token_rank: int | None = Field(
+        default=None,
+        ge=0,
+        description="rank of a head that tells each mask the tokens drafted before it; 0: none; by default the model's",
+    )
+    chain_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="rows weigh the teacher's probability of the tokens before them to this power; 0: all alike",
+    )
+    draft_temperature: float = Field(
+        default=1.0,
+        gt=0,
+        description="the drafter's logits are divided by this when it is saved; below 1 it drafts what it is surer of",
     )
     teacher: str | None = Field(default=None, description="learn this model's probabilities, not the text's tokens")
     loss: Literal["cross_entropy", Divergence] | None = Field(
@@ -81,6 +111,8 @@ class PardRecipe(Recipe):
         if (self.divergence is not None) != (self.teacher is not None):
             wanted = "name a teacher" if self.teacher is None else "use one of the divergences, or leave teacher out"
             raise ValueError(f"loss={self.loss}: {wanted}")
+        if self.chain_weight and self.teacher is None:
+            raise ValueError(f"chain_weight={self.chain_weight}: only a teacher knows it, name one")
         return self
 
     @property
@@ -142,11 +174,13 @@ class InitialDrafter:
         model: what is trained.
         adapted: the same with its adapters, if it has any.
         masks: its mask tokens; none in an ordinary draft.
+        previous: its head that tells masks the tokens before them, if it has one.
     """
 
     model: PreTrainedModel
     adapted: PeftModel | None
     masks: range
+    previous: PreviousTokenHead | None
 
 
 def initial_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> InitialDrafter:
@@ -172,6 +206,7 @@ def drafter_skeleton(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, dev
 def _ready(
     model: PreTrainedModel, recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, *, on_gpu: bool
 ) -> InitialDrafter:
+    previous = _previous(model, recipe)
     if recipe.k > 1:
         first = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks)
         masks = range(first, first + recipe.masks)
@@ -180,7 +215,19 @@ def _ready(
         forget_masks(model.config)  # a PARD model that learns without masks is none any more
     adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, list(masks), seed=recipe.seed)
     set_up_passes(model, recipe, on_gpu=on_gpu)
-    return InitialDrafter(model=model, adapted=adapted, masks=masks)
+    return InitialDrafter(model=model, adapted=adapted, masks=masks, previous=previous)
+
+
+def _previous(model: PreTrainedModel, recipe: PardRecipe) -> PreviousTokenHead | None:
+    """The head that a recipe wants: the model's own if it has one of that rank, else a new one."""
+    own = load_head(model.config)
+    rank = recipe.previous_token_rank
+    if recipe.k == 1 or rank == 0 or (rank is None and own is None):
+        return None
+    if own is not None and rank in (None, own.rank):
+        return own
+    assert rank is not None
+    return new_head(model, rank, seed=recipe.seed)
 
 
 class PardTrainee:
@@ -219,9 +266,28 @@ class PardTrainee:
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Writes the draft as an ordinary Hugging Face folder in bf16, adapters merged; see `formats/pard.py`."""
         new = initial_drafter(self._recipe, self._tokenizer, "cpu")
-        Objective(new.model).load_state_dict(weights)
+        Objective(new.model, previous=new.previous).load_state_dict(weights)
         model = new.model if new.adapted is None else cast(PreTrainedModel, new.adapted.merge_and_unload())
-        save_model(folder, model.to(torch.bfloat16).eval(), self._tokenizer)
+        cool(model, new.previous, self._recipe.draft_temperature)
+        beside = {} if new.previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(new.previous, model.config)}
+        save_model(folder, model.to(torch.bfloat16).eval(), self._tokenizer, beside)
+
+
+@torch.no_grad()
+def cool(model: PreTrainedModel, previous: PreviousTokenHead | None, temperature: float) -> None:
+    """Divides a drafter's logits by a temperature, in place: in the weights of its final norm, so that every engine
+    drafts so.
+
+    Args:
+        model: the drafter.
+        previous: its head, which then reads larger states, and corrects larger ones.
+        temperature: above 0.
+    """
+    body: Any = model.model
+    body.norm.weight.div_(temperature)
+    if previous is not None:
+        previous.state.weight.mul_(temperature)
+        previous.correction.weight.div_(temperature)
 
 
 def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
@@ -235,7 +301,16 @@ def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
     _check_samples(recipe, data, drafter)
     teacher = None if recipe.teacher is None else _load_teacher(recipe.teacher, data, drafter)
     kind = recipe.divergence or "forward_kl"
-    objective = Objective(drafter.model, teacher=teacher, kind=kind, bf16=data.bf16)
+    previous = None if drafter.previous is None else drafter.previous.to(data.device)
+    objective = Objective(
+        drafter.model,
+        teacher=teacher,
+        kind=kind,
+        previous=previous,
+        unused=sorted({*range(used_rows(data.tokenizer), drafter.model.config.vocab_size), *drafter.masks}),
+        chain_weight=recipe.chain_weight,
+        bf16=data.bf16,
+    )
     return PardTrainee(recipe, data.tokenizer, drafter, objective)
 
 

@@ -156,8 +156,13 @@ def attention_mask(rows: Rows, model: PreTrainedModel) -> Tensor | BlockMask:
     if implementation == FLEX:
         S, R = rows.position.shape
         return create_block_mask(mask_function(rows), S, None, R, R, device=rows.position.device)
-    sees = attention_rule(rows)[:, None]
-    if implementation == "eager":
-        # Booleans would be taken for 0 and 1.
+    return as_mask(attention_rule(rows), model)
+
+
+def as_mask(sees_SQR: Tensor, model: PreTrainedModel) -> Tensor:
+    """The mask `[S, 1, Q, R]` of a pass, of which row sees which: for eager attention, which would take booleans for 0
+    and 1, numbers that are added to the scores, else booleans."""
+    sees = sees_SQR[:, None]
+    if model.config._attn_implementation == "eager":
         return torch.zeros_like(sees, dtype=model.dtype).masked_fill(~sees, torch.finfo(model.dtype).min)
     return sees

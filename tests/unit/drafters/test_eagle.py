@@ -9,10 +9,10 @@ import torch
 
 from paradraft.core import Request
 from paradraft.decode.generation import Generation
-from paradraft.drafters import eagle
 from paradraft.drafters.eagle import EagleDrafter
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
+from paradraft.sampling import expansion
 from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT, Tree
 from tests.conftest import VOCAB
@@ -74,7 +74,7 @@ def test_a_grown_tree_holds_the_likeliest_paths(
 ) -> None:
     """Guards nodes that are read after the wrong ones, which only acceptance would show; also in a batch, beside a row
     that drafts nothing, and where a pass has room for few nodes."""
-    monkeypatch.setattr(eagle, "EXPANDED", expanded)
+    monkeypatch.setattr(expansion, "EXPANDED", expanded)
     engine = loaded(family, width=width)
     widest, number = min(budget, expanded, max(width // 4, 1)), min(budget, expanded)
     expected = [plain(engine, prompt, 4, budget, widest, number) for prompt in PROMPTS]

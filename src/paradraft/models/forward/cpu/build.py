@@ -21,7 +21,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-SOURCES = ("forward.cpp", "tree.cpp", "attention.h", "gemm.h", "team.h", "simd.h")
+SOURCES = ("forward.cpp", "correction.cpp", "tree.cpp", "attention.h", "gemm.h", "team.h", "simd.h")
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -77,6 +77,12 @@ def _library() -> ctypes.CDLL | CannotBuildError:
     found.forward.restype = ctypes.c_int64
     found.grow_trees.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_double, *[ctypes.c_void_p] * 3]
     found.grow_trees.restype = ctypes.c_int64
+    found.draw_chains.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
+    found.draw_chains.restype = None
+    found.grow_corrected.argtypes = [
+        *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int64
+    ]  # fmt: skip
+    found.grow_corrected.restype = None
     found.compact_paths.argtypes = [
         ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2
     ]  # fmt: skip

@@ -1,0 +1,280 @@
+// Draws drafts token by token, each after a correction of its logits by the tokens before it (models/previous_token.py):
+// chains, and trees of the likeliest nodes.
+//
+// Shape letters: B rows of a batch, K places of a draft, V vocabulary, D hidden size, X rank of the correction.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "gemm.h"
+#include "team.h"
+
+struct Correction {
+    Matrix token, memory, correction;   // [X, D], [X, X], [V, X]
+    const float* embedding;             // [rows, D]; null if it is
+    const BFloat16* embedding_bfloat16; // in bfloat16
+};
+
+/// What a pass said of the places of a draft, and how tokens are drawn from it.
+struct Places {
+    int64_t rows, places;      // B, K
+    const float* logits;       // [B, K, V] before any correction
+    const float* reads;        // [B, K - 1, X], what the states of the later places add to their memories
+    const float* temperatures; // [B]; 0 takes the likeliest token
+    const double* noise;       // [B, K, V], or null; greedy rows have none
+};
+
+constexpr int64_t INVALID = -2, ABSENT = -1; // tokens: of logits that are no numbers; of no node
+
+/// Where the logits of a row's place begin.
+static int64_t logits_at(const Correction& model, const Places& given, int64_t row, int64_t place) {
+    return (row * given.places + place) * model.correction.outputs;
+}
+
+/// The tokens of a few nodes that stand at places of rows, one each, and the memories of the nodes before them.
+struct Nodes {
+    std::vector<int64_t> rows, places, tokens;
+    std::vector<float> before; // [nodes, X]; nothing is read of nodes at place 0
+
+    int64_t count() const { return rows.size(); }
+};
+
+/// The memories `[nodes, X]` after some nodes, with which the places after theirs are corrected.
+static void remember(const Correction& model, const Places& given, const Nodes& nodes, std::vector<float>& memories) {
+    int64_t rank = model.memory.outputs, width = model.token.inputs, count = nodes.count();
+    std::vector<float> embedded(count * width);
+    memories.resize(count * rank);
+    for (int64_t node = 0; node < count; node++) {
+        int64_t from = std::max<int64_t>(nodes.tokens[node], 0) * width;
+        for (int64_t i = 0; i < width; i++)
+            embedded[node * width + i] = model.embedding ? model.embedding[from + i] : number(model.embedding_bfloat16[from + i]);
+        int64_t read = nodes.rows[node] * (given.places - 1) + nodes.places[node];
+        std::copy_n(given.reads + read * rank, rank, memories.data() + node * rank);
+    }
+    auto add = [&](const Matrix& matrix, const float* inputs, bool is_later) {
+        for (int64_t panel = 0; panel < matrix.count(); panel++) {
+            Outputs outputs(matrix, panel);
+            multiply(matrix, panel, inputs, count, [&](int64_t node, const float* sums) {
+                if (is_later && !nodes.places[node]) return;
+                for (int64_t i = 0; i < outputs.count; i++) memories[node * rank + outputs.first + i] += sums[i];
+            });
+        }
+    };
+    add(model.token, embedded.data(), false);
+    bool is_later = std::any_of(nodes.places.begin(), nodes.places.end(), [](int64_t place) { return place > 0; });
+    if (is_later) add(model.memory, nodes.before.data(), true);
+    for (float& memory : memories) memory /= 1.0f + std::exp(-memory); // SiLU
+}
+
+/// The best token so far. What is not a number is larger than all numbers, and of equal ones the first counts.
+struct Best {
+    double score = -INFINITY;
+    int64_t token = INT64_MAX;
+
+    void take(double other, int64_t index) {
+        if (std::isnan(score) || !(std::isnan(other) || other >= score)) return;
+        if (other == score && index > token) return;
+        score = other;
+        token = index;
+    }
+};
+
+/// Takes the best of a panel's outputs, `corrections` of their logits for a row, or none.
+static void look_through(
+    const Places& given, int64_t row, int64_t at, const Outputs& outputs, const float* corrections, Best& best
+) {
+    const float* logits = given.logits + at + outputs.first;
+    float temperature = given.temperatures[row];
+    alignas(64) float corrected[N_TILE];
+    alignas(64) double scores[N_TILE];
+    for (int64_t i = 0; i < outputs.count; i++) corrected[i] = corrections ? logits[i] + corrections[i] : logits[i];
+    if (temperature == 0.0f)
+        for (int64_t i = 0; i < outputs.count; i++) scores[i] = corrected[i];
+    else {
+        const double* noise = given.noise + at + outputs.first;
+        for (int64_t i = 0; i < outputs.count; i++) scores[i] = double(corrected[i] / temperature) + noise[i];
+    }
+    std::fill(scores + outputs.count, scores + N_TILE, -INFINITY);
+    // Most panels have nothing better than what was found before; these are gone through lane by lane.
+    double largest[LANES], is_no_number[LANES];
+    std::fill_n(largest, LANES, -INFINITY);
+    std::fill_n(is_no_number, LANES, 0.0);
+    for (int64_t i = 0; i < N_TILE; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            largest[lane] = scores[i + lane] > largest[lane] ? scores[i + lane] : largest[lane];
+            is_no_number[lane] = scores[i + lane] != scores[i + lane] ? 1.0 : is_no_number[lane];
+        }
+    bool is_better = false;
+    for (int lane = 0; lane < LANES; lane++) is_better |= largest[lane] >= best.score || is_no_number[lane] != 0.0;
+    for (int64_t i = 0; is_better && i < outputs.count; i++) best.take(scores[i], outputs.first + i);
+}
+
+/// A node that may be drafted.
+struct Leaf {
+    double value; // logarithm of the estimated probability of its path
+    int64_t parent, place, token;
+    int64_t number; // of the leaves that a row has had; of two with the same value the earlier one is taken
+
+    bool operator<(const Leaf& other) const {
+        return value != other.value ? value < other.value : number > other.number;
+    }
+};
+
+/// One row's tree: its leaves as a heap, and the nodes that are drafted.
+struct GrowingTree {
+    std::vector<Leaf> leaves, taken;
+    std::vector<float> memories; // [taken, X]; of nodes that are not expanded anything
+    int64_t seen = 0;
+
+    void push(double value, int64_t parent, int64_t place, int64_t token) {
+        leaves.push_back({value, parent, place, token, seen++});
+        std::push_heap(leaves.begin(), leaves.end());
+    }
+
+    /// Moves the best leaf to the nodes.
+    const Leaf& take() {
+        std::pop_heap(leaves.begin(), leaves.end());
+        taken.push_back(leaves.back());
+        leaves.pop_back();
+        return taken.back();
+    }
+
+    /// Adds the best few tokens of a place after a node, -1 for the committed text. `scores` has room for a vector more.
+    void add_best(float* scores, int64_t vocabulary, int64_t few, int64_t parent, int64_t place) {
+        double before = parent < 0 ? 0.0 : taken[parent].value;
+        std::fill_n(scores + vocabulary, LANES, -INFINITY);
+        Vector most = splat(-INFINITY), differs = {}; // from itself, as only what is no number does
+        for (int64_t i = 0; i < vocabulary; i += LANES) {
+            Vector some = load(scores + i);
+            most = some > most ? some : most;
+            differs = some == some ? differs : splat(1.0f);
+        }
+        float top = largest(most);
+        if (largest(differs) != 0.0f || !std::isfinite(top)) return push(before, parent, place, INVALID);
+        Vector total = {};
+        for (int64_t i = 0; i < vocabulary; i += LANES) total = total + exponential(load(scores + i) - top);
+        double normalizer = top + std::log(double(sum(total)));
+        std::vector<Best> best(few);
+        for (int64_t i = 0; i < vocabulary; i += LANES) {
+            if (!(largest(load(scores + i)) > best.back().score)) continue;
+            for (int64_t token = i; token < std::min(i + LANES, vocabulary); token++) {
+                if (!(scores[token] > best.back().score)) continue;
+                int64_t rank = few - 1;
+                for (; rank && scores[token] > best[rank - 1].score; rank--) best[rank] = best[rank - 1];
+                best[rank].score = scores[token];
+                best[rank].token = token;
+            }
+        }
+        for (const Best& found : best)
+            if (found.score > -INFINITY) push(before + found.score - normalizer, parent, place, found.token);
+    }
+};
+
+extern "C" {
+
+/// Writes the tokens `[B, K]` of chains, -2 where the logits are no numbers.
+void draw_chains(const Correction* model, const Places* given, int64_t* tokens, int64_t threads) {
+    int64_t rows = given->rows, panels = model->correction.count(), vocabulary = model->correction.outputs;
+    Nodes nodes;
+    std::vector<float> memories;
+    std::vector<Best> best(MOST_WORKERS * rows);
+    for (int64_t row = 0; row < rows; row++) nodes.rows.push_back(row);
+    Team::run(threads, [&](Team& team) {
+        for (int64_t place = 0; place < given->places; place++) {
+            std::fill(best.begin(), best.end(), Best());
+            if (place) {
+                nodes.places.assign(rows, place - 1);
+                nodes.tokens.resize(rows);
+                for (int64_t row = 0; row < rows; row++) nodes.tokens[row] = tokens[row * given->places + place - 1];
+                nodes.before.swap(memories);
+                remember(*model, *given, nodes, memories);
+            }
+            team.each(panels, 1, [&](Span some, int worker) {
+                for (int64_t panel = some.first; panel < some.last; panel++) {
+                    Outputs outputs(model->correction, panel);
+                    auto look = [&](int64_t row, const float* sums) {
+                        int64_t at = logits_at(*model, *given, row, place);
+                        look_through(*given, row, at, outputs, sums, best[worker * rows + row]);
+                    };
+                    if (place)
+                        multiply(model->correction, panel, memories.data(), rows, look);
+                    else
+                        for (int64_t row = 0; row < rows; row++) look(row, nullptr);
+                }
+            });
+            for (int64_t row = 0; row < rows; row++) {
+                Best& found = best[row];
+                for (int64_t worker = 1; worker < MOST_WORKERS; worker++) {
+                    const Best& other = best[worker * rows + row];
+                    if (other.token < vocabulary) found.take(other.score, other.token);
+                }
+                tokens[row * given->places + place] = std::isfinite(found.score) ? found.token : INVALID;
+            }
+        }
+    });
+}
+
+/// Writes the tokens and parents `[B, budget]` of each row's likeliest nodes, best first, -1 after the last one; after a
+/// node only the best few tokens are thought of.
+void grow_corrected(
+    const Correction* model, const Places* given, int64_t few, int64_t budget, int64_t* tokens, int64_t* parents,
+    int64_t threads
+) {
+    int64_t rank = model->memory.outputs, vocabulary = model->correction.outputs, panels = model->correction.count();
+    int64_t room = vocabulary + 2 * LANES;
+    std::fill_n(tokens, given->rows * budget, ABSENT);
+    std::fill_n(parents, given->rows * budget, ABSENT);
+    std::vector<GrowingTree> trees(given->rows);
+    std::vector<float> scores(given->rows * room), memories;
+    Team::run(threads, [&](Team& team) {
+        for (int64_t step = 0; step <= budget; step++) {
+            Nodes nodes; // after which tokens are looked for
+            if (step)
+                for (int64_t row = 0; row < given->rows; row++) {
+                    GrowingTree& tree = trees[row];
+                    if (tree.leaves.empty()) continue;
+                    const Leaf& node = tree.take();
+                    tokens[row * budget + step - 1] = node.token;
+                    parents[row * budget + step - 1] = node.parent;
+                    tree.memories.resize(step * rank);
+                    if (step == budget || node.token == INVALID || node.place + 1 == given->places) continue;
+                    nodes.rows.push_back(row);
+                    nodes.places.push_back(node.place);
+                    nodes.tokens.push_back(node.token);
+                    const float* before = tree.memories.data() + std::max<int64_t>(node.parent, 0) * rank;
+                    nodes.before.insert(nodes.before.end(), before, before + rank);
+                }
+            if (step && !nodes.count()) continue;
+            if (step) remember(*model, *given, nodes, memories);
+            int64_t count = step ? nodes.count() : given->rows;
+            auto row_of = [&](int64_t node) { return step ? nodes.rows[node] : node; };
+            auto place_after = [&](int64_t node) { return step ? nodes.places[node] + 1 : 0; };
+            team.each(panels, 1, [&](Span some, int) {
+                for (int64_t panel = some.first; panel < some.last; panel++) {
+                    Outputs outputs(model->correction, panel);
+                    auto score = [&](int64_t node, const float* sums) {
+                        int64_t row = row_of(node), at = logits_at(*model, *given, row, place_after(node)) + outputs.first;
+                        float temperature = given->temperatures[row] ? given->temperatures[row] : 1.0f;
+                        bool is_noised = given->noise && given->temperatures[row];
+                        float* to = scores.data() + node * room + outputs.first;
+                        for (int64_t i = 0; i < outputs.count; i++)
+                            to[i] = (given->logits[at + i] + (sums ? sums[i] : 0.0f)) / temperature;
+                        for (int64_t i = 0; is_noised && i < outputs.count; i++) to[i] = float(to[i] + given->noise[at + i]);
+                    };
+                    if (step)
+                        multiply(model->correction, panel, memories.data(), count, score);
+                    else
+                        for (int64_t row = 0; row < count; row++) score(row, nullptr);
+                }
+            });
+            team.each(count, 1, [&](Span some, int) {
+                for (int64_t node = some.first; node < some.last; node++) {
+                    GrowingTree& tree = trees[row_of(node)];
+                    if (step) std::copy_n(memories.data() + node * rank, rank, tree.memories.data() + (step - 1) * rank);
+                    tree.add_best(scores.data() + node * room, vocabulary, few, step - 1, place_after(node));
+                }
+            });
+        }
+    });
+}
+}

@@ -1,0 +1,131 @@
+"""Drafts that are drawn token by token in C++ (`correction.cpp`), each after a correction by the tokens before it.
+
+Shape letters: B rows of a batch, K places of a draft, N nodes of a tree, V vocabulary, D hidden size, X rank of the
+correction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paradraft.models.forward.cpu.build import library
+from paradraft.models.forward.cpu.model import Matrix, PackedMatrix
+
+
+class _Correction(ctypes.Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("token", "memory", "correction")),
+        *((name, ctypes.c_void_p) for name in ("embedding", "embedding_bfloat16")),
+    )
+
+
+class _Places(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "places")),
+        *((name, ctypes.c_void_p) for name in ("logits", "reads", "temperatures", "noise")),
+    )
+
+
+class NativeCorrection:
+    """Draws what a head of `paradraft.models.previous_token` says.
+
+    Args:
+        embedding: `[rows, D]` in float32 or bfloat16.
+        token: E, `[X, D]`.
+        memory: R, `[X, X]`.
+        correction: W C, `[V, X]`.
+
+    Raises:
+        CannotBuildError: there is no library for this machine.
+    """
+
+    def __init__(self, embedding: Tensor, token: Tensor, memory: Tensor, correction: Tensor) -> None:
+        self._embedding = embedding.detach().contiguous()
+        is_bfloat16 = embedding.dtype == torch.bfloat16
+        assert is_bfloat16 or embedding.dtype == torch.float32, "other numbers would be read as these"
+        self._matrices = [PackedMatrix([weight]) for weight in (token, memory, correction)]
+        self._correction = _Correction(
+            *(packed.matrix for packed in self._matrices),
+            None if is_bfloat16 else self._embedding.data_ptr(),
+            self._embedding.data_ptr() if is_bfloat16 else None,
+        )
+        library()
+
+    def chains(
+        self,
+        logits_BKV: Tensor,
+        reads_BKX: Tensor,
+        temperatures: Sequence[float],
+        noise_BKV: Tensor | None,
+        threads: int,
+    ) -> Tensor:
+        """The tokens `[B, K]`, as the match rule draws them; `INVALID` where the logits are no numbers.
+
+        Args:
+            logits_BKV: float32, before any correction.
+            reads_BKX: `[B, K - 1, X]` float32; what the states of all places but the first add to their memories.
+            temperatures: of the rows; 0 is greedy.
+            noise_BKV: float64; None if all rows are greedy.
+            threads: most threads.
+        """
+        assert noise_BKV is not None or not any(temperatures)
+        tokens_BK = torch.empty(logits_BKV.shape[:2], dtype=torch.long, device="cpu")
+        places, *kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
+        library().draw_chains(ctypes.byref(self._correction), ctypes.byref(places), tokens_BK.data_ptr(), threads)
+        del kept
+        return tokens_BK
+
+    def trees(
+        self,
+        logits_BKV: Tensor,
+        reads_BKX: Tensor,
+        temperatures: Sequence[float],
+        noise_BKV: Tensor | None,
+        threads: int,
+        *,
+        number: int,
+        budget: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens and the parents `[B, N]` of each row's likeliest nodes, best first, `ABSENT` after the last one.
+
+        The likelihood of a token is that of the softmax of its scores, which are the logits divided by the temperature,
+        plus noise.
+
+        Args:
+            logits_BKV: see `chains`.
+            reads_BKX: see `chains`.
+            temperatures: see `chains`.
+            noise_BKV: see `chains`; also None if tokens are chosen without noise.
+            threads: most threads.
+            number: tokens that are thought of after a node.
+            budget: N.
+        """
+        nodes = torch.empty(2, len(logits_BKV), budget, dtype=torch.long, device="cpu")
+        places, *kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
+        library().grow_corrected(
+            ctypes.byref(self._correction), ctypes.byref(places), min(number, logits_BKV.shape[2]), budget,
+            nodes[0].data_ptr(), nodes[1].data_ptr(), threads,
+        )  # fmt: skip
+        del kept
+        return nodes[0], nodes[1]
+
+    def _places(
+        self, logits_BKV: Tensor, reads_BKX: Tensor, temperatures: Sequence[float], noise_BKV: Tensor | None
+    ) -> tuple[object, ...]:
+        """What the library is given, and what must be kept while it works."""
+        B, K, V = logits_BKV.shape
+        logits, reads = logits_BKV.contiguous(), reads_BKX.float().contiguous()
+        noise = None if noise_BKV is None else noise_BKV.contiguous()
+        assert logits.dtype == torch.float32 and self._matrices[2].matrix.outputs == V
+        assert reads.shape == (B, K - 1, self._matrices[1].matrix.inputs) and len(temperatures) == B
+        assert noise is None or (noise.shape == logits.shape and noise.dtype == torch.float64)
+        temperatures_B = (ctypes.c_float * B)(*temperatures)
+        places = _Places(
+            rows=B, places=K, logits=logits.data_ptr(), reads=reads.data_ptr(),
+            temperatures=ctypes.addressof(temperatures_B), noise=None if noise is None else noise.data_ptr(),
+        )  # fmt: skip
+        return places, logits, reads, noise, temperatures_B

@@ -1,0 +1,186 @@
+"""A head that tells each mask which tokens were drafted before it.
+
+All masks of a draft pass are read at once, so none knows what was drawn before its own token: what they say is right on
+average and often contradicts itself. This head corrects the state h_i of mask i once the tokens before its own are
+drawn: with the embedding e of the token just before, and a memory s of those further back,
+
+    s_i = SiLU(A h_i + E e(x_{i-1}) + R s_{i-1} + b),   s_0 = 0,
+    logits_i = W (h_i + C s_i),
+
+where W is the model's own output head. So it costs a small product for each drafted token, and no pass. A head of this
+kind over Medusa's states is in Zhang et al. 2024 (ReDrafter), one on the previous token alone in Chimera (Zeng et al.
+2024). C begins as zero: a model with a new head drafts as it did without.
+
+Shape letters: M rows, D hidden size, X rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import PretrainedConfig, PreTrainedModel
+
+from paradraft.core import Draft
+from paradraft.formats.head import Head, file_of
+from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, RANK
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward.cpu.correction import NativeCorrection
+from paradraft.models.target import gathered
+from paradraft.sampling.expansion import EXPANDED, expanded
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import Tree
+
+
+class PreviousTokenHead(nn.Module):
+    """The matrices A, E, R and C.
+
+    Args:
+        width: D of the model's states and embeddings.
+        rank: X.
+        states: root mean square of the numbers of a state, for the first weights.
+        embeddings: that of an embedding.
+    """
+
+    def __init__(self, width: int, rank: int, *, states: float = 1.0, embeddings: float = 1.0) -> None:
+        super().__init__()
+        self.state = nn.Linear(width, rank)
+        self.token = nn.Linear(width, rank, bias=False)
+        self.memory = nn.Linear(rank, rank, bias=False)
+        self.correction = nn.Linear(rank, width, bias=False)
+        for linear, size in ((self.state, states), (self.token, embeddings), (self.memory, 1.0)):
+            nn.init.normal_(linear.weight, std=1 / (math.sqrt(linear.in_features) * size))
+        nn.init.zeros_(self.state.bias)
+        nn.init.zeros_(self.correction.weight)
+
+    @property
+    def rank(self) -> int:
+        """X."""
+        return self.memory.in_features
+
+    def remember(self, read_MX: Tensor, memory_MX: Tensor | None) -> Tensor:
+        """The memories `[M, X]` after one more token.
+
+        Args:
+            read_MX: what `state` makes of the rows' states, plus what `token` makes of the embeddings before them.
+            memory_MX: those of the rows before; None for the first masks.
+        """
+        return silu(read_MX if memory_MX is None else read_MX + self.memory(memory_MX))
+
+
+def new_head(model: PreTrainedModel, rank: int, *, seed: int) -> PreviousTokenHead:
+    """A head that changes nothing yet.
+
+    Args:
+        model: whose states it is to correct: a causal LM with a final norm.
+        rank: X.
+        seed: of its weights.
+    """
+    body: Any = model.model
+    embeddings, norm = body.embed_tokens.weight, body.norm.weight
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return PreviousTokenHead(embeddings.shape[1], rank, states=_size(norm), embeddings=_size(embeddings))
+
+
+def stored_head(head: PreviousTokenHead, config: PretrainedConfig) -> dict[str, Tensor]:
+    """The weights as they are stored, beside a model whose config then says so."""
+    setattr(config, RANK, head.rank)
+    return {name: weight.detach().to(torch.bfloat16) for name, weight in head.state_dict().items()}
+
+
+def load_head(config: PretrainedConfig) -> PreviousTokenHead | None:
+    """The head of the PARD model that has this config, in float32; None if it has none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    rank, name = getattr(config, RANK, None), config.name_or_path
+    if rank is None:
+        return None
+    try:
+        head = PreviousTokenHead(config.hidden_size, rank)
+        head.load_state_dict(load_file(file_of(name, PREVIOUS_TOKEN_HEAD)))
+    except (OSError, SafetensorError, RuntimeError, TypeError) as error:
+        told = str(error).splitlines()[0]
+        raise ValueError(f"draft {name!r}: its {PREVIOUS_TOKEN_HEAD} cannot be read ({told}): train it again") from None
+    return head
+
+
+def previous_token_head(head: Head) -> PreviousTokenHead:
+    """That of a checkpoint with a target's states.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    found = PreviousTokenHead(head.setting("hidden_size", int), head.setting("previous_token_rank", int))
+    found.load_state_dict(
+        {name: head.tensor(f"previous.{name}", *own.shape) for name, own in found.state_dict().items()}
+    )
+    return found
+
+
+class Correction:
+    """A head at work: drafts tokens one after the other, from what one pass said of all places.
+
+    Args:
+        lm: the model whose embedding and output head it works with, `[V, D]` each.
+        head: its matrices.
+    """
+
+    @torch.no_grad()
+    def __init__(self, lm: CausalLM, head: PreviousTokenHead) -> None:
+        model: Any = lm.model
+        self._lm = lm
+        self._state = lm.linear(head.state.weight, head.state.bias)
+        self._token = lm.linear(head.token.weight)
+        self._memory = lm.linear(head.memory.weight)
+        # W C as one matrix, as exact as the model's own weights mostly are. Tokens that are never chosen have none.
+        both_XV = lm.head(head.correction.weight.T.to(lm.device, lm.model.dtype))
+        both_VX = both_XV.nan_to_num(neginf=0.0).T.bfloat16().to(lm.model.dtype)
+        self._correction = lm.linear(both_VX)
+        self._native = None
+        if lm.is_native:
+            token, memory = (each.to(lm.model.dtype) for each in (head.token.weight, head.memory.weight))
+            self._native = NativeCorrection(model.get_input_embeddings().weight, token, memory, both_VX)
+
+    def draft(self, sampler: Sampler, tree: Tree | None, logits_BKV: Tensor, states_BKD: Tensor) -> Draft:
+        """Draws all tokens.
+
+        Args:
+            sampler: chooses them.
+            tree: the shape of the draft; None for chains.
+            logits_BKV: `[B, K, V]` what the pass said of each place.
+            states_BKD: `[B, K, D]` from which it said it.
+        """
+        k = logits_BKV.shape[1]
+        reads_BKX = self._state(states_BKD[:, 1:])
+        plain = None if self._native is None else sampler.plain_draws(k, logits_BKV.shape[2])
+        if self._native is not None and plain is not None:
+            given = logits_BKV, reads_BKX, *plain, self._lm.threads
+            if tree is None:
+                return Draft.chain(self._native.chains(*given))
+            if tree.budget is not None:
+                number = min(tree.budget, EXPANDED)
+                tokens_BN, parents_BN = self._native.trees(*given, number=number, budget=tree.budget)
+                return Draft(tokens=tokens_BN, parents=parents_BN)
+        memories: list[Tensor] = []
+
+        def expand(depth: int, new_BW: Tensor, slot_BW: Tensor) -> Tensor:
+            read_BWX = reads_BKX[:, depth - 1, None] + self._token(self._lm.embed(new_BW))
+            if memories:
+                read_BWX = read_BWX + self._memory(gathered(memories.pop(), slot_BW))
+            memories.append(silu(read_BWX))
+            return logits_BKV[:, depth, None] + self._correction(memories[0])
+
+        return expanded(sampler, tree, logits_BKV[:, :1], expand, k=k)
+
+
+def _size(weight: Tensor) -> float:
+    """Root mean square; of a model without weights 1."""
+    return 1.0 if weight.is_meta else max(float(weight.detach().float().square().mean().sqrt()), 1e-6)
