@@ -33,8 +33,18 @@ SETTINGS = [
     ("medusa_parallel", {"mask_state": "learned", "distinct_masks": False}),
     ("eagle_parallel", {"mask_state": "learned", "layers": 2, "init": "last", "final_norm": False}),
     ("eagle", {"init": "random", "loss": "forward_kl"}),
+    ("eagle", {"target_layers": [0, 2, -1], "own_steps": 3}),
+    ("eagle_parallel", {"previous_token_rank": 6, "target_layers": [1]}),
+    ("medusa_parallel", {"previous_token_rank": 5, "target_layers": [-1, 1]}),
+    ("medusa_parallel", {"previous_token_rank": 5, "reads": "embedding"}),
 ]
 """What else of these drafters must be computed in decoding as it was trained."""
+CHAINED = [
+    ("eagle", {"own_steps": 3}),
+    ("pard", {"previous_token_rank": 4}),
+    ("eagle_parallel", {"previous_token_rank": 4}),
+]
+"""Settings with which a row reads what was computed for another."""
 EXACT = Runtime(dtype="float64", compiled=False)
 TEXTS = ("helloworld" * 6, "abcabcabc" * 4)
 
@@ -149,12 +159,14 @@ def passes(trainee: Trainee) -> tuple[list[Sample], Callable[[list[list[int]]], 
     return samples, batch
 
 
-@pytest.mark.parametrize("name", trainee_names())
+@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in trainee_names()), *CHAINED])
 @pytest.mark.parametrize("groups", [[[0], [1], [2]], [[2, 0], [1]]])
-def test_a_loss_is_a_sum_over_samples(family: Path, tmp_path: Path, name: str, groups: list[list[int]]) -> None:
+def test_a_loss_is_a_sum_over_samples(
+    family: Path, tmp_path: Path, name: str, settings: dict[str, object], groups: list[list[int]]
+) -> None:
     """Guards accumulation, packing and several processes: what a sample adds to loss, counts and gradients must not
     depend on the samples beside it."""
-    trainee = prepare(name, recipe_for(name, family, tmp_path / "out")).trainee
+    trainee = prepare(name, recipe_for(name, family, tmp_path / "out", **settings)).trainee
     _, batch_of = passes(trainee)
     weights_K = torch.linspace(1.0, 0.5, trainee.depths)
     objective = trainee.objective.train()
@@ -204,7 +216,7 @@ def test_decoding_computes_what_is_trained(
         text = Sample(tokens=prompt + draft, is_label=[True] * (len(prompt) + 4))
         rows = trainee.collate([[text]], [[torch.Generator()]])
         with torch.no_grad():
-            hidden = objective.hidden(rows, objective.target.read(rows.texts))
+            hidden = objective.hidden(rows, objective.target.states(rows.texts, objective.target_layers))
             predicted = objective.head(hidden.flatten(0, 1), rows.depths.flatten())[:, :VOCAB].argmax(-1)
         is_after = (rows.positions - rows.depths).flatten() == len(prompt) - 1
         depths = rows.depths.flatten()[is_after].tolist()

@@ -77,5 +77,5 @@ def test_the_contract_holds_for_it(family: Path, tmp_path: Path) -> None:
     contract.test_the_result_decodes_losslessly(family, tmp_path / "decodes", "table")
     contract.test_a_resumed_run_equals_a_whole_one(family, tmp_path / "resumed", "table")
     contract.test_a_text_is_memorised(family, tmp_path / "memorised", "table")
-    contract.test_a_loss_is_a_sum_over_samples(family, tmp_path / "sum", "table", [[2, 0], [1]])
+    contract.test_a_loss_is_a_sum_over_samples(family, tmp_path / "sum", "table", {}, [[2, 0], [1]])
     contract.test_saving_twice_gives_the_same_files(family, tmp_path / "twice", "table")

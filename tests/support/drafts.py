@@ -16,6 +16,11 @@ from paradraft.sampling_params import Sampling
 from paradraft.train import launch, recipe_class, trainee_module, trainee_names
 from paradraft.train.heads import HeadRecipe
 
+FURTHER = {
+    "eagle_parallel": {"previous_token_rank": 6, "target_layers": [1, -1]},
+    "eagle": {"target_layers": [0, 2, -1]},
+}
+"""Settings with which some are trained here, so that nobody has to be tested twice."""
 MOST_K = 9
 """The longest drafts that tests ask for."""
 PROMPTS = ("a", "hello", "abcabcabc", "The0quick1brown", "xyz", "B5C6")
@@ -61,6 +66,6 @@ def _train(family: Path, name: str, folder: Path, data: Path) -> None:
     recipe = recipe_class(module).model_validate({
         "model": str(family / "target"), "data": [data], "out": folder, "k": MOST_K, "steps": 24, "lr": 1e-2,
         "samples_per_step": 8, "max_length": 96, "bf16": False, "device": "cpu", "held_out": 0, "warmup_steps": 1,
-    })  # fmt: skip
+    } | FURTHER.get(name, {}))  # fmt: skip
     launch.train(recipe, module.build, lambda report: None)
     assert (folder / WEIGHTS).exists()

@@ -10,7 +10,7 @@ Shape letters: B rows of a batch, M tokens that a round commits, N vectors of a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,31 @@ def layers_like(config: PretrainedConfig, layers: int, *, dtype: torch.dtype, de
     return model.eval()
 
 
+def target_layers(head: Head) -> tuple[int, ...]:
+    """Whose states a checkpoint reads; those after the final norm if it does not say.
+
+    Raises:
+        ValueError: it says what is no list of layers.
+    """
+    found = head.config.get("target_layers", [FINAL_NORM])
+    if not isinstance(found, list) or not found or any(type(layer) is not int for layer in found):
+        raise ValueError(f"draft {head.name!r}: target_layers in its config.json is {found!r}: train it again")
+    return tuple(found)
+
+
+def side_by_side(states: Mapping[int, Tensor]) -> Tensor:
+    """The states `[…, D]` of several layers of a target as `[…, layers * D]`, in their order.
+
+    Those before the final norm are brought to its size, without its weights: from layer to layer states grow, to ten
+    times that and more, and the linear layer that joins them would learn little but to make them small.
+    """
+    parts = [
+        found if layer == FINAL_NORM else nn.functional.rms_norm(found, found.shape[-1:], eps=1e-6)
+        for layer, found in states.items()
+    ]
+    return torch.cat(parts, dim=-1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavedLayers:
     """What layers keep of a row that leaves.
@@ -77,7 +102,8 @@ class DraftLayers:
         head: the checkpoint. It has the layers' weights, named as in the body of a causal LM, such as
             "layers.0.mlp.up_proj.weight", and "norm.weight" if its config says that there is a final norm.
         runtime: the target's.
-        layer: of the target, whose states are read, `FINAL_NORM` for the last ones; None reads tokens alone.
+        layers: of the target, whose states are read, named as in `Forward`; those of several are joined by the
+            checkpoint's "fuse.weight". Without any, tokens alone are read.
         joined: makes vectors `[…, D]` of the embeddings `[…, D]` of tokens and the states `[…, D]` from which these
             were predicted.
     """
@@ -88,7 +114,7 @@ class DraftLayers:
         head: Head,
         runtime: Runtime,
         *,
-        layer: int | None = FINAL_NORM,
+        layers: Sequence[int] = (FINAL_NORM,),
         joined: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         number = head.setting("num_hidden_layers", int)
@@ -108,11 +134,13 @@ class DraftLayers:
             cuda_graphs=runtime.cuda_graphs,
         )
         self.target = target
-        self.layer = layer
+        self.layers, self._fuse = tuple(layers), None
+        width = target.model.config.hidden_size
+        if len(layers) > 1:
+            self._fuse = target.linear(head.tensor("fuse.weight", width, len(layers) * width))
         self.joined = joined
         self._tokens = torch.empty(0, 0, dtype=torch.long, device=target.device)
-        width = 0 if layer is None else target.model.config.hidden_size
-        self._states = torch.empty(0, 0, width, device=target.device)
+        self._states = torch.empty(0, 0, width if layers else 0, device=target.device)
 
     def start(self) -> None:
         """Forgets all rows."""
@@ -142,9 +170,11 @@ class DraftLayers:
 
     def _states_of(self, new: Committed) -> Tensor:
         """`[B, M, D]`, or `[B, M, 0]` if no states are read."""
-        if self.layer is not None:
-            return new.hidden[self.layer]
-        return torch.empty(*new.tokens.shape, 0, device=new.tokens.device)
+        if not self.layers:
+            return torch.empty(*new.tokens.shape, 0, device=new.tokens.device)
+        if self._fuse is None:
+            return new.hidden[self.layers[0]]
+        return self._fuse(side_by_side({layer: new.hidden[layer] for layer in self.layers}))
 
     def _tidy(self) -> None:
         """Moves what fills the rows to their right."""

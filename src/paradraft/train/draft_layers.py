@@ -10,6 +10,7 @@ Shape letters as in `heads.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -17,8 +18,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 
-from paradraft.models.draft_layers import layers_like
+from paradraft.models.draft_layers import layers_like, side_by_side
+from paradraft.models.forward import FINAL_NORM
 from paradraft.models.loading import load_config, locate
+from paradraft.models.previous_token import new_head
 from paradraft.train import memory
 from paradraft.train.batch import Drop, TrainingBatch
 from paradraft.train.heads import (
@@ -32,6 +35,7 @@ from paradraft.train.heads import (
 )
 from paradraft.train.losses import IGNORED
 from paradraft.train.objective import set_up_passes
+from paradraft.train.previous_token import corrected
 from paradraft.train.recipe import Part
 from paradraft.train.rows import attention_mask
 from paradraft.train.teacher import Teacher
@@ -44,6 +48,12 @@ class LayersRecipe(HeadRecipe):
     layers: int = Field(default=1, ge=1, description="decoder layers of the target's shape")
     init: Literal["first", "last", "random"] = Field(
         default="first", description="the layers begin as the target's first or last ones, or with random weights"
+    )
+    target_layers: list[int] = Field(
+        default=[FINAL_NORM],
+        min_length=1,
+        description="whose states are read: 0 for the embeddings, i after the target's i-th layer, -1 after its final "
+        "norm; several, as in EAGLE-3, are joined by a linear layer",
     )
     final_norm: bool = Field(default=True, description="a norm after the layers, which begins as the target's last one")
     regression: float = Field(default=0.0, ge=0, description="what the loss of the states weighs (Eq. 4)")
@@ -62,7 +72,7 @@ class ParallelRecipe(LayersRecipe):
     PARTS = (
         *LayersRecipe.PARTS,
         Part(
-            settings=("r", "r_min", "distinct_masks", "mask_state", "depth_weights"),
+            settings=("r", "r_min", "distinct_masks", "mask_state", "depth_weights", "previous_token_rank"),
             wanted="k=2 or more",
             is_on=lambda recipe: recipe.k > 1,
         ),
@@ -71,6 +81,9 @@ class ParallelRecipe(LayersRecipe):
     r: float = Field(default=1.0, gt=0, le=1, description="COD: share of rows kept from depth to depth; 1 keeps all")
     r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any depth")
     distinct_masks: bool = Field(default=True, description="a mask for each place of the draft, or one for all")
+    previous_token_rank: int = Field(
+        default=0, ge=0, description="rank of a head that tells each mask the tokens drafted before it; 0: none"
+    )
     mask_state: Literal["anchor", "learned"] = Field(
         default="anchor",
         description="what a mask has for the target's state: that before the last committed token, or a learned vector",
@@ -107,6 +120,10 @@ class LayersObjective(HeadObjective):
         model.requires_grad_(True)
         self.regression, self.classification = recipe.regression, recipe.classification
         self.layers, self.norm = body.layers, body.norm
+        self.target_layers = recipe.target_layers
+        self.fuse = None if len(recipe.target_layers) == 1 else last_of(target, len(recipe.target_layers))
+        rank = recipe.previous_token_rank if isinstance(recipe, ParallelRecipe) and recipe.k > 1 else 0
+        self.previous = new_head(target.model, rank, seed=recipe.seed) if rank else None
         self._model = (model,)  # hidden: of its parameters only the layers' and the norm's are trained
 
     def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
@@ -119,19 +136,29 @@ class LayersObjective(HeadObjective):
         """
         raise NotImplementedError
 
-    def hidden(self, batch: TrainingBatch, read_SND: Tensor) -> Tensor:
+    def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
         """What the layers return for each row."""
         (model,) = self._model
         dtype = self.layers[0].input_layernorm.weight.dtype
-        embeddings_SRD = self.target.model.get_input_embeddings()(batch.tokens).to(dtype)
-        states_SRD = states_before(batch, read_SND).to(dtype)
+        embed = self.target.model.get_input_embeddings()
+        states_SRD = states_before(batch, self._fused(read_SNX)).to(dtype)
         hidden_SRD: Tensor = model.model(
-            inputs_embeds=self.vectors(batch, embeddings_SRD, states_SRD),
+            inputs_embeds=self.vectors(batch, embed(batch.tokens).to(dtype), states_SRD),
             attention_mask=attention_mask(batch.rows, model),
             position_ids=batch.positions,
             use_cache=False,
         ).last_hidden_state
-        return hidden_SRD
+        if self.previous is None:
+            return hidden_SRD
+        return corrected(self.previous, hidden_SRD, batch, embed(batch.texts.tokens).to(dtype))
+
+    def _fused(self, read_SNX: Tensor) -> Tensor:
+        """The states of all layers as one, `[S, N, D]`."""
+        if self.fuse is None:
+            return read_SNX
+        states = read_SNX.chunk(len(self.target_layers), dim=-1)
+        fused: Tensor = self.fuse(side_by_side(dict(zip(self.target_layers, states, strict=True))))
+        return fused
 
     def loss(
         self, hidden_SRD: Tensor, batch: TrainingBatch, read_SND: Tensor, weights_K: Tensor
@@ -158,6 +185,16 @@ def sum_of_inputs(target: Teacher) -> nn.Linear:
         joined.weight.copy_(torch.cat([ratio * torch.eye(width), torch.eye(width)], dim=1))
         joined.bias.zero_()
     return joined
+
+
+def last_of(target: Teacher, layers: int) -> nn.Linear:
+    """A linear layer that joins the states of several layers. It begins as those of the last one."""
+    width = target.model.config.hidden_size
+    fused = nn.Linear(layers * width, width, bias=False)
+    with torch.no_grad():
+        fused.weight.zero_()
+        fused.weight[:, -width:] = torch.eye(width)
+    return fused
 
 
 class Masks(nn.Module):
@@ -212,11 +249,16 @@ def layers_trainee(
     config = load_config(locate(recipe.model, "target"))
     if recipe.layers > (most := config.num_hidden_layers) and recipe.init != "random":
         raise ValueError(f"layers={recipe.layers}: model {recipe.model!r} has {most} to begin with, set init=random")
+    if wrong := [layer for layer in recipe.target_layers if not FINAL_NORM <= layer <= most]:
+        raise ValueError(f"target_layers: model {recipe.model!r} has no layer {wrong[0]}, use {FINAL_NORM} to {most}")
+    if len(set(recipe.target_layers)) < len(recipe.target_layers):
+        raise ValueError(f"target_layers={recipe.target_layers}: name each layer once")
     shape = layers_like(config, recipe.layers, dtype=torch.float32, device="meta")
     trained = memory.parameters_of(shape) + joined * 2 * config.hidden_size**2
-    drop = Drop(k=1, r=1.0, r_min=1.0, mask_id=None)
+    # What the rows after the real token read is not looked up by an id.
+    drop = Drop(k=recipe.depths, r=1.0, r_min=1.0, mask_id=None if recipe.depths == 1 else 0)
     if isinstance(recipe, ParallelRecipe):
-        drop = Drop(k=recipe.k, r=recipe.r, r_min=recipe.r_min, mask_id=0)  # what masks read is not looked up by an id
+        drop = replace(drop, r=recipe.r, r_min=recipe.r_min, mask_id=0)
     rows = sum(max(drop.r**depth, drop.r_min) for depth in range(drop.k))
     kept = memory.kept_by_layers(recipe, shape.config, bf16=data.bf16) + 4.0 * 6 * config.hidden_size
     check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=rows, attended_per_token=rows)
@@ -227,7 +269,10 @@ def layers_trainee(
         "k": recipe.k,
         "final_norm": recipe.final_norm,
         "parallel_drafting": isinstance(recipe, ParallelRecipe),
+        "target_layers": recipe.target_layers,
     }
     if isinstance(recipe, ParallelRecipe):
         told |= {"distinct_masks": recipe.distinct_masks}
+        if objective.previous is not None:
+            told |= {"previous_token_rank": recipe.previous_token_rank}
     return HeadTrainee(drafter, recipe, objective, told | settings(objective.target), drop)

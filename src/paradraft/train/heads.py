@@ -8,6 +8,7 @@ V vocabulary, K depths.
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +17,15 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from paradraft.data.samples import Sample
-from paradraft.formats.head import Head, TargetIdentity, write_head
+from paradraft.formats.head import Head, TargetIdentity, read_checkpoint, write_head
+from paradraft.models.forward import FINAL_NORM
 from paradraft.models.loading import load_model, load_skeleton, locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.train import memory
 from paradraft.train.batch import Drop, TrainingBatch, collate
 from paradraft.train.checkpoint import whole_folder
+from paradraft.train.features import FeatureCache
 from paradraft.train.losses import Divergence
 from paradraft.train.objective import LOGITS, loss_of_rows, set_up_passes
 from paradraft.train.recipe import Recipe
@@ -39,6 +42,17 @@ class HeadRecipe(Recipe):
 
     model: str = Field(description="the target whose states the drafter reads: a Hugging Face id, a folder, or pocket")
     k: int = Field(default=8, ge=1, description="most tokens that are drafted in a round")
+    start: str | None = Field(
+        default=None,
+        description="begin with the weights of this drafter on the same target, as far as it has them; it may be of "
+        "another kind, as eagle for eagle_parallel",
+    )
+    feature_cache_gb: float = Field(
+        default=0.0,
+        ge=0,
+        description="memory of the host for the target's states of the texts read last, which are then not computed "
+        "again in the next epoch; 0: they always are",
+    )
     loss: Literal["cross_entropy", Divergence] = Field(
         default="cross_entropy",
         description="cross_entropy with the text's tokens; or with the target's probabilities forward_kl, reverse_kl, "
@@ -70,7 +84,8 @@ class MedusaWeights(HeadRecipe):
 
 
 class HeadObjective(nn.Module):
-    """The loss of a drafter on the states of a frozen target. A subclass holds what is trained, and computes `hidden`.
+    """The loss of a drafter on the states of a frozen target. A subclass holds what is trained, and computes `hidden`;
+    it may set `target_layers`, whose states it reads.
 
     Args:
         target: the frozen target.
@@ -81,7 +96,9 @@ class HeadObjective(nn.Module):
 
     def __init__(self, target: Teacher, recipe: HeadRecipe, *, bf16: bool = False, logits: int = LOGITS) -> None:
         super().__init__()
+        self.target_layers = [FINAL_NORM]
         self._target = (target,)  # hidden from `nn.Module`: it is not trained, saved or spread
+        self._cached_bytes = round(recipe.feature_cache_gb * 1e9)
         self.kind: Divergence | None = None if recipe.loss == "cross_entropy" else recipe.loss
         self.bf16 = bf16
         self.chunk = max(logits // target.model.config.vocab_size, 1)
@@ -91,12 +108,17 @@ class HeadObjective(nn.Module):
         """The frozen target."""
         return self._target[0]
 
-    def hidden(self, batch: TrainingBatch, read_SND: Tensor) -> Tensor:
+    @cached_property
+    def _features(self) -> FeatureCache:
+        layers = dict.fromkeys([*self.target_layers, FINAL_NORM])
+        return FeatureCache(self.target, list(layers), self._cached_bytes)
+
+    def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
         """What the drafter computes for each row, `[S, R, D]`, for `head`.
 
         Args:
             batch: the rows.
-            read_SND: the target's states after its final norm, of the texts.
+            read_SNX: of the texts the target's states of `target_layers`, side by side.
         """
         raise NotImplementedError
 
@@ -108,8 +130,10 @@ class HeadObjective(nn.Module):
     def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
-            read_SND = self.target.read(batch.texts)
-            return self.loss(self.hidden(batch, read_SND), batch, read_SND, weights_K)
+            layers = list(dict.fromkeys([*self.target_layers, FINAL_NORM]))
+            states = self._features.states(batch.texts).chunk(len(layers), dim=-1)
+            read_SNX = torch.cat(states[: len(self.target_layers)], dim=-1)
+            return self.loss(self.hidden(batch, read_SNX), batch, states[layers.index(FINAL_NORM)], weights_K)
 
     def loss(
         self, hidden_SRD: Tensor, batch: TrainingBatch, read_SND: Tensor, weights_K: Tensor
@@ -179,6 +203,8 @@ class HeadTrainee:
         self.drafter, self.k, self.depths = drafter, recipe.k, recipe.depths
         self.objective = objective
         self.max_tokens = int(objective.target.model.config.max_position_embeddings)
+        if recipe.start is not None:
+            begin_with(objective, recipe.start)
         self._recipe = recipe
         self._config = {"model_type": drafter} | config
         self._drop = drop
@@ -205,6 +231,25 @@ class HeadTrainee:
         stored = {name: weight.detach().to(torch.bfloat16) for name, weight in weights.items()}
         with whole_folder(folder) as new:
             write_head(new, Head(config=self._config, target=self._identity, weights=stored))
+
+
+def begin_with(objective: HeadObjective, start: str) -> None:
+    """Copies the weights of a checkpoint into those in training that have the same name and shape; all others begin as
+    they would without it.
+
+    Raises:
+        ValueError: it cannot be read, is of another target, or has none of these weights.
+    """
+    head = read_checkpoint(start)
+    head.target.check(TargetIdentity.of(objective.target.model.config), start)
+    own = objective.state_dict()
+    known = {
+        name: own[name] for name, weight in head.weights.items() if name in own and own[name].shape == weight.shape
+    }
+    if not known:
+        raise ValueError(f"start={start!r} has no weights that fit: name a drafter with the same layers or heads")
+    for name, weight in known.items():
+        weight.copy_(head.weights[name])
 
 
 def frozen_target(recipe: HeadRecipe, data: RunData) -> Teacher:

@@ -9,14 +9,17 @@ drafter's embedding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from paradraft.models.forward import FINAL_NORM
+from paradraft.models.forward.eager import layer_by_layer
 from paradraft.models.loading import load_model, load_tokenizer, locate
 from paradraft.models.runtime import Runtime
 from paradraft.train.batch import Texts
@@ -49,14 +52,31 @@ class Teacher:
         Returns:
             `[S, N, D]` last hidden states, for `expects`.
         """
-        rows = Rows(position=texts.positions, depth=torch.zeros_like(texts.positions), document=texts.documents)
         hidden: Tensor = self.model.model(
             input_ids=texts.tokens,
-            attention_mask=attention_mask(rows, self.model),
+            attention_mask=attention_mask(_rows(texts), self.model),
             position_ids=texts.positions,
             use_cache=False,
         ).last_hidden_state
         return hidden
+
+    @torch.no_grad()
+    def states(self, texts: Texts, layers: Sequence[int]) -> Tensor:
+        """Reads the texts of a batch.
+
+        Args:
+            texts: of the batch.
+            layers: whose states are wanted, named as in `paradraft.models.forward.Forward`.
+
+        Returns:
+            `[S, N, layers * D]` the states of these layers side by side.
+        """
+        if list(layers) == [FINAL_NORM]:
+            return self.read(texts)
+        settings = {"attention_mask": attention_mask(_rows(texts), self.model), "position_ids": texts.positions}
+        body: Any = self.model.model
+        found = layer_by_layer(body, body.embed_tokens(texts.tokens), settings)
+        return torch.cat([found[layer] for layer in layers], dim=-1)
 
     @torch.no_grad()
     def expects(self, hidden_MD: Tensor, width: int) -> Tensor:
@@ -75,6 +95,11 @@ class Teacher:
         if self.mask_id is not None:
             logits[:, self.mask_id : self.mask_id + self.masks] = IMPOSSIBLE
         return logits
+
+
+def _rows(texts: Texts) -> Rows:
+    """Texts are rows without masks."""
+    return Rows(position=texts.positions, depth=torch.zeros_like(texts.positions), document=texts.documents)
 
 
 def teacher_folder(name: str) -> str:

@@ -46,6 +46,8 @@ def test_own_heads_are_those_of_the_depth(family: Path, tmp_path: Path) -> None:
     ("name", "settings", "told"),
     [
         ("eagle", {"layers": 3}, "layers=3: model .* has 2 to begin with, set init=random"),
+        ("eagle", {"target_layers": [1, 3]}, "target_layers: model .* has no layer 3, use -1 to 2"),
+        ("eagle_parallel", {"target_layers": [1, 1]}, "target_layers=.*: name each layer once"),
         (
             "eagle_parallel",
             {"max_length": 500},
@@ -68,6 +70,13 @@ def test_something_must_be_learnt(family: Path, tmp_path: Path) -> None:
     """Guards a run in which no loss has a weight, which ended with a drafter that had learnt nothing."""
     with pytest.raises(ValueError, match="nothing would be learnt"):
         recipe_for("eagle", family, tmp_path / "out", regression=0, classification=0)
+
+
+@pytest.mark.parametrize("other", [{"gradient_checkpointing": True}, {"attention": "flex_attention", "device": "cuda"}])
+def test_passes_with_a_cache_cannot_do_all(family: Path, tmp_path: Path, other: dict[str, object]) -> None:
+    """Guards runs that would end in a traceback, or train something else."""
+    with pytest.raises(ValueError, match="own_steps=2: its passes have a cache, leave"):
+        recipe_for("eagle", family, tmp_path / "out", own_steps=2, **other)
 
 
 def test_settings_without_effect_are_named(family: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def hidden_states(
         vectors_BND = _embedded(model, added_PD, tokens_BN)
     if layers:
         vectors_BND = model.model.embed_tokens(tokens_BN.clamp(min=0)) if vectors_BND is None else vectors_BND
-        states = _layer_by_layer(model.model, vectors_BND, settings)
+        states = layer_by_layer(model.model, vectors_BND, settings)
     elif vectors_BND is not None:
         states = {FINAL_NORM: model.model(inputs_embeds=vectors_BND, **settings).last_hidden_state}
     else:
@@ -84,8 +84,9 @@ def _embedded(model: PreTrainedModel, added_PD: Tensor, tokens_BN: Tensor) -> Te
     return torch.where((tokens_BN >= E)[:, :, None], added_BND, embedding(tokens_BN.clamp(0, E - 1)))
 
 
-def _layer_by_layer(body: Any, vectors_BND: Tensor, settings: dict[str, Any]) -> dict[int, Tensor]:
-    """The states of all layers: what the forward of `LlamaModel`, `Qwen2Model` and `Qwen3Model` does.
+def layer_by_layer(body: Any, vectors_BND: Tensor, settings: dict[str, Any]) -> dict[int, Tensor]:
+    """The states of all layers, by their names in `Forward`: what the forward of `LlamaModel`, `Qwen2Model` and
+    `Qwen3Model` does.
 
     Not their `output_hidden_states`, which does not have what the last layer returns before the final norm, and leaves
     hooks in the model.

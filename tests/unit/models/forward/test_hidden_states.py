@@ -228,7 +228,7 @@ def test_nothing_is_done_for_nothing(backend: str, monkeypatch: pytest.MonkeyPat
     """Guards plain decoding: without a request no buffer is made and the model's own forward runs. The control counts
     one such piece of work for each pass with a request."""
     lm, done = lm_of(backend, monkeypatch), []
-    place, name = (NativePass, "_states") if lm.is_native else (eager, "_layer_by_layer")
+    place, name = (NativePass, "_states") if lm.is_native else (eager, "layer_by_layer")
     work = getattr(place, name)
     monkeypatch.setattr(place, name, lambda *given: (done.append(name), work(*given))[1])
     empty_rows(lm, 1)
