@@ -156,9 +156,8 @@ def read_checkpoint(name: str, kind: str | None = None) -> Head:
         weights = load_file(file_of(name, WEIGHTS))
     except (OSError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
         told = str(error).splitlines()[0]
-        raise ValueError(
-            f"draft {name!r} cannot be read ({told}): train it again with `paradraft train {kind or 'NAME'}`"
-        ) from None
+        again = f" with `paradraft train {kind}`" if kind else ""
+        raise ValueError(f"draft {name!r} cannot be read ({told}): train it again{again}") from None
     return Head(config=config, target=target, weights=weights, name=name)
 
 

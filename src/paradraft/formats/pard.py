@@ -13,9 +13,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 RANK = "pard_previous_token_rank"
 CONFIG_KEYS = ("pard_token", "mask_token_id", "spd_type", "pard_masks", RANK)
 """What the config of a PARD model has and that of an ordinary one has not; only paradraft reads the last two."""
-PREVIOUS_TOKEN_HEAD = "previous_token_head.safetensors"
-"""The file beside the weights that has the head of `paradraft.models.previous_token`. Engines that do not know it load
-the folder as any PARD model, and draft without the head."""
+PREVIOUS_TOKEN_HEAD = "previous_token_head/model.safetensors"
+"""The file that has the head of `paradraft.models.previous_token`. Engines that do not know it load the folder as any
+PARD model, and draft without the head: they read all weights beside `config.json`, and none in folders below."""
 
 
 def check_ends_nothing(

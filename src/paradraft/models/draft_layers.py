@@ -47,7 +47,7 @@ def layers_like(config: PretrainedConfig, layers: int, *, dtype: torch.dtype, de
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     config.name_or_path = ""
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+        config.layer_types = (config.layer_types + config.layer_types[-1:] * layers)[:layers]
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -118,6 +118,10 @@ class DraftLayers:
         joined: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         number = head.setting("num_hidden_layers", int)
+        if (stored := len({name.split(".")[1] for name in head.weights if name.startswith("layers.")})) != number:
+            raise ValueError(
+                f"draft {head.name!r}: its config.json has {number} layers, its weights {stored}: train it again"
+            )
         model = layers_like(target.model.config, number, dtype=target.model.dtype).to(target.device)
         body: Any = model.model
         own = {name: tensor for name, tensor in body.state_dict().items() if not name.startswith("embed_tokens")}

@@ -36,6 +36,11 @@ from paradraft.sampling.expansion import EXPANDED, expanded
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
 
+PREFIX = "previous."
+"""Before the names of its weights in a checkpoint with a target's states."""
+MOST_RANK = 2**14
+"""Of the memory; it is to be much smaller than the model."""
+
 
 class PreviousTokenHead(nn.Module):
     """The matrices A, E, R and C.
@@ -83,7 +88,7 @@ def new_head(model: PreTrainedModel, rank: int, *, seed: int) -> PreviousTokenHe
     """
     body: Any = model.model
     embeddings, norm = body.embed_tokens.weight, body.norm.weight
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if norm.is_meta else "cpu"):
         torch.manual_seed(seed)
         return PreviousTokenHead(embeddings.shape[1], rank, states=_size(norm), embeddings=_size(embeddings))
 
@@ -104,12 +109,10 @@ def load_head(config: PretrainedConfig) -> PreviousTokenHead | None:
     if rank is None:
         return None
     try:
-        head = PreviousTokenHead(config.hidden_size, rank)
-        head.load_state_dict(load_file(file_of(name, PREVIOUS_TOKEN_HEAD)))
-    except (OSError, SafetensorError, RuntimeError, TypeError) as error:
+        return _head_of(load_file(file_of(name, PREVIOUS_TOKEN_HEAD)), rank, config.hidden_size)
+    except (OSError, SafetensorError, ValueError) as error:
         told = str(error).splitlines()[0]
         raise ValueError(f"draft {name!r}: its {PREVIOUS_TOKEN_HEAD} cannot be read ({told}): train it again") from None
-    return head
 
 
 def previous_token_head(head: Head) -> PreviousTokenHead:
@@ -118,11 +121,34 @@ def previous_token_head(head: Head) -> PreviousTokenHead:
     Raises:
         ValueError: it is damaged.
     """
-    found = PreviousTokenHead(head.setting("hidden_size", int), head.setting("previous_token_rank", int))
-    found.load_state_dict(
-        {name: head.tensor(f"previous.{name}", *own.shape) for name, own in found.state_dict().items()}
-    )
-    return found
+    weights = {name: weight for name, weight in head.weights.items() if name.startswith(PREFIX)}
+    try:
+        return _head_of(
+            {name.removeprefix(PREFIX): weight for name, weight in weights.items()},
+            head.setting("previous_token_rank", int),
+            head.setting("hidden_size", int),
+        )
+    except ValueError as error:
+        raise ValueError(f"draft {head.name!r}: {error}: train it again") from None
+
+
+def _head_of(weights: dict[str, Tensor], rank: int, width: int) -> PreviousTokenHead:
+    """A head with these weights.
+
+    Raises:
+        ValueError: they are not those of a head of this rank and width.
+    """
+    found = weights.get("token.weight")
+    if type(rank) is not int or found is None or tuple(found.shape) != (rank, width):
+        raise ValueError(f"it is not of rank {rank!r} and width {width}")
+    head = PreviousTokenHead(width, rank)
+    shapes = {name: weight.shape for name, weight in head.state_dict().items()}
+    if {name: weight.shape for name, weight in weights.items()} != shapes:
+        raise ValueError("its weights are not those of a head")
+    if not all(bool(weight.isfinite().all()) for weight in weights.values()):
+        raise ValueError("its weights are not finite")
+    head.load_state_dict(weights)
+    return head
 
 
 class Correction:
@@ -142,7 +168,7 @@ class Correction:
         self._memory = lm.linear(head.memory.weight)
         # W C as one matrix, as exact as the model's own weights mostly are. Tokens that are never chosen have none.
         both_XV = lm.head(head.correction.weight.T.to(lm.device, lm.model.dtype))
-        both_VX = both_XV.nan_to_num(neginf=0.0).T.bfloat16().to(lm.model.dtype)
+        both_VX = both_XV.masked_fill(both_XV == -torch.inf, 0.0).T.bfloat16().to(lm.model.dtype)
         self._correction = lm.linear(both_VX)
         self._native = None
         if lm.is_native:

@@ -311,6 +311,7 @@ def save_model(
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)
         for name, tensors in (beside or {}).items():
+            (new / name).parent.mkdir(exist_ok=True)
             save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, new / name)
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import smooth_l1_loss
 from paradraft.models.draft_layers import layers_like, side_by_side
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.loading import load_config, locate
-from paradraft.models.previous_token import new_head
+from paradraft.models.previous_token import MOST_RANK, new_head
 from paradraft.train import memory
 from paradraft.train.batch import Drop, TrainingBatch
 from paradraft.train.heads import (
@@ -82,7 +82,10 @@ class ParallelRecipe(LayersRecipe):
     r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any depth")
     distinct_masks: bool = Field(default=True, description="a mask for each place of the draft, or one for all")
     previous_token_rank: int = Field(
-        default=0, ge=0, description="rank of a head that tells each mask the tokens drafted before it; 0: none"
+        default=0,
+        ge=0,
+        le=MOST_RANK,
+        description="rank of a head that tells each mask the tokens drafted before it; 0: none",
     )
     mask_state: Literal["anchor", "learned"] = Field(
         default="anchor",
@@ -259,6 +262,8 @@ def layers_trainee(
     drop = Drop(k=recipe.depths, r=1.0, r_min=1.0, mask_id=None if recipe.depths == 1 else 0)
     if isinstance(recipe, ParallelRecipe):
         drop = replace(drop, r=recipe.r, r_min=recipe.r_min, mask_id=0)
+        rank = recipe.previous_token_rank
+        trained += rank * (3 * config.hidden_size + rank)
     rows = sum(max(drop.r**depth, drop.r_min) for depth in range(drop.k))
     kept = memory.kept_by_layers(recipe, shape.config, bf16=data.bf16) + 4.0 * 6 * config.hidden_size
     check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=rows, attended_per_token=rows)

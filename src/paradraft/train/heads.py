@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ class HeadRecipe(Recipe):
     feature_cache_gb: float = Field(
         default=0.0,
         ge=0,
+        le=1e6,
         description="memory of the host for the target's states of the texts read last, which are then not computed "
         "again in the next epoch; 0: they always are",
     )
@@ -204,7 +206,7 @@ class HeadTrainee:
         self.objective = objective
         self.max_tokens = int(objective.target.model.config.max_position_embeddings)
         if recipe.start is not None:
-            begin_with(objective, recipe.start)
+            begin_with(objective, drafter, recipe.start)
         self._recipe = recipe
         self._config = {"model_type": drafter} | config
         self._drop = drop
@@ -233,14 +235,17 @@ class HeadTrainee:
             write_head(new, Head(config=self._config, target=self._identity, weights=stored))
 
 
-def begin_with(objective: HeadObjective, start: str) -> None:
+def begin_with(objective: HeadObjective, drafter: str, start: str) -> None:
     """Copies the weights of a checkpoint into those in training that have the same name and shape; all others begin as
     they would without it.
 
     Raises:
         ValueError: it cannot be read, is of another target, or has none of these weights.
     """
-    head = read_checkpoint(start)
+    try:
+        head = read_checkpoint(locate(start, drafter))
+    except ValueError as error:
+        raise ValueError(f"start: {error}") from None
     head.target.check(TargetIdentity.of(objective.target.model.config), start)
     own = objective.state_dict()
     known = {
@@ -286,6 +291,9 @@ def check_memory(
         rows_per_token: training rows for each token of a sample.
         attended_per_token: how many of them one attention mask is about.
     """
+    cached, host = recipe.feature_cache_gb, psutil.virtual_memory().total / 1e9
+    if cached > host:
+        raise ValueError(f"feature_cache_gb={cached:g}: this machine has {host:.0f} GB of memory")
     skeleton = load_skeleton(locate(recipe.model, "target"))
     groups, longest = memory.largest_pass(recipe, data)
     weights = memory.weight_bytes(recipe, trained, data, frozen=[skeleton])

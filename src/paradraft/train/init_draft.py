@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.formats.pard import declared_mask_id, forget_masks
+from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
 from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
+from paradraft.models.previous_token import load_head, stored_head
 from paradraft.models.runtime import DTYPES, Runtime
 from paradraft.train.checkpoint import save_model
 from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
@@ -119,7 +120,9 @@ def make(
         # The target's: it says where the texts end that are drafted.
         model.generation_config = load_generation_config(folder)
     mask_id, what = _mask_token(model, tokenizer, add=mask_token)
-    save_model(out, model.to(DTYPES[dtype]), tokenizer)
+    previous = load_head(model.config)
+    beside = {} if previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(previous, model.config)}
+    save_model(out, model.to(DTYPES[dtype]), tokenizer, beside)
     return NewDraft(
         layers=layers, parameters=model.num_parameters(), target_parameters=target_parameters,
         rows=model.config.vocab_size, target_rows=config.vocab_size, mask_id=mask_id, mask_token=what,

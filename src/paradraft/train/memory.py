@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from paradraft.models.kv_cache import head_size
@@ -74,6 +75,7 @@ def estimate(
     passes: int,
     bf16: bool,
     is_taught: bool = False,
+    beside: int = 0,
 ) -> Estimate:
     """Estimates a run that trains a causal LM.
 
@@ -85,9 +87,10 @@ def estimate(
         passes: samples, or packed groups of samples, of one pass.
         bf16: whether the pass computes in bf16.
         is_taught: whether a teacher's logits stand beside the drafter's.
+        beside: parameters that are trained beside the model.
     """
     config = model.config
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = beside + sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = 2 if bf16 else 4
     # A block mask is made from the dense one: booleans, ten times over while it is made.
     mask_size = 10 if model.config._attn_implementation == FLEX else 1 + size
@@ -167,7 +170,7 @@ def largest_pass(recipe: Recipe, data: RunData) -> tuple[int, int]:
     return groups, longest
 
 
-def parameters_of(model: PreTrainedModel) -> int:
+def parameters_of(model: nn.Module) -> int:
     """How many parameters a model has."""
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -43,7 +43,7 @@ class Objective(nn.Module):
         teacher: whose probabilities to learn; None learns the tokens of the text.
         kind: how to compare with the teacher.
         previous: tells masks the tokens before them; None if none does.
-        unused: ids that are no tokens, which it does not correct: engines without it must not draft them either.
+        unused: ids that are no tokens, which it does not correct: engines that do not know it must not draft them.
         chain_weight: rows weigh the probability of the tokens before them to this power; needs a teacher if not 0.
         bf16: compute in bf16; losses are computed in float32.
         logits: most logits in memory at a time; more are computed again in the backward pass.
@@ -109,18 +109,33 @@ class Objective(nn.Module):
             )
 
     def _logits(self, states: Tensor) -> Tensor:
-        """The logits `[m, V]` of some rows, of states `[m, D]`, or `[m, 2 D]` corrected and as they were."""
+        """The logits `[m, V]` of some rows, of states `[m, D]`, or `[m, 2 D]` corrected and as they were.
+
+        Those of ids that are no tokens have the probability that an engine without the head gives to them.
+        """
         lm_head = self.model.lm_head
         if self.previous is None:
             return lm_head(states)
         corrected_mD, plain_mD = states.chunk(2, dim=-1)
         logits_mV: Tensor = lm_head(corrected_mD)
-        if self.unused and isinstance(lm_head, nn.Linear):
+        if not self.unused:
+            return logits_mV
+        with torch.no_grad():
+            plain_mV, is_used_V = lm_head(plain_mD), torch.ones(logits_mV.shape[1], dtype=torch.bool)
+            is_used_V[self.unused] = False
+            raised_m1 = _log_sum(logits_mV, is_used_V) - _log_sum(plain_mV, is_used_V)
+        if isinstance(lm_head, nn.Linear):
             bias = None if lm_head.bias is None else lm_head.bias[self.unused]
-            logits_mV[:, self.unused] = nn.functional.linear(plain_mD, lm_head.weight[self.unused], bias)
-        elif self.unused:  # adapters train the rows of masks
-            logits_mV[:, self.unused] = lm_head(plain_mD)[:, self.unused]
+            unused = nn.functional.linear(plain_mD, lm_head.weight[self.unused], bias)
+        else:  # adapters train the rows of masks
+            unused = lm_head(plain_mD)[:, self.unused]
+        logits_mV[:, self.unused] = (unused + raised_m1).to(logits_mV.dtype)
         return logits_mV
+
+
+def _log_sum(logits_mV: Tensor, is_used_V: Tensor) -> Tensor:
+    """`[m, 1]` the logarithm of the sum over tokens."""
+    return logits_mV[:, is_used_V].float().logsumexp(1, keepdim=True)
 
 
 def loss_of_rows(

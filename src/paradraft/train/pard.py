@@ -22,7 +22,7 @@ from paradraft.formats.pard import (
     forget_masks,
 )
 from paradraft.models.loading import load_draft_lm, load_model, load_skeleton, locate
-from paradraft.models.previous_token import PreviousTokenHead, load_head, new_head, stored_head
+from paradraft.models.previous_token import MOST_RANK, PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.tokenization import text_of
@@ -84,6 +84,7 @@ class PardRecipe(Recipe):
     previous_token_rank: int | None = Field(
         default=None,
         ge=0,
+        le=MOST_RANK,
         description="rank of a head that tells each mask the tokens drafted before it; 0: none; by default the model's",
     )
     chain_weight: float = Field(
@@ -93,7 +94,8 @@ class PardRecipe(Recipe):
     )
     draft_temperature: float = Field(
         default=1.0,
-        gt=0,
+        ge=0.1,
+        le=10,
         description="the drafter's logits are divided by this when it is saved; below 1 it drafts what it is surer of",
     )
     teacher: str | None = Field(default=None, description="learn this model's probabilities, not the text's tokens")
@@ -193,14 +195,14 @@ def initial_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, devi
     return _ready(model, recipe, tokenizer, on_gpu=device.startswith("cuda"))
 
 
-def drafter_skeleton(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> PreTrainedModel:
+def drafter_skeleton(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> InitialDrafter:
     """What `initial_drafter` would train, without its weights.
 
     Raises:
         ValueError: as `initial_drafter`, but for what is wrong with the weights.
     """
     model = load_skeleton(locate(recipe.model, "draft"))
-    return _ready(model, recipe, tokenizer, on_gpu=device.startswith("cuda")).model
+    return _ready(model, recipe, tokenizer, on_gpu=device.startswith("cuda"))
 
 
 def _ready(
@@ -220,8 +222,8 @@ def _ready(
 
 def _previous(model: PreTrainedModel, recipe: PardRecipe) -> PreviousTokenHead | None:
     """The head that a recipe wants: the model's own if it has one of that rank, else a new one."""
-    own = load_head(model.config)
     rank = recipe.previous_token_rank
+    own = None if recipe.k == 1 or rank == 0 else load_head(model.config)
     if recipe.k == 1 or rank == 0 or (rank is None and own is None):
         return None
     if own is not None and rank in (None, own.rank):
@@ -316,13 +318,14 @@ def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
 
 def _check_memory(recipe: PardRecipe, data: RunData) -> None:
     """Raises ValueError if the device has not the memory that the run takes; no weights are loaded."""
-    model = drafter_skeleton(recipe, data.tokenizer, str(data.device))
+    drafter = drafter_skeleton(recipe, data.tokenizer, str(data.device))
+    model, beside = drafter.model, 0 if drafter.previous is None else memory.parameters_of(drafter.previous)
     others = [] if recipe.teacher is None else [load_skeleton(teacher_folder(recipe.teacher))]
-    weights = memory.weight_bytes(recipe, memory.parameters_of(model), data, frozen=others)
+    weights = memory.weight_bytes(recipe, memory.parameters_of(model) + beside, data, frozen=others)
     groups, longest = memory.largest_pass(recipe, data)
     rows = memory.rows_of(longest, k=recipe.k, r=recipe.r, r_min=recipe.r_min)
     needed = memory.estimate(
-        recipe, model, weights=weights, rows=rows, passes=groups, bf16=data.bf16, is_taught=bool(others)
+        recipe, model, weights=weights, rows=rows, passes=groups, bf16=data.bf16, is_taught=bool(others), beside=beside
     )
     needed.check(data.device)
 

@@ -29,6 +29,19 @@ def test_every_setting_trains_and_decodes(family: Path, tmp_path: Path, name: st
     assert [a.tokens for a in answers] == [a.tokens for a in plain.generate(prompts, max_new_tokens=20)]
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle_parallel"])
+def test_more_layers_than_the_target_has(family: Path, tmp_path: Path, name: str) -> None:
+    """Guards the remedy that is named for them, and a config.json that tells of layers that are not there."""
+    recipe = recipe_for(name, family, tmp_path / "out", steps=1, k=3, layers=4, init="random")
+    launch.train(recipe, trainee_module(name).build, lambda report: None)
+    options = {"drafter": name, "draft": str(recipe.out), "k": 3, "runtime": EXACT}
+    assert load(str(family / "target"), **options).generate("hello", max_new_tokens=8).tokens
+    config = json.loads((recipe.out / "config.json").read_text())
+    (recipe.out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**7}))
+    with pytest.raises(ValueError, match=r"its config.json has 10000000 layers, its weights 4: train it again"):
+        load(str(family / "target"), **options)
+
+
 def test_own_heads_are_those_of_the_depth(family: Path, tmp_path: Path) -> None:
     """Guards rows of one head that another one answers."""
     recipe = recipe_for("medusa", family, tmp_path / "out", k=3, own_heads=True)
@@ -53,6 +66,9 @@ def test_own_heads_are_those_of_the_depth(family: Path, tmp_path: Path) -> None:
             {"max_length": 500},
             "the model has room for 128 tokens, a sample has 500: set max_length=128",
         ),
+        ("eagle", {"start": "no/such/folder"}, "start: unknown model 'no/such/folder'"),
+        ("medusa", {"start": "pocket"}, "start: the shipped family has no medusa drafter"),
+        ("eagle", {"feature_cache_gb": 1e5}, "feature_cache_gb=100000: this machine has"),
         ("medusa", {"target": "draft", "held_out": 1}, "is not the model whose states are read"),
     ],
 )

@@ -89,7 +89,7 @@ def test_weights_are_counted_as_they_will_be_loaded(
     monkeypatch.setattr(setup, "computes_bf16", lambda device: True)
     target, draft = str(family / "target"), str(family / "draft")
     recipe = recipe_for(family, tmp_path, teacher=target, bf16=True, held_out=2, **settings)
-    skeleton = drafter_skeleton(recipe, load_tokenizer(draft), "cpu")
+    skeleton = drafter_skeleton(recipe, load_tokenizer(draft), "cpu").model
     assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
     prepared = prepare_pard(recipe)
     model, teacher = prepared.trainee.objective.model, prepared.trainee.objective.teacher

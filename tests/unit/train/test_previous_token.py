@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from paradraft.core import Request
 from paradraft.data.samples import Sample
@@ -20,6 +22,8 @@ from paradraft.models.runtime import Runtime
 from paradraft.sampling.candidates import Candidates
 from paradraft.train import pard, setup
 from paradraft.train.batch import Drop, TrainingBatch, collate
+from paradraft.train.init_draft import make
+from paradraft.train.init_from import PretrainedSibling
 from paradraft.train.objective import Objective
 from paradraft.train.pard import PardRecipe
 from paradraft.train.previous_token import chain_probabilities, corrected
@@ -109,13 +113,16 @@ def test_ids_that_are_no_tokens_are_not_corrected(family: Path, tmp_path: Path, 
     assert isinstance(objective, Objective) and objective.previous is not None
     model = objective.model
     assert model.config.pard_token in objective.unused
-    corrected, plain = torch.randn(2, 7, model.config.hidden_size)
-    found, told = objective._logits(torch.cat([corrected, plain], dim=1)), model.lm_head(corrected)
-    untold = model.lm_head(plain)
-    for token in range(model.config.vocab_size):
-        expected = untold if token in objective.unused else told
-        torch.testing.assert_close(found[:, token], expected[:, token])
-    assert len(objective.unused) < model.config.vocab_size / 2
+    told, untold = torch.randn(2, 7, model.config.hidden_size)
+    found, corrected, plain = (
+        objective._logits(torch.cat([told, untold], dim=1)), model.lm_head(told), model.lm_head(untold)
+    )  # fmt: skip
+    used = [token for token in range(model.config.vocab_size) if token not in objective.unused]
+    assert len(used) > model.config.vocab_size / 2
+    torch.testing.assert_close(found[:, used], corrected[:, used])
+    torch.testing.assert_close(found.softmax(1)[:, objective.unused], plain.softmax(1)[:, objective.unused])
+    found[:, objective.unused].sum().backward()
+    assert any(weight.grad is not None and weight.grad.any() for weight in model.parameters())
 
 
 @pytest.mark.parametrize("groups", [[[12, 9], [15]], [[7]]])
@@ -263,11 +270,22 @@ def test_engines_that_do_not_know_the_head_load_the_folder(family: Path, tmp_pat
     trained(recipe_for(family, tmp_path / "out"))
     plain = load(str(tmp_path / "out"), runtime=Runtime(dtype="float32", compiled=False))
     assert math.isfinite(plain.target.lm.model.lm_head.weight.sum().item())
-    names = {file.name for file in (tmp_path / "out").glob("*.safetensors")}
-    assert names == {"model.safetensors", PREVIOUS_TOKEN_HEAD}
+    # vLLM and TensorRT-LLM read every file of weights that lies beside the config.
+    assert [file.name for file in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
+    assert (tmp_path / "out" / PREVIOUS_TOKEN_HEAD).exists()
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "other"])
+def test_a_new_draft_of_one_with_a_head_keeps_it(family: Path, tmp_path: Path) -> None:
+    """Guards `init-draft` of a PARD drafter: a config that tells of a head, and no head."""
+    trained(recipe_for(family, tmp_path / "first"))
+    make(str(family / "target"), tmp_path / "fitted", PretrainedSibling(name=str(tmp_path / "first")))
+    one, two = ((tmp_path / folder / PREVIOUS_TOKEN_HEAD).read_bytes() for folder in ("first", "fitted"))
+    assert one == two
+    again = recipe_for(family, tmp_path / "again", model=str(tmp_path / "fitted"), previous_token_rank=None)
+    assert trained(again).objective.previous is not None
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "other", "infinite", "rank 0", "rank 10000"])
 def test_a_damaged_head_is_one_line(family: Path, tmp_path: Path, damage: str) -> None:
     trained(recipe_for(family, tmp_path / "out"))
     file = tmp_path / "out" / PREVIOUS_TOKEN_HEAD
@@ -275,11 +293,41 @@ def test_a_damaged_head_is_one_line(family: Path, tmp_path: Path, damage: str) -
         file.unlink()
     elif damage == "cut":
         file.write_bytes(file.read_bytes()[:-9])
+    elif damage == "infinite":
+        weights = load_file(file)
+        weights["memory.weight"][0, 0] = math.nan
+        save_file(weights, file)
+    elif damage.startswith("rank"):
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        config["pard_previous_token_rank"] = int(damage.split()[1])
+        (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     else:
         file.write_bytes((tmp_path / "out" / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match=f"{PREVIOUS_TOKEN_HEAD} cannot be read .*train it again") as raised:
         load(str(family / "target"), drafter="pard", draft=str(tmp_path / "out"), k=4)
     assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"draft_temperature": 1e-40}, "draft_temperature"), ({"previous_token_rank": 10**20}, "previous_token_rank")],
+)
+def test_settings_out_of_range(family: Path, tmp_path: Path, settings: dict[str, object], told: str) -> None:
+    """Guards weights that are all infinite, and numbers that no tensor can have."""
+    with pytest.raises(ValueError, match=told):
+        recipe_for(family, tmp_path / "out", **settings)
+
+
+def test_the_head_is_in_the_estimate(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a head that takes the memory before it is known that it fits."""
+    monkeypatch.setattr("paradraft.train.memory._free_bytes", lambda device: 2.0**28)
+    with pytest.raises(ValueError, match=r"this recipe needs .* GiB"):
+        setup.prepare(
+            recipe_for(family, tmp_path / "out", previous_token_rank=2**14),
+            pard.build,
+            torch.device("cpu"),
+            processes=1,
+        )
 
 
 def test_only_a_teacher_knows_how_likely_chains_are(family: Path, tmp_path: Path) -> None:

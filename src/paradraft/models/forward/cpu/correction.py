@@ -74,7 +74,7 @@ class NativeCorrection:
         """
         assert noise_BKV is not None or not any(temperatures)
         tokens_BK = torch.empty(logits_BKV.shape[:2], dtype=torch.long, device="cpu")
-        places, *kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
+        places, kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
         library().draw_chains(ctypes.byref(self._correction), ctypes.byref(places), tokens_BK.data_ptr(), threads)
         del kept
         return tokens_BK
@@ -105,7 +105,7 @@ class NativeCorrection:
             budget: N.
         """
         nodes = torch.empty(2, len(logits_BKV), budget, dtype=torch.long, device="cpu")
-        places, *kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
+        places, kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
         library().grow_corrected(
             ctypes.byref(self._correction), ctypes.byref(places), min(number, logits_BKV.shape[2]), budget,
             nodes[0].data_ptr(), nodes[1].data_ptr(), threads,
@@ -115,7 +115,7 @@ class NativeCorrection:
 
     def _places(
         self, logits_BKV: Tensor, reads_BKX: Tensor, temperatures: Sequence[float], noise_BKV: Tensor | None
-    ) -> tuple[object, ...]:
+    ) -> tuple[_Places, list[object]]:
         """What the library is given, and what must be kept while it works."""
         B, K, V = logits_BKV.shape
         logits, reads = logits_BKV.contiguous(), reads_BKX.float().contiguous()
@@ -128,4 +128,4 @@ class NativeCorrection:
             rows=B, places=K, logits=logits.data_ptr(), reads=reads.data_ptr(),
             temperatures=ctypes.addressof(temperatures_B), noise=None if noise is None else noise.data_ptr(),
         )  # fmt: skip
-        return places, logits, reads, noise, temperatures_B
+        return places, [logits, reads, noise, temperatures_B]
