@@ -11,14 +11,18 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import corpus
 from paradraft.cli.train import run_with_display
+from paradraft.formats.head import CONFIG, WEIGHTS
+from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
 from paradraft.models.loading import load_model, load_target
 from paradraft.models.runtime import Runtime, computes_bf16
+from paradraft.train import eagle, eagle_parallel, recipe_class
 from paradraft.train.checkpoint import save_model
 from paradraft.train.init_draft import make
 from paradraft.train.init_from import PrunedTarget
@@ -53,13 +57,15 @@ LIBRARY_RUN = PretrainConfig(steps=1800, seed=1)
 PACKAGES_RUN = PretrainConfig(steps=3000, seed=4, muon_lr=1.5e-2, adamw_lr=1.5e-3, save_every=100)
 TEXTS = 4096
 MORE_TEXTS = 8192
-"""Written twice, for the last four legs of the PARD drafter, which has seen the others twice by then."""
+"""Written three times: for the four legs of the PARD drafter which has seen the others twice by then, and for its last
+leg and the drafters on the target's states."""
 SHIPPED_TEXTS = 640
 SHIPPED_FILES = (
     "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
 )  # fmt: skip
 """Of each model; a training run leaves more."""
 TEMPERATURES = (0.0, 0.7, 0.7, 0.9)
+ONE_PASS = ["previous_token_rank=128", "steps=3600", "muon_lr=2e-2", "lr=2e-3", "seed=1", "evaluate_every=600"]
 RECIPES = Path(__file__).parent
 
 
@@ -132,6 +138,7 @@ def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> No
         "text": (TEXTS, SEED),
         "more": (MORE_TEXTS, SEED + 1_000_000),
         "most": (MORE_TEXTS, SEED + 2_000_000),
+        "again": (MORE_TEXTS, SEED + 3_000_000),
     }
     if all((work / f"{name}.jsonl").exists() for name in written):
         return
@@ -160,13 +167,27 @@ def build_drafts(out: Path, device: str) -> None:
         ("further", work / "deeper", work / "further", ["more"], []),
         ("further", work / "further", work / "further-2", ["most"], ["steps=2700", "seed=7"]),
         ("further", work / "further-2", work / "further-3", ["more", "most"], ["steps=2700", "seed=8"]),
-        ("further", work / "further-3", out / "pard", ["more", "most"], ["seed=9"]),
+        ("further", work / "further-3", work / "further-4", ["more", "most"], ["seed=9"]),
+        ("previous_token", work / "further-4", out / "pard", ["again"], ["draft_temperature=0.87"]),
     )
     for name, model, result, texts, settings in legs:
         data = ",".join(str(work / f"{text}.jsonl") for text in texts)
         files = [f"model={model}", f"teacher={out / 'target'}", f"data=[{data}]", f"out={result}"]
         recipe = load_recipe(PardRecipe, RECIPES / f"{name}.yaml", [*files, f"device={device}", *settings])
         run_with_display(recipe, build_drafter)
+
+
+def build_heads(out: Path, device: str) -> None:
+    """Trains a drafter on the target's states, and goes on with it as one that drafts in one pass."""
+    legs: tuple[tuple[Any, Path, list[str]], ...] = (
+        (eagle, out / "work" / "eagle", ["steps=600"]),
+        (eagle_parallel, out / "eagle_parallel", [f"start={out / 'work' / 'eagle'}", *ONE_PASS]),
+    )
+    for module, result, settings in legs:
+        name = module.__name__.rpartition(".")[2]
+        files = [f"model={out / 'target'}", f"data=[{out / 'work' / 'again.jsonl'}]", f"out={result}"]
+        settings = [*files, f"device={device}", "bf16=null", *settings]
+        run_with_display(load_recipe(recipe_class(module), RECIPES / f"{name}.yaml", settings), module.build)
 
 
 def main() -> None:
@@ -190,10 +211,15 @@ def main() -> None:
     build_target(args.out / "target", work / "library", PACKAGES_RUN, tokenizer, args.device)
     build_text(args.out, tokenizer, args.device)
     build_drafts(args.out, args.device)
+    build_heads(args.out, args.device)
     if args.install:
         for name in ("target", "draft", "pard"):
             for file in SHIPPED_FILES:
                 shutil.copy(args.out / name / file, POCKET / name / file)
+        (POCKET / "pard" / PREVIOUS_TOKEN_HEAD).parent.mkdir(exist_ok=True)
+        shutil.copy(args.out / "pard" / PREVIOUS_TOKEN_HEAD, POCKET / "pard" / PREVIOUS_TOKEN_HEAD)
+        for file in (CONFIG, WEIGHTS):
+            shutil.copy(args.out / "eagle_parallel" / file, POCKET / "eagle_parallel" / file)
         for name in ("prompts.jsonl", "text.jsonl"):
             shutil.copy(args.out / name, POCKET / name)
 

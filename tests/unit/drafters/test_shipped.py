@@ -24,14 +24,27 @@ def test_engines_draft_tokens_of_the_text(drafter: str) -> None:
     folder = locate("pocket", drafter)
     model, tokenizer = load_model(folder, Runtime()), load_tokenizer(folder)
     masks = [model.config.pard_token] * (K - 1) if drafter == "pard" else []
-    lines = (POCKET / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:12]
+    lines = (POCKET / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
     drafts = [
         model(torch.tensor([prompt[:length] + masks])).logits[0, length - 1 :].argmax(-1)
         for prompt in prompts
         for length in range(len(prompt), 8, -16)
     ]
-    assert len(drafts) > 30
+    assert len(drafts) > 500
     drafted = torch.stack(drafts)
     no_tokens = (drafted > max(tokenizer.get_vocab().values())).float().mean(0)
     assert no_tokens.max() < 0.005, no_tokens
+
+
+@pytest.mark.parametrize(("drafter", "least"), [("pard", 4.5), ("eagle_parallel", 2.7)])
+def test_shipped_drafters_work_at_once(drafter: str, least: float) -> None:
+    """Guards weights that were stored for another target, or another version of the code: they would draft, and hardly
+    be accepted."""
+    engine = paradraft.load("pocket", drafter=drafter, k=8)
+    lines = (POCKET / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:8]
+    answers = engine.generate([json.loads(line)["prompt"] for line in lines], max_new_tokens=64)
+    plain = paradraft.load("pocket").generate([json.loads(line)["prompt"] for line in lines], max_new_tokens=64)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    rounds = sum(answer.stats.rounds for answer in answers)
+    assert sum(len(answer.tokens) for answer in answers) / rounds > least
