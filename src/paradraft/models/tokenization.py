@@ -162,11 +162,23 @@ class _Bytes:
 
     @property
     def rest(self) -> str:
-        return ""
+        pending = self._decoder.getstate()[0]
+        return "" if _is_begun(pending) else pending.decode(errors="replace")
 
     def end(self) -> str:
+        text = self.rest
         self._decoder.reset()
-        return ""
+        return text
+
+
+def _is_begun(pending: bytes) -> bool:
+    """Whether the bytes that Python's decoder waits after begin a character: those of a surrogate, after which it waits
+    too, begin none.
+
+    >>> _is_begun(bytes([0xED, 0x9F])), _is_begun(bytes([0xED, 0xA0]))
+    (True, False)
+    """
+    return not (len(pending) == 2 and pending[0] == 0xED and pending[1] >= 0xA0)
 
 
 def _last_bytes(parts: Iterable[bytes]) -> bytes:
@@ -245,7 +257,8 @@ class _Pieces:
         """How many tokens at the end are the bytes of a character that is not finished."""
         decoder = _new_bytes()
         decoder.decode(_last_bytes(self._run(tokens)))
-        return len(decoder.getstate()[0])
+        pending = decoder.getstate()[0]
+        return len(pending) if _is_begun(pending) else 0
 
 
 def _suffixes(tokens: list[int]) -> Iterator[list[int]]:

@@ -148,6 +148,16 @@ def test_text_that_grows_is_the_text_of_all_tokens(kind: str, data: st.DataObjec
     assert written(tokens, kind) == decoded(tokens, kind)
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_half_a_surrogate_is_no_character(kind: str) -> None:
+    """Guards bytes that no character begins with, after which Python's decoder waits all the same: found by chance."""
+    of_byte = {bytes_of(token, kind): token for token in tokenizer_of(kind).get_vocab().values()}
+    tokens = [of_byte[b"\xed"], of_byte[b"\xa0"]]
+    assert written(tokens, kind) == decoded(tokens, kind) == "\ufffd\ufffd"
+    assert written([*tokens, of_byte[b"\x80"]], kind) == decoded([*tokens, of_byte[b"\x80"]], kind)
+    assert written([of_byte[b"\xed"], of_byte[b"\x9f"]], kind) == ""
+
+
 def is_valid_around(tokens: list[int], cut: int, kind: str) -> bool:
     """Whether the run of bytes on both sides of a place is text; half a character may end it at the very end."""
     parts = [bytes_of(token, kind) for token in tokens if token not in detokenizer(kind).special.values()]
