@@ -187,13 +187,13 @@ class Sampler:
             number: of positions.
             vocab_size: V.
         """
-        is_match = self.rule == "match"
-        if self._wants_confidence or self._has_paths or (self._is_chain and not is_match):
+        # Under the rejection rule a row's numbers belong to its nodes, so trees must not depend on who else is there.
+        if self.rule != "match" or self._wants_confidence or self._has_paths:
             return None
         if not all(request.sampling.is_plain for request in self._requests):
             return None
         temperatures = [request.sampling.temperature for request in self._requests]
-        if self._are_greedy or not is_match:
+        if self._are_greedy:
             return temperatures, None
         positions_BR = self.lengths_B[:, None] + _places(0, number, self.lengths_B.device)
         return temperatures, gumbel_noise(self._seeds_B, positions_BR, vocab_size)

@@ -199,15 +199,14 @@ def test_trees_of_logits_that_are_no_numbers(number: float, temperature: float) 
     assert all(len(path) <= 3 for path in found[0]) or number == -math.inf
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection"])
 @pytest.mark.parametrize("samplings", [[0.0, 0.0], [0.7, 0.0, 1.3]])
-def test_trees_are_those_that_python_grows(rule: str, samplings: list[float]) -> None:
+def test_trees_are_those_that_python_grows(samplings: list[float]) -> None:
     """Guards noise where trees are grown without it, and temperatures that one of the two leaves out."""
     case = Case(3, rows=len(samplings), places=5, vocab=400, rank=6, dtype=torch.float32)
     asked = [Sampling(temperature=temperature, seed=row) for row, temperature in enumerate(samplings)]
-    sampler = Sampler(requests(asked), drafting=Drafting(rule=rule, tree=Tree(budget=9)))
+    sampler = Sampler(requests(asked), drafting=Drafting(tree=Tree(budget=9)))
     plain = sampler.plain_draws(5, 400)
-    assert plain is not None and (plain[1] is None) == (rule == "rejection" or not any(samplings))
+    assert plain is not None and (plain[1] is None) == (not any(samplings))
     native = NativeCorrection(case.embedding, case.token, case.memory, case.correction)
     tokens, parents = native.trees(case.logits, case.reads, *plain, 1, number=9, budget=9)
     memories: list[Tensor] = []
@@ -260,7 +259,12 @@ def test_other_settings_are_not_drawn_in_cpp(sampling: Sampling) -> None:
 
 @pytest.mark.parametrize(
     "drafting",
-    [Drafting(rule="rejection"), Drafting(tree=Tree(paths=((0,), (1,)))), Drafting(wants_confidence=True)],
+    [
+        Drafting(rule="rejection"),
+        Drafting(rule="rejection", tree=Tree(budget=4)),
+        Drafting(tree=Tree(paths=((0,), (1,)))),
+        Drafting(wants_confidence=True),
+    ],
 )
 def test_other_drafts_are_not_drawn_in_cpp(drafting: Drafting) -> None:
     assert Sampler(requests(SETTINGS), drafting=drafting).plain_draws(4, 100) is None

@@ -99,7 +99,7 @@ class NativeCorrection:
             logits_BKV: see `chains`.
             reads_BKX: see `chains`.
             temperatures: see `chains`.
-            noise_BKV: see `chains`; also None if tokens are chosen without noise.
+            noise_BKV: see `chains`.
             threads: most threads.
             number: tokens that are thought of after a node.
             budget: N.
