@@ -84,6 +84,55 @@ CHAINS = Drafting()
 
 
 @dataclass(frozen=True, kw_only=True)
+class Probes:
+    """Prompt tokens, which the target reads in the pass of a draft and which can never become text.
+
+    They stand in chains, each after a node of the draft. What the target makes of a chain is a guess of what comes
+    after that node.
+
+    Args:
+        nodes: `[B, P]` the node that each one's chain follows; -1 is the last committed token.
+        before: `[B, P]` the index of the one before it in its chain, which is smaller than its own; -1 for the first.
+        tokens: `[B, P]` ids from `CausalLM.add_embeddings`; `ABSENT` where a row has fewer.
+        states: `[B, P, D]` the target's states of them after the final norm; None before the pass.
+    """
+
+    nodes: Tensor
+    before: Tensor
+    tokens: Tensor
+    states: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.nodes.ndim == 2 and self.nodes.shape == self.before.shape == self.tokens.shape
+        assert self.states is None or self.states.shape[:2] == self.nodes.shape
+
+    def without(self, is_gone_BP: Tensor) -> Probes:
+        """The same without some, `[B, P]`; whose chain begins with one that goes must go too."""
+        nodes, before, tokens = (
+            each.masked_fill(is_gone_BP, ABSENT) for each in (self.nodes, self.before, self.tokens)
+        )
+        return Probes(nodes=nodes, before=before, tokens=tokens, states=self.states)
+
+    def after(self, last_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens `[B, Q]` and states `[B, Q, D]` of those after one node of each row, in their order; rows that have
+        fewer are filled with `ABSENT`. Only once they were read.
+
+        >>> probes = Probes(
+        ...     nodes=torch.tensor([[-1, 4, 4]]), before=torch.tensor([[-1, -1, 1]]),
+        ...     tokens=torch.tensor([[90, 90, 91]]), states=torch.tensor([[[0.5], [0.6], [0.7]]]),
+        ... )
+        >>> [found.flatten().tolist() for found in probes.after(torch.tensor([4]))]
+        [[90, 91], [0.6000000238418579, 0.699999988079071]]
+        """
+        assert self.states is not None
+        is_other_BP = (self.nodes != last_B[:, None]) | (self.tokens == ABSENT)
+        most = int((~is_other_BP).sum(1).max())
+        order_BQ = is_other_BP.long().argsort(dim=1, stable=True)[:, :most]
+        tokens_BQ = self.tokens.gather(1, order_BQ).masked_fill(is_other_BP.gather(1, order_BQ), ABSENT)
+        return tokens_BQ, self.states.gather(1, order_BQ[:, :, None].expand(-1, -1, self.states.shape[2]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Draft:
     """A token tree: proposed continuations of the committed tokens.
 
@@ -96,6 +145,7 @@ class Draft:
         probs: `[B, N, V]` the distribution each token was really drawn from, or None if the tokens
             were chosen deterministically. A later sibling's is without the tokens of earlier ones.
         confidence: `[B, N]` the drafter's largest probability at each node's place, if it knows.
+        probes: prompt tokens that are read with it; None without any.
 
     >>> Draft.chain(torch.tensor([[5, 6, 7]])).parents.tolist()
     [[-1, 0, 1]]
@@ -105,6 +155,7 @@ class Draft:
     parents: Tensor
     probs: Tensor | None = None
     confidence: Tensor | None = None
+    probes: Probes | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 2 and self.tokens.shape == self.parents.shape
@@ -118,15 +169,20 @@ class Draft:
         return cls(tokens=tokens, parents=parents, probs=probs, confidence=confidence)
 
     def where(self, is_kept_BN: Tensor) -> Draft:
-        """The draft without some nodes `[B, N]`; whose parent goes must go too."""
+        """The draft without some nodes `[B, N]` and the probes after them; whose parent goes must go too."""
         tokens = self.tokens.masked_fill(~is_kept_BN, ABSENT)
         is_used = (tokens != ABSENT).any(0).nonzero()
         width = int(is_used.max()) + 1 if len(is_used) else 0
+        probes = self.probes
+        if probes is not None:
+            is_known_BM = torch.nn.functional.pad(tokens != ABSENT, (1, 0), value=True)  # the root's is the first
+            probes = probes.without(~is_known_BM.gather(1, probes.nodes + 1))
         return Draft(
             tokens=tokens[:, :width],
             parents=self.parents[:, :width],
             probs=None if self.probs is None else self.probs[:, :width],
             confidence=None if self.confidence is None else self.confidence[:, :width],
+            probes=probes,
         )
 
     @classmethod
@@ -142,10 +198,12 @@ class TargetOut:
     Args:
         logits: `[B, N + 1, V]`; row 0 follows the last committed token, row n + 1 follows node n.
         hidden: for each layer that a drafter asked for, `[B, N + 1, D]` hidden states.
+        probes: the draft's, with their states; None without any.
     """
 
     logits: Tensor
     hidden: dict[int, Tensor]
+    probes: Probes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +246,14 @@ class Committed:
         drawn: `[B, N + 1]` the token that the target chose after the last committed token and after each node of the
             draft as it was verified, `ABSENT` after a node that it did not have; None for prompts and under the
             rejection rule.
+        probes: what `Probes.after` says of the last accepted node: what comes after the last of `tokens`, and further
+            on; None for prompts and where the draft had none.
     """
 
     tokens: Tensor
     hidden: dict[int, Tensor] = field(default_factory=dict)
     drawn: Tensor | None = None
+    probes: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 2 and all(state.shape[:2] == self.tokens.shape for state in self.hidden.values())
@@ -233,7 +294,7 @@ class RoundOutput:
 
 class Drafter:
     """Proposes drafts for the rows of a batch; its own state is a function of their committed tokens, unless it
-    `needs_drawn`.
+    `depends_on_rounds`.
 
     A drafter overrides `propose`, and what of the rest its state needs.
     """
@@ -251,8 +312,9 @@ class Drafter:
     max_k: int | None = None
     """Most tokens deep that it can draft, such as the number of its heads; None for any number."""
     needs_drawn: bool = False
-    """Whether it learns from `Committed.drawn`. Then it serves the match rule only, and what it proposes depends on the
-    rounds too in which the tokens were committed, but on nothing else."""
+    """Whether it learns from `Committed.drawn`. Then it serves the match rule only, and `depends_on_rounds`."""
+    depends_on_rounds: bool = False
+    """Whether what it proposes depends on the rounds too in which the tokens were committed; but on nothing else."""
     can_run_ahead: bool = False
     """Whether it can propose before the verdict on its last draft (PEARL)."""
     reserved_tokens: tuple[int, ...] = ()

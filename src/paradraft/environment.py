@@ -24,7 +24,7 @@ def describe_machine(device: str) -> dict[str, Any]:
     """Hardware and versions, for the record beside every number; of several GPUs the one that was used."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": psutil.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -39,7 +39,8 @@ def describe_machine(device: str) -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What the system calls this machine's CPU."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

@@ -124,7 +124,7 @@ def test_greedy_equals_transformers(family: Path, runtime: Runtime) -> None:
         assert ours.generate(prompt, max_new_tokens=40).tokens == theirs[0, tokens.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in drafter_names() if not drafter_class(name).needs_drawn])
+@pytest.mark.parametrize("name", [name for name in drafter_names() if not drafter_class(name).depends_on_rounds])
 @pytest.mark.parametrize("varying", [False, True])
 def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, varying: bool) -> None:
     """Guards against a draft that depends on how the rounds before were cut, on those in which a row drafted nothing,
@@ -184,7 +184,7 @@ class Repeated(Fixed):
         return draft
 
 
-@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).needs_drawn])
+@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).depends_on_rounds])
 @pytest.mark.parametrize("varying", [False, True])
 def test_state_is_a_function_of_the_rounds(family: Path, name: str, varying: bool) -> None:
     """Guards drafters that learn from the target's draws, and so from the rounds too, against learning from anything
@@ -194,7 +194,7 @@ def test_state_is_a_function_of_the_rounds(family: Path, name: str, varying: boo
     texts = [drafted.target.tokenizer(prompt)["input_ids"] for prompt in ("abcabcabcabcabc", "hello", "The0quick", "x")]
     asked = requests(texts, [Sampling(), Sampling(temperature=0.7, seed=1), Sampling(), Sampling()], 110)
     k = drafted.speculation.k
-    script = [[chooser.choice([0, 2, k]) if varying else k for _ in asked] for _ in range(9)]
+    script = [[chooser.choice([0, 2, k]) if varying else k for _ in asked] for _ in range(16)]
     found = []
     for order in ([0, 1, 2, 3], [3, 2, 0, 1]):
         lengths = Repeated(script)

@@ -284,7 +284,11 @@ def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, mo
 
 @pytest.mark.parametrize(
     ("loaded", "name", "shape"),
-    [case for case in RUNTIMES_AND_CASES if case.values[1] != "none" and not drafter_class(case.values[1]).needs_drawn],
+    [
+        case
+        for case in RUNTIMES_AND_CASES
+        if case.values[1] != "none" and not drafter_class(case.values[1]).depends_on_rounds
+    ],
     indirect=["loaded"],
 )
 def test_rows_do_not_disturb_each_other_under_the_rejection_rule(

@@ -57,4 +57,5 @@ def drafting(family: Path, name: str) -> list[object]:
     """The options that name a target and a drafter of the tiny family."""
     folder = family / "draft" if name == "autoregressive" else draft_of(family, name)
     draft = ["--draft", folder] if takes_draft(name) else []
-    return ["--target", family / "target", "--drafter", name, *draft, *EXACT]
+    planned = {"ppd": "ppd:size=24"}  # without a size, and with nothing planned, it warns
+    return ["--target", family / "target", "--drafter", planned.get(name, name), *draft, *EXACT]

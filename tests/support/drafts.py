@@ -19,6 +19,7 @@ from paradraft.train.heads import HeadRecipe
 FURTHER = {
     "eagle_parallel": {"previous_token_rank": 6, "target_layers": [1, -1]},
     "eagle": {"target_layers": [0, 2, -1]},
+    "ppd": {"copies": 2, "aggregation": "mean", "lr": 0.1},
 }
 """Settings with which some are trained here, so that nobody has to be tested twice."""
 MOST_K = 9

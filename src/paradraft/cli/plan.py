@@ -6,17 +6,22 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from rich.console import Console
 
 from paradraft.cli import options
+from paradraft.drafters import split_settings
 from paradraft.files import check_outputs
+from paradraft.models.loading import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
+
+if TYPE_CHECKING:
+    from paradraft.plan.sizes import SizeTask
 
 MOST = 4096
 """Largest number that a list of lengths, budgets or batch sizes may have."""
@@ -47,7 +52,10 @@ def plan(
         ),
     ] = None,
     tree_budgets: Annotated[
-        str | None, typer.Option(help="Budgets of trees, such as 8,16. By default those in the acceptance file.")
+        str | None,
+        typer.Option(
+            help="Budgets of trees, such as 8,16. By default those in the acceptance file. Of ppd, sizes of passes."
+        ),
     ] = None,
     batch_sizes: Annotated[
         str | None,
@@ -78,6 +86,7 @@ def plan(
     from paradraft.plan.acceptance import PARTS, asked_of
     from paradraft.plan.plan import DRAFT, run_plan
     from paradraft.plan.report import plot, table
+    from paradraft.plan.sizes import SIZES, SizeTask
     from paradraft.plan.task import Task, doubts, known_of, ways_of
 
     found = None if acceptance is None else (read_result_file(acceptance, PARTS), acceptance.name)
@@ -89,12 +98,25 @@ def plan(
     texts = held_out_prompts(num_prompts, prompts)
     check_outputs(json_file, plot_file)
     options.check_png(plot_file)
+    budgets = None if tree_budgets is None else _numbers("--tree-budgets", tree_budgets)
+    if split_settings(speculation.drafter)[0] == "ppd":
+        wanted = {"--acceptance": acceptance, "--k": k, "--batch-size": batch_sizes, "--plot": plot_file}
+        for option, value in wanted.items():
+            if value is not None:
+                raise ValueError(f"{option}: ppd is planned by the size of its passes at batch 1, leave it out")
+        return _plan_sizes(
+            SizeTask(
+                target=target, speculation=speculation, sizes=budgets or SIZES, prompts=texts,
+                max_new_tokens=max_new_tokens, sampling=sampling,
+            ),
+            runtime, check_runs=runs if check else 0, json_file=json_file,
+        )  # fmt: skip
     sizes = BATCH_SIZES if batch_sizes is None else _numbers("--batch-size", batch_sizes)
     task = Task(
         target=target, speculation=speculation,
         batches=tuple(size for size in sizes if batch_sizes is not None or len(texts) % size == 0),
         ks=None if k is None else _numbers("--k", k),
-        trees=None if tree_budgets is None else _numbers("--tree-budgets", tree_budgets),
+        trees=budgets,
         prompts=texts, max_new_tokens=max_new_tokens, sampling=sampling,
     )  # fmt: skip
     known = None if found is None else known_of(task, *found, runtime.dtype)
@@ -126,6 +148,37 @@ def plan(
     if plot_file is not None:
         plot(result, title, plot_file)
     print(json.dumps({key: result[key] for key in ("chosen", "chains", "vllm", "tensorrt_llm")}))
+
+
+def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, json_file: Path | None) -> None:
+    """Plans for a drafter whose prompt tokens ride in the target's pass, and writes the plan beside its checkpoint."""
+    from paradraft.bench.summary import write_json
+    from paradraft.drafters.ppd import Plan, write_plan
+    from paradraft.models.loading import locate
+    from paradraft.plan.sizes import run_size_plan, table
+
+    speculation = task.speculation
+    speculation.check_models(task.target)
+    console = Console(stderr=True, highlight=False)
+    with console.status("preparing") as status:
+        report = status.update if console.is_terminal else console.print
+        result = run_size_plan(task, runtime, check_runs=check_runs, report=report)
+    chance = "greedy" if task.sampling.is_greedy else f"temperature {task.sampling.temperature:g}"
+    title = f"{task.target} with {speculation.drafter}, {len(task.prompts)} prompts x {task.max_new_tokens} tokens"
+    Console().print(table(result, f"{title}, {chance}"))
+    if (checked := result["checked"]) is not None:
+        print(
+            f"measured on the other prompts: {checked['tokens_per_pass']:.2f} tokens a pass "
+            f"({checked['length_error']:+.0%} predicted), {checked['speedup']:.2f}x ({checked['speedup_error']:+.0%})"
+        )
+    draft = locate(speculation.draft or POCKET, "ppd")
+    if speculation.draft is not None and Path(draft).is_dir():
+        print(f"plan written to {write_plan(draft, Plan(**result['plan']))}")
+    else:
+        print(f"give the size with the drafter: --drafter ppd:size={result['chosen']}")
+    if json_file is not None:
+        write_json(json_file, result)
+    print(json.dumps({key: result[key] for key in ("chosen", "plan", "checked")}))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -246,7 +246,7 @@ class LookaheadDrafter(Drafter):
     """
 
     branching = "own"
-    needs_drawn = True
+    needs_drawn = depends_on_rounds = True
 
     def __init__(self, config: Config) -> None:
         self.config = config

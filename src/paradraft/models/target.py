@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
+from paradraft.core import Committed, Draft, Probes, Request, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.forward import FINAL_NORM
 from paradraft.models.generation import end_ids
 from paradraft.ragged import from_lists, to_lists, upload
-from paradraft.tree import with_root
+from paradraft.tree import ABSENT, depths, parents_of_chains, row_after, with_root
 
 
 class Target:
@@ -106,10 +108,27 @@ class Target:
         return Committed(tokens=tokens, hidden=hidden)
 
     def forward(self, draft: Draft) -> TargetOut:
-        """Reads the last committed tokens and the whole draft in one pass."""
+        """Reads the last committed tokens and the whole draft in one pass, and what is probed with it."""
         tokens = torch.cat([self._root_B1, draft.tokens], dim=1)
-        out = self.lm.forward(tokens, with_root(draft.parents), hidden_layers=self._hidden_layers)
+        parents = with_root(draft.parents)
+        if draft.probes is not None:
+            return self._forward_with(draft.probes, tokens, parents)
+        out = self.lm.forward(tokens, parents, hidden_layers=self._hidden_layers)
         return TargetOut(logits=out.logits, hidden=out.hidden)
+
+    def _forward_with(self, probes: Probes, tokens_BM: Tensor, parents_BM: Tensor) -> TargetOut:
+        """The pass over some tokens and the prompt tokens after them, of which only the states are wanted."""
+        B, M = tokens_BM.shape
+        follows_BP = torch.where(probes.before == ABSENT, probes.nodes + 1, probes.before + M)
+        layers = dict.fromkeys([*self._hidden_layers, FINAL_NORM])
+        out = self.lm.forward(
+            torch.cat([tokens_BM, probes.tokens], dim=1),
+            torch.cat([parents_BM, follows_BP], dim=1),
+            depths(parents_of_chains(B, M, self.device)),
+            hidden_layers=list(layers),
+        )
+        hidden = {layer: out.hidden[layer][:, :M] for layer in self._hidden_layers}
+        return TargetOut(logits=out.logits, hidden=hidden, probes=replace(probes, states=out.hidden[FINAL_NORM][:, M:]))
 
     def commit(self, verdict: Verdict, out: TargetOut) -> Committed:
         """Keeps the accepted path; the verdict's next token becomes the new root."""
@@ -120,7 +139,8 @@ class Target:
             # Row 0 of the pass follows the root, row n + 1 node n.
             rows_BM = torch.nn.functional.pad((verdict.path + 1).clamp(min=0), (1, 0))
             hidden = {layer: gathered(state, rows_BM) for layer, state in out.hidden.items()}
-        return Committed(tokens=verdict.tokens, hidden=hidden, drawn=verdict.drawn)
+        probes = None if out.probes is None else out.probes.after(row_after(verdict.path)[:, 0] - 1)
+        return Committed(tokens=verdict.tokens, hidden=hidden, drawn=verdict.drawn, probes=probes)
 
     def keep(self, rows: Tensor) -> None:
         """Forgets all rows but `rows`, `[b]` the index that each had before."""

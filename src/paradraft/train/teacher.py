@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.eager import layer_by_layer
@@ -46,8 +46,12 @@ class Teacher:
         self.masks = masks
 
     @torch.no_grad()
-    def read(self, texts: Texts) -> Tensor:
+    def read(self, texts: Texts, cache: Cache | None = None) -> Tensor:
         """Reads the texts of a batch.
+
+        Args:
+            texts: of the batch.
+            cache: takes their keys and values.
 
         Returns:
             `[S, N, D]` last hidden states, for `expects`.
@@ -56,7 +60,8 @@ class Teacher:
             input_ids=texts.tokens,
             attention_mask=attention_mask(_rows(texts), self.model),
             position_ids=texts.positions,
-            use_cache=False,
+            past_key_values=cache,
+            use_cache=cache is not None,
         ).last_hidden_state
         return hidden
 

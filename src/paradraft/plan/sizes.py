@@ -1,0 +1,363 @@
+"""`paradraft plan` for PPD: how large a pass should be on this machine, and where its prompt tokens stand.
+
+How often the guesses of each rank are right is counted in the target's own answers to held-out prompts: rounds with
+prompt tokens after the last committed token and no guesses, each of which is compared with the tokens that came later.
+Then rounds of every size are timed, and the size that yields most tokens a second is chosen (Chen et al. 2024, section
+4, "Hardware-awareness").
+
+The trees are made for ranks that are independent of each other, from depth to depth and from round to round. So two
+predictions are reported: of the shares multiplied along each path, and of the answers replayed, in which ranks occur
+together as they do. The second one chooses.
+
+Shape letters: B rows of a batch, P prompt tokens, R ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+
+from paradraft.bench.harness import measure, summarize
+from paradraft.bench.spec import AR, Method
+from paradraft.core import Committed, Drafting, Request
+from paradraft.decode.generation import Generation
+from paradraft.drafters import drafter_config, split_settings
+from paradraft.drafters.none import NoDrafter
+from paradraft.drafters.ppd import Plan, PpdDrafter, machine_of
+from paradraft.engine import Engine
+from paradraft.environment import describe_machine
+from paradraft.formats.head import Head, TargetIdentity, read_checkpoint
+from paradraft.models.loading import POCKET, load_target, locate
+from paradraft.models.runtime import Runtime
+from paradraft.models.target import Target
+from paradraft.plan.costs import measure_rounds
+from paradraft.request import requests_of
+from paradraft.sampling.sparse_tree import Accuracy, Path, StateTree, best_guesses, best_trees, rate
+from paradraft.sampling_params import Sampling
+from paradraft.speculation import Speculation
+from paradraft.tree import ABSENT
+
+RANKS = 10
+"""Of the guesses of a place, the first so many are counted."""
+SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""What is tried where the user names no sizes."""
+Report = Callable[[str], None]
+Ranks = tuple[int, ...]
+"""By depth, which guess was right; `RANKS` where none of the first was, `UNKNOWN` after the answer's end."""
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeTask:
+    """What is planned.
+
+    Args:
+        target: Hugging Face id, folder, or "pocket".
+        speculation: the drafter with its settings, its checkpoint and the verification rule.
+        sizes: of passes, in rising order.
+        prompts: texts; the first half calibrates, the second half checks.
+        max_new_tokens: most tokens of an answer.
+        sampling: how they are chosen.
+
+    Raises:
+        ValueError: there are fewer than two prompts.
+    """
+
+    target: str
+    speculation: Speculation
+    sizes: tuple[int, ...]
+    prompts: list[str]
+    max_new_tokens: int
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) < 2:
+            raise ValueError("one prompt: half of the prompts calibrate and the others check, give at least 2")
+
+    @property
+    def calibrating(self) -> list[str]:
+        """The prompts on whose answers guesses are counted."""
+        return self.prompts[: len(self.prompts) // 2]
+
+    @property
+    def checking(self) -> list[str]:
+        """The prompts with which rounds are timed and predictions are checked."""
+        return self.prompts[len(self.prompts) // 2 :]
+
+    def of_size(self, size: int) -> Speculation:
+        """The same with another size."""
+        name, settings = split_settings(self.speculation.drafter)
+        kept = [setting for setting in settings if not setting.startswith(("size=", "plan="))]
+        return replace(self.speculation, drafter=":".join([name, f"size={size}", *kept]), tree=None)
+
+
+class Observer(PpdDrafter):
+    """Drafts nothing, and notes what it would have guessed of the next places."""
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """Forgets all notes."""
+        super().start(drafting, device)
+        self._requests: list[int] = []
+        self._lengths: list[int] = []
+        self.notes: dict[int, list[tuple[int, list[list[int]]]]] = {}
+        """By request, for each round how many tokens there were, and the guesses `[P, R]` of the places after them."""
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """See `Drafter`."""
+        super().join(requests, prompt)
+        self._requests += [request.id for request in requests]
+        self._lengths += [len(request.tokens) for request in requests]
+
+    def commit(self, new: Committed) -> None:
+        """Notes the guesses."""
+        super().commit(new)
+        self._lengths = [
+            length + number
+            for length, number in zip(self._lengths, (new.tokens != ABSENT).sum(1).tolist(), strict=True)
+        ]
+        found = self.candidates(RANKS).tokens.tolist()
+        for row, request in enumerate(self._requests):
+            if self._states[row]:
+                self.notes.setdefault(request, []).append((self._lengths[row], found[row]))
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """See `Drafter`."""
+        super().keep(rows)
+        self._requests = [self._requests[row] for row in rows.tolist()]
+        self._lengths = [self._lengths[row] for row in rows.tolist()]
+
+
+def count_ranks(task: SizeTask, target: Target, head: Head, prompts: int) -> list[list[Ranks]]:
+    """Which guesses are right, for each answer of the target after each of its tokens but the last.
+
+    Args:
+        task: the prompts and the sampling.
+        target: answers.
+        head: the checkpoint.
+        prompts: P.
+    """
+    size = prompts * head.setting("copies", int)
+    observer = Observer(target, head, _config(task, size))
+    observer.use([StateTree(guesses=(), prompts=(prompts,))] * (prompts + 1))
+    engine = Engine(target, observer, task.of_size(size))
+    found: list[list[Ranks]] = []
+    for request in requests_of(target, task.calibrating, task.max_new_tokens, task.sampling):
+        batch = engine.new_batch()
+        generation = Generation(request)
+        batch.join([generation])
+        while not batch.is_finished:
+            batch.step()
+        text = request.tokens + generation.tokens
+        found.append([])
+        for length, guesses in observer.notes.get(request.id, ()):
+            after = text[length : length + prompts]
+            ranks = [_rank(guess, token) for guess, token in zip(guesses, after, strict=False)]
+            if ranks:
+                found[-1].append((*ranks, *(UNKNOWN,) * (prompts - len(ranks))))
+    return found
+
+
+def _rank(guesses: list[int], token: int) -> int:
+    return guesses.index(token) if token in guesses else RANKS
+
+
+def accuracy_of(answers: Sequence[Sequence[Ranks]]) -> list[list[float]]:
+    """How often each rank was right, by depth; as if each of them had been right a little once more.
+
+    Raises:
+        ValueError: the answers are too short.
+
+    >>> accuracy_of([[(0, 1), (0, 0), (10, 0), (0, -1)]])[0][:2]
+    [0.7, 0.05]
+    """
+    ranks = [one for answer in answers for one in answer]
+    if not ranks:
+        raise ValueError("no answer has two tokens: nothing can be counted, raise max_new_tokens")
+    expected = [0.5 ** (rank + 1) for rank in range(RANKS)]
+    found = []
+    for depth in range(len(ranks[0])):
+        known = [one[depth] for one in ranks if one[depth] != UNKNOWN]
+        found.append([(known.count(rank) + expected[rank]) / (len(known) + 1) for rank in range(RANKS)])
+    return found
+
+
+def replayed(trees: Sequence[StateTree], answers: Sequence[Sequence[Ranks]]) -> float:
+    """Tokens a pass of decoding these answers with some trees, one for each state: every round's guesses are known."""
+    paths = [{(): tree.prompts[0]} | dict(zip(tree.guesses, tree.prompts[1:], strict=True)) for tree in trees]
+    tokens = passes = 0
+    for answer in answers:
+        at, state = 0, trees[0].prompts[0]  # the first pass has no guesses, and adds a token
+        passes += 1
+        tokens += 1 + len(answer)
+        while at < len(answer):
+            path = _deepest(answer[at], paths[state])
+            at, state = at + 1 + len(path), paths[state][path]
+            passes += 1
+    return tokens / passes
+
+
+def _deepest(ranks: Ranks, paths: Mapping[Path, int]) -> Path:
+    """The longest path of right guesses that a tree has."""
+    path: Path = ()
+    while len(path) < len(ranks) and (*path, ranks[len(path)]) in paths:
+        path = (*path, ranks[len(path)])
+    return path
+
+
+def static_trees(accuracy: Accuracy, size: int, prompts: int, copies: int) -> list[StateTree]:
+    """The best trees that have as many prompt tokens after one guess as after any other (Fig. 8a, "static")."""
+    best: tuple[float, list[StateTree]] | None = None
+    for each in range(1, prompts + 1):
+        trees = []
+        for state in range(prompts + 1):
+            most = (size - copies * each) // (1 + copies * each)
+            guesses = best_guesses(accuracy, max(most, 0), depth=state)
+            trees.append(StateTree(guesses=guesses, prompts=(each,) * (len(guesses) + 1)))
+        if trees[0].size(copies) <= size and (best is None or rate(trees, accuracy) > best[0]):
+            best = rate(trees, accuracy), trees
+    assert best is not None
+    return best[1]
+
+
+def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: Report) -> dict[str, Any]:
+    """Calibrates, times, chooses, and on request checks.
+
+    Args:
+        task: what to plan.
+        runtime: where and how models run.
+        check_runs: how often the choice is checked by a benchmark on other prompts; 0 for not at all.
+        report: told what is going on.
+
+    Returns:
+        Plain values: `machine`, `arguments`, `accuracy`, `sizes` with what each is predicted to yield, `chosen`,
+        `plan`, which `paradraft.drafters.ppd` reads, and `checked`.
+
+    Raises:
+        ValueError: a model cannot be loaded, or the prompts do not fit into it.
+    """
+    config = _config(task, max(task.sizes))
+    head = read_checkpoint(locate(task.speculation.draft or POCKET, "ppd"), "ppd")
+    copies = head.setting("copies", int)
+    report(f"loading {task.target}")
+    widest = task.of_size(max(*task.sizes, config.prompts * copies))
+    target = load_target(task.target, replace(runtime, width=max(widest.pass_width, runtime.width)))
+    head.target.check(TargetIdentity.of(target.lm.model.config), head.name)
+    sizes = [size for size in task.sizes if size >= copies]
+    if not sizes:
+        raise ValueError(f"sizes up to {max(task.sizes)}: each prompt token has {copies} copies, plan larger ones")
+    report("counting right guesses")
+    answers = count_ranks(task, target, head, config.prompts)
+    accuracy = accuracy_of(answers)
+    trees = {size: best_trees(accuracy, size, prompts=config.prompts, copies=copies) for size in sizes}
+    engines: dict[str, tuple[Engine, tuple[int, ...]]] = {
+        "plain": (Engine(target, NoDrafter(), Speculation()), (0,)),
+    }
+    drafters = {}
+    for size in sizes:
+        drafters[size] = PpdDrafter(target, head, replace(config, size=size))
+        drafters[size].use(trees[size])
+        engines[str(size)] = Engine(target, drafters[size], task.of_size(size)), (config.prompts,)
+    costs = measure_rounds(
+        engines, task.checking, batch=1, max_new_tokens=task.max_new_tokens, sampling=task.sampling, report=report
+    )
+    plain_s = costs["plain"].rounds[0].total_s
+    rows: dict[int, dict[str, Any]] = {}
+    for size in sizes:
+        seconds, length = costs[str(size)].rounds[config.prompts].total_s, replayed(trees[size], answers)
+        rows[size] = {
+            "size": size,
+            "guesses": [len(tree.guesses) for tree in trees[size]],
+            "prompts": [sum(tree.prompts) for tree in trees[size]],
+            "tokens_per_pass": length,
+            "tokens_per_pass_if_independent": rate(trees[size], accuracy),
+            "tokens_per_pass_static": replayed(static_trees(accuracy, size, config.prompts, copies), answers),
+            "round_ms": 1e3 * seconds,
+            "speedup": length / seconds * plain_s,
+        }
+    best = max(sizes, key=lambda size: rows[size]["speedup"])
+    plan = Plan(
+        machine=machine_of(target.lm), rule=task.speculation.verify, temperature=task.sampling.temperature,
+        size=best, accuracy=accuracy,
+    )  # fmt: skip
+    checked = _check(task, target, drafters[best], rows[best], runtime, check_runs, report) if check_runs else None
+    return {
+        "machine": describe_machine(runtime.device),
+        "arguments": {
+            "target": task.target,
+            "drafter": task.speculation.drafter,
+            "draft": task.speculation.draft,
+            "verify": task.speculation.verify,
+            "num_prompts": len(task.prompts),
+            "max_new_tokens": task.max_new_tokens,
+            "sampling": asdict(task.sampling),
+            "runtime": asdict(runtime),
+        },
+        "places": sum(map(len, answers)),
+        "accuracy": accuracy,
+        "plain_round_ms": 1e3 * plain_s,
+        "sizes": list(rows.values()),
+        "chosen": best,
+        "plan": asdict(plan),
+        "checked": checked,
+    }
+
+
+def _config(task: SizeTask, size: int) -> Any:
+    return drafter_config(task.of_size(size).drafter, task.speculation.draft)
+
+
+def _check(
+    task: SizeTask,
+    target: Target,
+    drafter: PpdDrafter,
+    best: dict[str, Any],
+    runtime: Runtime,
+    runs: int,
+    report: Report,
+) -> dict[str, float]:
+    """What a benchmark on the other prompts measures of the choice, and how far off the predictions are."""
+    plain = Method.parse(f"{AR}:batch=1", Speculation(), dtype=runtime.dtype)
+    speculation = task.of_size(best["size"])
+    chosen = Method.parse(f"{speculation.drafter}:batch=1", speculation, dtype=runtime.dtype)
+    answerers = {plain: plain.answerer(target, NoDrafter()), chosen: chosen.answerer(target, drafter)}
+    measured = measure(
+        answerers, task.checking, max_new_tokens=task.max_new_tokens, sampling=task.sampling, runs=runs,
+        device=target.lm.device, report=report,
+    )  # fmt: skip
+    speeds = {one.method: statistics.median(one.tokens_per_s) for one in measured}
+    length = summarize(measured, task.sampling)[chosen.spec]["acceptance_length"]
+    return {
+        "tokens_per_pass": length,
+        "speedup": speeds[chosen] / speeds[plain],
+        "length_error": best["tokens_per_pass"] / length - 1,
+        "speedup_error": best["speedup"] / (speeds[chosen] / speeds[plain]) - 1,
+    }
+
+
+def table(result: dict[str, Any], title: str) -> Table:
+    """All sizes, the chosen one marked."""
+    caption = (
+        "> the fastest · length: tokens per target pass, predicted; if ranks were independent; static: with as many\n"
+        "prompt tokens after every guess · round: ms · vs AR+: predicted, against plain decoding"
+    )
+    found = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("size", "guesses", "prompt tokens", "length", "if independent", "static", "round", "vs AR+"):
+        found.add_column(name, justify="right")
+    for row in result["sizes"]:
+        found.add_row(
+            ("> " if row["size"] == result["chosen"] else "  ") + str(row["size"]),
+            "/".join(map(str, row["guesses"])),
+            "/".join(map(str, row["prompts"])),
+            f"{row['tokens_per_pass']:.2f}",
+            f"{row['tokens_per_pass_if_independent']:.2f}",
+            f"{row['tokens_per_pass_static']:.2f}",
+            f"{row['round_ms']:.2f}",
+            f"{row['speedup']:.2f}x",
+        )
+    return found

@@ -1,0 +1,216 @@
+"""Dynamic sparse trees: how many guesses and how many prompt tokens a pass has, and where (Chen et al. 2024, PPD,
+section 4).
+
+The target reads guesses, and after some of them *prompt tokens*, in one pass. What it makes of i prompt tokens after
+the last accepted guess are guesses for the next i places, so the next tree is at most i deep: the decoding is then in
+*state* i. In state 0 there is nothing to guess, and the pass reads the last committed token and prompt tokens alone.
+
+Guesses pay at once, prompt tokens in the next round. A tree for a state is chosen by what it yields at once plus what
+the state after it is worth. What a state is worth depends on all trees, so they are chosen again until none changes.
+
+The supplied text of the paper has lost the formulas of its propositions. With a_d(r) the probability that the guess of
+rank r is right at depth d, where all before it are right:
+
+- 4.1: f(T) = 1 + sum over guesses of the product of a over their path; the 1 is the target's own token.
+- 4.2: F(T) = f(T) + sum over states i of P(i | T) v(i), P the probability that the last accepted guess has i prompt
+  tokens. The last committed token counts as an accepted guess. In the paper v(i) is f of the tree of state i: the next
+  round alone. Here it is the relative value of the state over all rounds to come (Howard 1960), of which f is the first
+  approximation; F with it is larger exactly where the rate R is.
+- 4.3: without its i-th prompt token, a guess loses P(it is the last accepted) (v(i) - v(i - 1)).
+- 4.4: R = sum over states of pi(i) f(T_i), pi the steady state.
+
+States are numbers of prompt tokens; probabilities multiply along a path, which assumes that ranks at different depths
+are independent.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paradraft.sampling.candidates import best_first
+
+Path = tuple[int, ...]
+Accuracy = Sequence[Sequence[float]]
+"""For each depth, from the first token after the last committed one, the probability of each rank."""
+ROUNDS = 20
+"""How often trees are chosen anew at most; a few times are enough."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTree:
+    """What a pass reads in one state.
+
+    Args:
+        guesses: the ranks on the way to each guess; parents come before their children.
+        prompts: how many prompt tokens follow the last committed token, and then each guess.
+    """
+
+    guesses: tuple[Path, ...]
+    prompts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.prompts) == len(self.guesses) + 1
+
+    def size(self, copies: int = 1) -> int:
+        """Nodes of a pass, without the last committed token; each prompt token is there `copies` times."""
+        return len(self.guesses) + copies * sum(self.prompts)
+
+
+def reach(guesses: Sequence[Path], accuracy: Accuracy) -> list[float]:
+    """The probability that each guess is accepted.
+
+    >>> reach([(0,), (0, 1)], [[0.6, 0.2], [0.5, 0.25]])
+    [0.6, 0.15]
+    """
+    return [math.prod(accuracy[depth][rank] for depth, rank in enumerate(path)) for path in guesses]
+
+
+def expected_tokens(guesses: Sequence[Path], accuracy: Accuracy) -> float:
+    """f, Proposition 4.1.
+
+    >>> expected_tokens([(0,), (0, 1)], [[0.6, 0.2], [0.5, 0.25]])
+    1.75
+    """
+    return 1.0 + sum(reach(guesses, accuracy))
+
+
+def last_accepted(guesses: Sequence[Path], accuracy: Accuracy) -> list[float]:
+    """The probability that the last committed token, and then that each guess is the last that is accepted.
+
+    >>> last_accepted([(0,), (0, 1)], [[0.5, 0.2], [0.5, 0.25]])
+    [0.5, 0.375, 0.125]
+    """
+    reached = dict(zip(guesses, reach(guesses, accuracy), strict=True))
+    last = {(): 1.0} | reached
+    for path, probability in reached.items():
+        last[path[:-1]] -= probability
+    return list(last.values())
+
+
+def transitions(tree: StateTree, accuracy: Accuracy, states: int) -> list[float]:
+    """P(i | T) for each state i."""
+    found = [0.0] * states
+    for probability, prompts in zip(last_accepted(tree.guesses, accuracy), tree.prompts, strict=True):
+        found[prompts] += probability
+    return found
+
+
+def steady_state(rows: Sequence[Sequence[float]]) -> list[float]:
+    """How often each state is visited in the long run, from state 0 on.
+
+    Args:
+        rows: for each state the probabilities of the next one.
+
+    >>> [round(share, 6) for share in steady_state([[0.0, 1.0], [0.5, 0.5]])]
+    [0.333333, 0.666667]
+    """
+    once = torch.tensor(rows, dtype=torch.float64, device="cpu")
+    lazy = (once + torch.eye(len(rows), dtype=torch.float64, device="cpu")) / 2  # visits as often, and has no period
+    return torch.linalg.matrix_power(lazy, 2**24)[0].tolist()
+
+
+def rate(trees: Sequence[StateTree], accuracy: Accuracy) -> float:
+    """R, Proposition 4.4: tokens a pass in the long run, with one tree for each state."""
+    shares = steady_state([transitions(tree, accuracy, len(trees)) for tree in trees])
+    return sum(share * expected_tokens(tree.guesses, accuracy) for share, tree in zip(shares, trees, strict=True))
+
+
+def relative_values(trees: Sequence[StateTree], accuracy: Accuracy) -> list[float]:
+    """How many more tokens come in the long run from each state than from state 0."""
+    states = len(trees)
+    once = [expected_tokens(tree.guesses, accuracy) for tree in trees]
+    # v(i) + R = f(i) + sum P(j | i) v(j), with v(0) = 0: R takes its place among the unknowns.
+    equations = torch.eye(states, dtype=torch.float64, device="cpu")
+    equations -= torch.tensor(
+        [transitions(tree, accuracy, states) for tree in trees], dtype=torch.float64, device="cpu"
+    )
+    equations[:, 0] = 1.0
+    solution = torch.linalg.lstsq(equations, torch.tensor(once, dtype=torch.float64, device="cpu")[:, None]).solution
+    return [0.0, *solution[1:, 0].tolist()]
+
+
+def with_prompts(guesses: Sequence[Path], number: int, accuracy: Accuracy, values: Sequence[float]) -> StateTree:
+    """Places prompt tokens: all that there may be, then the least valuable are removed (Proposition 4.3).
+
+    Args:
+        guesses: of the tree.
+        number: of prompt tokens that are wanted in all; there are no more than fit.
+        accuracy: see `Accuracy`.
+        values: v, by state.
+
+    >>> tree = with_prompts([(0,)], 3, [[0.9], [0.5]], [0.0, 0.7, 1.0])
+    >>> tree.prompts
+    (1, 2)
+    """
+    last = last_accepted(guesses, accuracy)
+    prompts = [len(values) - 1] * len(last)
+
+    def loss(node: int) -> float:
+        return last[node] * (values[prompts[node]] - values[prompts[node] - 1])
+
+    heap = [(loss(node), -node) for node in range(len(last)) if prompts[node]]
+    heapq.heapify(heap)
+    for _ in range(sum(prompts) - number):
+        node = -heapq.heappop(heap)[1]
+        prompts[node] -= 1
+        if prompts[node]:
+            heapq.heappush(heap, (loss(node), -node))
+    return StateTree(guesses=tuple(guesses), prompts=tuple(prompts))
+
+
+def best_guesses(accuracy: Accuracy, most: int, *, depth: int) -> tuple[Path, ...]:
+    """The likeliest guesses, at most so many and so deep; fewer of them are the first of these.
+
+    >>> best_guesses([[0.6, 0.2], [0.5, 0.25]], 3, depth=2)
+    ((0,), (0, 0), (1,))
+    """
+    log_accuracy = [[math.log(max(share, 1e-9)) for share in ranks] for ranks in accuracy[:depth]]
+    return tuple(best_first(log_accuracy, most, aside=1.0))
+
+
+def best_trees(accuracy: Accuracy, size: int, *, prompts: int, copies: int = 1) -> list[StateTree]:
+    """For each state, from 0 to `prompts`, the tree with which the long run yields most tokens a pass.
+
+    Args:
+        accuracy: of at least `prompts` depths.
+        size: most nodes of a pass, at least `copies`.
+        prompts: most prompt tokens after a guess.
+        copies: how many embeddings each prompt token has.
+
+    >>> trees = best_trees([[0.6, 0.15], [0.4, 0.1]], 5, prompts=2)
+    >>> for tree in trees:
+    ...     print(tree.guesses, tree.prompts)
+    () (2,)
+    ((0,), (1,)) (1, 1, 1)
+    ((0,), (0, 0)) (1, 1, 1)
+    """
+    assert size >= copies and prompts <= len(accuracy)
+    likeliest = [best_guesses(accuracy, size, depth=state) for state in range(prompts + 1)]
+
+    def choose(state: int, values: Sequence[float]) -> StateTree:
+        best: tuple[float, StateTree] | None = None
+        for guesses in range(min(len(likeliest[state]), size) + 1):
+            kept = likeliest[state][:guesses]
+            tree = with_prompts(kept, (size - guesses) // copies, accuracy, values)
+            after = transitions(tree, accuracy, prompts + 1)
+            worth = expected_tokens(kept, accuracy) + sum(map(math.prod, zip(after, values, strict=True)))
+            if best is None or worth > best[0] + 1e-12:
+                best = worth, tree
+        assert best is not None
+        return best[1]
+
+    values = [expected_tokens(guesses, accuracy) for guesses in likeliest]
+    trees = [choose(state, values) for state in range(prompts + 1)]
+    found = rate(trees, accuracy)
+    for _ in range(ROUNDS):
+        values = relative_values(trees, accuracy)
+        others = [choose(state, values) for state in range(prompts + 1)]
+        if (other := rate(others, accuracy)) <= found + 1e-12:
+            break
+        trees, found = others, other
+    return trees
