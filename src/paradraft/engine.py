@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.scheduler import Scheduler
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
-from paradraft.verify import Verify
+from paradraft.verify import LOSSY, Verify, rule_name
 
 CPU = Runtime()
 
@@ -96,6 +97,8 @@ class Engine:
                 f"k={speculation.k}: this drafter drafts at most {most_k} tokens per round, set k={most_k}"
             )
         speculation.check_drafter(drafter)
+        if (told := LOSSY.get(rule_name(speculation.verify))) is not None:
+            warnings.warn(f"verify={speculation.verify!r}: {told}", stacklevel=2)
         if speculation.nodes > most:
             raise ValueError(f"a tree of {speculation.nodes} nodes: a pass has room for {most}")
         target.lm.check_hidden_layers(drafter.hidden_layers)
@@ -308,7 +311,7 @@ def load(
         draft: the draft model, for drafters that have one; the pocket target brings its own.
         k: most tokens drafted per round, one after the other, at least 1.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same
-            distribution and accepts more when sampling.
+            distribution and accepts more when sampling; "typical" is not lossless.
         tree: let drafts branch: a `Tree`, or a number of nodes to grow to. None drafts chains.
         lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success,
             "confidence" while the drafter is sure, "expected" what pays on this machine.

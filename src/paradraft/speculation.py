@@ -10,7 +10,7 @@ from paradraft.drafters import check_draft, drafter_class, drafter_config
 from paradraft.errors import one_line, whole_number
 from paradraft.models.presets import check_has_weights
 from paradraft.tree import Tree
-from paradraft.verify import RULES
+from paradraft.verify import load_rule
 
 MOST_DRAFTED = 256
 """Largest K; caches keep room for two drafts of that length."""
@@ -30,7 +30,7 @@ class Speculation:
             its trees are (`Drafter.tree`), it becomes their depth.
         tree: the shape of drafts that branch; None drafts chains, or such trees.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same distribution and accepts
-            more when sampling.
+            more when sampling; "typical" is not lossless: see `paradraft.verify.typical`.
         lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success, "confidence" while the
             drafter is sure, "expected" what pays on this machine.
 
@@ -59,8 +59,7 @@ class Speculation:
         object.__setattr__(self, "k", whole_number("k", self.k))
         if not 1 <= self.k <= MOST_DRAFTED:
             raise ValueError(f"k={self.k}: draft 1 to {MOST_DRAFTED} tokens per round")
-        if self.verify not in RULES:
-            raise ValueError(f"verify={self.verify!r}: use one of {', '.join(RULES)}")
+        load_rule(self.verify)
         if self.lengths not in POLICIES:
             raise ValueError(f"lengths={self.lengths!r}: use one of {', '.join(POLICIES)}")
         if self.tree is not None and not isinstance(self.tree, Tree):

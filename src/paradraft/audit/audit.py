@@ -29,6 +29,7 @@ from paradraft.request import requests_of
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT, row_after
+from paradraft.verify import LOSSY, rule_name
 
 
 def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -121,6 +122,12 @@ class Report:
         return asdict(self) | {"own_pass": None if self.own_pass is None else self.own_pass.as_json()}
 
 
+def check_may_be_lossless(rule: str) -> None:
+    """Raises ValueError if a verification rule is not meant to be lossless."""
+    if (told := LOSSY.get(rule_name(rule))) is not None:
+        raise ValueError(f"verify={rule!r}: {told}, so there is nothing to audit: use match or rejection")
+
+
 def audit(
     engine: Engine,
     prompts: list[str],
@@ -157,6 +164,7 @@ def audit(
         )
         for place, request in enumerate(requests * (1 if sampling.is_greedy else seeds))
     ]
+    check_may_be_lossless(engine.speculation.verify)
     tests_distribution = engine.speculation.verify == "rejection" and not sampling.is_greedy
     has_drafter = not isinstance(engine.drafter, NoDrafter)
     if tests_distribution and not has_drafter:

@@ -23,7 +23,7 @@ from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
-from paradraft.verify import RULES
+from paradraft.verify import load_rule
 
 
 def run_benchmark(
@@ -113,7 +113,7 @@ def _summary(
 
 def _profile(benchmark: Benchmark, engine: Engine, prompts: list[str], max_new_tokens: int) -> dict[str, Any] | None:
     """Where the time of a method's rounds goes."""
-    verify = RULES[engine.speculation.verify]
+    verify = load_rule(engine.speculation.verify)
     if benchmark.acceptance is not None:
         verify = benchmark.acceptance.instead_of(verify)
     batch, samplings = engine.new_batch(verify=verify), [benchmark.sampling] * len(prompts)

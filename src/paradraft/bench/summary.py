@@ -13,6 +13,7 @@ from rich.table import Table
 from paradraft.bench.result_file import has_faster_baselines, mark, without_baseline
 from paradraft.drafters import split_settings
 from paradraft.files import write_output
+from paradraft.verify import LOSSY, rule_name
 
 MEAN_CAPTION = (
     "tokens/s, and speedup against AR+ of the same dtype, of each task · mean: mean tokens/s, and its ratio to AR+'s"
@@ -177,7 +178,8 @@ def label(spec: str, figures: dict[str, Any]) -> str:
     _, settings = split_settings(spec)
     for key in _EVIDENT:
         settings = [setting.removeprefix(key) for setting in settings]
-    return ", ".join([name, *settings])
+    is_lossy = rule_name(figures.get("verify") or "match") in LOSSY
+    return ", ".join([name, *settings, *["not lossless"] * is_lossy])
 
 
 def _number(value: float | None) -> str:

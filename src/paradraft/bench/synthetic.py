@@ -28,7 +28,7 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT
-from paradraft.verify import RULES, Verify
+from paradraft.verify import Verify, load_rule
 
 
 def rounds(batch: Batch, prompts: list[str], max_new_tokens: int, samplings: list[Sampling]) -> Iterator[RoundOutput]:
@@ -134,7 +134,7 @@ class SyntheticAcceptance:
 
     def answerer(self, engine: Engine) -> Answerer:
         """What answers prompts with this acceptance."""
-        verify = self.instead_of(RULES[engine.speculation.verify])
+        verify = self.instead_of(load_rule(engine.speculation.verify))
         models = models_of(engine.target.lm, engine.drafter)
 
         def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:

@@ -47,11 +47,12 @@ def audit(
     Says PASS, PASS UP TO NUMERICAL TIES, FAIL or INCONCLUSIVE; the exit code of the last two is 1. The last line is
     JSON.
     """
-    from paradraft.audit.audit import PASS, TIES, audit, findings
+    from paradraft.audit.audit import PASS, TIES, audit, check_may_be_lossless, findings
     from paradraft.bench.setup import held_out_prompts
     from paradraft.bench.summary import write_json
     from paradraft.environment import describe_machine
 
+    check_may_be_lossless(speculation.verify)
     texts = held_out_prompts(num_prompts, prompts)
     if shape_invariant and batch_size not in (None, 1):
         raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")

@@ -76,7 +76,10 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "drafter": typer.Option(help=f"The drafter, {DRAFTERS}"),
         "draft": typer.Option(help="Draft model; the pocket target brings its own."),
         "k": typer.Option("-k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}."),
-        "verify": typer.Option(help="match: the same tokens as without a drafter; rejection: the same distribution."),
+        "verify": typer.Option(
+            help="match: the same tokens as without a drafter; rejection: the same distribution; "
+            "typical[:epsilon=…:delta=…]: not lossless."
+        ),
         "tree_budget": typer.Option(
             min=1, help="Let drafts branch, up to this many tokens; by default they are chains."
         ),

@@ -23,7 +23,7 @@ from paradraft.models.target import Target
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT, Tree, depths
-from paradraft.verify import RULES, Verify
+from paradraft.verify import Verify, load_rule, rule_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class Batch:
         target: the model whose text this is.
         drafter: where the guesses come from; it changes the speed, never the text.
         lengths: how many tokens to draft in the next round.
-        rule: a name in `RULES`.
+        rule: see `paradraft.verify.load_rule`.
         tree: the shape of the drafts; None for chains.
-        verify: decides instead of `RULES[rule]`, for audits and timing.
+        verify: decides instead of the rule, for audits and timing.
         keeps_finished: let requests that have ended stay, so that the number of rows is constant.
         kept_rows: of how many requests, the last to end, the caches are kept: a prompt that begins as one of them, such
             as the next turn of a conversation, is read from where they part.
@@ -73,8 +73,8 @@ class Batch:
         self.target = target
         self.drafter = drafter
         self.lengths = lengths
-        self.drafting = Drafting(rule=rule, tree=tree, wants_confidence=lengths.wants_confidence)
-        self.verify = verify or RULES[rule]
+        self.drafting = Drafting(rule=rule_name(rule), tree=tree, wants_confidence=lengths.wants_confidence)
+        self.verify = verify or load_rule(rule)
         self.generations: list[Generation] = []
         """By row."""
         self.clock = Clock.on(target.device)

@@ -149,8 +149,9 @@ class Sampler:
         """What a drafter proposes at positions `depth`, `depth + 1`, … after the committed text.
 
         Under the match rule the order is that of log q plus the position's noise, which the target
-        will use too. Under the rejection rule chains and fixed trees are drawn from q, siblings without
-        replacement, with numbers of their own; a tree grown to a budget takes the likeliest tokens.
+        will use too, under typical acceptance that of q. Under the rejection rule chains and fixed trees
+        are drawn from q, siblings without replacement, with numbers of their own; a tree grown to a
+        budget takes the likeliest tokens.
 
         Args:
             logits_BRV: `[B, R, V]` raw logits of the draft model.
@@ -204,7 +205,7 @@ class Sampler:
             return Candidates(tokens=tokens, log_probs=torch.zeros_like(tokens), probs=None, confidence=None)
         scores_BRV = self._each(self._scores, logits_BRV, paths)
         number = min(number, scores_BRV.shape[2])
-        if self.rule == "match" or not (self._is_chain or self._has_paths):
+        if self.rule != "rejection" or not (self._is_chain or self._has_paths):
             return self._likeliest(scores_BRV, depths_BR, number)
         log_q = scores_BRV.double().log_softmax(-1)
         confidence = log_q.amax(-1).exp() if self._wants_confidence else None

@@ -1,0 +1,101 @@
+"""Typical acceptance: a drafted token is kept if the target finds it typical (Cai et al. 2024, Medusa, section 2.3.1;
+an option of PPD, Chen et al. 2024, section 3). **Not lossless**: at temperatures above 0 the text has another
+distribution than the target's. Greedy text is the target's own.
+
+A token x is kept where p(x) > min(epsilon, delta * exp(-H(p))), H the entropy of p after temperature and filters: where
+the target is unsure, less likely tokens are typical too. Of all paths of kept tokens the longest becomes text; of
+several the one that is likeliest. The target's own next token is drawn from p as ever.
+
+Shape letters: B rows of a batch, N nodes of a draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.sampling.sampler import Sampler
+from paradraft.tree import ABSENT, depths_after, texts_before
+
+LOSSLESS = False
+TOLD = "typical acceptance is not lossless: at temperatures above 0 the text is not distributed as the target's own"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Typical:
+    """The rule, with its thresholds; the defaults are Medusa's.
+
+    Args:
+        epsilon: what is always likely enough, in (0, 1].
+        delta: what is likely enough where the target is sure, in (0, 1].
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta"):
+            if not 0 < (value := getattr(self, name)) <= 1:
+                raise ValueError(f"{name}={value}: use a number above 0, up to 1")
+
+    def __call__(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
+        """Decides which drafted tokens are kept and which token follows them.
+
+        Worked example: p is 0.5, 0.3 and 0.2, so exp(-H) is 0.36, and what is likelier than 0.107 or 0.09 is typical.
+
+        >>> from paradraft.core import Request
+        >>> from paradraft.sampling_params import Sampling
+        >>> logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 2, 3)
+        >>> sampler = Sampler([Request(tokens=[1], sampling=Sampling(temperature=1.0))])
+        >>> draft = Draft.chain(torch.tensor([[2]]))
+        >>> Typical()(draft, TargetOut(logits=logits, hidden={}), sampler).accepted.tolist()
+        [1]
+        >>> Typical(epsilon=0.4, delta=0.9)(draft, TargetOut(logits=logits, hidden={}), sampler).accepted.tolist()
+        [0]
+        """
+        (B, N), device = draft.tokens.shape, draft.tokens.device
+        texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
+        p_BMV = sampler.probabilities(out.logits, texts)
+        entropy_BM = -torch.special.xlogy(p_BMV, p_BMV).sum(-1)
+        least_BM = torch.clamp(self.delta * (-entropy_BM).exp(), max=self.epsilon)
+        # What the target thinks of each node, after its parent.
+        parents_BN = draft.parents.clamp(min=-1) + 1
+        rows_B1 = torch.arange(B, device=device)[:, None]
+        p_BN = p_BMV[rows_B1, parents_BN, draft.tokens.clamp(min=0)]
+        is_typical_BN = (p_BN > least_BM.gather(1, parents_BN)) & (draft.tokens != ABSENT)
+        paths = [
+            longest(parents, kept, chances)
+            for parents, kept, chances in zip(
+                draft.parents.tolist(), is_typical_BN.tolist(), p_BN.tolist(), strict=True
+            )
+        ]
+        path_BN = torch.tensor([path + [ABSENT] * (N - len(path)) for path in paths], device=device).view(B, N)
+        drawn_BM = sampler.draw(out.logits, depths_after(draft.parents), texts)
+        last_B1 = torch.tensor([[path[-1] + 1 if path else 0] for path in paths], device=device)
+        return Verdict.of(draft, path_BN, drawn_BM.gather(1, last_B1)[:, 0])
+
+
+def longest(parents: list[int], kept: list[bool], chances: list[float]) -> list[int]:
+    """The longest path of kept nodes; of several the one whose probabilities have the largest product.
+
+    >>> longest([-1, -1, 0, 1], [True, True, True, True], [0.6, 0.3, 0.2, 0.5])
+    [1, 3]
+    """
+    best: tuple[int, float, int] = (0, 1.0, -1)
+    found: dict[int, tuple[int, float, int]] = {-1: best}
+    for node, (parent, is_kept, chance) in enumerate(zip(parents, kept, chances, strict=True)):
+        if is_kept and parent in found:
+            depth, product, _ = found[parent]
+            found[node] = (depth + 1, product * chance, node)
+            best = max(best, found[node], key=lambda end: end[:2])
+    path: list[int] = []
+    node = best[2]
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
