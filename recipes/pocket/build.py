@@ -22,7 +22,7 @@ from paradraft.formats.head import CONFIG, WEIGHTS
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
 from paradraft.models.loading import load_model, load_target
 from paradraft.models.runtime import Runtime, computes_bf16
-from paradraft.train import eagle, eagle_parallel, recipe_class
+from paradraft.train import eagle, eagle_parallel, ppd, recipe_class
 from paradraft.train.checkpoint import save_model
 from paradraft.train.init_draft import make
 from paradraft.train.init_from import PrunedTarget
@@ -178,10 +178,11 @@ def build_drafts(out: Path, device: str) -> None:
 
 
 def build_heads(out: Path, device: str) -> None:
-    """Trains a drafter on the target's states, and goes on with it as one that drafts in one pass."""
+    """Trains a drafter on the target's states, goes on with it as one that drafts in one pass, and prompt tokens."""
     legs: tuple[tuple[Any, Path, list[str]], ...] = (
         (eagle, out / "work" / "eagle", ["steps=600"]),
         (eagle_parallel, out / "eagle_parallel", [f"start={out / 'work' / 'eagle'}", *ONE_PASS]),
+        (ppd, out / "ppd", ["steps=1000", "evaluate_every=500"]),
     )
     for module, result, settings in legs:
         name = module.__name__.rpartition(".")[2]
@@ -218,8 +219,9 @@ def main() -> None:
                 shutil.copy(args.out / name / file, POCKET / name / file)
         (POCKET / "pard" / PREVIOUS_TOKEN_HEAD).parent.mkdir(exist_ok=True)
         shutil.copy(args.out / "pard" / PREVIOUS_TOKEN_HEAD, POCKET / "pard" / PREVIOUS_TOKEN_HEAD)
-        for file in (CONFIG, WEIGHTS):
-            shutil.copy(args.out / "eagle_parallel" / file, POCKET / "eagle_parallel" / file)
+        for name in ("eagle_parallel", "ppd"):
+            for file in (CONFIG, WEIGHTS):
+                shutil.copy(args.out / name / file, POCKET / name / file)
         for name in ("prompts.jsonl", "text.jsonl"):
             shutil.copy(args.out / name, POCKET / name)
 

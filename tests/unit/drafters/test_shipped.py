@@ -37,7 +37,7 @@ def test_engines_draft_tokens_of_the_text(drafter: str) -> None:
     assert no_tokens.max() < 0.005, no_tokens
 
 
-@pytest.mark.parametrize(("drafter", "least"), [("pard", 4.5), ("eagle_parallel", 2.7)])
+@pytest.mark.parametrize(("drafter", "least"), [("pard", 4.5), ("eagle_parallel", 2.7), ("ppd:size=24", 1.4)])
 def test_shipped_drafters_work_at_once(drafter: str, least: float) -> None:
     """Guards weights that were stored for another target, or another version of the code: they would draft, and hardly
     be accepted."""
