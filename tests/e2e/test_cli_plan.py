@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from paradraft.plan import costs
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
+from tests.support.drafts import draft_of
 
 
 @pytest.fixture
@@ -43,6 +45,27 @@ def test_plan_from_a_benchmark(
     assert plan["acceptance"]["k=1"]["report"] == "bench.json"
     assert str(tmp_path) not in json.dumps(plan["acceptance"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_sizes_of_ppd_are_planned_and_taken(
+    family: Path, paradraft: Paradraft, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the whole way of a plan for PPD: it is written beside the checkpoint, and `generate` takes it."""
+    monkeypatch.setattr(costs, "VISITS", 1)
+    monkeypatch.setattr(costs, "LEAST_S", 0.0)
+    draft, result = tmp_path / "draft", tmp_path / "plan.json"
+    shutil.copytree(str(draft_of(family, "ppd")), draft)
+    models = ["--target", family / "target", "--drafter", "ppd", "--draft", draft]
+    size = ["--prompts", prompts, "--num-prompts", 2, "--max-new-tokens", 20, "--tree-budgets", "2,4,9", *EXACT]
+    outcome = paradraft("plan", *models, *size, "--no-compile", "--check", "--runs", 1, "--json", result)
+    assert outcome.code == 0, outcome.err
+    assert f"plan written to {draft / 'plans.json'}" in outcome.out and "of the model" in outcome.out
+    last, plan = json.loads(outcome.out.splitlines()[-1]), json.loads(result.read_text(encoding="utf-8"))
+    assert last["chosen"] == plan["chosen"] in (2, 4, 9) and [row["size"] for row in plan["sizes"]] == [2, 4, 9]
+    asked = ["--prompt", "abcabc", "--max-new-tokens", 12, *EXACT]
+    answer, plain = paradraft("generate", *models, *asked), paradraft("generate", *models[:2], *asked)
+    assert (answer.code, answer.out) == (0, plain.out) and "nothing is planned" not in answer.err
+    assert_mistake(paradraft("plan", *models, *size, "--k", "2"), "--k: ppd is planned by the size of its passes")
 
 
 @pytest.mark.parametrize(

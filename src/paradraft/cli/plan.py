@@ -166,6 +166,11 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, json_file:
     chance = "greedy" if task.sampling.is_greedy else f"temperature {task.sampling.temperature:g}"
     title = f"{task.target} with {speculation.drafter}, {len(task.prompts)} prompts x {task.max_new_tokens} tokens"
     Console().print(table(result, f"{title}, {chance}"))
+    memory = result["memory_bytes"]
+    print(
+        f"prompt tokens: {memory['prompt_tokens']:,} bytes, {memory['prompt_tokens'] / memory['model']:.4%} of the "
+        f"model; a pass of {result['chosen']} nodes: {memory['keys_and_values'] / 1e3:,.0f} kB of keys and values"
+    )
     if (checked := result["checked"]) is not None:
         print(
             f"measured on the other prompts: {checked['tokens_per_pass']:.2f} tokens a pass "

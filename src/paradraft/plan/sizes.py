@@ -14,7 +14,9 @@ Shape letters: B rows of a batch, P prompt tokens, R ranks.
 
 from __future__ import annotations
 
+import random
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -33,6 +35,7 @@ from paradraft.drafters.ppd import Plan, PpdDrafter, machine_of
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint
+from paradraft.models.kv_cache import head_size
 from paradraft.models.loading import POCKET, load_target, locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -47,6 +50,8 @@ RANKS = 10
 """Of the guesses of a place, the first so many are counted."""
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """What is tried where the user names no sizes."""
+RANDOM = 10
+"""Random trees of a size, whose mean is reported."""
 Report = Callable[[str], None]
 Ranks = tuple[int, ...]
 """By depth, which guess was right; `RANKS` where none of the first was, `UNKNOWN` after the answer's end."""
@@ -225,6 +230,26 @@ def static_trees(accuracy: Accuracy, size: int, prompts: int, copies: int) -> li
     return best[1]
 
 
+def random_trees(size: int, prompts: int, copies: int, seed: int) -> list[StateTree]:
+    """Trees of a size whose guesses and prompt tokens stand anywhere (Fig. 8a, "random"); about half are guesses."""
+    generator, trees = random.Random(seed), []
+    for state in range(prompts + 1):
+        paths: list[Path] = [()]
+        children: Counter[Path] = Counter()
+        for _ in range(size // 2 if state else 0):
+            parent = generator.choice([path for path in paths if len(path) < state])
+            if children[parent] < RANKS:
+                paths.append((*parent, children[parent]))
+                children[parent] += 1
+        placed = [0] * len(paths)
+        for _ in range((size - len(paths) + 1) // copies):
+            free = [node for node, number in enumerate(placed) if number < prompts]
+            if free:
+                placed[generator.choice(free)] += 1
+        trees.append(StateTree(guesses=tuple(paths[1:]), prompts=tuple(placed)))
+    return trees
+
+
 def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: Report) -> dict[str, Any]:
     """Calibrates, times, chooses, and on request checks.
 
@@ -277,6 +302,9 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
             "tokens_per_pass": length,
             "tokens_per_pass_if_independent": rate(trees[size], accuracy),
             "tokens_per_pass_static": replayed(static_trees(accuracy, size, config.prompts, copies), answers),
+            "tokens_per_pass_random": statistics.mean(
+                replayed(random_trees(size, config.prompts, copies, seed), answers) for seed in range(RANDOM)
+            ),
             "round_ms": 1e3 * seconds,
             "speedup": length / seconds * plain_s,
         }
@@ -298,6 +326,7 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
             "sampling": asdict(task.sampling),
             "runtime": asdict(runtime),
         },
+        "memory_bytes": memory_of(target, head, best),
         "places": sum(map(len, answers)),
         "accuracy": accuracy,
         "plain_round_ms": 1e3 * plain_s,
@@ -305,6 +334,21 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
         "chosen": best,
         "plan": asdict(plan),
         "checked": checked,
+    }
+
+
+def memory_of(target: Target, head: Head, size: int) -> dict[str, int]:
+    """Bytes of the model, of the prompt tokens in its dtype, and of what a pass of a size has beside plain decoding:
+    keys and values, and in float32 at most these last states and logits."""
+    model = target.lm.model
+    config, width = model.config, model.dtype.itemsize
+    prompts = sum(weight.numel() for name, weight in head.weights.items() if name.startswith("prompts.")) * width
+    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config) * width
+    return {
+        "model": sum(weight.numel() * weight.dtype.itemsize for weight in model.parameters()),
+        "prompt_tokens": prompts,
+        "keys_and_values": size * cached,
+        "states_and_logits": size * 4 * (config.hidden_size + target.lm.vocab_size),
     }
 
 
@@ -344,10 +388,11 @@ def table(result: dict[str, Any], title: str) -> Table:
     """All sizes, the chosen one marked."""
     caption = (
         "> the fastest · length: tokens per target pass, predicted; if ranks were independent; static: with as many\n"
-        "prompt tokens after every guess · round: ms · vs AR+: predicted, against plain decoding"
+        "prompt tokens after every guess; random: in the mean of random trees · round: ms · vs AR+: predicted,\n"
+        "against plain decoding"
     )
     found = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("size", "guesses", "prompt tokens", "length", "if independent", "static", "round", "vs AR+"):
+    for name in ("size", "guesses", "prompt tokens", "length", "if independent", "static", "random", "round", "vs AR+"):
         found.add_column(name, justify="right")
     for row in result["sizes"]:
         found.add_row(
@@ -357,6 +402,7 @@ def table(result: dict[str, Any], title: str) -> Table:
             f"{row['tokens_per_pass']:.2f}",
             f"{row['tokens_per_pass_if_independent']:.2f}",
             f"{row['tokens_per_pass_static']:.2f}",
+            f"{row['tokens_per_pass_random']:.2f}",
             f"{row['round_ms']:.2f}",
             f"{row['speedup']:.2f}x",
         )

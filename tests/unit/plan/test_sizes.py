@@ -15,7 +15,16 @@ from paradraft.formats.head import read_checkpoint
 from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
 from paradraft.plan import sizes
-from paradraft.plan.sizes import RANKS, SizeTask, accuracy_of, count_ranks, replayed, run_size_plan, static_trees
+from paradraft.plan.sizes import (
+    RANKS,
+    SizeTask,
+    accuracy_of,
+    count_ranks,
+    random_trees,
+    replayed,
+    run_size_plan,
+    static_trees,
+)
 from paradraft.sampling.sparse_tree import best_trees, rate
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
@@ -65,6 +74,16 @@ def test_static_trees_are_never_better(size: int) -> None:
     static = static_trees(accuracy, size, 3, 1)
     assert all(tree.size() <= size and len(set(tree.prompts)) == 1 for tree in static)
     assert rate(static, accuracy) <= rate(best_trees(accuracy, size, prompts=3), accuracy) + 1e-9
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("size", [3, 10, 40])
+def test_random_trees_are_trees(size: int, copies: int) -> None:
+    for seed in range(5):
+        for state, tree in enumerate(random_trees(size, 3, copies, seed)):
+            assert tree.size(copies) <= size and max(map(len, tree.guesses), default=0) <= state
+            assert all(path[:-1] in ((), *tree.guesses[:at]) for at, path in enumerate(tree.guesses))
+            assert len(set(tree.guesses)) == len(tree.guesses) and max(tree.prompts) <= 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

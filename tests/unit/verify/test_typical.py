@@ -125,9 +125,7 @@ def test_greedy_text_is_the_targets(family: Path) -> None:
 def test_it_cannot_be_audited(family: Path) -> None:
     with pytest.warns(UserWarning, match="not lossless"):
         engine = load(str(family / "target"), drafter="ngram", verify="typical:epsilon=0.2", runtime=EXACT)
-    with pytest.raises(
-        ValueError, match=r"typical:epsilon=0.2': typical acceptance is not lossless.*use match"
-    ):
+    with pytest.raises(ValueError, match=r"typical:epsilon=0.2': typical acceptance is not lossless.*use match"):
         audit(engine, ["abc"], sampling=Sampling(), seeds=1, max_new_tokens=4, batch_size=1, report=lambda text: None)
 
 
