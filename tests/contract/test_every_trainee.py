@@ -13,7 +13,7 @@ import torch
 from paradraft.core import Request
 from paradraft.data.samples import Sample
 from paradraft.decode.generation import Generation
-from paradraft.drafters import drafter_class, drafter_names, takes_draft
+from paradraft.drafters import drafter_class, drafter_names, split_settings, takes_draft
 from paradraft.engine import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
@@ -106,7 +106,7 @@ def test_the_result_decodes_losslessly(family: Path, tmp_path: Path, name: str) 
     assert train(name, recipe, reports.append)
     assert reports[-1].acceptance_length >= 1
     trainee = prepare(name, recipe).trainee
-    assert trainee.drafter in drafter_names() and takes_draft(trainee.drafter)
+    assert split_settings(trainee.drafter)[0] in drafter_names() and takes_draft(trainee.drafter)
     plain = load(target, runtime=EXACT)
     drafted = load(target, drafter=trainee.drafter, draft=str(recipe.out), k=trainee.k, runtime=EXACT)
     for sampling in (Sampling(), Sampling(temperature=0.9, seed=5)):

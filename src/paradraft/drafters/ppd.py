@@ -39,6 +39,10 @@ PLANS = "plans.json"
 """The file beside a checkpoint that `paradraft plan` writes."""
 SIZE = 24
 """Of a pass where nothing is planned."""
+MOST_NODES = 512
+"""Of a pass."""
+MOST_PROMPTS = 16
+"""Prompt tokens after a guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +128,7 @@ class Config:
     prompts: int = 3
 
     def __post_init__(self) -> None:
-        for name, most in (("size", 512), ("prompts", 16)):
+        for name, most in (("size", MOST_NODES), ("prompts", MOST_PROMPTS)):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= most:
                 raise ValueError(f"{name}={value}: use 1 to {most}")

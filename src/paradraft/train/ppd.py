@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from paradraft.data.samples import Sample
+from paradraft.drafters.ppd import MOST_PROMPTS
 from paradraft.models.kv_cache import head_size
 from paradraft.models.loading import load_config, locate
 from paradraft.train import memory
@@ -40,6 +41,8 @@ RANKS = 10
 """Of how many guesses the accuracy is counted."""
 COUNTED = 64
 """Rows of each number whose ranks are looked at in a training step; of held-out samples it is all."""
+MEASURED_SIZE = 24
+"""Nodes of a pass when acceptance lengths are measured."""
 HEAD_SPEED = 0.1
 """The learning rate of a head of its own, in shares of the prompt tokens', as in the official code."""
 
@@ -306,4 +309,7 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
         "is_decoded": recipe.is_decoded,
     }
     drop = Drop(k=recipe.depths, r=recipe.anchors, r_min=recipe.anchors, mask_id=0)
-    return PpdTrainee("ppd", recipe, objective, settings, drop)
+    trainee = PpdTrainee("ppd", recipe, objective, settings, drop)
+    # Measured in passes of a size that does not depend on what was planned.
+    trainee.drafter = f"ppd:size={max(MEASURED_SIZE, recipe.copies)}:prompts={min(recipe.k, MOST_PROMPTS)}"
+    return trainee

@@ -61,7 +61,7 @@ class Trainee(Protocol):
 
     @property
     def drafter(self) -> str:
-        """The name of the drafter that decodes with what `save` writes."""
+        """The name of the drafter that decodes with what `save` writes, with settings if it needs some."""
 
     @property
     def k(self) -> int:
