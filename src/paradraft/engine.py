@@ -118,7 +118,7 @@ class Engine:
             tree=speculation.tree,
             kept_rows=kept_rows,
         )
-        self._scheduler = Scheduler(self._batch, self._torch_threads)
+        self._scheduler = Scheduler(self._batch, self.torch_threads)
         self._detokenizer = Detokenizer(target.tokenizer)
         self._ids = itertools.count()
 
@@ -240,7 +240,7 @@ class Engine:
             accepted=tuple(generation.accepted),
         )
 
-    def _torch_threads(self) -> AbstractContextManager[None]:
+    def torch_threads(self) -> AbstractContextManager[None]:
         """One thread for what torch computes in a round, if all passes are in C++ with threads of their own."""
         lms: list[CausalLM] = [self.target.lm, *self.drafter.models]
         return one_torch_thread() if all(lm.is_native for lm in lms) else nullcontext()

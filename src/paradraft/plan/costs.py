@@ -178,10 +178,12 @@ def _decode(
     rotation = samples.rotation
     # Requests that have ended stay: the batch size is what is measured.
     batch = engine.new_batch(lengths=rotation, keeps_finished=True)
-    batch.join(generations)
+    with engine.torch_threads():
+        batch.join(generations)
     before, room, done, useful = batch.clock.stats, limit, 0, 0
     while not batch.is_finished:
-        output = batch.step()
+        with engine.torch_threads():
+            output = batch.step()
         after = batch.clock.stats
         taken = RoundTime(
             draft_s=after.draft_s - before.draft_s,

@@ -155,9 +155,10 @@ def count_ranks(task: SizeTask, target: Target, head: Head, prompts: int) -> lis
     for request in requests_of(target, task.calibrating, task.max_new_tokens, task.sampling):
         batch = engine.new_batch()
         generation = Generation(request)
-        batch.join([generation])
-        while not batch.is_finished:
-            batch.step()
+        with engine.torch_threads():
+            batch.join([generation])
+            while not batch.is_finished:
+                batch.step()
         text = request.tokens + generation.tokens
         found.append([])
         for length, guesses in observer.notes.get(request.id, ()):
