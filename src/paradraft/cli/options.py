@@ -77,8 +77,8 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "draft": typer.Option(help="Draft model; the pocket target brings its own."),
         "k": typer.Option("-k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}."),
         "verify": typer.Option(
-            help="match: the same tokens as without a drafter; typical, or typical:epsilon=0.09:delta=0.3: not lossless; "
-            "rejection: the same distribution."
+            help="match: the same tokens as without a drafter; typical, or typical:epsilon=0.09:delta=0.3: not "
+            "lossless; rejection: the same distribution."
         ),
         "tree_budget": typer.Option(
             min=1, help="Let drafts branch, up to this many tokens; by default they are chains."
