@@ -96,10 +96,10 @@ def test_what_is_asked_for_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> 
                 tokens[:, -1] = len(embedding.weight) + 1
             outs = []
             for lm in (plain, fast):
-                lm.clear(rows)
-                read = lm.prefill(prompt, layers, embedding(prompt) if has_vectors else None)
+                empty_rows(lm, rows)
+                read = lm.prefill(prompt.tolist(), layers, embedding(prompt) if has_vectors else None)
                 vectors = embedding(tokens) if has_vectors else None
-                out = lm.forward(tokens, hidden_layers=layers, vectors=vectors).logits
+                out = lm.forward(tokens, hidden_layers=layers, vectors=vectors)
                 assert tuple(read.hidden) == tuple(out.hidden) == layers
                 outs.append([out.logits, *read.hidden.values(), *out.hidden.values()])
             for ours, theirs in zip(*outs, strict=True):
