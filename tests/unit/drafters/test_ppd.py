@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,36 @@ def test_sizes_and_states(family: Path, runtime: Runtime, verify: str) -> None:
         size = int(settings.split("size=")[1].split(":")[0])
         read = [made.tokens for made in engine.target.lm.passes if made.logits]
         assert max(read) <= size + 1 and sum(answer.stats.drafted) > 0
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_rows_in_different_states_share_a_pass(family: Path, runtime: Runtime) -> None:
+    """Guards passes as wide as the most guesses of a row and the most prompt tokens of another together."""
+    target, draft = str(family / "target"), draft_of(family, "ppd")
+    prompts = [[row + 1, *([row + 2] * row)] for row in range(12)]
+    plain = load(target, runtime=runtime).generate(prompts, max_new_tokens=30)
+    found = set[int]()
+    for size in (7, 30, 120):
+        engine = load(target, drafter=f"ppd:size={size}:prompts=6", draft=draft, runtime=runtime)
+        assert isinstance(engine.drafter, PpdDrafter)
+        widths = list[int]()
+        forward = engine.target.lm.forward
+
+        def observed(
+            tokens: Tensor, *given: Any, forward: Any = forward, widths: list[int] = widths, **named: Any
+        ) -> Any:
+            widths.append(tokens.shape[1])
+            return forward(tokens, *given, **named)
+
+        engine.target.lm.forward = observed  # type: ignore[method-assign]
+        answers = engine.generate(prompts, max_new_tokens=30, batch_size=5)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+        assert max(widths) <= size + 1
+        trees = engine.drafter.trees
+        counts = [(len(tree.guesses), 2 * sum(tree.prompts)) for tree in trees]
+        assert all(guesses + probes <= size for guesses, probes in counts)
+        found.add(max(guesses for guesses, _ in counts) + max(probes for _, probes in counts) - size)
+    assert max(found) > 0  # both at once would not fit
 
 
 def test_a_draft_that_is_cut_loses_its_probes() -> None:
