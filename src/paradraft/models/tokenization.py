@@ -156,6 +156,8 @@ class _Bytes:
         self._decoder = _new_bytes()
         # See `_Pieces`.
         self._decoder.decode(_last_bytes(map(bytes_of, reversed(prompt))))
+        if not _is_begun(self._decoder.getstate()[0]):
+            self._decoder.reset()
 
     def add(self, token: int) -> str:
         return self._decoder.decode(self._bytes_of(token))

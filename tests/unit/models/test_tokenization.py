@@ -156,6 +156,8 @@ def test_half_a_surrogate_is_no_character(kind: str) -> None:
     assert written(tokens, kind) == decoded(tokens, kind) == "\ufffd\ufffd"
     assert written([*tokens, of_byte[b"\x80"]], kind) == decoded([*tokens, of_byte[b"\x80"]], kind)
     assert written([of_byte[b"\xed"], of_byte[b"\x9f"]], kind) == ""
+    assert written([], kind, tokens) == "", "it is the prompt's"
+    assert written([of_byte[b"\x80"]], kind, tokens) == "\ufffd"
 
 
 def is_valid_around(tokens: list[int], cut: int, kind: str) -> bool:
