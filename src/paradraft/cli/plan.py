@@ -169,7 +169,8 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, json_file:
     memory = result["memory_bytes"]
     print(
         f"prompt tokens: {memory['prompt_tokens']:,} bytes, {memory['prompt_tokens'] / memory['model']:.4%} of the "
-        f"model; a pass of {result['chosen']} nodes: {memory['keys_and_values'] / 1e3:,.0f} kB of keys and values"
+        f"model; a pass of {result['chosen']} nodes: {memory['keys_and_values'] / 1e3:,.0f} kB of keys and values "
+        f"and {memory['activations'] / 1e3:,.0f} kB of activations"
     )
     if (checked := result["checked"]) is not None:
         print(

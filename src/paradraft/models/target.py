@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.core import Committed, Draft, Probes, Request, TargetOut, Verdict
+from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM, SavedRow
-from paradraft.models.forward import FINAL_NORM
 from paradraft.models.generation import end_ids
+from paradraft.models.prompt_tokens import forward_with
 from paradraft.ragged import from_lists, to_lists, upload
-from paradraft.tree import ABSENT, depths, parents_of_chains, row_after, with_root
+from paradraft.tree import depths, parents_of_chains, row_after, with_root
 
 
 class Target:
@@ -112,33 +111,11 @@ class Target:
         tokens = torch.cat([self._root_B1, draft.tokens], dim=1)
         parents = with_root(draft.parents)
         if draft.probes is not None:
-            return self._forward_with(draft.probes, tokens, parents)
+            rows_BM = depths(parents_of_chains(*tokens.shape, self.device))
+            out, probes = forward_with(self.lm, draft.probes, tokens, parents, rows_BM, self._hidden_layers)
+            return TargetOut(logits=out.logits, hidden=out.hidden, probes=probes)
         out = self.lm.forward(tokens, parents, hidden_layers=self._hidden_layers)
         return TargetOut(logits=out.logits, hidden=out.hidden)
-
-    def _forward_with(self, probes: Probes, tokens_BM: Tensor, parents_BM: Tensor) -> TargetOut:
-        """The pass over some tokens and the prompt tokens after them, of which only the states are wanted.
-
-        A row's prompt tokens stand right after its own last token: a pass is as wide as its widest row needs, which
-        may be less than most tokens and most prompt tokens together.
-        """
-        B, M = tokens_BM.shape
-        first_B1, number_B1 = _ends(tokens_BM), _ends(probes.tokens)
-        width = max(M, int((first_B1 + number_B1).max()))
-        # What fills a row up goes to a last column, which is cut off.
-        places_BP = torch.arange(probes.tokens.shape[1], device=self.device)
-        places_BP = torch.where(places_BP < number_B1, first_B1 + places_BP, width)
-        follows_BP = torch.where(probes.before == ABSENT, probes.nodes + 1, probes.before + first_B1)
-        tokens_BW, parents_BW = (
-            torch.nn.functional.pad(part, (0, width + 1 - M), value=ABSENT).scatter(1, places_BP, more)[:, :width]
-            for part, more in ((tokens_BM, probes.tokens), (parents_BM, follows_BP))
-        )
-        layers = dict.fromkeys([*self._hidden_layers, FINAL_NORM])
-        logit_rows = depths(parents_of_chains(B, M, self.device))
-        out = self.lm.forward(tokens_BW, parents_BW, logit_rows, hidden_layers=list(layers))
-        hidden = {layer: out.hidden[layer][:, :M] for layer in self._hidden_layers}
-        states_BPD = gathered(out.hidden[FINAL_NORM], places_BP.clamp(max=width - 1))
-        return TargetOut(logits=out.logits, hidden=hidden, probes=replace(probes, states=states_BPD))
 
     def commit(self, verdict: Verdict, out: TargetOut) -> Committed:
         """Keeps the accepted path; the verdict's next token becomes the new root."""
@@ -176,17 +153,6 @@ def _after(states_BND: Tensor, known: list[int], tokens: int) -> Tensor:
         if number:
             before_BMD[row] = before_BMD[row].roll(number, dims=0)
     return before_BMD
-
-
-def _ends(tokens_BN: Tensor) -> Tensor:
-    """`[B, 1]` the number of tokens of each row up to its last that is there.
-
-    >>> _ends(torch.tensor([[5, -1, 7, -1], [-1, -1, -1, -1]])).tolist()
-    [[3], [0]]
-    """
-    N = tokens_BN.shape[1]
-    numbers_N = torch.arange(1, N + 1, device=tokens_BN.device)
-    return torch.nn.functional.pad(numbers_N * (tokens_BN != ABSENT), (1, 0)).amax(1, keepdim=True)
 
 
 def gathered(states_BMD: Tensor, rows_BR: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class Observer(PpdDrafter):
         ]
         found = self.candidates(RANKS).tokens.tolist()
         for row, request in enumerate(self._requests):
-            if self._states[row]:
+            if self._prompts.states[row]:
                 self.notes.setdefault(request, []).append((self._lengths[row], found[row]))
 
     def keep(self, rows: torch.Tensor) -> None:
@@ -340,16 +340,18 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
 
 def memory_of(target: Target, head: Head, size: int) -> dict[str, int]:
     """Bytes of the model, of the prompt tokens in its dtype, and of what a pass of a size has beside plain decoding:
-    keys and values, and in float32 at most these last states and logits."""
+    keys and values, and the activations that are there at a time: in float32, at most those of a layer and logits."""
     model = target.lm.model
     config, width = model.config, model.dtype.itemsize
     prompts = sum(weight.numel() for name, weight in head.weights.items() if name.startswith("prompts.")) * width
     cached = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config) * width
+    attention = (config.num_attention_heads + 2 * config.num_key_value_heads) * head_size(config)
+    layer = 2 * config.hidden_size + attention + 2 * config.intermediate_size
     return {
         "model": sum(weight.numel() * weight.dtype.itemsize for weight in model.parameters()),
         "prompt_tokens": prompts,
         "keys_and_values": size * cached,
-        "states_and_logits": size * 4 * (config.hidden_size + target.lm.vocab_size),
+        "activations": size * 4 * (layer + target.lm.vocab_size),
     }
 
 

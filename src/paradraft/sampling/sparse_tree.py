@@ -29,6 +29,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 
@@ -39,6 +40,16 @@ Accuracy = Sequence[Sequence[float]]
 """For each depth, from the first token after the last committed one, the probability of each rank."""
 ROUNDS = 20
 """How often trees are chosen anew at most; a few times are enough."""
+
+
+def is_accuracy(found: object, depths: int = 1) -> TypeGuard[list[list[float]]]:
+    """Whether something is an `Accuracy` of some depths at least."""
+    return (
+        isinstance(found, list)
+        and len(found) >= depths
+        and all(isinstance(row, list) and row for row in found)
+        and all(type(share) in (int, float) and 0 <= share <= 1 for row in found for share in row)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

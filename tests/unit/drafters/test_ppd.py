@@ -74,10 +74,10 @@ def test_guesses_are_those_of_the_model_after_the_text(family: Path, runtime: Ru
     for _ in range(12):
         batch.step()
         for row, generation in enumerate(asked):
-            state = drafter._states[row]
+            state = drafter._prompts.states[row]
             text = generation.request.tokens + generation.tokens[:-1]  # the last one is the target's own
             expected = logits_after(engine, text, embeddings)[:state]
-            found = drafter._logits_BPV[row, :state, :VOCAB].to(expected.dtype)
+            found = drafter._prompts.logits[row, :state, :VOCAB].to(expected.dtype)
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
             seen.add(state)
     assert len(seen) > 1, "rows were in several states"
