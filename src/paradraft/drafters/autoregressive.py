@@ -1,6 +1,9 @@
 """VSD: a small model drafts one token after the other (Leviathan et al. 2023; Chen et al. 2023).
 
-Shape letters: B rows of a batch, M pending tokens, K drafted tokens, V vocabulary.
+With trained prompt tokens of its own it drafts the same tokens in fewer passes (Chen et al. 2024, PPD, section 5.3).
+
+Shape letters: B rows of a batch, M pending tokens, N guesses, R the last pending token and all guesses, A tokens that a
+pass yields, K drafted tokens, P prompt tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,21 +11,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.formats.head import read_head
 from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.loading import load_draft_lm, locate
+from paradraft.models.prompt_tokens import PromptTokens, forward_with
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
 from paradraft.sampling.sampler import Sampler
-from paradraft.tree import ABSENT, Tree
+from paradraft.tree import ABSENT, Tree, depths, depths_after, parents_of_chains, texts_before
+from paradraft.verify.match import accepted_path
+
+MOST_SIZE = 48
+"""Guesses and prompt tokens of a pass; every model has room for them."""
+MOST_PROMPTS = 3
+"""Prompt tokens after a guess, of those that were trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +43,20 @@ class Config:
 
     Args:
         draft: Hugging Face id or folder of the draft model; "pocket" is the shipped one.
+        prompts: folder of prompt tokens that `paradraft train ppd` trained for the draft model; None for none.
+        size: with prompt tokens, most guesses and prompt tokens of a pass of the draft model.
+
+    Raises:
+        ValueError: the size is out of range.
     """
 
     draft: str
+    prompts: str | None = None
+    size: int = 6
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= MOST_SIZE:
+            raise ValueError(f"size={self.size}: use 1 to {MOST_SIZE}")
 
 
 class AutoregressiveDrafter(Drafter):
@@ -46,15 +69,18 @@ class AutoregressiveDrafter(Drafter):
         lm: the draft model.
     """
 
-    branching = "spine"
+    branching: Literal["chain", "spine"] = "spine"
+    can_run_ahead = True
     _sampler: Sampler
 
     def __init__(self, lm: CausalLM) -> None:
         self.lm = lm
         self._tree: Tree | None = None
         self._pending: list[list[int]] = []
-        self._best_BK = torch.empty(0, 0, dtype=torch.long)
+        self._guessed: list[list[int]] = []
+        """By row what was drafted after the committed tokens, along the best path."""
         self._committed: list[int] = []
+        """By row how many tokens of the cache are committed."""
 
     @property
     def models(self) -> tuple[CausalLM, ...]:
@@ -65,8 +91,7 @@ class AutoregressiveDrafter(Drafter):
         """Forgets all rows."""
         self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
         self.lm.start()
-        self._committed, self._pending = [], []
-        self._best_BK = torch.empty(0, 0, dtype=torch.long, device=device)
+        self._committed, self._pending, self._guessed = [], [], []
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Remembers the prompts; they are read when a draft is wanted for the first time."""
@@ -75,37 +100,48 @@ class AutoregressiveDrafter(Drafter):
         self._pending += [list(request.tokens) for request in requests]
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Reads what is pending, then drafts token by token; a tree's side branches are the next best tokens."""
+        """Reads what is pending, then drafts token by token; a tree's side branches are the next best tokens.
+
+        A draft to go on after is read like what is pending, and dropped again with what is drafted.
+        """
         device, k = self.lm.device, max(lengths)
-        self._committed = self.lm.lengths
-        self._best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=device)
+        self._committed, self._guessed = self.lm.lengths, [[] for _ in lengths]
         if k == 0:
             return Draft.empty(len(lengths), device)
-        unread = [row if length else [] for row, length in zip(self._pending, lengths, strict=True)]
+        sampler, unread = self._sampler, self._pending
+        if after is not None:
+            sampler, self._guessed = sampler.after(after.tokens), ragged.to_lists(after.tokens)
+            unread = ragged.joined(unread, self._guessed)
+        unread = [row if length else [] for row, length in zip(unread, lengths, strict=True)]
         if max(map(len, unread)) >= self.lm.width:
             unread = self.lm.prefill(unread).last
         reading, numbers = ragged.from_lists(unread, device), list(map(len, unread))
         last_B1 = upload([[max(number - 1, 0)] for number in numbers], device)
         lengths_B1 = upload(lengths, device)[:, None]
+        best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=device)
         found: list[Candidates] = []
         for depth in range(k):
             logits_B1V = self.lm.forward(reading, logit_rows=last_B1).logits
             self.lm.advance(numbers)
             if not found:
-                self._committed, last_B1 = self.lm.lengths, torch.zeros_like(last_B1)
-            found.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), self._best_BK))
+                last_B1 = torch.zeros_like(last_B1)
+                self._committed = [
+                    read - len(guessed) if length else read
+                    for read, guessed, length in zip(self.lm.lengths, self._guessed, lengths, strict=True)
+                ]
+            found.append(sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
             best_B1 = found[-1].tokens[:, :, 0].masked_fill(lengths_B1 <= depth, ABSENT)
-            self._best_BK = torch.cat([self._best_BK, best_B1], dim=1)
+            best_BK = torch.cat([best_BK, best_B1], dim=1)
             reading = best_B1.masked_fill(lengths_B1 <= depth + 1, ABSENT)
             numbers = [int(length > depth + 1) for length in lengths]
         self._pending = [[] if length else row for row, length in zip(self._pending, lengths, strict=True)]
+        self._guessed = ragged.joined(self._guessed, ragged.to_lists(best_BK))
         return assemble(joined(found), self._tree, aside=0.0, faster=grow)
 
     def commit(self, new: Committed) -> None:
         """Drops the rejected tokens from the cache; what it has not read becomes pending."""
         kept, unread = [], []
-        guesses, committed = self._best_BK.tolist(), ragged.to_lists(new.tokens)
-        for row, (best, tokens) in enumerate(zip(guesses, committed, strict=True)):
+        for row, (best, tokens) in enumerate(zip(self._guessed, ragged.to_lists(new.tokens), strict=True)):
             followed = takewhile(lambda pair: pair[0] == pair[1], zip(best, tokens[:-1], strict=False))
             read = min(sum(1 for _ in followed), self.lm.lengths[row] - self._committed[row])
             kept.append(self._committed[row] + read)
@@ -130,10 +166,139 @@ class AutoregressiveDrafter(Drafter):
         self._pending[row] = self._pending[row][known:]
 
 
+class PromptedDrafter(AutoregressiveDrafter):
+    """The same drafts in fewer passes: in each, the draft model guesses what its next ones would draw.
+
+    A token that it draws depends on the text and the place alone, so a guess that is what it draws there is as good as
+    drawn. At the beginning of a round nothing is guessed. Drafts are chains.
+
+    Args:
+        lm: the draft model.
+        prompts: its prompt tokens.
+        size: guesses and prompt tokens of a pass.
+    """
+
+    branching = "chain"
+    can_run_ahead = False
+
+    def __init__(self, lm: CausalLM, prompts: PromptTokens, size: int) -> None:
+        super().__init__(lm)
+        self._prompts, self._size, self._shapes = prompts, size, prompts.best(size)
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """Forgets all rows."""
+        super().start(drafting, device)
+        self._prompts.start()
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """See `AutoregressiveDrafter`."""
+        super().join(requests, prompt)
+        self._prompts.join(len(requests))
+
+    def keep(self, rows: Tensor) -> None:
+        """Forgets the other rows."""
+        super().keep(rows)
+        self._prompts.keep(rows)
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """Reads what is pending, then drafts until each row has as many tokens as it wants."""
+        device, B, K = self.lm.device, len(lengths), max(lengths)
+        self._committed = self.lm.lengths
+        # One more column, for what no row wants.
+        drafted = Draft.chain(torch.full((B, K + 1), ABSENT, device=device))
+        lengths_B, numbers_B = upload(lengths, device), torch.zeros(B, dtype=torch.long, device=device)
+        unread = [row if length else [] for row, length in zip(self._pending, lengths, strict=True)]
+        if K and max(map(len, unread)) + self._size > self.lm.width:
+            unread = self.lm.prefill(unread).last
+        self._prompts.forget()
+        is_first = True
+        while any(unread):
+            sampler = self._sampler.after(drafted.tokens[:, :K])
+            guesses = self._guess(sampler, lengths_B - numbers_B)
+            found, paths_BR = self._read(sampler, unread, guesses)
+            drafted = _added(drafted, found, paths_BR, numbers_B)
+            numbers_B += (paths_BR != ABSENT).sum(1)
+            if is_first:
+                self._committed, is_first = self.lm.lengths, False
+            last_B1 = drafted.tokens.gather(1, (numbers_B - 1).clamp(min=0)[:, None])
+            unread = ragged.to_lists(last_B1.masked_fill((numbers_B >= lengths_B)[:, None], ABSENT))
+        self._pending = [[] if length else row for row, length in zip(self._pending, lengths, strict=True)]
+        drafted = drafted.where((drafted.tokens != ABSENT) & (torch.arange(K + 1, device=device) < K))
+        self._guessed = ragged.to_lists(drafted.tokens)
+        return drafted
+
+    def _guess(self, sampler: Sampler, lacking_B: Tensor) -> Draft:
+        """Guesses of what the next passes would draw, and prompt tokens, for rows that lack more than one token."""
+        logits_BPV = self._prompts.logits
+        places_1P = torch.arange(logits_BPV.shape[1], device=lacking_B.device)[None]
+        found = sampler.guesses_at(logits_BPV, places_1P, self._shapes.ranks)
+        guesses = self._prompts.draft(self._shapes, found, lacking_B > 1)
+        # A guess of depth d is followed by the token d + 2 of this pass.
+        return guesses.where((guesses.tokens != ABSENT) & (depths(guesses.parents) < lacking_B[:, None] - 1))
+
+    def _read(self, sampler: Sampler, unread: list[list[int]], guesses: Draft) -> tuple[Candidates, Tensor]:
+        """Reads tokens and the guesses after them, and keeps those that the draft model draws itself.
+
+        Returns:
+            What it draws after each of them; which of these `[B, A]` go on with the draft, then `ABSENT`.
+        """
+        reading_BM = ragged.from_lists(unread, self.lm.device)
+        B, M = reading_BM.shape
+        last_B1 = upload([[max(len(row) - 1, 0)] for row in unread], self.lm.device)
+        N = guesses.tokens.shape[1]
+        rows_BR = torch.cat([last_B1, torch.arange(M, M + N, device=last_B1.device).expand(B, -1)], dim=1)
+        tokens_BM = torch.cat([reading_BM, guesses.tokens], dim=1)
+        parents_BM = torch.cat([parents_of_chains(B, M, last_B1.device), rows_BR.gather(1, guesses.parents + 1)], dim=1)
+        assert guesses.probes is not None
+        out, probes = forward_with(self.lm, guesses.probes, tokens_BM, parents_BM, rows_BR)
+        texts = texts_before(guesses.tokens, guesses.parents) if sampler.reads_text else None
+        found = sampler.candidates_at(out.logits, depths_after(guesses.parents), 1, texts)
+        parts = (guesses.tokens, guesses.parents, found.tokens[:, :, 0])
+        rows = zip(unread, *(part.tolist() for part in parts), strict=True)
+        paths = [accepted_path(*guessed) if row else [] for row, *guessed in rows]
+        self.lm.accept_path(
+            [[*range(len(row)), *(M + node for node in path)] for row, path in zip(unread, paths, strict=True)]
+        )
+        last = [path[-1] if path else -1 for path in paths]
+        self._prompts.commit(probes.after(upload(last, last_B1.device)))
+        taken = [[0, *(node + 1 for node in path)] if row else [] for row, path in zip(unread, paths, strict=True)]
+        return found, ragged.from_lists(taken, last_B1.device)
+
+
+def _added(drafted: Draft, found: Candidates, paths_BA: Tensor, numbers_B: Tensor) -> Draft:
+    """A draft with some of these candidates after each row's `numbers_B` tokens; its last column takes what is none."""
+    last = drafted.tokens.shape[1] - 1
+    is_none_BA = paths_BA == ABSENT
+    columns_BA = numbers_B[:, None] + torch.arange(paths_BA.shape[1], device=paths_BA.device)
+    columns_BA = columns_BA.masked_fill(is_none_BA, last).clamp(max=last)
+    rows_B1, which_BA = torch.arange(len(paths_BA), device=paths_BA.device)[:, None], paths_BA.clamp(min=0)
+
+    def put(before: Tensor | None, new: Tensor | None) -> Tensor | None:
+        if new is None:
+            return before
+        if before is None:
+            before = new.new_zeros(len(new), last + 1, *new.shape[2:])
+        return before.index_put((rows_B1, columns_BA), new[rows_B1, which_BA])
+
+    tokens = put(drafted.tokens, found.tokens[:, :, 0])
+    assert tokens is not None
+    return Draft(
+        tokens=tokens,
+        parents=drafted.parents,
+        probs=put(drafted.probs, None if found.probs is None else found.probs[:, :, 0]),
+        confidence=put(drafted.confidence, found.confidence),
+    )
+
+
 def build(config: Config, target: Target, runtime: Runtime) -> AutoregressiveDrafter:
     """Loads the draft model.
 
     Raises:
-        ValueError: it does not exist, or its vocabulary does not fit the target's.
+        ValueError: it does not exist, or its vocabulary does not fit the target's, or the prompt tokens do not fit it.
     """
-    return AutoregressiveDrafter(load_draft_lm(locate(config.draft, "draft"), target, runtime))
+    lm = load_draft_lm(locate(config.draft, "draft"), target, runtime)
+    if config.prompts is None:
+        return AutoregressiveDrafter(lm)
+    head = read_head(config.prompts, "ppd", lm.model.config)
+    number = min(head.setting("prompt_tokens", int), MOST_PROMPTS)
+    return PromptedDrafter(lm, PromptTokens(lm, head, number, config.size), config.size)

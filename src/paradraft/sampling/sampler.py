@@ -8,6 +8,7 @@ Shape letters: B rows of a batch, R positions, C candidates, D tokens of a path,
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -56,6 +57,8 @@ class Sampler:
         self._texts: list[list[int]] = []
         self.lengths_B = upload([], self._device)
         """`[B]` number of committed tokens, which is the position of the next one."""
+        self._begun_B = self.lengths_B
+        """`[B]` what that was when the round began."""
         self.reads_text = False
         """Whether `paths` are looked at."""
         if requests:
@@ -65,21 +68,28 @@ class Sampler:
         """Adds rows after the others."""
         self._texts += [list(request.tokens) for request in requests]
         lengths_b = upload([len(request.tokens) for request in requests], self._device)
-        self.lengths_B = torch.cat([self.lengths_B, lengths_b])
+        self.lengths_B = self._begun_B = torch.cat([self.lengths_B, lengths_b])
         self._serve([*self._requests, *requests])
 
     def keep(self, rows: Tensor) -> None:
         """Forgets all rows but `rows`, `[b]` the index that each had before."""
         order = rows.tolist()
         self._texts = [self._texts[row] for row in order]
-        self.lengths_B = self.lengths_B[rows]
+        self.lengths_B = self._begun_B = self.lengths_B[rows]
         self._serve([self._requests[row] for row in order])
 
     def commit(self, new: Committed) -> None:
         """Takes in the tokens of a round."""
-        self.lengths_B = self.lengths_B + (new.tokens != ABSENT).sum(1)
+        self.lengths_B = self._begun_B = self.lengths_B + (new.tokens != ABSENT).sum(1)
         if self.reads_text:
             self._texts = ragged.joined(self._texts, ragged.to_lists(new.tokens))
+
+    def after(self, tokens_BD: Tensor) -> Sampler:
+        """What this would be if some tokens `[B, D]` were committed, `ABSENT` on the right; this stays as it is."""
+        later = copy.copy(self)
+        later.commit(Committed(tokens=tokens_BD))
+        later._begun_B = self._begun_B
+        return later
 
     def _serve(self, requests: list[Request]) -> None:
         """Sets what follows from who the rows are."""
@@ -163,7 +173,7 @@ class Sampler:
         if self.reads_text and logits_BRV.shape[1] > 1:
             return self._one_by_one(logits_BRV, depth, number, path_BD)
         depths_BR = _places(depth, logits_BRV.shape[1], logits_BRV.device)
-        return self._candidates(logits_BRV, depths_BR, number, None if path_BD is None else path_BD[:, None])
+        return self.candidates_at(logits_BRV, depths_BR, number, None if path_BD is None else path_BD[:, None])
 
     def candidates_after(self, logits_BRV: Tensor, depth: int, number: int, paths_BRD: Tensor) -> Candidates:
         """What a drafter proposes after several nodes of one depth, which share the numbers of their position.
@@ -178,7 +188,7 @@ class Sampler:
             paths_BRD: `[B, R, depth]` the drafted tokens before them.
         """
         depths_BR = _places(depth, 1, logits_BRV.device).expand(-1, logits_BRV.shape[1])
-        return self._candidates(logits_BRV, depths_BR, number, paths_BRD)
+        return self.candidates_at(logits_BRV, depths_BR, number, paths_BRD)
 
     def plain_draws(self, number: int, vocab_size: int) -> tuple[list[float], Tensor | None] | None:
         """What it takes to choose the first tokens as `candidates` does: of all rows the temperatures, and the noise
@@ -199,7 +209,8 @@ class Sampler:
         positions_BR = self.lengths_B[:, None] + _places(0, number, self.lengths_B.device)
         return temperatures, gumbel_noise(self._seeds_B, positions_BR, vocab_size)
 
-    def _candidates(self, logits_BRV: Tensor, depths_BR: Tensor, number: int, paths: Tensor | None) -> Candidates:
+    def candidates_at(self, logits_BRV: Tensor, depths_BR: Tensor, number: int, paths: Tensor | None) -> Candidates:
+        """What a drafter proposes at any positions; see `candidates`, and `draw` for the arguments."""
         if self.rule == "match" and self._is_chain and not self._wants_confidence:
             tokens = self.draw(logits_BRV, depths_BR, paths)[..., None]
             return Candidates(tokens=tokens, log_probs=torch.zeros_like(tokens), probs=None, confidence=None)
@@ -209,9 +220,15 @@ class Sampler:
             return self._likeliest(scores_BRV, depths_BR, number)
         log_q = scores_BRV.double().log_softmax(-1)
         confidence = log_q.amax(-1).exp() if self._wants_confidence else None
-        keys = self.lengths_B[:, None] * _MOST_DEPTH + depths_BR
+        # A position is drawn anew in a later round, with other numbers.
+        drafted_BR = (self.lengths_B - self._begun_B)[:, None] + depths_BR
+        keys = self._begun_B[:, None] * _MOST_DEPTH + drafted_BR
         tokens = self._noised(log_q, seed_of(self._seeds_B, _DRAFT), keys).topk(number, dim=-1).indices
         return _candidates(tokens, log_q.gather(-1, tokens), self._drawn_from(log_q, tokens), confidence=confidence)
+
+    def guesses_at(self, logits_BRV: Tensor, depths_BR: Tensor, number: int) -> Candidates:
+        """The likeliest of what `candidates_at` may say there, whatever shape drafts have."""
+        return self._likeliest(self._each(self._scores, logits_BRV, None), depths_BR, number)
 
     def _likeliest(self, scores_BRV: Tensor, depths_BR: Tensor, number: int) -> Candidates:
         """The best candidates by log q, under the match rule plus the position's noise.
