@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from paradraft.errors import is_out_of_memory
 
 GROUP = 32
 """Weights that share a scale in 4 bits."""
+NF4_BLOCK, NF4_SCALES = 64, 256
+"""Weights that share a scale in NF4, and scales that share one of theirs: those of QLoRA."""
 
 
 def check_quantization(bits: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -66,6 +69,29 @@ def _torchao(bits: int) -> tuple[Callable[[nn.Module, Any], None], Any]:
         return quantize_, Int8WeightOnlyConfig(set_inductor_config=False)
     packed = Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
     return quantize_, packed
+
+
+def store_in_nf4(model: PreTrainedModel, device: torch.device) -> None:
+    """Stores the matrices of all layers in 4 bits (NF4, Dettmers et al. 2023, QLoRA), in place, and moves the model.
+
+    Embeddings, norms and the head stay as they are. Unlike after `quantize`, gradients pass through on every device.
+
+    Args:
+        model: frozen.
+        device: where it is to be; the whole matrices are there one by one.
+
+    Raises:
+        ValueError: torchao is not installed.
+    """
+    try:
+        from torchao.quantization import to_nf4
+    except ImportError as error:
+        raise ValueError(f"nf4=true needs torchao ({error}): pip install 'paradraft[quantized]'") from None
+    for layer in model.model.layers.modules():
+        if isinstance(layer, nn.Linear) and (blocks := layer.weight.numel() / NF4_BLOCK).is_integer():
+            stored = to_nf4(layer.weight.detach().to(device), NF4_BLOCK, math.gcd(int(blocks), NF4_SCALES))
+            layer.weight = nn.Parameter(stored, requires_grad=False)
+    model.to(device)
 
 
 def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

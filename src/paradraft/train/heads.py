@@ -21,7 +21,7 @@ from paradraft.data.samples import Sample
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint, write_head
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.loading import load_model, load_skeleton, locate
-from paradraft.models.runtime import Runtime
+from paradraft.models.runtime import Runtime, store_in_nf4
 from paradraft.models.target import Target
 from paradraft.train import memory
 from paradraft.train.batch import Drop, TrainingBatch, collate
@@ -257,14 +257,21 @@ def begin_with(objective: HeadObjective, drafter: str, start: str) -> None:
         weight.copy_(head.weights[name])
 
 
-def frozen_target(recipe: HeadRecipe, data: RunData) -> Teacher:
+def frozen_target(recipe: HeadRecipe, data: RunData, *, nf4: bool = False) -> Teacher:
     """Loads the target whose states are read.
+
+    Args:
+        recipe: the run.
+        data: what else is known of it.
+        nf4: whether its matrices are stored in 4 bits.
 
     Raises:
         ValueError: it cannot be loaded, or has no room for the samples.
     """
-    dtype = "bfloat16" if data.bf16 else "float32"
-    model = load_model(locate(recipe.model, "target"), Runtime(device=str(data.device), dtype=dtype))
+    device, dtype = "cpu" if nf4 else str(data.device), "bfloat16" if data.bf16 else "float32"
+    model = load_model(locate(recipe.model, "target"), Runtime(device=device, dtype=dtype))
+    if nf4:
+        store_in_nf4(model, data.device)
     check_rows(model.config.vocab_size, data.largest, f"model {recipe.model!r}")
     if data.longest > (room := model.config.max_position_embeddings):
         raise ValueError(f"the model has room for {room} tokens, a sample has {data.longest}: set max_length={room}")
@@ -280,6 +287,7 @@ def check_memory(
     kept: float,
     rows_per_token: float,
     attended_per_token: float = 1.0,
+    nf4: bool = False,
 ) -> None:
     """Raises ValueError if the device has not the memory that a run takes; no weights are loaded.
 
@@ -290,6 +298,7 @@ def check_memory(
         kept: bytes that a row keeps for the backward pass.
         rows_per_token: training rows for each token of a sample.
         attended_per_token: how many of them one attention mask is about.
+        nf4: whether the target's matrices are stored in 4 bits.
     """
     cached, host = recipe.feature_cache_gb, psutil.virtual_memory().total / 1e9
     if cached > host:
@@ -297,6 +306,8 @@ def check_memory(
     skeleton = load_skeleton(locate(recipe.model, "target"))
     groups, longest = memory.largest_pass(recipe, data)
     weights = memory.weight_bytes(recipe, trained, data, frozen=[skeleton])
+    if nf4:
+        weights -= ((2 if data.bf16 else 4) - memory.NF4_BYTES) * memory.parameters_of(skeleton.model.layers)
     needed = memory.estimate_rows(
         trained=trained,
         kept=kept,

@@ -24,6 +24,9 @@ from paradraft.train.recipe import Recipe
 from paradraft.train.rows import FLEX
 from paradraft.train.trainee import RunData
 
+NF4_BYTES = 0.52
+"""Of a weight, with its share of the scales."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:

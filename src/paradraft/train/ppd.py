@@ -77,6 +77,11 @@ class PpdRecipe(HeadRecipe):
     own_head: bool = Field(
         default=False, description="an output head for prompt tokens (B.4); with start, its second stage"
     )
+    nf4: bool = Field(
+        default=False,
+        description="store the frozen model's matrices in 4 bits (NF4, through torchao): a quarter of their memory; "
+        "drafts are for the model as it is",
+    )
     lr: float = Field(default=1e-2, gt=0, description="AdamW's highest learning rate")
     schedule: Schedule = Field(default="cosine", description="of the learning rate, see `train pard`")
     warmup_steps: int = Field(default=0, ge=0, description="linear warm-up of the learning rate")
@@ -298,10 +303,19 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
     trained = recipe.k * recipe.copies * config.hidden_size + recipe.own_head * config.vocab_size * config.hidden_size
     prompts = recipe.anchors * recipe.k * recipe.copies
     kept = memory.kept_by_layers(recipe, config, bf16=data.bf16) * prompts / (1 + prompts)
-    check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=1 + prompts, attended_per_token=1 + prompts)
+    check_memory(
+        recipe,
+        data,
+        trained=trained,
+        kept=kept,
+        rows_per_token=1 + prompts,
+        attended_per_token=1 + prompts,
+        nf4=recipe.nf4,
+    )
     # Passes with a cache have SDPA everywhere.
     chosen = recipe if recipe.attention == "eager" else recipe.model_copy(update={"attention": "sdpa"})
-    objective = PromptTokens(frozen_target(chosen, data), recipe, bf16=data.bf16).to(data.device)
+    target = frozen_target(chosen, data, nf4=recipe.nf4)
+    objective = PromptTokens(target, recipe, bf16=data.bf16).to(data.device)
     settings = {
         "hidden_size": config.hidden_size,
         "prompt_tokens": recipe.k,

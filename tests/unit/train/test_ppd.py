@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from paradraft.data.samples import Sample
 from paradraft.engine import load
-from paradraft.models.runtime import Runtime
-from paradraft.train import launch, ppd, setup
+from paradraft.models.runtime import Runtime, stored_bytes
+from paradraft.train import launch, memory, ppd, setup
 from paradraft.train.batch import TrainingBatch
 from paradraft.train.losses import IGNORED
 from paradraft.train.ppd import RANKS, PpdRecipe, PpdTrainee, PromptTokens
@@ -188,3 +188,42 @@ def test_a_second_stage_begins_with_the_first(family: Path, tmp_path: Path) -> N
 def test_settings_that_do_not_fit(family: Path, tmp_path: Path, settings: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         prepared(recipe_for(family, tmp_path / "out", **settings))
+
+
+def test_a_base_in_four_bits(family: Path, tmp_path: Path) -> None:
+    """Guards gradients that do not pass through the matrices, matrices that stay whole, and a drafter that only goes
+    with the model in 4 bits."""
+    losses = []
+    for nf4 in (False, True):
+        out = tmp_path / f"nf4-{nf4}"
+        trainee = prepared(recipe_for(family, out, nf4=nf4, steps=30))
+        layers = trainee.objective.target.model.model.layers
+        stored = sum(stored_bytes(weight) for weight in layers.parameters())
+        assert stored < 0.3 * 4 * sum(weight.numel() for weight in layers.parameters()) or not nf4
+        reports = list[float]()
+        launch.train(
+            recipe_for(family, out, nf4=nf4, steps=30),
+            ppd.build,
+            lambda report, reports=reports: reports.append(report.loss),
+        )
+        losses.append((reports[0], reports[-1]))
+        target = str(family / "target")
+        drafted = load(target, drafter="ppd:size=8", draft=str(out)).generate([[5, 6, 7]], max_new_tokens=20)[0]
+        assert drafted.tokens == load(target).generate([[5, 6, 7]], max_new_tokens=20)[0].tokens
+    (first, last), (first_, last_) = losses
+    assert first_ == pytest.approx(first, rel=0.2) and last_ < 0.95 * first_ and last < first
+
+
+def test_less_memory_is_asked_for_a_base_in_four_bits(family: Path, tmp_path: Path) -> None:
+    """Guards a run that would fit and is refused: the model of the recipe for 8B on a GPU of 24 GB."""
+    found = []
+    for nf4 in (False, True):
+        recipe = recipe_for(family, tmp_path / "out", nf4=nf4)
+        asked = list[memory.Estimate]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory.Estimate, "check", lambda estimate, device, asked=asked: asked.append(estimate))
+            prepared(recipe)
+        found.append(asked[0].models)
+    model = load(str(family / "target")).target.lm.model
+    weights = sum(weight.numel() for weight in model.model.layers.parameters())
+    assert found[0] - found[1] == pytest.approx((4 - memory.NF4_BYTES) * weights)
