@@ -173,6 +173,11 @@ def total(passes: Counter[Pass], size: Size, speeds: Speeds) -> Cost:
     )
 
 
+def decoding_passes(passes: Counter[Pass]) -> int:
+    """How many passes were for a next token, and not only for keys and values."""
+    return sum(number for one, number in passes.items() if one.logits)
+
+
 def reached(
     passes: Passes, sizes: dict[str, Size], speeds: Speeds, *, total_s: float, prefill_s: float | None
 ) -> dict[str, Any]:
@@ -187,7 +192,8 @@ def reached(
 
     Returns:
         `floor_s` and `share_of_floor` with all prefill; `decode_floor_s` and `decode_share_of_floor` without the
-        target's (a drafter reads its prompts while it drafts); `floor_of` the bytes, operations and floor by model.
+        target's (a drafter reads its prompts while it drafts); `floor_of` the bytes, operations, floor and decoding
+        passes by model.
     """
     if not passes:
         return dict.fromkeys(("floor_s", "share_of_floor", "decode_floor_s", "decode_share_of_floor", "floor_of"))
@@ -200,5 +206,5 @@ def reached(
         "share_of_floor": floor_s / total_s,
         "decode_floor_s": None if prefill_s is None else decode_floor_s,
         "decode_share_of_floor": None if prefill_s is None else decode_floor_s / (total_s - prefill_s),
-        "floor_of": {name: asdict(cost) for name, cost in of_model.items()},
+        "floor_of": {name: asdict(cost) | {"passes": decoding_passes(passes[name])} for name, cost in of_model.items()},
     }

@@ -153,6 +153,7 @@ def test_shares_with_and_without_prefill() -> None:
     figures = reached(passes, {"target": found, "draft": found}, speeds, total_s=1e7, prefill_s=4e6)
     assert figures["floor_s"] == pytest.approx(2 * prompt_s + 4 * decode_s)
     assert figures["share_of_floor"] == pytest.approx(figures["floor_s"] / 1e7)
+    assert [figures["floor_of"][name]["passes"] for name in ("target", "draft")] == [4, 0]
     assert figures["decode_share_of_floor"] == pytest.approx((prompt_s + 4 * decode_s) / 6e6)
     assert (
         reached(passes, {"target": found, "draft": found}, speeds, total_s=1.0, prefill_s=None)["decode_floor_s"]
