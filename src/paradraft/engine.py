@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Literal, overload
 
 from paradraft.core import Drafter, Request
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.draft_length import POLICIES, Fixed, LengthPolicy
 from paradraft.decode.generation import AnswerText, Generation, StopStrings, stop_strings
+from paradraft.decode.pearl import AheadBatch, best_gamma
 from paradraft.decode.stats import Clock, Stats, added
 from paradraft.drafters import load_drafter
 from paradraft.errors import one_line, whole_number
@@ -25,7 +26,7 @@ from paradraft.models.tokenization import Detokenizer
 from paradraft.request import requests_of
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.scheduler import Scheduler
-from paradraft.speculation import Speculation
+from paradraft.speculation import AUTO, Speculation
 from paradraft.tree import Tree
 from paradraft.verify import LOSSY, Verify, rule_name
 
@@ -108,16 +109,12 @@ class Engine:
             raise ValueError(f"kept_rows={kept_rows}: use 0 (keep none) or more")
         self.target = target
         self.drafter = drafter
+        if speculation.gamma == AUTO:
+            with self.torch_threads():
+                speculation = replace(speculation, gamma=best_gamma(target, drafter, speculation.k))
         self.speculation = speculation
         self.lengths: LengthPolicy = POLICIES[speculation.lengths](speculation.depth)
-        self._batch = Batch(
-            target,
-            drafter,
-            lengths=self.lengths,
-            rule=speculation.verify,
-            tree=speculation.tree,
-            kept_rows=kept_rows,
-        )
+        self._batch = self.new_batch(kept_rows=kept_rows)
         self._scheduler = Scheduler(self._batch, self.torch_threads)
         self._detokenizer = Detokenizer(target.tokenizer)
         self._ids = itertools.count()
@@ -263,9 +260,11 @@ class Engine:
         lengths: LengthPolicy | None = None,
         verify: Verify | None = None,
         keeps_finished: bool = False,
+        kept_rows: int = 0,
     ) -> Batch:
         """A batch that decodes as this engine does, but for what is given; see `Batch`."""
-        return Batch(
+        kind = Batch if self.speculation.gamma is None else AheadBatch
+        return kind(
             target or self.target,
             drafter or self.drafter,
             lengths=lengths or self.lengths,
@@ -273,6 +272,7 @@ class Engine:
             tree=self.speculation.tree,
             verify=verify,
             keeps_finished=keeps_finished,
+            kept_rows=kept_rows,
         )
 
     def check(
@@ -300,6 +300,7 @@ def load(
     verify: str = "match",
     tree: Tree | int | None = None,
     lengths: str = "fixed",
+    gamma: int | Literal["auto"] | None = None,
     kept_rows: int = 0,
     runtime: Runtime = CPU,
 ) -> Engine:
@@ -315,6 +316,7 @@ def load(
         tree: let drafts branch: a `Tree`, or a number of nodes to grow to. None drafts chains.
         lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success,
             "confidence" while the drafter is sure, "expected" what pays on this machine.
+        gamma: draft while the target verifies (PEARL), this many tokens ahead; "auto": as many as are fastest here.
         kept_rows: of how many answers, the last ones, the caches are kept: a prompt that begins with such an answer and
             its prompt, as the next turn of a conversation does, is read from its end on.
         runtime: device, dtype, compilation.
@@ -323,7 +325,9 @@ def load(
         ValueError: a name or setting is unknown, or the draft does not fit the target.
     """
     shape = tree if tree is None or isinstance(tree, Tree) else Tree(budget=tree)
-    speculation = Speculation(drafter=drafter, draft=draft, k=k, verify=verify, tree=shape, lengths=lengths)
+    speculation = Speculation(
+        drafter=drafter, draft=draft, k=k, verify=verify, tree=shape, lengths=lengths, gamma=gamma
+    )
     return load_engine(target, speculation, kept_rows=kept_rows, runtime=runtime)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from paradraft.core import Drafter
 from paradraft.decode.draft_length import POLICIES
@@ -12,6 +13,8 @@ from paradraft.models.presets import check_has_weights
 from paradraft.tree import Tree
 from paradraft.verify import load_rule
 
+AUTO = "auto"
+_AHEAD = "autoregressive or pard"
 MOST_DRAFTED = 256
 """Largest K; caches keep room for two drafts of that length."""
 MOST_NODES = 1024
@@ -33,6 +36,9 @@ class Speculation:
             more when sampling; "typical" is not lossless: see `paradraft.verify.typical`.
         lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success, "confidence" while the
             drafter is sure, "expected" what pays on this machine.
+        gamma: γ of PEARL: draft while the target verifies, this many tokens ahead, or "auto" as many as are fastest
+            here, at most k; None drafts and verifies in turn. Chains and the match rule only. See
+            `paradraft.decode.pearl`.
 
     Raises:
         ValueError: a name or a setting of the drafter is unknown, a number is out of range, a path of the tree is
@@ -50,6 +56,7 @@ class Speculation:
     tree: Tree | None = None
     verify: str = "match"
     lengths: str = "fixed"
+    gamma: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("drafter", "verify", "lengths"):
@@ -64,6 +71,7 @@ class Speculation:
             raise ValueError(f"lengths={self.lengths!r}: use one of {', '.join(POLICIES)}")
         if self.tree is not None and not isinstance(self.tree, Tree):
             raise ValueError(f"tree={one_line(self.tree)}: use a Tree, such as Tree(budget=12)")
+        self._check_gamma()
         own: Tree | None = getattr(config, "tree", None)
         if own is not None:
             _check_no_other(self.tree, own)
@@ -74,6 +82,21 @@ class Speculation:
                 raise ValueError(f"a tree of {self.tree.nodes} nodes: use at most {MOST_NODES}")
             if self.tree.paths and (deepest := max(map(len, self.tree.paths))) > self.k:
                 raise ValueError(f"a tree path is {deepest} tokens deep, but k={self.k}: raise k or shorten the path")
+
+    def _check_gamma(self) -> None:
+        if self.gamma is None:
+            return
+        if self.gamma != AUTO:
+            object.__setattr__(self, "gamma", gamma := whole_number("gamma", self.gamma))
+            if not 2 <= gamma <= MOST_DRAFTED:
+                raise ValueError(f"gamma={gamma}: draft 2 to {MOST_DRAFTED} tokens ahead, or auto")
+            object.__setattr__(self, "k", gamma)
+        if not drafter_class(self.drafter).can_run_ahead:
+            raise ValueError(f"gamma={self.gamma}: drafter {self.drafter!r} cannot draft ahead, use {_AHEAD}")
+        for name, only in (("verify", "match"), ("lengths", "fixed"), ("tree", None)):
+            if (value := getattr(self, name)) != only:
+                told = "leave the tree out" if only is None else f"use {name}={only!r}"
+                raise ValueError(f"gamma={self.gamma} with {name}={one_line(value)}: {told} to draft ahead")
 
     @property
     def nodes(self) -> int:
@@ -108,6 +131,8 @@ class Speculation:
                 f"verify={self.verify!r}: this drafter learns from the target's own draws, which the match rule alone "
                 "tells: use verify='match'"
             )
+        if self.gamma is not None and not drafter.can_run_ahead:
+            raise ValueError(f"gamma={self.gamma}: this drafter cannot draft ahead, leave gamma out")
         if self.tree is None:
             return
         if drafter.branching == "chain":

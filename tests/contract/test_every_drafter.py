@@ -19,6 +19,7 @@ from paradraft.decode.generation import Generation
 from paradraft.drafters import branches, drafter_class, drafter_names
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
+from paradraft.ragged import from_lists, to_lists
 from paradraft.sampling_params import LogitsProcessor, Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT, Tree
@@ -149,6 +150,38 @@ def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, va
     batch.drafter.commit(new)
     again.drafter.commit(new)
     assert torch.equal(drafted.drafter.propose([4, 4, 4]).tokens, again.drafter.propose([4, 4, 4]).tokens)
+
+
+@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).can_run_ahead])
+def test_a_draft_after_a_draft_is_that_after_its_tokens(family: Path, name: str, runtime: Runtime) -> None:
+    """Guards drafts that are made ahead (PEARL): they are those of a drafter that has read the tokens as text, with
+    settings that read the text too; and drafting ahead leaves no trace, whether the draft before was right or not."""
+    ahead, later = engine(family, name), engine(family, name)
+    samplings = [Sampling(), Sampling(temperature=0.8, seed=2), Sampling(temperature=0.7, repetition_penalty=1.4)]
+    asked = requests([[5, 6, 7], [9] * 70, [1, 2, 1, 2]], samplings, 50)
+    right = answers_of(engine(family, "none").new_batch(), asked)
+    batch, generations = ahead.new_batch(), list(map(Generation, asked))
+    batch.join(generations)
+    for number in range(4):
+        known = [len(generation.tokens) for generation in generations]
+        draft = Draft.chain(from_lists([right[0][known[0] :][:3], [4] * (number % 2), right[2][known[2] :][:2]]))
+        found = ahead.drafter.propose([4, 4, 2], draft).tokens
+        read = [
+            dataclasses.replace(one, tokens=[*one.tokens, *row], answered=one.answered + len(row))
+            for one, row in zip([each.so_far for each in generations], to_lists(draft.tokens), strict=True)
+        ]
+        anew = later.new_batch()
+        anew.join(list(map(Generation, read)))
+        expected = later.drafter.propose([4, 4, 2]).tokens
+        assert [row[:length] for row, length in zip(found.tolist(), [4, 4, 2], strict=True)] == [
+            row[:length] for row, length in zip(expected.tolist(), [4, 4, 2], strict=True)
+        ]
+        out = batch.target.forward(draft)
+        verdict = batch.verify(draft, out, batch.sampler)
+        new = batch.target.commit(verdict, out)
+        batch.drafter.commit(new)
+        batch.sampler.commit(new)
+        batch.emit(draft, verdict)
 
 
 class Repeated(Fixed):

@@ -36,7 +36,7 @@ from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 
 AR = "ar"
-SETTINGS = ("k", "tree", "verify", "lengths", "batch", "dtype", "draft", "confidence")
+SETTINGS = ("k", "tree", "verify", "lengths", "gamma", "batch", "dtype", "draft", "confidence")
 """What the spec of one method or another may set, beside the settings of its drafter."""
 
 
@@ -105,7 +105,10 @@ class Method:
             "verify": values.get("verify", defaults.verify),
             "tree": Tree(budget=int(values["tree"])) if "tree" in values else defaults.tree,
             "lengths": values.get("lengths", defaults.lengths),
+            "gamma": defaults.gamma,
         }
+        if (gamma := values.get("gamma")) is not None:
+            fields["gamma"] = int(gamma) if gamma.isdecimal() else gamma
         own = {key: value for key, value in fields.items() if key in allowed}
         try:
             speculation = replace(UNSET, drafter=":".join([drafter, *options]), **own)
@@ -157,6 +160,7 @@ def _settings(name: str) -> list[str]:
         return ["dtype", "batch"]
     drafter = drafter_class(name)
     asked = ["k"] * (drafter.branching != "own") + ["verify"] * (not drafter.needs_drawn)
+    asked += ["gamma"] * drafter.can_run_ahead
     return ["dtype", "batch", *asked, "lengths", *["tree"] * branches(name), *["draft"] * takes_draft(name)]
 
 
@@ -175,7 +179,8 @@ def _ours(engine: Engine) -> Answerer:
             tokens=[result.tokens for result in results],
             total_s=stats.total_s,
             stats=stats,
-            passes=passes_of(models),
+            # The floors of sides that work at the same time are no sum.
+            passes=passes_of(models) if engine.speculation.gamma is None else {},
             accepted=[list(result.accepted) for result in results],
         )
 

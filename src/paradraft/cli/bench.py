@@ -140,7 +140,7 @@ def bench(
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system message of a task's questions.")] = None,
-    speculation: Annotated[Speculation, options.Offer(without=("drafter", "tree_paths"))],
+    speculation: Annotated[Speculation, options.Offer(without=("drafter", "tree_paths", "gamma"))],
     sampling: Annotated[Sampling, options.Offer(without=("min_p", *options.PENALTIES))],
     batch_sizes: Annotated[
         str, typer.Option("--batch-size", help="Prompts answered together; several sizes with commas between them.")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -21,7 +21,7 @@ from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import drafter_class, drafter_names
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import MOST_DRAFTED, Speculation
+from paradraft.speculation import AUTO, MOST_DRAFTED, Speculation
 from paradraft.tree import Tree
 
 Rule = tuple[bool, str, Collection[str]]
@@ -87,6 +87,10 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "lengths": typer.Option(
             help=f"How many of the k tokens to draft, one of {', '.join(POLICIES)}; expected: what pays here."
         ),
+        "gamma": typer.Option(
+            help="Draft while the target verifies (PEARL), this many tokens ahead; auto: as many as are fastest here. "
+            "By default the two take turns."
+        ),
     },
     Sampling: {
         "temperature": typer.Option(help="0 is greedy."),
@@ -111,7 +115,12 @@ OPTIONS: dict[type, dict[str, Any]] = {
     },
 }
 """For each of the dataclasses its options, in the order of the help."""
-TYPES: dict[str, Any] = {"tree_budget": int | None, "tree_paths": str | None, "logit_bias": list[str] | None}
+TYPES: dict[str, Any] = {
+    "tree_budget": int | None,
+    "tree_paths": str | None,
+    "logit_bias": list[str] | None,
+    "gamma": str | None,
+}
 """Of the options that are read into a field of another type; by default they are None."""
 REQUIRED = inspect.Parameter.empty
 """The default of an option that has none."""
@@ -194,6 +203,7 @@ def _read(kind: type, values: dict[str, Any]) -> Any:
     """The dataclass that options ask for."""
     if kind is Speculation:
         values["tree"] = tree_of(values.pop("tree_budget", None), values.pop("tree_paths", None))
+        values["gamma"] = gamma_of(values.get("gamma"))
     if "logit_bias" in values:
         values["logit_bias"] = biases_of(values["logit_bias"] or [])
     return kind(**values)
@@ -210,6 +220,15 @@ def tree_of(budget: int | None, paths: str | None) -> Tree | None:
     except ValueError:
         raise ValueError(f'--tree-paths {paths!r}: write ranks with dots between them, such as "0 1 0.0"') from None
     return Tree(paths=ranks)
+
+
+def gamma_of(text: str | None) -> int | Literal["auto"] | None:
+    """How far to draft ahead, as an option or a method says it."""
+    if text is None or text == AUTO:
+        return text  # type: ignore[return-value]
+    if not text.isdecimal():
+        raise ValueError(f"gamma={text!r}: use a whole number of at least 2, or auto")
+    return int(text)
 
 
 def biases_of(pairs: list[str]) -> dict[int, float]:

@@ -37,7 +37,7 @@ def plan(
     target: options.Target,
     speculation: Annotated[
         Speculation,
-        options.Offer(without=("k", "tree_budget", "tree_paths", "lengths"), defaults={"drafter": "pard"}),
+        options.Offer(without=("k", "tree_budget", "tree_paths", "lengths", "gamma"), defaults={"drafter": "pard"}),
     ],
     acceptance: Annotated[
         Path | None,

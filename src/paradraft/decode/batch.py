@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paradraft.core import INVALID, Draft, Drafter, Drafting, RequestError, RoundOutput, Verdict
 from paradraft.decode.draft_length import LengthPolicy
@@ -150,10 +151,10 @@ class Batch:
         if not self.is_current:
             raise ValueError("another batch was started on this target: finish one before the next")
         self.clock.skip()
-        output = decode_round(self)
+        output = self.round()
         seconds = self.clock.last_s
         other_s = seconds.get("other", 0.0)  # of the round before
-        self.lengths.observe(output, draft_s=seconds["draft"], verify_s=seconds["verify"], other_s=other_s)
+        self.lengths.observe(output, draft_s=seconds.get("draft", 0.0), verify_s=seconds["verify"], other_s=other_s)
         self.clock.count(output)
         if self.is_finished:
             self._save(self.generations)
@@ -164,6 +165,10 @@ class Batch:
                 self.leave(finished)
         self.clock.lap("other")
         return output
+
+    def round(self) -> RoundOutput:
+        """One round of the loop that this batch is decoded with."""
+        return decode_round(self)
 
     def leave(self, generations: Collection[Generation]) -> None:
         """Removes requests, ended or not, from the batch. The last rows take the places of those that leave."""
@@ -176,10 +181,13 @@ class Batch:
             self.clear()
         elif holes:
             rows = rows_without(holes, len(self.generations))
-            kept_b = torch.tensor(rows)
-            for part in (self.target, self.drafter, self.sampler, self.lengths):
-                part.keep(kept_b)
+            self.keep(torch.tensor(rows))
             self.generations = [self.generations[row] for row in rows]
+
+    def keep(self, rows_b: Tensor) -> None:
+        """Forgets all rows but some, `[b]` the index that each had before, and orders these anew."""
+        for part in (self.target, self.drafter, self.sampler, self.lengths):
+            part.keep(rows_b)
 
     def clear(self) -> None:
         """Removes all requests."""

@@ -54,6 +54,7 @@ class PardDrafter(Drafter):
     """
 
     branching = "tree"
+    can_run_ahead = True
     _sampler: Sampler
 
     def __init__(
@@ -89,14 +90,18 @@ class PardDrafter(Drafter):
         """Reads [pending tokens, mask × (k - 1)] and draws all k tokens; nothing of rows that want no draft.
 
         Worked example: 3 tokens are pending and k = 4. The pass reads c0 c1 c2 m m m; the logits
-        of c2 and of the three masks are the draft, and c0 c1 c2 stay in the cache.
+        of c2 and of the three masks are the draft, and c0 c1 c2 stay in the cache. Of a draft to go on after, the
+        tokens stand between c2 and the masks, and do not stay.
         """
         device, k = self.lm.device, max(lengths)
         if k == 0:
             return Draft.empty(len(lengths), device)
         unread = [row if length else [] for row, length in zip(self._pending, lengths, strict=True)]
-        if max(map(len, unread)) + k > self.lm.width:
+        ahead: list[list[int]] = [[] for _ in lengths] if after is None else ragged.to_lists(after.tokens)
+        sampler = self._sampler if after is None else self._sampler.after(after.tokens)
+        if max(map(len, unread)) + max(map(len, ahead)) + k > self.lm.width:
             unread = self.lm.prefill(unread).last
+        kept, unread = list(map(len, unread)), ragged.joined(unread, ahead)
         masks = [self.mask_id + min(place, self.masks - 1) for place in range(k - 1)]
         texts = [row + masks[: length - 1] if length else [] for row, length in zip(unread, lengths, strict=True)]
         reading = ragged.from_lists(texts, device)
@@ -104,10 +109,10 @@ class PardDrafter(Drafter):
         end = reading.shape[1] - 1
         rows_BK = upload([[min(max(len(row) - 1, 0) + i, end) for i in range(k)] for row in unread], device)
         out = self.lm.forward(reading, logit_rows=rows_BK, hidden_layers=self._layers)
-        self.lm.advance(list(map(len, unread)))
+        self.lm.advance(kept)
         self._pending = [[] if length else row for row, length in zip(self._pending, lengths, strict=True)]
         states_BKD = gathered(out.hidden[FINAL_NORM], rows_BK) if self._correction else None
-        return draft_of_pass(self._sampler, self._tree, out.logits, self._correction, states_BKD)
+        return draft_of_pass(sampler, self._tree, out.logits, self._correction, states_BKD)
 
     def commit(self, new: Committed) -> None:
         """All newly committed tokens are read in the next pass."""

@@ -63,9 +63,14 @@ def one_torch_thread() -> Iterator[None]:
     What it computes between passes is little. OpenMP's threads would spin for milliseconds after each operation, on the
     CPUs that the threads of the next pass need.
     """
-    torch.get_num_threads()  # asked for the first time in a thread, torch sets OpenMP's number itself
-    before = library().set_openmp_threads(1)
+    before = use_one_torch_thread()
     try:
         yield
     finally:
         library().set_openmp_threads(before)
+
+
+def use_one_torch_thread() -> int:
+    """From now on, torch computes on the calling thread alone; returns how many threads it used until now."""
+    torch.get_num_threads()  # asked for the first time in a thread, torch sets OpenMP's number itself
+    return int(library().set_openmp_threads(1))
