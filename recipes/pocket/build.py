@@ -1,7 +1,8 @@
 """Rebuilds the pocket family from nothing: `python recipes/pocket/build.py`.
 
-Stages, each skipped when its result is there: tokenizer, target, text, draft, pard. With `--second` it
-trains a smaller target instead, by the same recipe, for measuring what one drafter is worth to a family.
+Stages, each skipped when its result is there: tokenizer, target, text, draft, pard, and the drafters in the target's
+own pass. With `--second` it trains a smaller target instead, by the same recipe, for measuring what one drafter is
+worth to a family; with `--wide` a wider one and its prompt tokens, for measuring what width is worth to them.
 """
 
 from __future__ import annotations
@@ -52,9 +53,19 @@ SECOND = {
     "intermediate_size": 704,
 }
 """A target of half the size, which learns from the library alone and is not shipped."""
+WIDE = {
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 1408,
+}
+"""A target of 2.5 times the size, which is not shipped."""
 DRAFT = PrunedTarget(layers=4, intermediate_size=368)
 LIBRARY_RUN = PretrainConfig(steps=1800, seed=1)
 PACKAGES_RUN = PretrainConfig(steps=3000, seed=4, muon_lr=1.5e-2, adamw_lr=1.5e-3, save_every=100)
+WIDE_RUN = PretrainConfig(steps=3000, seed=1, muon_lr=1.5e-2, adamw_lr=1.5e-3, save_every=100)
+WIDE_TEXTS = 2560
 TEXTS = 4096
 MORE_TEXTS = 8192
 """Written three times: for the four legs of the PARD drafter which has seen the others twice by then, and for its last
@@ -112,18 +123,22 @@ def build_tokenizer(out: Path) -> PreTrainedTokenizerFast:
 
 
 def build_target(
-    result: Path, start: Path | dict[str, int], run: PretrainConfig, tokenizer: PreTrainedTokenizerFast, device: str
+    result: Path,
+    start: Path | dict[str, int],
+    run: PretrainConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    device: str,
+    *,
+    has_packages: bool,
 ) -> None:
-    """Trains a new target of a shape on the standard library, or goes on with a folder's on packages too."""
+    """Trains a new target of a shape, or goes on with a folder's, on the standard library and perhaps packages too."""
     if (result / "config.json").exists():
         return
     documents, held_out = corpus.read_library()
     held = tokenized(tokenizer, [d.text for d in held_out])
-    if isinstance(start, Path):
+    if has_packages:
         documents = documents + corpus.read_packages()
-        model = load_model(str(start), Runtime())
-    else:
-        model = new_model(start)
+    model = load_model(str(start), Runtime()) if isinstance(start, Path) else new_model(start)
     random.Random(SEED).shuffle(documents)
     stream = tokenized(tokenizer, [d.text for d in documents])
     print(f"target: {len(stream):,} tokens to learn, {len(held):,} held out", flush=True)
@@ -131,28 +146,22 @@ def build_target(
     save(pretrain(model.to(device), windows(stream, run), held, run, state), tokenizer, result)
 
 
-def build_text(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> None:
-    """Lets the target go on with excerpts of the library."""
-    work = out / "work"
-    written = {
-        "text": (TEXTS, SEED),
-        "more": (MORE_TEXTS, SEED + 1_000_000),
-        "most": (MORE_TEXTS, SEED + 2_000_000),
-        "again": (MORE_TEXTS, SEED + 3_000_000),
-    }
-    if all((work / f"{name}.jsonl").exists() for name in written):
+def build_texts(
+    target: Path, work: Path, wanted: dict[str, tuple[int, int]], tokenizer: PreTrainedTokenizerFast, device: str
+) -> None:
+    """Lets a target go on with excerpts of the library; `wanted` are numbers of texts and seeds by file name."""
+    if all((work / f"{name}.jsonl").exists() for name in wanted):
         return
     dtype = "bfloat16" if computes_bf16(torch.device(device)) else "float32"
     runtime = Runtime(device=device, dtype=dtype, pad_to=2, capacity=PROMPT_TOKENS + ANSWER_TOKENS)
-    target = load_target(str(out / "target"), runtime)
+    loaded = load_target(str(target), runtime)
     train, _ = corpus.read_library()
     random.Random(SEED).shuffle(train)
     stream = tokenized(tokenizer, [d.text for d in train])
-    for name, (texts, seed) in written.items():
-        tokens = write_text(target, stream, work / f"{name}.pt", texts=texts, temperatures=TEMPERATURES, seed=seed)
-        save_jsonl(tokens, tokenizer, work / f"{name}.jsonl")
-        if name == "text":
-            save_jsonl(tokens[:SHIPPED_TEXTS], tokenizer, out / "text.jsonl")
+    for name, (texts, seed) in wanted.items():
+        if not (work / f"{name}.jsonl").exists():
+            tokens = write_text(loaded, stream, work / f"{name}.pt", texts=texts, temperatures=TEMPERATURES, seed=seed)
+            save_jsonl(tokens, tokenizer, work / f"{name}.jsonl")
 
 
 def build_drafts(out: Path, device: str) -> None:
@@ -179,16 +188,27 @@ def build_drafts(out: Path, device: str) -> None:
 
 def build_heads(out: Path, device: str) -> None:
     """Trains a drafter on the target's states, goes on with it as one that drafts in one pass, and prompt tokens."""
-    legs: tuple[tuple[Any, Path, list[str]], ...] = (
-        (eagle, out / "work" / "eagle", ["steps=600"]),
-        (eagle_parallel, out / "eagle_parallel", [f"start={out / 'work' / 'eagle'}", *ONE_PASS]),
-        (ppd, out / "ppd", ["steps=1000", "evaluate_every=500"]),
-    )
-    for module, result, settings in legs:
-        name = module.__name__.rpartition(".")[2]
-        files = [f"model={out / 'target'}", f"data=[{out / 'work' / 'again.jsonl'}]", f"out={result}"]
-        settings = [*files, f"device={device}", "bf16=null", *settings]
-        run_with_display(load_recipe(recipe_class(module), RECIPES / f"{name}.yaml", settings), module.build)
+    target, text = out / "target", out / "work" / "again.jsonl"
+    build_head(eagle, target, text, out / "work" / "eagle", ["steps=600"], device)
+    start = f"start={out / 'work' / 'eagle'}"
+    build_head(eagle_parallel, target, text, out / "eagle_parallel", [start, *ONE_PASS], device)
+    build_head(ppd, target, text, out / "ppd", ["steps=1000", "evaluate_every=500"], device)
+
+
+def build_head(module: Any, target: Path, text: Path, result: Path, settings: list[str], device: str) -> None:
+    """Trains one drafter of those in a target's own pass."""
+    name = module.__name__.rpartition(".")[2]
+    files = [f"model={target}", f"data=[{text}]", f"out={result}", f"device={device}", "bf16=null"]
+    recipe = load_recipe(recipe_class(module), RECIPES / f"{name}.yaml", [*files, *settings])
+    run_with_display(recipe, module.build)
+
+
+def build_wide(out: Path, tokenizer: PreTrainedTokenizerFast, device: str) -> None:
+    """Trains the wide target, and prompt tokens on what it writes."""
+    out.mkdir(exist_ok=True)
+    build_target(out / "target", WIDE, WIDE_RUN, tokenizer, device, has_packages=True)
+    build_texts(out / "target", out, {"text": (WIDE_TEXTS, SEED)}, tokenizer, device)
+    build_head(ppd, out / "target", out / "text.jsonl", out / "ppd", ["steps=500", "evaluate_every=250"], device)
 
 
 def main() -> None:
@@ -199,18 +219,31 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--install", action="store_true", help="replace the family in src/paradraft/pocket")
     what.add_argument("--second", action="store_true", help="train only the second, smaller target, into OUT/second")
+    what.add_argument("--wide", action="store_true", help="train only a wide target and prompt tokens, into OUT/wide")
     args = parser.parse_args()
     work = args.out / "work"
     work.mkdir(parents=True, exist_ok=True)
-    if args.second:
+    if args.second or args.wide:
         # The shipped one: of another Python's library comes another, and no shipped drafter would fit.
         shipped = AutoTokenizer.from_pretrained(POCKET / "target", trust_remote_code=False)
-        build_target(args.out / "second", SECOND, LIBRARY_RUN, shipped, args.device)
+        if args.second:
+            build_target(args.out / "second", SECOND, LIBRARY_RUN, shipped, args.device, has_packages=False)
+        else:
+            build_wide(args.out / "wide", shipped, args.device)
         return
     tokenizer = build_tokenizer(args.out)
-    build_target(work / "library", TARGET, LIBRARY_RUN, tokenizer, args.device)
-    build_target(args.out / "target", work / "library", PACKAGES_RUN, tokenizer, args.device)
-    build_text(args.out, tokenizer, args.device)
+    build_target(work / "library", TARGET, LIBRARY_RUN, tokenizer, args.device, has_packages=False)
+    build_target(args.out / "target", work / "library", PACKAGES_RUN, tokenizer, args.device, has_packages=True)
+    written = {
+        "text": (TEXTS, SEED),
+        "more": (MORE_TEXTS, SEED + 1_000_000),
+        "most": (MORE_TEXTS, SEED + 2_000_000),
+        "again": (MORE_TEXTS, SEED + 3_000_000),
+    }
+    build_texts(args.out / "target", work, written, tokenizer, args.device)
+    if not (args.out / "text.jsonl").exists():
+        first = (work / "text.jsonl").read_text().splitlines(keepends=True)[:SHIPPED_TEXTS]
+        (args.out / "text.jsonl").write_text("".join(first))
     build_drafts(args.out, args.device)
     build_heads(args.out, args.device)
     if args.install:
