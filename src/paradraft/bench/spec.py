@@ -125,11 +125,13 @@ class Method:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of those settings that it has: `ar` has no `k`. Those of its drafter are its `options`."""
+        """The values of those settings that it has: `ar` has no `k`, and what drafts in turn no `gamma`. Those of its
+        drafter are its `options`."""
         tree = self.speculation.tree
         values = vars(self) | vars(self.speculation) | {"tree": None if tree is None else tree.nodes}
         options = {"options": drafter_settings(self.speculation.drafter)} if _option_names(self.name) else {}
-        return {setting: values[setting] for setting in _settings(self.name)} | options
+        told = [setting for setting in _settings(self.name) if setting != "gamma" or values[setting] is not None]
+        return {setting: values[setting] for setting in told} | options
 
     @property
     def left_out(self) -> frozenset[str]:

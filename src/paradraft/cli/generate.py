@@ -18,6 +18,7 @@ from paradraft.engine import Result, load_engine
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
+from paradraft.verify import LOSSY, rule_name
 
 
 @options.with_options
@@ -37,14 +38,15 @@ def generate(
     runtime: Runtime,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer, with statistics.")] = False,
 ) -> None:
-    """Answer prompts. The text is the target's own, whatever the drafter."""
+    """Answer prompts. The text is the target's own, whatever the drafter, but with --verify typical."""
     if (prompt is None) == (prompts is None):
         raise ValueError("give either --prompt or --prompts")
     records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
     with Console(stderr=True).status("loading; the first time passes are built for this CPU"):
         engine = load_engine(target, speculation, runtime=replace(runtime, width=speculation.pass_width))
     texts = [str(record["prompt"]) for record in records]
-    ours = {"text", "tokens", "finish_reason", "stats"}
+    is_lossless = rule_name(speculation.verify) not in LOSSY
+    ours = {"text", "tokens", "finish_reason", "lossless", "stats"}
     taken = ours.intersection(key for record in records for key in record) if as_json else set()
     if taken:
         raise ValueError(f"prompts have a key {sorted(taken)[0]!r}, which --json would overwrite: rename it")
@@ -70,14 +72,15 @@ def generate(
             batch, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop or (), batch_size=size
         )
         for record, result in zip(records[start:], results, strict=False):
-            print(json.dumps(record | _as_json(result), ensure_ascii=not is_utf8), flush=True)
+            print(json.dumps(record | _as_json(result, is_lossless), ensure_ascii=not is_utf8), flush=True)
 
 
-def _as_json(result: Result) -> dict[str, object]:
+def _as_json(result: Result, is_lossless: bool) -> dict[str, object]:
     stats = result.stats
     return {
         "text": result.text,
         "tokens": result.tokens,
         "finish_reason": result.finish_reason,
+        "lossless": is_lossless,
         "stats": vars(stats) | {"total_s": stats.total_s, "acceptance_length": stats.acceptance_length},
     }

@@ -19,6 +19,7 @@ from paradraft.models.loading import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
+from paradraft.verify import LOSSY, rule_name
 
 if TYPE_CHECKING:
     from paradraft.plan.sizes import SizeTask
@@ -104,6 +105,9 @@ def plan(
         for option, value in wanted.items():
             if value is not None:
                 raise ValueError(f"{option}: ppd is planned by the size of its passes at batch 1, leave it out")
+        options.warn_ignored(
+            context, options.without_chance(sampling.is_greedy), (not check, "without --check", ("runs",))
+        )
         return _plan_sizes(
             SizeTask(
                 target=target, speculation=speculation, sizes=budgets or SIZES, prompts=texts,
@@ -153,19 +157,27 @@ def plan(
 def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, json_file: Path | None) -> None:
     """Plans for a drafter whose prompt tokens ride in the target's pass, and writes the plan beside its checkpoint."""
     from paradraft.bench.summary import write_json
-    from paradraft.drafters.ppd import Plan, write_plan
+    from paradraft.drafters.ppd import PLANS, Plan, read_plans, write_plan
     from paradraft.models.loading import locate
     from paradraft.plan.sizes import run_size_plan, table
 
     speculation = task.speculation
     speculation.check_models(task.target)
+    draft = locate(speculation.draft or POCKET, "ppd")
+    is_written = speculation.draft is not None and Path(draft).is_dir()
+    if is_written:
+        check_outputs(Path(draft) / PLANS, json_file)
+        read_plans(draft)  # so that one that cannot be read is told now
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:
         report = status.update if console.is_terminal else console.print
         result = run_size_plan(task, runtime, check_runs=check_runs, report=report)
     chance = "greedy" if task.sampling.is_greedy else f"temperature {task.sampling.temperature:g}"
     title = f"{task.target} with {speculation.drafter}, {len(task.prompts)} prompts x {task.max_new_tokens} tokens"
-    Console().print(table(result, f"{title}, {chance}"))
+    lossy = ", not lossless" if rule_name(speculation.verify) in LOSSY else ""
+    Console().print(table(result, f"{title}, {chance}{lossy}"))
+    if result["speedup"] < 1:
+        print(f"no size pays: the best is {result['speedup']:.2f}x plain decoding here")
     memory = result["memory_bytes"]
     print(
         f"prompt tokens: {memory['prompt_tokens']:,} bytes, {memory['prompt_tokens'] / memory['model']:.4%} of the "
@@ -177,14 +189,14 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, json_file:
             f"measured on the other prompts: {checked['tokens_per_pass']:.2f} tokens a pass "
             f"({checked['length_error']:+.0%} predicted), {checked['speedup']:.2f}x ({checked['speedup_error']:+.0%})"
         )
-    draft = locate(speculation.draft or POCKET, "ppd")
-    if speculation.draft is not None and Path(draft).is_dir():
+    if json_file is not None:
+        write_json(json_file, result)
+    if is_written:
         print(f"plan written to {write_plan(draft, Plan(**result['plan']))}")
     else:
         print(f"give the size with the drafter: --drafter ppd:size={result['chosen']}")
-    if json_file is not None:
-        write_json(json_file, result)
-    print(json.dumps({key: result[key] for key in ("chosen", "plan", "checked")}))
+    told = ("chosen", "speedup", "lossless", "plan", "checked")
+    print(json.dumps({key: result[key] for key in told}))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

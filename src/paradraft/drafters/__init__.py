@@ -77,10 +77,12 @@ def drafter_class(drafter: str) -> type[Drafter]:
     """What a drafter's `build` returns.
 
     Raises:
-        ValueError: there is no such drafter.
+        ValueError: there is no such drafter, or a setting is wrong.
     """
     built: type[Drafter] = get_type_hints(drafter_module(drafter).build)["return"]
-    return built
+    # A Config may say it where settings decide.
+    chosen: type[Drafter] = getattr(drafter_config(drafter), "drafter_class", built)
+    return chosen
 
 
 def drafter_module(drafter: str) -> ModuleType:

@@ -9,8 +9,9 @@ pass yields, K drafted tokens, P prompt tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -31,8 +32,8 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT, Tree, depths, depths_after, parents_of_chains, texts_before
 from paradraft.verify.match import accepted_path
 
-MOST_SIZE = 48
-"""Guesses and prompt tokens of a pass; every model has room for them."""
+SIZE, MOST_SIZE = 6, 512
+"""Guesses and prompt tokens of a pass: where nothing is said, and at most."""
 MOST_PROMPTS = 3
 """Prompt tokens after a guess, of those that were trained."""
 
@@ -44,19 +45,28 @@ class Config:
     Args:
         draft: Hugging Face id or folder of the draft model; "pocket" is the shipped one.
         prompts: folder of prompt tokens that `paradraft train ppd` trained for the draft model; None for none.
-        size: with prompt tokens, most guesses and prompt tokens of a pass of the draft model.
+        size: with prompt tokens, most guesses and prompt tokens of a pass of the draft model; None for `SIZE`.
 
     Raises:
-        ValueError: the size is out of range.
+        ValueError: the folder does not exist, or the size is out of range, or there are no prompt tokens.
     """
 
     draft: str
     prompts: str | None = None
-    size: int = 6
+    size: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.size <= MOST_SIZE:
+        if self.prompts is not None and not Path(self.prompts).is_dir():
+            raise ValueError(f"prompts={self.prompts!r} is no folder: name one that `paradraft train ppd` has written")
+        if self.size is not None and self.prompts is None:
+            raise ValueError(f"size={self.size} is for prompt tokens: name their folder as prompts=, or leave it out")
+        if self.size is not None and not 1 <= self.size <= MOST_SIZE:
             raise ValueError(f"size={self.size}: use 1 to {MOST_SIZE}")
+
+    @property
+    def drafter_class(self) -> type[AutoregressiveDrafter]:
+        """What is built."""
+        return AutoregressiveDrafter if self.prompts is None else PromptedDrafter
 
 
 class AutoregressiveDrafter(Drafter):
@@ -296,9 +306,12 @@ def build(config: Config, target: Target, runtime: Runtime) -> AutoregressiveDra
     Raises:
         ValueError: it does not exist, or its vocabulary does not fit the target's, or the prompt tokens do not fit it.
     """
+    size = config.size or SIZE
+    if config.prompts is not None:
+        runtime = replace(runtime, width=max(runtime.width, size + 2))  # beside tokens that are not read
     lm = load_draft_lm(locate(config.draft, "draft"), target, runtime)
     if config.prompts is None:
         return AutoregressiveDrafter(lm)
     head = read_head(config.prompts, "ppd", lm.model.config)
     number = min(head.setting("prompt_tokens", int), MOST_PROMPTS)
-    return PromptedDrafter(lm, PromptTokens(lm, head, number, config.size), config.size)
+    return PromptedDrafter(lm, PromptTokens(lm, head, number), size)

@@ -58,9 +58,9 @@ class Plan:
     accuracy: list[list[float]]
 
     def __post_init__(self) -> None:
-        if not (type(self.size) is int and self.size > 0 and isinstance(self.temperature, int | float)):
+        if not (type(self.size) is int and 1 <= self.size <= MOST_NODES and isinstance(self.temperature, int | float)):
             raise TypeError(f"size={self.size!r}, temperature={self.temperature!r}")
-        if not is_accuracy(self.accuracy):
+        if not (isinstance(self.machine, str) and isinstance(self.rule, str) and is_accuracy(self.accuracy)):
             raise TypeError("accuracy is no table of shares")
 
 
@@ -68,6 +68,17 @@ def machine_of(lm: CausalLM) -> str:
     """What a plan is for: the CPU or GPU, how many threads, and the numbers that weights are stored in."""
     name = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else cpu_name()
     return f"{name}, {lm.threads} threads, {str(lm.model.dtype).removeprefix('torch.')}"
+
+
+def plans_for(machine: str, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans for a machine; if there are none, those for the same with another number of threads."""
+
+    def without_threads(name: str) -> list[str]:
+        processor, _, dtype = (["", "", *name.rsplit(", ", 2)])[-3:]
+        return [processor, dtype]
+
+    own = [plan for plan in plans if plan.machine == machine]
+    return own or [plan for plan in plans if without_threads(plan.machine) == without_threads(machine)]
 
 
 def read_plans(draft: str) -> list[Plan]:
@@ -81,9 +92,8 @@ def read_plans(draft: str) -> list[Plan]:
         return []
     try:
         return [Plan(**plan) for plan in json.loads(file.read_bytes())]
-    except (OSError, ValueError, TypeError) as error:
-        told = str(error).splitlines()[0]
-        raise ValueError(f"{str(file)!r} cannot be read ({told}): delete it, or plan again") from None
+    except (OSError, ValueError, TypeError):
+        raise ValueError(f"{str(file)!r} is not what `paradraft plan` writes: delete it, then plan again") from None
 
 
 def write_plan(draft: str, plan: Plan) -> Path:
@@ -98,7 +108,8 @@ def write_plan(draft: str, plan: Plan) -> Path:
     try:
         write_output(file, text.encode())
     except OSError as error:
-        raise ValueError(f"{str(file)!r} cannot be written ({error.strerror}): give the size as ppd:size=") from None
+        told = f"give the size as ppd:size={plan.size}"
+        raise ValueError(f"{str(file)!r} cannot be written ({error.strerror}): {told}") from None
     return file
 
 
@@ -156,15 +167,14 @@ class PpdDrafter(Drafter):
 
     def __init__(self, target: Target, head: Head, config: Config) -> None:
         self.tree, self.max_k = config.tree, config.prompts
-        self._config, self._prompts = config, PromptTokens(target.lm, head, config.prompts, config.size)
-        own = machine_of(target.lm)
-        self._plans = [
-            plan for plan in read_plans(head.name) if plan.machine == own and len(plan.accuracy) >= config.prompts
-        ]
+        self._config, self._prompts = config, PromptTokens(target.lm, head, config.prompts)
+        plans = [] if config.size else plans_for(machine_of(target.lm), read_plans(head.name))
+        self._plans = [plan for plan in plans if len(plan.accuracy) >= config.prompts]
         if config.size is None and not self._plans:
-            size = max(SIZE, self._prompts.copies)
+            fewer = max((len(plan.accuracy) for plan in plans), default=None)
+            planned = "nothing is planned" if fewer is None else f"no more than ppd:prompts={fewer} is planned"
             warnings.warn(
-                f"nothing is planned for draft {head.name!r} on this machine: passes have {size} nodes; "
+                f"{planned} for draft {head.name!r} on this machine: passes have {SIZE} nodes; "
                 "`paradraft plan --drafter ppd` finds the best size, ppd:size= sets it",
                 stacklevel=2,
             )
@@ -188,7 +198,7 @@ class PpdDrafter(Drafter):
         for_rule = [number for number, plan in plans.items() if plan.rule == rule] or list(plans)
         best = min(for_rule, key=lambda number: abs(plans[number].temperature - temperature), default=None)
         if best not in self._choices:
-            size, accuracy = max(SIZE, self._prompts.copies), None
+            size, accuracy = SIZE, None
             if best is not None:
                 size, accuracy = plans[best].size, plans[best].accuracy
             self._choices[best] = self._prompts.best(self._config.size or size, accuracy)

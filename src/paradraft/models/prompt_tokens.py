@@ -76,13 +76,12 @@ class PromptTokens:
         head: the checkpoint: "prompts.embeddings" `[trained, E, D]`; "prompts.weights" `[trained, E]` if they are not
             averaged; in its config "accuracy", see `paradraft.sampling.sparse_tree.Accuracy`.
         number: P, most prompt tokens after a token.
-        size: of the passes; None if it is not known yet.
 
     Raises:
-        ValueError: the checkpoint is damaged, or has too few prompt tokens, or a pass has no room for one.
+        ValueError: the checkpoint is damaged, or has too few prompt tokens.
     """
 
-    def __init__(self, lm: CausalLM, head: Head, number: int, size: int | None = None) -> None:
+    def __init__(self, lm: CausalLM, head: Head, number: int) -> None:
         if head.config.get("is_decoded") is not True:
             raise ValueError(
                 f"draft {head.name!r} was trained with settings that are only measured: train it with others"
@@ -92,13 +91,13 @@ class PromptTokens:
             raise ValueError(
                 f"prompts={number}: draft {head.name!r} has {trained} prompt tokens, use at most {trained}"
             )
-        if size is not None and size < self.copies:
-            raise ValueError(f"size={size}: each prompt token has {self.copies} copies, use at least {self.copies}")
         accuracy = head.config.get("accuracy")
         if not is_accuracy(accuracy, trained):
             raise ValueError(f"draft {head.name!r}: accuracy in its config.json is no table of shares: train it again")
         self._accuracy = accuracy
         embeddings = head.tensor("prompts.embeddings", trained, self.copies, lm.model.config.hidden_size)[:number]
+        if not bool(embeddings.isfinite().all()):
+            raise ValueError(f"draft {head.name!r}: its prompt tokens are not finite: train it again")
         self._weights_PE = torch.full((number, self.copies), 1 / self.copies, device=lm.device)
         if "prompts.weights" in head.weights:
             self._weights_PE = head.tensor("prompts.weights", trained, self.copies)[:number].to(lm.device).float()
@@ -112,7 +111,12 @@ class PromptTokens:
         Args:
             size: guesses and prompt tokens.
             accuracy: of the guesses; by default what was found on held-out rows of the training.
+
+        Raises:
+            ValueError: it has no room for a prompt token.
         """
+        if size < self.copies:
+            raise ValueError(f"size={size}: each prompt token has {self.copies} copies, use at least {self.copies}")
         known, prompts = self._accuracy if accuracy is None else accuracy, len(self._ids_PE)
         return self.shapes(best_trees(known, size, prompts=prompts, copies=self.copies))
 

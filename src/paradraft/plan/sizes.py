@@ -45,6 +45,7 @@ from paradraft.sampling.sparse_tree import Accuracy, Path, StateTree, best_guess
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT
+from paradraft.verify import LOSSY, rule_name
 
 RANKS = 10
 """Of the guesses of a place, the first so many are counted."""
@@ -333,6 +334,8 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
         "plain_round_ms": 1e3 * plain_s,
         "sizes": list(rows.values()),
         "chosen": best,
+        "speedup": rows[best]["speedup"],
+        "lossless": rule_name(task.speculation.verify) not in LOSSY,
         "plan": asdict(plan),
         "checked": checked,
     }

@@ -228,7 +228,7 @@ class Sampler:
 
     def guesses_at(self, logits_BRV: Tensor, depths_BR: Tensor, number: int) -> Candidates:
         """The likeliest of what `candidates_at` may say there, whatever shape drafts have."""
-        return self._likeliest(self._each(self._scores, logits_BRV, None), depths_BR, number)
+        return self._likeliest(self._each(self._scores, logits_BRV, None), depths_BR, min(number, logits_BRV.shape[2]))
 
     def _likeliest(self, scores_BRV: Tensor, depths_BR: Tensor, number: int) -> Candidates:
         """The best candidates by log q, under the match rule plus the position's noise.

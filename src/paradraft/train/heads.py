@@ -252,7 +252,9 @@ def begin_with(objective: HeadObjective, drafter: str, start: str) -> None:
         name: own[name] for name, weight in head.weights.items() if name in own and own[name].shape == weight.shape
     }
     if not known:
-        raise ValueError(f"start={start!r} has no weights that fit: name a drafter with the same layers or heads")
+        raise ValueError(
+            f"start={start!r} has no weights that fit: name a drafter of the same size (layers, heads, prompt tokens)"
+        )
     for name, weight in known.items():
         weight.copy_(head.weights[name])
 

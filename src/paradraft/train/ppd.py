@@ -55,7 +55,9 @@ class PpdRecipe(HeadRecipe):
         Part(settings=("visibility", "aggregation"), wanted="copies=2 or more", is_on=lambda recipe: recipe.copies > 1),
     )
 
-    k: int = Field(default=3, ge=1, description="prompt tokens after a token, and so most tokens drafted in a row")
+    k: int = Field(
+        default=3, ge=1, le=MOST_PROMPTS, description="prompt tokens after a token, and so most tokens drafted in a row"
+    )
     copies: int = Field(default=1, ge=1, description="embeddings of each prompt token (the paper's EPTs)")
     anchors: float = Field(
         default=0.3, gt=0, le=1, description="share of an answer's places after which prompt tokens stand in a step"

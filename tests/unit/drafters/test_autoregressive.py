@@ -11,8 +11,10 @@ import torch
 
 from paradraft.core import Request
 from paradraft.decode.generation import Generation
+from paradraft.drafters import branches, drafter_class
 from paradraft.engine import Engine, load
 from paradraft.models.runtime import Runtime
+from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree, depths
 from tests.support.drafts import draft_of
@@ -99,12 +101,30 @@ def test_answers_are_those_of_plain_decoding(family: Path, runtime: Runtime) -> 
         samplings = [replace(sampling, seed=7) for sampling in samplings]
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_passes_are_as_wide_as_the_size_asks_for(family: Path, runtime: Runtime) -> None:
+    """Guards a runtime whose passes are narrower: a pass of 49 tokens, but room for 8."""
+    plain = load(str(family / "target"), runtime=runtime).generate([[5, 6, 7]], max_new_tokens=30)[0]
+    narrow = replace(runtime, width=8)
+    for size in (48, 200):
+        engine = loaded(family, with_prompts(family, f":size={size}"), runtime=narrow, k=5)
+        assert engine.generate([[5, 6, 7]], max_new_tokens=30)[0].tokens == plain.tokens
+
+
+def test_fewer_words_than_guesses(family: Path) -> None:
+    """Guards a vocabulary with fewer tokens than a tree may have ranks."""
+    sampler = Sampler([Request(tokens=[1])])
+    found = sampler.guesses_at(torch.zeros(1, 2, 6), torch.tensor([[0, 1]]), 10)
+    assert found.tokens.shape == (1, 2, 6)
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (":size=0", "size=0: use 1 to 48"),
-        (":size=49", "size=49: use 1 to 48"),
-        (":prompts=nowhere", "nowhere"),
+        (":size=9", "size=9 is for prompt tokens: name their folder as prompts=, or leave it out"),
+        ("PROMPTS:size=0", "size=0: use 1 to 512"),
+        ("PROMPTS:size=513", "size=513: use 1 to 512"),
+        (":prompts=nowhere", "prompts='nowhere' is no folder"),
         ("PROMPTS:size=1", "size=1: each prompt token has 2 copies, use at least 2"),
     ],
 )
@@ -120,6 +140,9 @@ def test_prompt_tokens_of_another_model(family: Path) -> None:
 
 
 def test_trees_are_refused(family: Path) -> None:
-    """Guards a tree that would silently be a chain."""
+    """Guards a tree that would silently be a chain, and plans of trees; before anything is loaded."""
+    drafter = f"autoregressive{with_prompts(family)}"
+    assert branches("autoregressive") and not branches(drafter)
+    assert drafter_class("autoregressive").can_run_ahead and not drafter_class(drafter).can_run_ahead
     with pytest.raises(ValueError, match="chains only"):
         loaded(family, with_prompts(family), tree=Tree(budget=8))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.drafters.ppd import PLANS, Plan, PpdDrafter, read_plans, write_plan
+from paradraft.drafters.ppd import PLANS, Plan, PpdDrafter, machine_of, plans_for, read_plans, write_plan
 from paradraft.engine import load
 from paradraft.formats.head import read_checkpoint
 from paradraft.models.loading import load_target
@@ -135,13 +135,41 @@ def test_a_plan_is_made_written_and_read(
     assert isinstance(fixed, PpdDrafter) and max(tree.size(2) for tree in fixed.trees) in (8, 9)
 
 
-@pytest.mark.parametrize("content", ["{", "[{}]", '[{"machine": "a", "rule": "match", "temperature": 0, "size": 0}]'])
+def test_a_plan_for_other_threads_or_fewer_prompt_tokens(family: Path, tmp_path: Path) -> None:
+    """Guards a plan that was made with --threads and is then not found, one that says nothing of the third prompt token
+    and is then not missed, and one that has no room for the copies."""
+    target, draft = str(family / "target"), copied(family, tmp_path / "draft")
+    machine = machine_of(load_target(target, RUNTIME).lm)
+    name, threads, dtype = machine.rsplit(", ", 2)
+    plan = Plan(machine=f"{name}, 77 threads, {dtype}", rule="match", temperature=0.0, size=7, accuracy=[[0.9]] * 3)
+    write_plan(draft, plan)
+    engine = load(target, drafter="ppd", draft=draft, runtime=RUNTIME)
+    assert isinstance(engine.drafter, PpdDrafter) and max(tree.size(2) for tree in engine.drafter.trees) in (6, 7)
+    with pytest.warns(UserWarning, match="no more than ppd:prompts=3 is planned for draft"):
+        load(target, drafter="ppd:prompts=4", draft=draft, runtime=RUNTIME)
+    write_plan(draft, replace(plan, machine=machine, size=1))
+    with pytest.raises(ValueError, match="size=1: each prompt token has 2 copies, use at least 2"):
+        load(target, drafter="ppd", draft=draft, runtime=RUNTIME)
+    assert plans_for(machine, [replace(plan, machine=f"{name}, 77 threads, int3")]) == [], threads
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[{}]",
+        '[{"machine": "a", "rule": "match", "temperature": 0, "size": 0}]',
+        "[3]",
+        '[{"machine": "a", "rule": "match", "temperature": 0, "size": 513, "accuracy": [[0.5]]}]',
+    ],
+)
 def test_damaged_plans_are_one_line(family: Path, tmp_path: Path, content: str) -> None:
     draft = copied(family, tmp_path / "draft")
     (tmp_path / "draft" / PLANS).write_text(content)
-    with pytest.raises(ValueError, match=r"plans\.json' cannot be read .*: delete it, or plan again") as error:
+    with pytest.raises(ValueError, match=r"plans\.json' is not what .* writes: delete it, then plan again") as error:
         load(str(family / "target"), drafter="ppd", draft=draft, runtime=RUNTIME)
     assert "\n" not in str(error.value)
+    load(str(family / "target"), drafter="ppd:size=4", draft=draft, runtime=RUNTIME)  # which needs no plan
 
 
 def test_prompts_are_halved(family: Path) -> None:

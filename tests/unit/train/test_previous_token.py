@@ -229,7 +229,7 @@ def test_a_draft_temperature_divides_all_logits(family: Path, tmp_path: Path, ra
         drafter = batch.drafter
         assert isinstance(drafter, PardDrafter)
         seen: list[torch.Tensor] = []
-        draws = drafter._sampler._candidates
+        draws = drafter._sampler.candidates_at
 
         def look(
             logits: torch.Tensor, *rest: object, seen: list[torch.Tensor] = seen, draws: Any = draws
@@ -238,7 +238,7 @@ def test_a_draft_temperature_divides_all_logits(family: Path, tmp_path: Path, ra
             found: Candidates = draws(logits, *rest)
             return found
 
-        drafter._sampler._candidates = look  # type: ignore[method-assign]  # to see what it is given
+        drafter._sampler.candidates_at = look  # type: ignore[method-assign]  # to see what it is given
         drafter.propose([4])
         found.append(torch.cat(seen, dim=1))
     assert found[0].shape[1] == 4
