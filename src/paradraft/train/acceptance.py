@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from paradraft.core import Request
@@ -33,7 +34,8 @@ class AcceptanceMeter:
     def __init__(
         self, target: str, prompts: list[list[int]], *, drafter: str, k: int, answer_tokens: int, runtime: Runtime
     ) -> None:
-        self._runtime = runtime
+        width = max(Speculation(drafter=drafter, k=k).pass_width, runtime.width)
+        self._runtime = runtime = replace(runtime, width=width)
         self.target = load_target(target, runtime)
         self._prompts = prompts
         self._answer_tokens = answer_tokens

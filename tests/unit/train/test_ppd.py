@@ -227,3 +227,12 @@ def test_less_memory_is_asked_for_a_base_in_four_bits(family: Path, tmp_path: Pa
     model = load(str(family / "target")).target.lm.model
     weights = sum(weight.numel() for weight in model.model.layers.parameters())
     assert found[0] - found[1] == pytest.approx((4 - memory.NF4_BYTES) * weights)
+
+
+def test_many_copies_are_measured(family: Path, tmp_path: Path) -> None:
+    """Guards passes of measurements that are narrower than a prompt token has copies, found out after the training."""
+    recipe = recipe_for(
+        family, tmp_path / "out", copies=70, k=1, steps=1, held_out=1, prompts=1, answer_tokens=4, evaluate_every=1
+    )
+    launch.train(recipe, ppd.build, lambda report: None)
+    assert (tmp_path / "out" / "model.safetensors").exists()
