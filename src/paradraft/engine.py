@@ -26,7 +26,7 @@ from paradraft.models.tokenization import Detokenizer
 from paradraft.request import requests_of
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.scheduler import Scheduler
-from paradraft.speculation import AUTO, Speculation
+from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from paradraft.verify import LOSSY, Verify, rule_name
 
@@ -109,7 +109,7 @@ class Engine:
             raise ValueError(f"kept_rows={kept_rows}: use 0 (keep none) or more")
         self.target = target
         self.drafter = drafter
-        if speculation.gamma == AUTO:
+        if speculation.gamma == "auto":
             with self.torch_threads():
                 speculation = replace(speculation, gamma=best_gamma(target, drafter, speculation.k))
         self.speculation = speculation

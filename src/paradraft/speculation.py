@@ -7,14 +7,12 @@ from typing import Literal
 
 from paradraft.core import Drafter
 from paradraft.decode.draft_length import POLICIES
-from paradraft.drafters import check_draft, drafter_class, drafter_config
+from paradraft.drafters import check_draft, drafter_class, drafter_config, drafter_names
 from paradraft.errors import one_line, whole_number
 from paradraft.models.presets import check_has_weights
 from paradraft.tree import Tree
 from paradraft.verify import load_rule
 
-AUTO = "auto"
-_AHEAD = "autoregressive or pard"
 MOST_DRAFTED = 256
 """Largest K; caches keep room for two drafts of that length."""
 MOST_NODES = 1024
@@ -86,13 +84,14 @@ class Speculation:
     def _check_gamma(self) -> None:
         if self.gamma is None:
             return
-        if self.gamma != AUTO:
+        if self.gamma != "auto":
             object.__setattr__(self, "gamma", gamma := whole_number("gamma", self.gamma))
             if not 2 <= gamma <= MOST_DRAFTED:
                 raise ValueError(f"gamma={gamma}: draft 2 to {MOST_DRAFTED} tokens ahead, or auto")
             object.__setattr__(self, "k", gamma)
         if not drafter_class(self.drafter).can_run_ahead:
-            raise ValueError(f"gamma={self.gamma}: drafter {self.drafter!r} cannot draft ahead, use {_AHEAD}")
+            able = " or ".join(name for name in drafter_names() if drafter_class(name).can_run_ahead)
+            raise ValueError(f"gamma={self.gamma}: drafter {self.drafter!r} cannot draft ahead, use {able}")
         for name, only in (("verify", "match"), ("lengths", "fixed"), ("tree", None)):
             if (value := getattr(self, name)) != only:
                 told = "leave the tree out" if only is None else f"use {name}={only!r}"
@@ -151,6 +150,21 @@ class Speculation:
             return self
         _check_no_other(self.tree, drafter.tree)
         return replace(self, tree=drafter.tree, k=drafter.tree.depth or self.k)
+
+
+def gamma_of(text: str | None) -> int | Literal["auto"] | None:
+    """γ as an option or the spec of a method says it.
+
+    Raises:
+        ValueError: it is neither a whole number nor "auto".
+    """
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise ValueError(f"gamma={text!r}: use a whole number of at least 2, or auto")
+    return int(text)
 
 
 def _check_no_other(tree: Tree | None, own: Tree) -> None:

@@ -32,7 +32,7 @@ from paradraft.engine import Engine
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
+from paradraft.speculation import Speculation, gamma_of
 from paradraft.tree import Tree
 
 AR = "ar"
@@ -105,13 +105,11 @@ class Method:
             "verify": values.get("verify", defaults.verify),
             "tree": Tree(budget=int(values["tree"])) if "tree" in values else defaults.tree,
             "lengths": values.get("lengths", defaults.lengths),
-            "gamma": defaults.gamma,
         }
-        if (gamma := values.get("gamma")) is not None:
-            fields["gamma"] = int(gamma) if gamma.isdecimal() else gamma
         own = {key: value for key, value in fields.items() if key in allowed}
         try:
-            speculation = replace(UNSET, drafter=":".join([drafter, *options]), **own)
+            gamma = gamma_of(values.get("gamma"))
+            speculation = replace(UNSET, drafter=":".join([drafter, *options]), gamma=gamma, **own)
         except ValueError as error:
             raise ValueError(f"method {spec!r}: {error}") from None
         return cls(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -21,7 +21,7 @@ from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import drafter_class, drafter_names
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import AUTO, MOST_DRAFTED, Speculation
+from paradraft.speculation import MOST_DRAFTED, Speculation, gamma_of
 from paradraft.tree import Tree
 
 Rule = tuple[bool, str, Collection[str]]
@@ -220,15 +220,6 @@ def tree_of(budget: int | None, paths: str | None) -> Tree | None:
     except ValueError:
         raise ValueError(f'--tree-paths {paths!r}: write ranks with dots between them, such as "0 1 0.0"') from None
     return Tree(paths=ranks)
-
-
-def gamma_of(text: str | None) -> int | Literal["auto"] | None:
-    """How far to draft ahead, as an option or a method says it."""
-    if text is None or text == AUTO:
-        return text  # type: ignore[return-value]
-    if not text.isdecimal():
-        raise ValueError(f"gamma={text!r}: use a whole number of at least 2, or auto")
-    return int(text)
 
 
 def biases_of(pairs: list[str]) -> dict[int, float]:
