@@ -67,7 +67,7 @@ class HeadRecipe(Recipe):
         return self.k
 
     @property
-    def measured_with(self) -> str:
+    def measured_with(self) -> str | None:
         """The target that decodes held-out prompts: the one whose states are read, or the same in another place."""
         return self.model if self.target is None else self.target
 

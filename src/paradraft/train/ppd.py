@@ -107,12 +107,12 @@ class PpdRecipe(HeadRecipe):
         return plain and (self.copies == 1 or self.visibility == "ensemble")
 
     @property
-    def measured_with(self) -> str | None:  # type: ignore[override]
+    def measured_with(self) -> str | None:
         """The target that decodes held-out prompts; None where nothing can."""
         return super().measured_with if self.is_decoded else None
 
 
-class PromptTokens(HeadObjective):
+class PpdObjective(HeadObjective):
     """Prompt tokens in training, and their loss.
 
     Args:
@@ -145,7 +145,7 @@ class PromptTokens(HeadObjective):
         self.register_buffer("seen", torch.zeros(recipe.k))
         self._was_held_out = False
 
-    def train(self, mode: bool = True) -> PromptTokens:
+    def train(self, mode: bool = True) -> PpdObjective:
         """Before held-out samples are measured, forgets what was counted."""
         if not mode:
             self._was_held_out = True
@@ -317,7 +317,7 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
     # Passes with a cache have SDPA everywhere.
     chosen = recipe if recipe.attention == "eager" else recipe.model_copy(update={"attention": "sdpa"})
     target = frozen_target(chosen, data, nf4=recipe.nf4)
-    objective = PromptTokens(target, recipe, bf16=data.bf16).to(data.device)
+    objective = PpdObjective(target, recipe, bf16=data.bf16).to(data.device)
     settings = {
         "hidden_size": config.hidden_size,
         "prompt_tokens": recipe.k,

@@ -17,7 +17,7 @@ from paradraft.models.runtime import Runtime, stored_bytes
 from paradraft.train import launch, memory, ppd, setup
 from paradraft.train.batch import TrainingBatch
 from paradraft.train.losses import IGNORED
-from paradraft.train.ppd import RANKS, PpdRecipe, PpdTrainee, PromptTokens
+from paradraft.train.ppd import RANKS, PpdObjective, PpdRecipe, PpdTrainee
 from tests.conftest import VOCAB
 
 TEXTS = [[1, 2, 3, 1, 2, 3, 1, 2, 3], [5, 4, 5, 4, 5, 6], [7, 8, 9, 7, 8, 9, 7]]
@@ -46,7 +46,7 @@ def batch_of(trainee: PpdTrainee, groups: list[list[int]]) -> TrainingBatch:
     return trainee.collate(samples, [[torch.Generator().manual_seed(index) for index in group] for group in groups])
 
 
-def states_of_chain(objective: PromptTokens, text: list[int], length: int) -> Tensor:
+def states_of_chain(objective: PpdObjective, text: list[int], length: int) -> Tensor:
     """`[length, E, D]` what the model makes of all copies of the prompt tokens after a text, in one pass whose
     mask is written down pair by pair."""
     model, recipe = objective.target.model, objective.recipe
@@ -78,7 +78,7 @@ def test_a_prompt_token_sees_its_text_and_its_chain(
     """Guards prompt tokens of other anchors, copies, samples or positions, in groups of samples and one by one."""
     trainee = prepared(recipe_for(family, tmp_path / "out", copies=2, visibility=visibility, aggregation="weights"))
     objective = trainee.objective
-    assert isinstance(objective, PromptTokens)
+    assert isinstance(objective, PpdObjective)
     with torch.no_grad():
         objective.prompts["weights"].copy_(torch.tensor([[0.3, 0.7], [0.9, -0.2], [0.5, 0.4]]))
     batch = batch_of(trainee, groups)
@@ -110,7 +110,7 @@ def test_only_prompt_tokens_are_trained(family: Path, tmp_path: Path, settings: 
     refused in decoding."""
     trainee = prepared(recipe_for(family, tmp_path / "out", **settings))
     objective = trainee.objective
-    assert isinstance(objective, PromptTokens)
+    assert isinstance(objective, PpdObjective)
     names = {name for name, parameter in objective.named_parameters() if parameter.requires_grad}
     assert "prompts.embeddings" in names and all(name.startswith("prompts.") for name in names)
     loss, _ = objective(batch_of(trainee, [[0], [1]]), torch.ones(4))
@@ -131,7 +131,7 @@ def test_only_prompt_tokens_are_trained(family: Path, tmp_path: Path, settings: 
 def test_prompt_tokens_begin_as_tokens(family: Path, tmp_path: Path) -> None:
     """They are started from ordinary embeddings."""
     objective = prepared(recipe_for(family, tmp_path / "out", copies=3)).objective
-    assert isinstance(objective, PromptTokens)
+    assert isinstance(objective, PpdObjective)
     rows = objective.target.model.get_input_embeddings().weight.float()[:VOCAB]
     for vector in objective.prompts["embeddings"].flatten(0, 1):
         assert (rows - vector).abs().amax(1).min() == 0
@@ -142,7 +142,7 @@ def test_accuracy_is_that_of_held_out_rows(family: Path, tmp_path: Path) -> None
     """Guards ranks that are off by one, and counts of training rows among those of held-out ones."""
     trainee = prepared(recipe_for(family, tmp_path / "out"))
     objective = trainee.objective
-    assert isinstance(objective, PromptTokens)
+    assert isinstance(objective, PpdObjective)
     objective.train()
     objective(batch_of(trainee, [[1]]), torch.ones(4))
     assert objective.seen.sum() > 0
@@ -171,7 +171,7 @@ def test_a_second_stage_begins_with_the_first(family: Path, tmp_path: Path) -> N
     launch.train(first, ppd.build, lambda report: None)
     second = prepared(recipe_for(family, tmp_path / "second", start=str(first.out), own_head=True)).objective
     kept = prepared(recipe_for(family, tmp_path / "other")).objective
-    assert isinstance(second, PromptTokens) and isinstance(kept, PromptTokens)
+    assert isinstance(second, PpdObjective) and isinstance(kept, PpdObjective)
     assert not torch.equal(second.prompts["embeddings"], kept.prompts["embeddings"])
     assert not second.prompts["head"].any()
 
