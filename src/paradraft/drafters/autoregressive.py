@@ -23,7 +23,7 @@ from paradraft.formats.head import read_head
 from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.loading import load_draft_lm, locate
-from paradraft.models.prompt_tokens import PromptTokens, forward_with
+from paradraft.models.prompt_tokens import PromptTokens, forward_with_probes
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.ragged import upload
@@ -34,7 +34,7 @@ from paradraft.verify.match import accepted_path
 
 SIZE, MOST_SIZE = 6, 512
 """Guesses and prompt tokens of a pass: where nothing is said, and at most."""
-MOST_PROMPTS = 3
+PROMPTS = 3
 """Prompt tokens after a guess, of those that were trained."""
 
 
@@ -260,7 +260,7 @@ class PromptedDrafter(AutoregressiveDrafter):
         tokens_BM = torch.cat([reading_BM, guesses.tokens], dim=1)
         parents_BM = torch.cat([parents_of_chains(B, M, last_B1.device), rows_BR.gather(1, guesses.parents + 1)], dim=1)
         assert guesses.probes is not None
-        out, probes = forward_with(self.lm, guesses.probes, tokens_BM, parents_BM, rows_BR)
+        out, probes = forward_with_probes(self.lm, guesses.probes, tokens_BM, parents_BM, rows_BR)
         texts = texts_before(guesses.tokens, guesses.parents) if sampler.reads_text else None
         found = sampler.candidates_at(out.logits, depths_after(guesses.parents), 1, texts)
         parts = (guesses.tokens, guesses.parents, found.tokens[:, :, 0])
@@ -313,5 +313,5 @@ def build(config: Config, target: Target, runtime: Runtime) -> AutoregressiveDra
     if config.prompts is None:
         return AutoregressiveDrafter(lm)
     head = read_head(config.prompts, "ppd", lm.model.config)
-    number = min(head.setting("prompt_tokens", int), MOST_PROMPTS)
+    number = min(head.setting("prompt_tokens", int), PROMPTS)
     return PromptedDrafter(lm, PromptTokens(lm, head, number), size)

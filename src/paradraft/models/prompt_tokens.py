@@ -198,7 +198,7 @@ class PromptTokens:
         )
 
 
-def forward_with(
+def forward_with_probes(
     lm: CausalLM,
     probes: Probes,
     tokens_BM: Tensor,

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.generation import end_ids
-from paradraft.models.prompt_tokens import forward_with
+from paradraft.models.prompt_tokens import forward_with_probes
 from paradraft.ragged import from_lists, to_lists, upload
 from paradraft.tree import depths, parents_of_chains, row_after, with_root
 
@@ -112,7 +112,7 @@ class Target:
         parents = with_root(draft.parents)
         if draft.probes is not None:
             rows_BM = depths(parents_of_chains(*tokens.shape, self.device))
-            out, probes = forward_with(self.lm, draft.probes, tokens, parents, rows_BM, self._hidden_layers)
+            out, probes = forward_with_probes(self.lm, draft.probes, tokens, parents, rows_BM, self._hidden_layers)
             return TargetOut(logits=out.logits, hidden=out.hidden, probes=probes)
         out = self.lm.forward(tokens, parents, hidden_layers=self._hidden_layers)
         return TargetOut(logits=out.logits, hidden=out.hidden)
