@@ -45,6 +45,7 @@ class Plan:
 
     Args:
         machine: what `machine_of` says.
+        threads: most threads of a pass.
         rule: the verification rule.
         temperature: at which guesses were counted.
         size: of a pass.
@@ -52,33 +53,30 @@ class Plan:
     """
 
     machine: str
+    threads: int
     rule: str
     temperature: float
     size: int
     accuracy: list[list[float]]
 
     def __post_init__(self) -> None:
-        if not (type(self.size) is int and 1 <= self.size <= MOST_NODES and isinstance(self.temperature, int | float)):
-            raise TypeError(f"size={self.size!r}, temperature={self.temperature!r}")
-        if not (isinstance(self.machine, str) and isinstance(self.rule, str) and is_accuracy(self.accuracy)):
-            raise TypeError("accuracy is no table of shares")
+        are_texts = isinstance(self.machine, str) and isinstance(self.rule, str)
+        are_numbers = type(self.threads) is type(self.size) is int and isinstance(self.temperature, int | float)
+        if not (are_texts and are_numbers and 1 <= self.size <= MOST_NODES and is_accuracy(self.accuracy)):
+            raise TypeError(f"a plan of {self}")
 
 
 def machine_of(lm: CausalLM) -> str:
-    """What a plan is for: the CPU or GPU, how many threads, and the numbers that weights are stored in."""
+    """What a plan is for: the CPU or GPU, and the numbers that weights are stored in."""
     name = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else cpu_name()
-    return f"{name}, {lm.threads} threads, {str(lm.model.dtype).removeprefix('torch.')}"
+    return f"{name}, {str(lm.model.dtype).removeprefix('torch.')}"
 
 
-def plans_for(machine: str, plans: Sequence[Plan]) -> list[Plan]:
-    """The plans for a machine; if there are none, those for the same with another number of threads."""
-
-    def without_threads(name: str) -> list[str]:
-        processor, _, dtype = (["", "", *name.rsplit(", ", 2)])[-3:]
-        return [processor, dtype]
-
-    own = [plan for plan in plans if plan.machine == machine]
-    return own or [plan for plan in plans if without_threads(plan.machine) == without_threads(machine)]
+def plans_for(lm: CausalLM, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans for the machine that a model is on, of those with the number of threads next to its own."""
+    own = [plan for plan in plans if plan.machine == machine_of(lm)]
+    nearest = min((abs(plan.threads - lm.threads) for plan in own), default=0)
+    return [plan for plan in own if abs(plan.threads - lm.threads) == nearest]
 
 
 def read_plans(draft: str) -> list[Plan]:
@@ -97,13 +95,13 @@ def read_plans(draft: str) -> list[Plan]:
 
 
 def write_plan(draft: str, plan: Plan) -> Path:
-    """Adds a plan to those beside a checkpoint, in place of one for the same machine, rule and temperature.
+    """Adds a plan to those beside a checkpoint, in place of one for the same machine, threads, rule and temperature.
 
     Raises:
         ValueError: the plans that are there cannot be read, or the folder cannot be written.
     """
-    file, key = Path(draft) / PLANS, (plan.machine, plan.rule, plan.temperature)
-    others = [each for each in read_plans(draft) if (each.machine, each.rule, each.temperature) != key]
+    file, made_for = Path(draft) / PLANS, ("machine", "threads", "rule", "temperature")
+    others = [each for each in read_plans(draft) if any(getattr(each, key) != getattr(plan, key) for key in made_for)]
     text = json.dumps([asdict(each) for each in [*others, plan]], indent=2) + "\n"
     try:
         write_output(file, text.encode())
@@ -168,7 +166,7 @@ class PpdDrafter(Drafter):
     def __init__(self, target: Target, head: Head, config: Config) -> None:
         self.tree, self.max_k = config.tree, config.prompts
         self._config, self._prompts = config, PromptTokens(target.lm, head, config.prompts)
-        plans = [] if config.size else plans_for(machine_of(target.lm), read_plans(head.name))
+        plans = [] if config.size else plans_for(target.lm, read_plans(head.name))
         self._plans = [plan for plan in plans if len(plan.accuracy) >= config.prompts]
         if config.size is None and not self._plans:
             fewer = max((len(plan.accuracy) for plan in plans), default=None)

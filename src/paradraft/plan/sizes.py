@@ -99,7 +99,7 @@ class SizeTask:
     def of_size(self, size: int) -> Speculation:
         """The same with another size."""
         name, settings = split_settings(self.speculation.drafter)
-        kept = [setting for setting in settings if not setting.startswith(("size=", "plan="))]
+        kept = [setting for setting in settings if not setting.startswith("size=")]
         return replace(self.speculation, drafter=":".join([name, f"size={size}", *kept]), tree=None)
 
 
@@ -312,8 +312,8 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
         }
     best = max(sizes, key=lambda size: rows[size]["speedup"])
     plan = Plan(
-        machine=machine_of(target.lm), rule=task.speculation.verify, temperature=task.sampling.temperature,
-        size=best, accuracy=accuracy,
+        machine=machine_of(target.lm), threads=target.lm.threads, rule=task.speculation.verify,
+        temperature=task.sampling.temperature, size=best, accuracy=accuracy,
     )  # fmt: skip
     checked = _check(task, target, drafters[best], rows[best], runtime, check_runs, report) if check_runs else None
     return {

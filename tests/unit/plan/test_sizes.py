@@ -139,18 +139,18 @@ def test_a_plan_for_other_threads_or_fewer_prompt_tokens(family: Path, tmp_path:
     """Guards a plan that was made with --threads and is then not found, one that says nothing of the third prompt token
     and is then not missed, and one that has no room for the copies."""
     target, draft = str(family / "target"), copied(family, tmp_path / "draft")
-    machine = machine_of(load_target(target, RUNTIME).lm)
-    name, threads, dtype = machine.rsplit(", ", 2)
-    plan = Plan(machine=f"{name}, 77 threads, {dtype}", rule="match", temperature=0.0, size=7, accuracy=[[0.9]] * 3)
+    lm = load_target(target, RUNTIME).lm
+    plan = Plan(machine=machine_of(lm), threads=77, rule="match", temperature=0.0, size=7, accuracy=[[0.9]] * 3)
     write_plan(draft, plan)
     engine = load(target, drafter="ppd", draft=draft, runtime=RUNTIME)
     assert isinstance(engine.drafter, PpdDrafter) and max(tree.size(2) for tree in engine.drafter.trees) in (6, 7)
     with pytest.warns(UserWarning, match="no more than ppd:prompts=3 is planned for draft"):
         load(target, drafter="ppd:prompts=4", draft=draft, runtime=RUNTIME)
-    write_plan(draft, replace(plan, machine=machine, size=1))
+    own = replace(plan, threads=lm.threads, size=1)
+    assert plans_for(lm, [plan, own]) == [own] and plans_for(lm, [replace(plan, machine="another")]) == []
+    write_plan(draft, own)
     with pytest.raises(ValueError, match="size=1: each prompt token has 2 copies, use at least 2"):
         load(target, drafter="ppd", draft=draft, runtime=RUNTIME)
-    assert plans_for(machine, [replace(plan, machine=f"{name}, 77 threads, int3")]) == [], threads
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_plan_for_other_threads_or_fewer_prompt_tokens(family: Path, tmp_path:
         "[{}]",
         '[{"machine": "a", "rule": "match", "temperature": 0, "size": 0}]',
         "[3]",
-        '[{"machine": "a", "rule": "match", "temperature": 0, "size": 513, "accuracy": [[0.5]]}]',
+        '[{"machine": "a", "threads": 1, "rule": "match", "temperature": 0, "size": 513, "accuracy": [[0.5]]}]',
     ],
 )
 def test_damaged_plans_are_one_line(family: Path, tmp_path: Path, content: str) -> None:
