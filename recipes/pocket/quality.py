@@ -1,7 +1,7 @@
 """Says how good the shipped family is: `python recipes/pocket/quality.py --bench FILE.json … --json FILE.json`.
 
-Held-out loss of every model, and how much the target repeats itself in the answers that benchmark
-files hold.
+Held-out loss of every model, and of others with the same tokenizer (`--models build/pocket/wide/target`), and how much
+the target repeats itself in the answers that benchmark files hold.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ def main() -> None:
     """Measures and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bench", type=Path, nargs="*", default=[], help="files of `paradraft bench` with `ar`")
+    parser.add_argument("--models", nargs="*", default=[], help="further folders with the family's tokenizer")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(POCKET / "target", trust_remote_code=False)
     _, held_out = corpus.read_library()
     stream: torch.Tensor = tokenized(tokenizer, [document.text for document in held_out])
     losses = {}
-    for name in ("target", "draft", "pard"):
-        losses[name] = evaluate(load_model(str(POCKET / name), Runtime()), stream, most=WINDOWS)
+    folders = {name: str(POCKET / name) for name in ("target", "draft", "pard")}
+    for name, folder in (folders | {folder: folder for folder in args.models}).items():
+        losses[name] = evaluate(load_model(folder, Runtime()), stream, most=WINDOWS)
         print(f"{name}: held-out loss {losses[name]:.3f} nats per token", flush=True)
     repetition = {}
     for file in args.bench:

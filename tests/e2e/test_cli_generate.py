@@ -15,6 +15,17 @@ from tests.e2e.conftest import EXACT, Paradraft, assert_mistake, drafting
 from tests.support.jsonl import write_lines
 
 
+@pytest.mark.parametrize(("verify", "is_lossless"), [("match", True), ("rejection", True), ("typical", False)])
+def test_json_says_whether_an_answer_is_lossless(
+    family: Path, paradraft: Paradraft, verify: str, is_lossless: bool
+) -> None:
+    """Guards against answers of a lossy rule that are taken for the target's own by whoever reads the file."""
+    asked = ["--prompt", "abc", "--max-new-tokens", 4, "--temperature", 0.7, "--verify", verify, "--json"]
+    outcome = paradraft("generate", *drafting(family, "pard"), *asked)
+    assert json.loads(outcome.out)["lossless"] is is_lossless
+    assert ("not lossless" in outcome.err) is not is_lossless
+
+
 @pytest.mark.parametrize("name", drafter_names())
 def test_prompt_is_answered(family: Path, paradraft: Paradraft, name: str) -> None:
     """Guards against a drafter that changes the text, and against noise of the libraries: the standard output is

@@ -65,7 +65,31 @@ def test_sizes_of_ppd_are_planned_and_taken(
     asked = ["--prompt", "abcabc", "--max-new-tokens", 12, *EXACT]
     answer, plain = paradraft("generate", *models, *asked), paradraft("generate", *models[:2], *asked)
     assert (answer.code, answer.out) == (0, plain.out) and "nothing is planned" not in answer.err
+    assert (last["lossless"], last["speedup"]) == (True, plan["speedup"]) and "not lossless" not in outcome.out
+    assert ("no size pays" in outcome.out) == (plan["speedup"] < 1)
     assert_mistake(paradraft("plan", *models, *size, "--k", "2"), "--k: ppd is planned by the size of its passes")
+
+
+def test_a_lossy_plan_says_so_and_ignored_options_are_told(
+    family: Path, paradraft: Paradraft, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the title and the last line, which is what a script reads, of a plan for typical acceptance."""
+    monkeypatch.setattr(costs, "VISITS", 1)
+    monkeypatch.setattr(costs, "LEAST_S", 0.0)
+    draft = tmp_path / "draft"
+    shutil.copytree(str(draft_of(family, "ppd")), draft)
+    asked = ["--target", family / "target", "--drafter", "ppd", "--draft", draft, "--prompts", prompts, *EXACT]
+    asked += ["--num-prompts", 2, "--max-new-tokens", 12, "--tree-budgets", 4, "--no-compile"]
+    outcome = paradraft("plan", *asked, "--verify", "typical", "--seed", 3, "--runs", 4)
+    assert outcome.code == 0, outcome.err
+    assert "not lossless" in " ".join(outcome.out.split())
+    assert json.loads(outcome.out.splitlines()[-1])["lossless"] is False
+    assert "warning: --seed has no effect" in outcome.err and "warning: --runs has no effect" in outcome.err
+    (draft / "plans.json").unlink()
+    (draft / "plans.json").mkdir()
+    refused = paradraft("plan", *asked)
+    assert_mistake(refused, draft / "plans.json")
+    assert "counting" not in refused.err
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,16 @@ prompt tokens after the last committed token and no guesses, each of which is co
 Then rounds of every size are timed, and the size that yields most tokens a second is chosen (Chen et al. 2024, section
 4, "Hardware-awareness").
 
-The trees are made for ranks that are independent of each other, from depth to depth and from round to round. So two
-predictions are reported: of the shares multiplied along each path, and of the answers replayed, in which ranks occur
-together as they do. The second one chooses.
+Two predictions are reported: of the shares multiplied along each path, and of the answers [replayed](replay.py). The
+second one chooses.
 
 Shape letters: B rows of a batch, P prompt tokens, R ranks.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -40,23 +37,19 @@ from paradraft.models.loading import POCKET, load_target, locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.plan.costs import measure_rounds
+from paradraft.plan.replay import RANKS, UNKNOWN, Ranks, accuracy_of, random_trees, replayed, static_trees
 from paradraft.request import requests_of
-from paradraft.sampling.sparse_tree import Accuracy, Path, StateTree, best_guesses, best_trees, rate
+from paradraft.sampling.sparse_tree import StateTree, best_trees, rate
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT
 from paradraft.verify import LOSSY, rule_name
 
-RANKS = 10
-"""Of the guesses of a place, the first so many are counted."""
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """What is tried where the user names no sizes."""
 RANDOM = 10
 """Random trees of a size, whose mean is reported."""
 Report = Callable[[str], None]
-Ranks = tuple[int, ...]
-"""By depth, which guess was right; `RANKS` where none of the first was, `UNKNOWN` after the answer's end."""
-UNKNOWN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,84 +165,6 @@ def count_ranks(task: SizeTask, target: Target, head: Head, prompts: int) -> lis
 
 def _rank(guesses: list[int], token: int) -> int:
     return guesses.index(token) if token in guesses else RANKS
-
-
-def accuracy_of(answers: Sequence[Sequence[Ranks]]) -> list[list[float]]:
-    """How often each rank was right, by depth; as if each of them had been right a little once more.
-
-    Raises:
-        ValueError: the answers are too short.
-
-    >>> accuracy_of([[(0, 1), (0, 0), (10, 0), (0, -1)]])[0][:2]
-    [0.7, 0.05]
-    """
-    ranks = [one for answer in answers for one in answer]
-    if not ranks:
-        raise ValueError("no answer has two tokens: nothing can be counted, raise max_new_tokens")
-    expected = [0.5 ** (rank + 1) for rank in range(RANKS)]
-    found = []
-    for depth in range(len(ranks[0])):
-        known = [one[depth] for one in ranks if one[depth] != UNKNOWN]
-        found.append([(known.count(rank) + expected[rank]) / (len(known) + 1) for rank in range(RANKS)])
-    return found
-
-
-def replayed(trees: Sequence[StateTree], answers: Sequence[Sequence[Ranks]]) -> float:
-    """Tokens a pass of decoding these answers with some trees, one for each state: every round's guesses are known."""
-    paths = [{(): tree.prompts[0]} | dict(zip(tree.guesses, tree.prompts[1:], strict=True)) for tree in trees]
-    tokens = passes = 0
-    for answer in answers:
-        at, state = 0, trees[0].prompts[0]  # the first pass has no guesses, and adds a token
-        passes += 1
-        tokens += 1 + len(answer)
-        while at < len(answer):
-            path = _deepest(answer[at], paths[state])
-            at, state = at + 1 + len(path), paths[state][path]
-            passes += 1
-    return tokens / passes
-
-
-def _deepest(ranks: Ranks, paths: Mapping[Path, int]) -> Path:
-    """The longest path of right guesses that a tree has."""
-    path: Path = ()
-    while len(path) < len(ranks) and (*path, ranks[len(path)]) in paths:
-        path = (*path, ranks[len(path)])
-    return path
-
-
-def static_trees(accuracy: Accuracy, size: int, prompts: int, copies: int) -> list[StateTree]:
-    """The best trees that have as many prompt tokens after one guess as after any other (Fig. 8a, "static")."""
-    best: tuple[float, list[StateTree]] | None = None
-    for each in range(1, prompts + 1):
-        trees = []
-        for state in range(prompts + 1):
-            most = (size - copies * each) // (1 + copies * each)
-            guesses = best_guesses(accuracy, max(most, 0), depth=state)
-            trees.append(StateTree(guesses=guesses, prompts=(each,) * (len(guesses) + 1)))
-        if trees[0].size(copies) <= size and (best is None or rate(trees, accuracy) > best[0]):
-            best = rate(trees, accuracy), trees
-    assert best is not None
-    return best[1]
-
-
-def random_trees(size: int, prompts: int, copies: int, seed: int) -> list[StateTree]:
-    """Trees of a size whose guesses and prompt tokens stand anywhere (Fig. 8a, "random"); about half are guesses."""
-    generator, trees = random.Random(seed), []
-    for state in range(prompts + 1):
-        paths: list[Path] = [()]
-        children: Counter[Path] = Counter()
-        for _ in range(size // 2 if state else 0):
-            parent = generator.choice([path for path in paths if len(path) < state])
-            if children[parent] < RANKS:
-                paths.append((*parent, children[parent]))
-                children[parent] += 1
-        placed = [0] * len(paths)
-        for _ in range((size - len(paths) + 1) // copies):
-            free = [node for node, number in enumerate(placed) if number < prompts]
-            if free:
-                placed[generator.choice(free)] += 1
-        trees.append(StateTree(guesses=tuple(paths[1:]), prompts=tuple(placed)))
-    return trees
 
 
 def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: Report) -> dict[str, Any]:

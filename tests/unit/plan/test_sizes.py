@@ -15,16 +15,8 @@ from paradraft.formats.head import read_checkpoint
 from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
 from paradraft.plan import sizes
-from paradraft.plan.sizes import (
-    RANKS,
-    SizeTask,
-    accuracy_of,
-    count_ranks,
-    random_trees,
-    replayed,
-    run_size_plan,
-    static_trees,
-)
+from paradraft.plan.replay import RANKS, accuracy_of, random_trees, replayed, static_trees
+from paradraft.plan.sizes import SizeTask, count_ranks, run_size_plan
 from paradraft.sampling.sparse_tree import best_trees, rate
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation

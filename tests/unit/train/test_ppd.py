@@ -176,6 +176,13 @@ def test_a_second_stage_begins_with_the_first(family: Path, tmp_path: Path) -> N
     assert not second.prompts["head"].any()
 
 
+def test_a_start_that_does_not_fit_is_told(family: Path, tmp_path: Path) -> None:
+    first = recipe_for(family, tmp_path / "first")
+    launch.train(first, ppd.build, lambda report: None)
+    with pytest.raises(ValueError, match=r"start=.*has no weights that fit: name a drafter of the same size"):
+        prepared(recipe_for(family, tmp_path / "second", start=str(first.out), copies=2))
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
