@@ -1,8 +1,9 @@
 """Parallel drafting for language models: lossless, fast, measurable."""
 
 from paradraft.engine import Engine, Result, load
+from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 
-__all__ = ["Engine", "Result", "Sampling", "Speculation", "Tree", "load"]
+__all__ = ["Engine", "Placement", "Result", "Sampling", "Speculation", "Tree", "load"]

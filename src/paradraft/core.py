@@ -372,6 +372,9 @@ class Drafter:
             shared: how many tokens the new row and the other have in common, from the first.
         """
 
+    def close(self) -> None:
+        """Lets go of what it has outside of this process; it drafts no more."""
+
 
 class TextDrafter(Drafter):
     """A drafter that looks at the committed tokens alone."""

@@ -5,24 +5,27 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 from paradraft.core import Drafter, Request
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.draft_length import POLICIES, Fixed, LengthPolicy
+from paradraft.decode.drafter_process import Server
 from paradraft.decode.generation import AnswerText, Generation, StopStrings, stop_strings
 from paradraft.decode.pearl import AheadBatch, best_gamma
+from paradraft.decode.remote import DrafterProcess, RemoteDrafter, Setup, Span, is_launched, met, versions
 from paradraft.decode.stats import Clock, Stats, added
 from paradraft.drafters import load_drafter
 from paradraft.errors import one_line, whole_number
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward.cpu.threads import one_torch_thread
+from paradraft.models.forward.cpu.threads import one_torch_thread, torch_threads
 from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.tokenization import Detokenizer
+from paradraft.placement import Placement, on_cpus
 from paradraft.request import requests_of
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.scheduler import Scheduler
@@ -31,6 +34,7 @@ from paradraft.tree import Tree
 from paradraft.verify import LOSSY, Verify, rule_name
 
 CPU = Runtime()
+HERE = Placement()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +91,15 @@ class Engine:
     Build one with `load`, which explains the settings.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, speculation: Speculation, *, kept_rows: int = 0) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        speculation: Speculation,
+        *,
+        kept_rows: int = 0,
+        cpus: tuple[int, ...] | None = None,
+    ) -> None:
         speculation = speculation.fitted_to(drafter)
         most = target.lm.width - 1
         if speculation.k > most:
@@ -109,20 +121,36 @@ class Engine:
             raise ValueError(f"kept_rows={kept_rows}: use 0 (keep none) or more")
         self.target = target
         self.drafter = drafter
+        self._cpus = cpus
         if speculation.gamma == "auto":
-            with self.torch_threads():
+            with self.in_round():
                 speculation = replace(speculation, gamma=best_gamma(target, drafter, speculation.k))
         self.speculation = speculation
         self.lengths: LengthPolicy = POLICIES[speculation.lengths](speculation.depth)
         self._batch = self.new_batch(kept_rows=kept_rows)
-        self._scheduler = Scheduler(self._batch, self.torch_threads)
+        self._scheduler = Scheduler(self._batch, self.in_round)
         self._detokenizer = Detokenizer(target.tokenizer)
         self._ids = itertools.count()
+
+    @property
+    def spans(self) -> list[Span]:
+        """When each side was at work in the last rounds, where the drafter is a round ahead."""
+        return list(self._batch.spans) if isinstance(self._batch, AheadBatch) else []
 
     @property
     def clock(self) -> Clock:
         """Times and counts since the engine last had nothing to do."""
         return self._batch.clock
+
+    def close(self) -> None:
+        """Ends the drafter's process, if it has one of its own; `with load(…) as engine` does so too."""
+        self.drafter.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @overload
     def generate(
@@ -237,10 +265,15 @@ class Engine:
             accepted=tuple(generation.accepted),
         )
 
-    def torch_threads(self) -> AbstractContextManager[None]:
-        """One thread for what torch computes in a round, if all passes are in C++ with threads of their own."""
+    @contextmanager
+    def in_round(self) -> Iterator[None]:
+        """Surrounds rounds: on the CPUs of the target, with one thread for what torch computes if all passes are in C++
+        with threads of their own."""
         lms: list[CausalLM] = [self.target.lm, *self.drafter.models]
-        return one_torch_thread() if all(lm.is_native for lm in lms) else nullcontext()
+        is_native = all(lm.is_native for lm in lms)
+        own = nullcontext() if self._cpus is None else torch_threads(len(self._cpus))
+        with on_cpus(self._cpus), one_torch_thread() if is_native else own:
+            yield
 
     def warm_up(self, batch_size: int = 1) -> None:
         """Runs the passes that decoding will use, so that none is compiled in the middle of an answer; twice where
@@ -303,6 +336,7 @@ def load(
     gamma: int | Literal["auto"] | None = None,
     kept_rows: int = 0,
     runtime: Runtime = CPU,
+    placement: Placement = HERE,
 ) -> Engine:
     """Loads a target and a drafter.
 
@@ -320,6 +354,7 @@ def load(
         kept_rows: of how many answers, the last ones, the caches are kept: a prompt that begins with such an answer and
             its prompt, as the next turn of a conversation does, is read from its end on.
         runtime: device, dtype, compilation.
+        placement: with `gamma`, where each side computes; by default both in this process.
 
     Raises:
         ValueError: a name or setting is unknown, or the draft does not fit the target.
@@ -328,20 +363,63 @@ def load(
     speculation = Speculation(
         drafter=drafter, draft=draft, k=k, verify=verify, tree=shape, lengths=lengths, gamma=gamma
     )
-    return load_engine(target, speculation, kept_rows=kept_rows, runtime=runtime)
+    return load_engine(target, speculation, kept_rows=kept_rows, runtime=runtime, placement=placement)
 
 
-def load_engine(target: str, speculation: Speculation, *, kept_rows: int = 0, runtime: Runtime = CPU) -> Engine:
+def load_engine(
+    target: str, speculation: Speculation, *, kept_rows: int = 0, runtime: Runtime = CPU, placement: Placement = HERE
+) -> Engine:
     """Loads a target and a drafter, as `load` does, from settings that are together already.
+
+    Of two processes that `torchrun` has started for drafting ahead, the second one drafts: there this does not return,
+    and the process ends when the other one does.
 
     Raises:
         ValueError: see `load`.
     """
     speculation.check_models(target)
+    check_placement(placement, speculation)
     if not isinstance(runtime, Runtime):
         raise ValueError(f"runtime={one_line(runtime)}: use a Runtime, such as Runtime(dtype='bfloat16')")
     if max(speculation.k, speculation.nodes) >= runtime.width:
         runtime = replace(runtime, width=speculation.pass_width)
-    loaded = load_target(target, runtime)
-    drafter = load_drafter(speculation.drafter, loaded, draft=speculation.draft, runtime=runtime)
-    return Engine(loaded, drafter, speculation, kept_rows=kept_rows)
+    process = None
+    if speculation.gamma is not None and is_launched():
+        rank, channel = met()
+        if rank == 1:
+            with on_cpus(placement.draft_cpus):
+                Server(channel).serve()
+            raise SystemExit
+        process = DrafterProcess(placement, channel)
+    elif placement.has_process:
+        process = DrafterProcess(placement)  # it begins while the target is loaded
+    with on_cpus(placement.target_cpus):
+        loaded = load_target(target, runtime)
+        if process is None:
+            drafter = load_drafter(speculation.drafter, loaded, draft=speculation.draft, runtime=runtime)
+        else:
+            drafter = remote_drafter(process, speculation, loaded, runtime)
+        return Engine(loaded, drafter, speculation, kept_rows=kept_rows, cpus=placement.target_cpus)
+
+
+def check_placement(placement: Placement, speculation: Speculation) -> None:
+    """Raises ValueError if a drafter is to have a process of its own that does not draft ahead."""
+    if placement.has_process and speculation.gamma is None:
+        name = "draft_device" if placement.draft_cpus is None else "draft_cpus"
+        raise ValueError(f"{name} gives the drafter a process of its own, which is for drafting ahead: set gamma too")
+
+
+def remote_drafter(
+    process: DrafterProcess, speculation: Speculation, target: Target, runtime: Runtime
+) -> RemoteDrafter:
+    """Has a process load the drafter.
+
+    Raises:
+        ValueError: it cannot be loaded; the process has ended.
+    """
+    device = process.placement.draft_device or runtime.device
+    setup = Setup(
+        drafter=speculation.drafter, draft=speculation.draft, runtime=replace(runtime, device=device),
+        target=target.facts, versions=versions(),
+    )  # fmt: skip
+    return RemoteDrafter(process, setup)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -203,3 +204,24 @@ def test_prompt_file_does_not_exist(family: Path, paradraft: Paradraft, tmp_path
     """Guards against an error that does not say which file."""
     file = tmp_path / "prompts.jsonl"
     assert_mistake(paradraft("generate", "--target", family / "target", *EXACT, "--prompts", file), file)
+
+
+def test_a_drafter_in_a_process_of_its_own(family: Path, paradraft: Paradraft) -> None:
+    """Guards the options that place both sides, and mistakes in them."""
+    cpu = min(os.sched_getaffinity(0))
+    asked = ["--prompt", "helloworld", "--max-new-tokens", 20]
+    plain = paradraft("generate", *drafting(family, "none"), *asked)
+    ahead = [*drafting(family, "pard"), *asked, "--gamma", 4]
+    answer = paradraft("generate", *ahead, "--draft-cpus", cpu, "--target-cpus", cpu)
+    assert (answer.code, answer.out) == (0, plain.out)
+    assert os.sched_getaffinity(0) != {cpu} or os.cpu_count() == 1
+    for options, told in [
+        (["--draft-cpus", 4000], "draft_cpus: there is no CPU 4000 for this process"),
+        (["--target-cpus", "one"], "CPUs 'one'"),
+        (["--draft-device", "abacus"], "abacus"),
+        (["--draft-cpus", cpu, "--draft-timeout-s", 0], "draft_timeout_s=0"),
+    ]:
+        assert_mistake(paradraft("generate", *ahead, *options), told)
+    assert_mistake(paradraft("generate", *ahead[:-2], "--draft-cpus", cpu), "set gamma too")
+    warned = paradraft("generate", *ahead, "--draft-timeout-s", 3)
+    assert "warning: --draft-timeout-s has no effect without --draft-cpus" in warned.err

@@ -20,6 +20,7 @@ from paradraft.cli.regenerate import regenerate
 from paradraft.cli.report import report
 from paradraft.cli.terminal import hide_progress_bars
 from paradraft.cli.train import train_drafter
+from paradraft.decode.remote import DrafterLostError
 from paradraft.environment import is_main_process
 from paradraft.errors import is_out_of_memory
 
@@ -62,6 +63,8 @@ def main() -> None:
         code = _complain(error.format_message())
     except ValueError as error:
         code = _complain(str(error))
+    except DrafterLostError as error:
+        code = _complain(str(error), always=True)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

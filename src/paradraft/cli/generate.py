@@ -16,6 +16,7 @@ from paradraft.cli.terminal import stream_answer
 from paradraft.data.records import read_prompts
 from paradraft.engine import Result, load_engine
 from paradraft.models.runtime import Runtime
+from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.verify import LOSSY, rule_name
@@ -36,6 +37,7 @@ def generate(
         int, typer.Option(min=1, help="With --prompts and --json: prompts that are answered together.")
     ] = 8,
     runtime: Runtime,
+    placement: Placement,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer, with statistics.")] = False,
 ) -> None:
     """Answer prompts. The text is the target's own, whatever the drafter, but with --verify typical."""
@@ -43,7 +45,8 @@ def generate(
         raise ValueError("give either --prompt or --prompts")
     records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
     with Console(stderr=True).status("loading; the first time passes are built for this CPU"):
-        engine = load_engine(target, speculation, runtime=replace(runtime, width=speculation.pass_width))
+        runtime = replace(runtime, width=speculation.pass_width)
+        engine = load_engine(target, speculation, runtime=runtime, placement=placement)
     texts = [str(record["prompt"]) for record in records]
     is_lossless = rule_name(speculation.verify) not in LOSSY
     ours = {"text", "tokens", "finish_reason", "lossless", "stats"}
@@ -56,6 +59,7 @@ def generate(
         options.without_chance(sampling.is_greedy),
         options.without_drafter(speculation),
         options.with_own_tree(speculation),
+        options.without_process(placement),
         (prompts is None or not as_json, "without --prompts and --json", ["batch_size"]),
     )
     size = min(batch_size, len(texts)) if as_json else 1

@@ -20,6 +20,7 @@ import typer
 from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import drafter_class, drafter_names
 from paradraft.models.runtime import PRECISIONS, Runtime
+from paradraft.placement import Placement, cpus_of
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import MOST_DRAFTED, Speculation, gamma_of
 from paradraft.tree import Tree
@@ -42,6 +43,11 @@ def with_own_tree(speculation: Speculation) -> Rule:
     """What a run ignores whose drafter's own settings say how large its drafts are."""
     is_own = drafter_class(speculation.drafter).branching == "own"
     return is_own, "with this drafter, whose own settings say how deep it drafts", ("k",)
+
+
+def without_process(placement: Placement) -> Rule:
+    """What a run ignores whose drafter has no process of its own."""
+    return not placement.has_process, "without --draft-cpus or --draft-device", ("draft_timeout_s",)
 
 
 def warn_ignored(context: typer.Context, *rules: Rule) -> None:
@@ -113,6 +119,12 @@ OPTIONS: dict[type, dict[str, Any]] = {
         ),
         "capacity": typer.Option(help="Most tokens of prompt and answer; by default the model's limit."),
     },
+    Placement: {
+        "target_cpus": typer.Option(help="CPUs that the target computes on, such as 0 or 0-3,6; by default all."),
+        "draft_cpus": typer.Option(help="With --gamma: CPUs of the drafter, which then has a process of its own."),
+        "draft_device": typer.Option(help="With --gamma: a torch device for the drafter in a process of its own."),
+        "draft_timeout_s": typer.Option(help="Seconds after which a drafter's process that says nothing is given up."),
+    },
 }
 """For each of the dataclasses its options, in the order of the help."""
 TYPES: dict[str, Any] = {
@@ -120,6 +132,8 @@ TYPES: dict[str, Any] = {
     "tree_paths": str | None,
     "logit_bias": list[str] | None,
     "gamma": str | None,
+    "target_cpus": str | None,
+    "draft_cpus": str | None,
 }
 """Of the options that are read into a field of another type; by default they are None."""
 REQUIRED = inspect.Parameter.empty
@@ -204,6 +218,8 @@ def _read(kind: type, values: dict[str, Any]) -> Any:
     if kind is Speculation:
         values["tree"] = tree_of(values.pop("tree_budget", None), values.pop("tree_paths", None))
         values["gamma"] = gamma_of(values.get("gamma"))
+    if kind is Placement:
+        values |= {name: cpus_of(values[name]) for name in ("target_cpus", "draft_cpus")}
     if "logit_bias" in values:
         values["logit_bias"] = biases_of(values["logit_bias"] or [])
     return kind(**values)

@@ -16,24 +16,30 @@ than its row has room for.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paradraft.core import Draft, Drafter, Request, RoundOutput, Verdict
+from paradraft.core import Draft, Drafter, Request, RoundOutput, TargetOut, Verdict
 from paradraft.decode.batch import Batch
 from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
+from paradraft.decode.remote import RemoteDrafter, Span
 from paradraft.models.forward.cpu.threads import use_one_torch_thread
 from paradraft.models.target import Target
 from paradraft.tree import ABSENT
 
 TIMED_ROUNDS = 6
 """Rounds at least in which the two sides are timed."""
+MOST_SPANS = 4096
+"""Of how many passes and windows a batch remembers when they were."""
 
 
 def decode_round_ahead(batch: AheadBatch) -> RoundOutput:
@@ -46,15 +52,18 @@ def decode_round_ahead(batch: AheadBatch) -> RoundOutput:
         The new tokens of each request, cut where its answer ends.
     """
     draft = batch.ahead
-    drafting = batch.begin_drafting()
+    batch.begin_drafting()
     try:
-        out = batch.target.forward(draft)
+        out = batch.forward(draft)
         verdict = batch.verify(draft, out, batch.sampler)
         batch.clock.lap("verify")
-    finally:
-        wait([drafting])
-    window = drafting.result()
+    except BaseException:
+        with suppress(Exception):
+            batch.take_window()  # so that the other side has ended too
+        raise
+    window = batch.take_window()
     batch.clock.lap("draft")  # as far as it was waited for
+    verdict = batch.settle(verdict, window)
     committed = batch.target.commit(verdict, out)
     batch.drafter.commit(committed)
     batch.sampler.commit(committed)
@@ -85,36 +94,90 @@ def draft_ahead(draft: Draft, verdict: Verdict, window: Draft) -> Draft:
     return rest.where(is_right_B1 & (rest.tokens != ABSENT))
 
 
+class DrafterThread:
+    """Lets a drafter of this process draft while others compute.
+
+    Its models compute outside of Python, as all of ours do; on a GPU in a stream of their own.
+
+    Args:
+        drafter: nothing else may use it between `begin` and `take`.
+        device: of the target.
+        is_native: whether all passes of both sides are in C++.
+    """
+
+    def __init__(self, drafter: Drafter, device: torch.device, *, is_native: bool) -> None:
+        self._drafter = drafter
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Else its first operation starts threads that spin on the CPUs that the passes need; see `one_torch_thread`.
+        prepare = use_one_torch_thread if is_native else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="drafter", initializer=prepare)
+
+    def begin(self, lengths: Sequence[int], after: Draft | None) -> None:
+        """See `RemoteDrafter`."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._drafting = self._pool.submit(self._draft, lengths, after)
+
+    def take(self) -> Draft:
+        """See `RemoteDrafter`."""
+        draft, self.last_span = self._drafting.result()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        return draft
+
+    def _draft(self, lengths: Sequence[int], after: Draft | None) -> tuple[Draft, Span]:
+        began_s = time.perf_counter()
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            draft = self._drafter.propose(lengths, after)
+        return draft, Span(side="draft", began_s=began_s, ended_s=time.perf_counter())
+
+
 class AheadBatch(Batch):
     """The rows of a batch whose drafter is a round ahead. The arguments are those of `Batch`; drafts are chains.
 
-    `lengths` says γ. The drafter works in a thread of its own, so that models that compute outside of Python, as all
-    of ours do, compute at the same time.
+    `lengths` says γ. The drafter works in a thread of its own, if it is not in another process.
     """
 
     def __init__(self, target: Target, drafter: Drafter, **settings: Any) -> None:
         super().__init__(target, drafter, **settings)
         self.ahead = Draft.empty(0, target.device)
         """The draft that the next round verifies."""
+        self.spans = deque[Span](maxlen=MOST_SPANS)
+        """When each side was at work, in the last rounds."""
         is_native = all(lm.is_native for lm in (target.lm, *drafter.models))
-        # Else its first operation starts threads that spin on the CPUs that the passes need; see `one_torch_thread`.
-        prepare = use_one_torch_thread if is_native else None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="drafter", initializer=prepare)
+        self._side = (
+            drafter
+            if isinstance(drafter, RemoteDrafter)
+            else DrafterThread(drafter, target.device, is_native=is_native)
+        )
 
-    def begin_drafting(self) -> Future[Draft]:
+    def begin_drafting(self) -> None:
         """Has the drafter go on after the draft, for rows in which that can be of use."""
         known = (self.ahead.tokens != ABSENT).sum(1).tolist()
-        lengths = [
+        self._wanted = [
             # The window's last token is followed by one of the target's. A window of one token tells nothing new.
             wanted if (wanted := min(length, generation.room - 1 - number)) > 1 else 0
             for length, generation, number in zip(self.lengths.next(), self.generations, known, strict=True)
         ]
-        return self._pool.submit(self._draft, lengths, self.ahead)
+        self._side.begin(self._wanted, self.ahead)
 
-    def _draft(self, lengths: list[int], after: Draft) -> Draft:
-        window = self.drafter.propose(lengths, after)
-        is_wanted_BN = torch.arange(window.tokens.shape[1])[None] < torch.tensor(lengths)[:, None]
+    def take_window(self) -> Draft:
+        """Waits for what the drafter has drafted; cut to what was wanted."""
+        window = self._side.take()
+        self.spans.append(self._side.last_span)
+        is_wanted_BN = torch.arange(window.tokens.shape[1])[None] < torch.tensor(self._wanted)[:, None]
         return window.where(is_wanted_BN.to(window.tokens.device) & (window.tokens != ABSENT))
+
+    def forward(self, draft: Draft) -> TargetOut:
+        """The target's pass over a draft."""
+        began_s = time.perf_counter()
+        out = self.target.forward(draft)
+        self.spans.append(Span(side="target", began_s=began_s, ended_s=time.perf_counter()))
+        return out
+
+    def settle(self, verdict: Verdict, window: Draft) -> Verdict:
+        """The verdict, once the window is known: as it is."""
+        return verdict
 
     def round(self) -> RoundOutput:
         """See `Batch`."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from paradraft.core import Drafter
 from paradraft.models.loading import POCKET
 from paradraft.models.runtime import Runtime
-from paradraft.models.target import Target
+from paradraft.models.target import Target, TargetFacts
 from paradraft.plugins import find_module, module_names
 
 GROUP = "paradraft.drafters"
@@ -24,12 +24,12 @@ DRAFT = "draft"
 """The field of a `Config` that names the draft model; it is given apart from the other settings."""
 
 
-def load_drafter(drafter: str, target: Target, *, draft: str | None, runtime: Runtime) -> Drafter:
+def load_drafter(drafter: str, target: Target | TargetFacts, *, draft: str | None, runtime: Runtime) -> Drafter:
     """Builds a drafter for a loaded target.
 
     Args:
         drafter: one of `drafter_names()`, with settings or without.
-        target: whose text is to be guessed.
+        target: whose text is to be guessed; a drafter that cannot run ahead needs the target itself.
         draft: the draft model; None takes the shipped one.
         runtime: the target's.
 

@@ -25,7 +25,7 @@ from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.loading import load_draft_lm, locate
 from paradraft.models.prompt_tokens import PromptTokens, forward_with_probes
 from paradraft.models.runtime import Runtime
-from paradraft.models.target import Target
+from paradraft.models.target import Target, TargetFacts
 from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
 from paradraft.sampling.sampler import Sampler
@@ -300,7 +300,7 @@ def _added(drafted: Draft, found: Candidates, paths_BA: Tensor, numbers_B: Tenso
     )
 
 
-def build(config: Config, target: Target, runtime: Runtime) -> AutoregressiveDrafter:
+def build(config: Config, target: Target | TargetFacts, runtime: Runtime) -> AutoregressiveDrafter:
     """Loads the draft model.
 
     Raises:

@@ -25,7 +25,7 @@ from paradraft.models.loading import load_draft_lm, locate
 from paradraft.models.one_pass import draft_of_pass
 from paradraft.models.previous_token import Correction, PreviousTokenHead, load_head
 from paradraft.models.runtime import Runtime
-from paradraft.models.target import Target, gathered
+from paradraft.models.target import Target, TargetFacts, gathered
 from paradraft.models.tokenization import text_of
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
@@ -135,7 +135,7 @@ class PardDrafter(Drafter):
         self._pending[row] = self._pending[row][known:]
 
 
-def build(config: Config, target: Target, runtime: Runtime) -> PardDrafter:
+def build(config: Config, target: Target | TargetFacts, runtime: Runtime) -> PardDrafter:
     """Loads the PARD model; its mask token is forbidden in the target's output too.
 
     Warns:

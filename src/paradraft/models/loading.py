@@ -31,7 +31,7 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.generation import complaint, end_ids, suppressed_ids
 from paradraft.models.presets import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
 from paradraft.models.runtime import QUANTIZED, Runtime, quantize
-from paradraft.models.target import Target
+from paradraft.models.target import Target, TargetFacts
 
 POCKET = "pocket"
 ATTENTION = "sdpa"
@@ -207,7 +207,7 @@ def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
         )
 
 
-def load_draft_lm(folder: str, target: Target, runtime: Runtime) -> CausalLM:
+def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime) -> CausalLM:
     """Loads a draft model that speaks the target's tokens.
 
     Args:
@@ -219,7 +219,7 @@ def load_draft_lm(folder: str, target: Target, runtime: Runtime) -> CausalLM:
         ValueError: there is no such model, or its tokens or capacity do not fit the target's.
     """
     model = _model(folder, runtime)
-    needed = target.lm.vocab_size
+    needed = target.vocab_size
     if model.config.vocab_size < needed:
         raise ValueError(
             f"draft {folder!r} knows {model.config.vocab_size} tokens, the target {needed}: use one of the same family"

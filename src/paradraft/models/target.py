@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,23 @@ from paradraft.models.generation import end_ids
 from paradraft.models.prompt_tokens import forward_with_probes
 from paradraft.ragged import from_lists, to_lists, upload
 from paradraft.tree import depths, parents_of_chains, row_after, with_root
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFacts:
+    """What a draft model must fit; a `Target` has it too. Drafters that run ahead are built from nothing else.
+
+    Args:
+        tokenizer: of the target.
+        vocab_size: ids from here on are never chosen.
+        capacity: most tokens, prompt included, that a row may have.
+        eos_ids: the tokens that end a text.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    capacity: int
+    eos_ids: frozenset[int]
 
 
 class Target:
@@ -45,6 +63,18 @@ class Target:
     def capacity(self) -> int:
         """Most tokens, prompt included, that a row may have."""
         return self.lm.capacity
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids from here on are never chosen."""
+        return self.lm.vocab_size
+
+    @property
+    def facts(self) -> TargetFacts:
+        """What a draft model must fit."""
+        return TargetFacts(
+            tokenizer=self.tokenizer, vocab_size=self.vocab_size, capacity=self.capacity, eos_ids=self.eos_ids
+        )
 
     @property
     def fewest_rows(self) -> int:

@@ -178,11 +178,11 @@ def _decode(
     rotation = samples.rotation
     # Requests that have ended stay: the batch size is what is measured.
     batch = engine.new_batch(lengths=rotation, keeps_finished=True)
-    with engine.torch_threads():
+    with engine.in_round():
         batch.join(generations)
     before, room, done, useful = batch.clock.stats, limit, 0, 0
     while not batch.is_finished:
-        with engine.torch_threads():
+        with engine.in_round():
             output = batch.step()
         after = batch.clock.stats
         taken = RoundTime(

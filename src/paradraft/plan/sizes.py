@@ -149,7 +149,7 @@ def count_ranks(task: SizeTask, target: Target, head: Head, prompts: int) -> lis
     for request in requests_of(target, task.calibrating, task.max_new_tokens, task.sampling):
         batch = engine.new_batch()
         generation = Generation(request)
-        with engine.torch_threads():
+        with engine.in_round():
             batch.join([generation])
             while not batch.is_finished:
                 batch.step()

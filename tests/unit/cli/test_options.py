@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Annotated, Any
@@ -14,13 +15,16 @@ from typer.testing import CliRunner
 from paradraft.cli import options
 from paradraft.cli.options import OPTIONS, REQUIRED, Offer, with_options
 from paradraft.models.runtime import Runtime
+from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 
 READ = {"tree": {"tree_budget", "tree_paths"}}
 """The options of a field, where they are not called like it."""
-ONLY_IN_PYTHON = {Speculation: set(), Sampling: {"processors"}, Runtime: {"width", "pad_to", "cuda_graphs"}}
+ONLY_IN_PYTHON = {
+    Speculation: set(), Sampling: {"processors"}, Runtime: {"width", "pad_to", "cuda_graphs"}, Placement: set(),
+}  # fmt: skip
 OTHER = Offer(without=("k", "lengths"), defaults={"drafter": REQUIRED, "verify": "rejection"}, helps={"draft": "Dr."})
 Last = Annotated[int, typer.Option()]
 Run = Callable[..., Any]
@@ -82,6 +86,24 @@ def test_options_become_settings(everything: Run, seen: Seen) -> None:
     assert seen["runtime"] == Runtime(dtype="float64", compiled=False, capacity=99)
     running(everything)("--last", 2, "--tree-paths", "0 1 0.0")
     assert seen["speculation"].tree == Tree(paths=((0,), (1,), (0, 0)))
+
+
+def test_cpus_are_read() -> None:
+    """Guards the placement of both sides on its way."""
+    seen: Seen = {}
+
+    @with_options
+    def command(*, placement: Placement) -> None:
+        """Answers."""
+        seen.update(placement=placement)
+
+    assert running(command)().exit_code == 0 and seen["placement"] == Placement()
+    cpu = min(os.sched_getaffinity(0))
+    said = ["--target-cpus", cpu, "--draft-cpus", cpu, "--draft-device", "cpu", "--draft-timeout-s", 3]
+    assert running(command)(*said).exit_code == 0
+    assert seen["placement"] == Placement(
+        target_cpus=(cpu,), draft_cpus=(cpu,), draft_device="cpu", draft_timeout_s=3.0
+    )
 
 
 def test_a_wrong_value_is_the_mistake_that_the_library_names(everything: Run, seen: Seen) -> None:

@@ -101,7 +101,7 @@ class Team {
         int64_t passes = pool.passes.fetch_add(1) + 1;
         bool is_alone = begun < pool.alone_until.load(std::memory_order_relaxed);
         int64_t size = is_alone ? 1 : threads / passes;
-        Team& team = pool.take();
+        Team& team = pool.take(size > 1);
         team.open(std::clamp<int64_t>(size, 1, MOST_WORKERS));
         int64_t worked = team.size > 1 ? clock_ns(CLOCK_THREAD_CPUTIME_ID) : 0;
         body(team);
@@ -152,13 +152,19 @@ class Team {
             credit_ns.store(std::max<int64_t>(credit, 0), std::memory_order_relaxed);
         }
 
-        /// The team that was given back last: its helpers are the likeliest to be awake.
-        Team& take() {
+        /// The team that was given back last: its helpers are the likeliest to be awake. Where they are to take part, one
+        /// whose helpers run on the CPUs of the caller.
+        Team& take(bool wants_helpers) {
+            cpu_set_t cpus = {};
+            if (wants_helpers) sched_getaffinity(0, sizeof cpus, &cpus);
             std::lock_guard lock(mutex);
-            if (free.empty()) return *new Team;
-            Team* team = free.back();
-            free.pop_back();
-            return *team;
+            for (size_t i = free.size(); i-- > 0;) {
+                Team* team = free[i];
+                if (wants_helpers && team->helpers && !CPU_EQUAL(&team->cpus, &cpus)) continue;
+                free.erase(free.begin() + i);
+                return *team;
+            }
+            return *new Team;
         }
 
         void give(Team& team) {
@@ -175,6 +181,7 @@ class Team {
     uint32_t step = 0;
     int64_t ordered = 0; // chunks of all steps so far
     int64_t lost_ns = 0; // in this pass
+    cpu_set_t cpus = {}; // of the helpers, which are those of the thread that hired them first
 
     /// Begins a pass with `wanted` threads.
     void open(int wanted) {
@@ -192,6 +199,7 @@ class Team {
 
     /// Starts the helpers that are missing, or as many as the system gives. Signals are not for them.
     void hire() {
+        if (!helpers) sched_getaffinity(0, sizeof cpus, &cpus);
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);

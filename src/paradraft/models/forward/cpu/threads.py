@@ -70,6 +70,17 @@ def one_torch_thread() -> Iterator[None]:
         library().set_openmp_threads(before)
 
 
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Inside, torch computes on this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def use_one_torch_thread() -> int:
     """From now on, torch computes on the calling thread alone; returns how many threads it used until now."""
     torch.get_num_threads()  # asked for the first time in a thread, torch sets OpenMP's number itself

@@ -1,0 +1,361 @@
+"""A drafter in another process: on other CPUs, on another device, or on another machine.
+
+Only token ids cross, and once the requests: with the match rule a draft has no probabilities, and the noise that its
+tokens are drawn with belongs to (request, position). What the drafter is told needs no answer, but for drafts, so the
+target's side waits for nothing else.
+
+The other side, [drafter_process.py](drafter_process.py), is lost if its process ends, or says nothing for too long:
+then it is ended, and whoever decodes is told. It ends by itself when this side does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import count
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.rendezvous import rendezvous
+
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.models.runtime import Runtime
+from paradraft.models.target import TargetFacts
+from paradraft.placement import Placement, on_cpus
+from paradraft.ragged import from_lists, to_lists
+
+WORKER = "paradraft.decode.drafter_process"
+LOADING_S = 1800.0
+"""How long a drafter may take to load, downloads included."""
+GRACE_S = 5.0
+"""How long a process that was told to end may take for it, before it is killed."""
+LOCALHOST, MEETING = "127.0.0.1", "paradraft"
+FRESH = ("load", "start")
+"""What the other side does whatever has gone wrong before."""
+
+
+class DrafterLostError(RuntimeError):
+    """The process of a drafter has ended, has failed, or says nothing."""
+
+
+class Channel:
+    """Carries messages between two processes, on one machine or on two.
+
+    Args:
+        connection: its end.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, message: Any) -> None:
+        """Sends a message without waiting for an answer.
+
+        Raises:
+            OSError: the other side is gone.
+        """
+        self._connection.send(message)
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Waits for a message.
+
+        Raises:
+            TimeoutError: none came in this many seconds; None waits for ever.
+            OSError: the other side is gone, or EOFError.
+        """
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return self._connection.recv()
+
+    def close(self) -> None:
+        """Lets the other side know that nothing follows."""
+        self._connection.close()
+
+
+def is_launched() -> bool:
+    """Whether `torchrun` has started this process and others, which are then the two sides.
+
+    Raises:
+        ValueError: they are not two.
+    """
+    if not (distributed.is_available() and distributed.is_torchelastic_launched()):
+        return False
+    if (number := int(os.environ["WORLD_SIZE"])) != 2:
+        raise ValueError(f"torchrun has started {number} processes: a target and its drafter are 2")
+    return True
+
+
+def met() -> tuple[int, Channel]:
+    """Meets the other process that `torchrun` has started, on this machine or on another.
+
+    They meet in the store of `torchrun` and talk over a connection of their own, which ends when one of them does: a
+    message of gloo would be waited for without end.
+
+    Returns:
+        The rank of this one: 0 for the target's side, 1 for the drafter's; and the channel to the other.
+
+    Raises:
+        ValueError: the two cannot meet.
+    """
+    address = os.environ.get("MASTER_ADDR", LOCALHOST)
+    try:
+        store, rank, _ = next(rendezvous("env://"))
+        if rank == 0:
+            key = secrets.token_bytes(32)
+            with Listener((LOCALHOST if address in (LOCALHOST, "localhost") else "", 0), authkey=key) as listener:
+                store.set(MEETING, pickle.dumps((listener.address[1], key)))
+                return rank, Channel(listener.accept())
+        port, key = pickle.loads(store.get(MEETING))
+        return rank, Channel(Client((address, port), authkey=key))
+    except (RuntimeError, OSError, AuthenticationError) as error:
+        place = f"{address}:{os.environ.get('MASTER_PORT')}"
+        raise ValueError(f"the two sides cannot meet at {place}: {' '.join(str(error).split())}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the other side is to load.
+
+    Args:
+        drafter: its name and settings.
+        draft: its draft model.
+        runtime: where and how it runs.
+        target: whose text is guessed.
+        versions: of what decides about tokens; both sides must have the same.
+    """
+
+    drafter: str
+    draft: str | None
+    runtime: Runtime
+    target: TargetFacts
+    versions: dict[str, str]
+
+
+def versions() -> dict[str, str]:
+    """Those that both sides must have: noise and sampling are computed on both."""
+    return {name: version(name) for name in ("paradraft", "torch", "transformers")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """When a side was at work, in seconds by `time.perf_counter`, which all processes of a machine share.
+
+    Args:
+        side: "target" or "draft".
+        began_s: when it began.
+        ended_s: when it was done.
+    """
+
+    side: str
+    began_s: float
+    ended_s: float
+
+
+class DrafterProcess:
+    """The other side, once it is started: it loads what `load` says.
+
+    Args:
+        placement: its CPUs and its device, and how long it may be silent.
+        channel: to a process that runs already; None starts one on this machine.
+    """
+
+    def __init__(self, placement: Placement, channel: Channel | None = None) -> None:
+        self.placement = placement
+        self._process: subprocess.Popen[bytes] | None = None
+        if channel is None:
+            self._process, channel = _started(placement)
+        self.channel = channel
+        self._serial = 0
+        self._end = weakref.finalize(self, _end, channel, self._process)
+
+    def close(self) -> None:
+        """Ends the other side; nothing is left of it."""
+        self._end()
+
+    def tell(self, name: str, *content: Any) -> None:
+        """Has the other side do something, without waiting for it.
+
+        Raises:
+            DrafterLostError: it is lost.
+        """
+        self._serial += name in FRESH
+        try:
+            self.channel.send((self._serial, name, content))
+        except OSError:
+            raise self._lost() from None
+
+    def answer(self, timeout_s: float | None = None) -> Any:
+        """What the other side answers; after an error it does nothing until the next of `FRESH`.
+
+        Args:
+            timeout_s: how long to wait; None for the placement's.
+
+        Raises:
+            DrafterLostError: it is lost, and has been ended; or it has failed.
+            ValueError: it cannot do what it was told.
+        """
+        timeout_s = self.placement.draft_timeout_s if timeout_s is None else timeout_s
+        serial = -1
+        while serial != self._serial:  # an error that nobody has waited for may come first
+            try:
+                serial, kind, content = self.channel.receive(timeout_s)
+            except TimeoutError:
+                self.close()
+                raise DrafterLostError(
+                    f"the drafter's process has said nothing for {timeout_s:g} s and was ended: give it more time by "
+                    "draft_timeout_s, or draft in the target's process"
+                ) from None
+            except (EOFError, OSError):
+                raise self._lost() from None
+        if kind == "mistake":
+            raise ValueError(content)
+        if kind == "failure":
+            raise DrafterLostError(f"the drafter's process has failed: {content}")
+        return content
+
+    def _lost(self) -> DrafterLostError:
+        self.close()
+        code = None if self._process is None else self._process.returncode
+        return DrafterLostError("the drafter's process has ended" + ("" if code is None else f", exit code {code}"))
+
+
+def _started(placement: Placement) -> tuple[subprocess.Popen[bytes], Channel]:
+    """A process of this machine, which imports its libraries while others load their models."""
+    ours, theirs = socket.socketpair()
+    package = str(Path(__file__).parents[2])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    with theirs, on_cpus(placement.draft_cpus):
+        process = subprocess.Popen(
+            [sys.executable, "-m", WORKER, str(theirs.fileno())],
+            stdin=subprocess.PIPE,  # its end tells that this process has ended, however that came
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C is for this side, which then ends the other
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        )
+    return process, Channel(Connection(ours.detach()))
+
+
+def _end(channel: Channel, process: subprocess.Popen[bytes] | None) -> None:
+    with contextlib.suppress(OSError):
+        channel.send((0, "end", ()))
+    channel.close()
+    if process is None:
+        return
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class RemoteDrafter(Drafter):
+    """Stands for a drafter in another process.
+
+    Args:
+        process: that loads it.
+        setup: what it is to load.
+        device: of the target.
+
+    Raises:
+        ValueError: it cannot be loaded.
+        DrafterLostError: the process ended while it loaded.
+    """
+
+    can_run_ahead = True
+
+    def __init__(self, process: DrafterProcess, setup: Setup) -> None:
+        self._process = process
+        try:
+            process.tell("load", setup)
+            self.reserved_tokens, self.max_k, told = process.answer(LOADING_S)
+        except BaseException:
+            process.close()
+            raise
+        for message in told:
+            warnings.warn(message, stacklevel=3)
+        self._device = torch.device("cpu")
+        self._keys = count()
+
+    def close(self) -> None:
+        """See `Drafter`: ends the process."""
+        self._process.close()
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """See `Drafter`."""
+        self._device = device
+        self._process.tell("start", drafting)
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """See `Drafter`; the prompts are in the requests."""
+        self._process.tell("join", list(requests))
+
+    def begin(self, lengths: Sequence[int], after: Draft | None) -> None:
+        """Asks for a draft, which `take` waits for."""
+        self._process.tell("propose", list(lengths), None if after is None else to_lists(after.tokens))
+
+    def take(self) -> Draft:
+        """Waits for the draft that was asked for; `last_span` then says when it was made."""
+        tokens, self.last_span = self._process.answer()
+        return Draft.chain(from_lists(tokens, self._device))
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """See `Drafter`."""
+        self.begin(lengths, after)
+        return self.take()
+
+    def commit(self, new: Committed) -> None:
+        """See `Drafter`."""
+        self._process.tell("commit", to_lists(new.tokens))
+
+    def keep(self, rows: Tensor) -> None:
+        """See `Drafter`."""
+        self._process.tell("keep", rows.tolist())
+
+    def save(self, row: int, most: int) -> SavedThere:
+        """See `Drafter`; it stays where it is."""
+        saved = SavedThere(next(self._keys))
+        self._process.tell("save", row, most, saved.key)
+        weakref.finalize(saved, _forget, self._process, saved.key)
+        return saved
+
+    def restore(self, row: int, saved: SavedThere, shared: int) -> None:
+        """See `Drafter`."""
+        self._process.tell("restore", row, saved.key, shared)
+
+    def passes(self) -> int:
+        """Passes of the draft model since `start`."""
+        self._process.tell("passes")
+        return int(self._process.answer())
+
+
+class SavedThere:
+    """What the other side keeps of a row, as long as this is kept here.
+
+    Args:
+        key: its name there.
+    """
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+
+def _forget(process: DrafterProcess, key: int) -> None:
+    with contextlib.suppress(DrafterLostError):
+        process.tell("forget", key)

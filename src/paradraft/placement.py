@@ -1,0 +1,109 @@
+"""Where the two sides of decoding run: on which CPUs the target, on which CPUs or device the drafter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from paradraft.errors import one_line, real_number
+
+TIMEOUT_S = 120.0
+"""How long a drafter in a process of its own may be silent, where nothing else is said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """By default both sides share the CPUs of this process. With `draft_cpus` or `draft_device` the drafter has a
+    process of its own.
+
+    Args:
+        target_cpus: numbers of the CPUs that the target computes on; None for all that this process has.
+        draft_cpus: those of the drafter's process; None for all.
+        draft_device: a torch device for the drafter, such as cuda:1; None for the target's.
+        draft_timeout_s: seconds after which a drafter that says nothing is given up.
+
+    Raises:
+        ValueError: this process does not have these CPUs, or the time is not above 0.
+    """
+
+    target_cpus: tuple[int, ...] | None = None
+    draft_cpus: tuple[int, ...] | None = None
+    draft_device: str | None = None
+    draft_timeout_s: float = TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        for name in ("target_cpus", "draft_cpus"):
+            _check_cpus(name, getattr(self, name))
+        if not real_number("draft_timeout_s", self.draft_timeout_s) > 0:
+            raise ValueError(f"draft_timeout_s={self.draft_timeout_s}: use seconds above 0")
+
+    @property
+    def has_process(self) -> bool:
+        """Whether the drafter has a process of its own."""
+        return self.draft_cpus is not None or self.draft_device is not None
+
+
+def _check_cpus(name: str, cpus: object) -> None:
+    if cpus is None:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise ValueError(f"{name}: CPUs cannot be chosen on this system, leave it out")
+    if not isinstance(cpus, tuple) or not cpus or not all(type(cpu) is int for cpu in cpus):
+        raise ValueError(f"{name}={one_line(cpus)}: use the numbers of CPUs, such as (0, 1)")
+    mine = os.sched_getaffinity(0)
+    for cpu in cpus:
+        if cpu not in mine:
+            raise ValueError(f"{name}: there is no CPU {cpu} for this process, it has {in_words(mine)}")
+
+
+def cpus_of(text: str | None) -> tuple[int, ...] | None:
+    """CPU numbers as `taskset` reads them: with commas or plus signs between them; a-b is all from a to b.
+
+    Raises:
+        ValueError: it is something else.
+
+    >>> cpus_of("0-2,5"), cpus_of("7+3")
+    ((0, 1, 2, 5), (3, 7))
+    """
+    if text is None:
+        return None
+    found: set[int] = set()
+    for part in text.replace("+", ",").split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < MOST_CPUS):
+            raise ValueError(
+                f"CPUs {text!r}: use numbers with commas between them, such as 0,2; 0-3 is all from 0 to 3"
+            )
+        found |= set(range(int(first), int(last) + 1))
+    return tuple(sorted(found))
+
+
+MOST_CPUS = 4096
+
+
+def in_words(cpus: set[int]) -> str:
+    """CPU numbers as `cpus_of` reads them.
+
+    >>> in_words({0, 1, 2, 5})
+    '0-2,5'
+    """
+    first = [cpu for cpu in sorted(cpus) if cpu - 1 not in cpus]
+    last = [cpu for cpu in sorted(cpus) if cpu + 1 not in cpus]
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(first, last, strict=True))
+
+
+@contextmanager
+def on_cpus(cpus: tuple[int, ...] | None) -> Iterator[None]:
+    """Inside, this thread runs on some CPUs only, and so do the threads and processes that it starts; None for all."""
+    if cpus is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
