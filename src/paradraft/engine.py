@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from paradraft.core import Drafter, Request
 from paradraft.decode.batch import Batch, run
@@ -294,10 +294,14 @@ class Engine:
         verify: Verify | None = None,
         keeps_finished: bool = False,
         kept_rows: int = 0,
+        kind: Callable[..., Batch] | None = None,
     ) -> Batch:
-        """A batch that decodes as this engine does, but for what is given; see `Batch`."""
-        kind = Batch if self.speculation.gamma is None else AheadBatch
-        return kind(
+        """A batch that decodes as this engine does, but for what is given; see `Batch`. `kind` makes it."""
+        settings: dict[str, Any] = {}
+        if self.speculation.gamma is not None:
+            settings["overlap"] = self.speculation.overlap
+        made = kind or (Batch if self.speculation.gamma is None else AheadBatch)
+        return made(
             target or self.target,
             drafter or self.drafter,
             lengths=lengths or self.lengths,
@@ -306,6 +310,7 @@ class Engine:
             verify=verify,
             keeps_finished=keeps_finished,
             kept_rows=kept_rows,
+            **settings,
         )
 
     def check(
@@ -395,10 +400,7 @@ def load_engine(
         process = DrafterProcess(placement)  # it begins while the target is loaded
     with on_cpus(placement.target_cpus):
         loaded = load_target(target, runtime)
-        if process is None:
-            drafter = load_drafter(speculation.drafter, loaded, draft=speculation.draft, runtime=runtime)
-        else:
-            drafter = remote_drafter(process, speculation, loaded, runtime)
+        drafter = load_placed(speculation, loaded, runtime, placement, process)
         return Engine(loaded, drafter, speculation, kept_rows=kept_rows, cpus=placement.target_cpus)
 
 
@@ -407,6 +409,30 @@ def check_placement(placement: Placement, speculation: Speculation) -> None:
     if placement.has_process and speculation.gamma is None:
         name = "draft_device" if placement.draft_cpus is None else "draft_cpus"
         raise ValueError(f"{name} gives the drafter a process of its own, which is for drafting ahead: set gamma too")
+
+
+def load_placed(
+    speculation: Speculation,
+    target: Target,
+    runtime: Runtime,
+    placement: Placement,
+    process: DrafterProcess | None = None,
+) -> Drafter:
+    """Loads the drafter where it is to be.
+
+    Args:
+        speculation: names it.
+        target: whose text is guessed.
+        runtime: the target's.
+        placement: where it is to be.
+        process: that is to load it; None for this one, or one that is started where the placement says so.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    if process is None and not placement.has_process:
+        return load_drafter(speculation.drafter, target, draft=speculation.draft, runtime=runtime)
+    return remote_drafter(process or DrafterProcess(placement), speculation, target, runtime)
 
 
 def remote_drafter(

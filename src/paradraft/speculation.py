@@ -15,6 +15,7 @@ from paradraft.verify import load_rule
 
 MOST_DRAFTED = 256
 """Largest K; caches keep room for two drafts of that length."""
+OVERLAPS = ("both", "pre", "post")
 MOST_NODES = 1024
 """Largest tree of a draft."""
 
@@ -37,6 +38,8 @@ class Speculation:
         gamma: γ of PEARL: draft while the target verifies, this many tokens ahead, or "auto" as many as are fastest
             here, at most k; None drafts and verifies in turn. Chains and the match rule only. See
             `paradraft.decode.pearl`.
+        overlap: which of PEARL's strategies: "pre" verifies the first token of a window while it is drafted, "post"
+            drafts while the window before is verified, "both".
 
     Raises:
         ValueError: a name or a setting of the drafter is unknown, a number is out of range, a path of the tree is
@@ -55,6 +58,7 @@ class Speculation:
     verify: str = "match"
     lengths: str = "fixed"
     gamma: int | Literal["auto"] | None = None
+    overlap: str = "both"
 
     def __post_init__(self) -> None:
         for name in ("drafter", "verify", "lengths"):
@@ -82,7 +86,11 @@ class Speculation:
                 raise ValueError(f"a tree path is {deepest} tokens deep, but k={self.k}: raise k or shorten the path")
 
     def _check_gamma(self) -> None:
+        if self.overlap not in OVERLAPS:
+            raise ValueError(f"overlap={one_line(self.overlap)}: use one of {', '.join(OVERLAPS)}")
         if self.gamma is None:
+            if self.overlap != "both":
+                raise ValueError(f"overlap={self.overlap!r} is for drafting ahead: set gamma too")
             return
         if self.gamma != "auto":
             object.__setattr__(self, "gamma", gamma := whole_number("gamma", self.gamma))

@@ -54,7 +54,10 @@ def test_a_wrong_setting_is_said_by_whoever_is_told_it(settings: dict[str, Any],
         ("ngram:lengths=short", "lengths='short': use one of"),
         ("hf-prompt-lookup:k=257", "k=257: draft 1 to 256"),
         ("pard:tree=1025", "a tree of 1025 nodes"),
-        ("lookahead:k=4", "settings of lookahead are dtype, batch, lengths, ngram, window, guesses, text_ngrams"),
+        (
+            "lookahead:k=4",
+            "settings of lookahead are dtype, batch, target_cpus, lengths, ngram, window, guesses, text_ngrams",
+        ),
     ],
 )
 def test_a_wrong_method_is_named(spec: str, complaint: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from paradraft.bench.roofline import Passes
+from paradraft.bench.sides import Sides
 from paradraft.decode.stats import Stats
 from paradraft.models.tokenization import REPLACEMENT
 from paradraft.sampling_params import Sampling
@@ -53,6 +54,7 @@ class BatchResult:
         accepted: for each answer and each of its rounds, how many of the round's tokens were drafted;
             one of the target's own follows them. None if the method does not tell.
         peak_rss_bytes: most resident memory of a method that has a process of its own, since its start.
+        sides: of a method that drafts ahead, what each side did.
     """
 
     tokens: list[list[int]]
@@ -62,6 +64,7 @@ class BatchResult:
     passes: Passes = field(default_factory=dict)
     accepted: list[list[int]] | None = None
     peak_rss_bytes: int | None = None
+    sides: Sides | None = None
 
 
 Answerer = Callable[[list[str], int, Sampling], BatchResult]

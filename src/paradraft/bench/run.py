@@ -16,13 +16,13 @@ from paradraft.bench.profile import profile
 from paradraft.bench.result import Piece, by_round, pieces
 from paradraft.bench.roofline import Size, added, reached, speeds_for
 from paradraft.bench.setup import Preparation, Workload, check, prepare
+from paradraft.bench.sides import of_sides
 from paradraft.bench.spec import AR, Benchmark, Method
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds
 from paradraft.digests import model_digest
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.target import Target
 from paradraft.verify import load_rule
 
 
@@ -91,7 +91,10 @@ def _result(
         "methods": _summary(benchmark, measured, prepared, speeds),
         **({"profile": profiles} if benchmark.profiled else {}),
         "answers": _answers(measured),
-        "example": {"prompt": prompts[0], "answers": _first_answers(measured, prepared.targets)},
+        "timeline": {
+            one.method.spec: one.runs[0][0].sides.timeline() for one in measured if one.runs[0][0].sides is not None
+        },
+        "example": {"prompt": prompts[0], "answers": _first_answers(measured, prepared)},
     }
 
 
@@ -107,6 +110,7 @@ def _summary(
     for one in measured:
         summary[one.method.spec] |= _floor(one, summary[one.method.spec], prepared.models[one.method], speeds)
         summary[one.method.spec] |= _drawn(one.method, benchmark.acceptance)
+        summary[one.method.spec]["sides"] = of_sides([answer.sides for run in one.runs for answer in run])
         summary[one.method.spec]["weights"] = _weights(prepared.models[one.method])
     return summary
 
@@ -133,11 +137,11 @@ def _answers(measured: list[Measured]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _first_answers(measured: list[Measured], targets: dict[str, Target]) -> dict[str, list[Piece]]:
+def _first_answers(measured: list[Measured], prepared: Preparation) -> dict[str, list[Piece]]:
     """The answer to the first prompt, by each method that tells how its tokens came."""
     found = {}
     for one in measured:
-        answer, tokenizer = one.runs[0][0], targets[one.method.dtype].tokenizer
+        answer, tokenizer = one.runs[0][0], prepared.targets[one.method.target_key].tokenizer
         if answer.accepted is not None:
             found[one.method.spec] = pieces(answer.tokens[0], answer.accepted[0], tokenizer.decode)
     return found

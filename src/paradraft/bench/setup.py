@@ -16,13 +16,14 @@ from paradraft.bench.spec import AR, Benchmark, Method
 from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.core import Drafter
 from paradraft.data.records import read_prompts
-from paradraft.drafters import check_draft, drafter_names, load_drafter, takes_draft
+from paradraft.drafters import check_draft, drafter_names, takes_draft
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine
+from paradraft.engine import Engine, load_placed
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_target, pocket_folder
 from paradraft.models.presets import is_shape, shape_of
 from paradraft.models.target import Target
+from paradraft.placement import on_cpus
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 
@@ -102,13 +103,13 @@ class Preparation:
         answerers: what answers by each method.
         models: the models of each method, by their part.
         engines: of the methods that are ours.
-        targets: the target in each dtype.
+        targets: the target in each dtype, and for each set of CPUs; see `Method.target_key`.
     """
 
     answerers: dict[Method, Answerer] = field(default_factory=dict)
     models: dict[Method, dict[str, CausalLM]] = field(default_factory=dict)
     engines: dict[Method, Engine] = field(default_factory=dict)
-    targets: dict[str, Target] = field(default_factory=dict)
+    targets: dict[tuple[str, tuple[int, ...] | None], Target] = field(default_factory=dict)
 
     def check(self, prompts: list[str], *, max_new_tokens: int) -> None:
         """Raises ValueError unless the prompts and their answers fit into the targets."""
@@ -117,7 +118,7 @@ class Preparation:
 
     def answers(self, method: Method, sampling: Sampling, report: Callable[[str], None]) -> Answers:
         """What the target says, without a drafter, in the dtype and the batches of a method."""
-        engine = Engine(self.targets[method.dtype], NoDrafter(), Speculation(k=1))
+        engine = Engine(self.targets[method.target_key], NoDrafter(), Speculation(k=1))
 
         def answer(prompts: list[str], max_new_tokens: int) -> list[str]:
             report(f"asking for {len(prompts)} answers that later prompts quote")
@@ -135,22 +136,23 @@ def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
     """
     target, runtime, acceptance = benchmark.target, benchmark.runtime, benchmark.acceptance
     found = Preparation()
-    drafters: dict[tuple[str, str | None, str], Drafter] = {}
+    drafters: dict[tuple[object, ...], Drafter] = {}
     for method in benchmark.methods:
         report(f"loading {method.spec}")
         of_dtype = replace(runtime, dtype=method.dtype)
-        if method.dtype not in found.targets:
-            found.targets[method.dtype] = load_target(target, of_dtype)
-            if acceptance is not None:
-                without_ends(found.targets[method.dtype])
-        loaded = found.targets[method.dtype]
-        speculation = method.speculation
-        key = (speculation.drafter, speculation.draft, method.dtype)
-        if key not in drafters:
-            drafters[key] = load_drafter(speculation.drafter, loaded, draft=speculation.draft, runtime=of_dtype)
-        drafter = drafters[key]
+        with on_cpus(method.placement.target_cpus):
+            if method.target_key not in found.targets:
+                found.targets[method.target_key] = load_target(target, of_dtype)
+                if acceptance is not None:
+                    without_ends(found.targets[method.target_key])
+            loaded = found.targets[method.target_key]
+            speculation = method.speculation
+            key = (speculation.drafter, speculation.draft, method.target_key, method.placement.draft_cpus)
+            if key not in drafters:
+                drafters[key] = load_placed(speculation, loaded, of_dtype, method.placement)
+            drafter = drafters[key]
         if method.name not in PEERS:
-            found.engines[method] = Engine(loaded, drafter, speculation)
+            found.engines[method] = method.engine(loaded, drafter)
         if acceptance is not None and method.name not in (HF, AR):
             found.answerers[method] = acceptance.answerer(found.engines[method])
         elif is_vllm(method.name):

@@ -16,6 +16,7 @@ from typing import Any
 from paradraft.bench.baselines import ASSISTED, CONFIDENCE, HF, LOOKUP, PEERS, transformers
 from paradraft.bench.result import Answerer, BatchResult
 from paradraft.bench.roofline import models_of, passes_of
+from paradraft.bench.sides import Sides, forwards
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.core import Drafter
 from paradraft.drafters import (
@@ -28,15 +29,17 @@ from paradraft.drafters import (
     takes_draft,
 )
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
-from paradraft.engine import Engine
+from paradraft.engine import HERE, Engine, check_placement
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.models.target import Target
+from paradraft.placement import Placement, cpus_of
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation, gamma_of
 from paradraft.tree import Tree
 
 AR = "ar"
-SETTINGS = ("k", "tree", "verify", "lengths", "gamma", "batch", "dtype", "draft", "confidence")
+PLACES = ("target_cpus", "draft_cpus")
+SETTINGS = ("k", "tree", "verify", "lengths", "gamma", "overlap", *PLACES, "batch", "dtype", "draft", "confidence")
 """What the spec of one method or another may set, beside the settings of its drafter."""
 
 
@@ -55,6 +58,7 @@ class Method:
             method does not have is as in `UNSET`.
         dtype: of the weights and activations.
         batch: prompts answered together.
+        placement: the CPUs of both sides.
         confidence: of `hf-assisted`, below which probability of its token the draft ends.
 
     Raises:
@@ -66,6 +70,7 @@ class Method:
     speculation: Speculation
     dtype: str
     batch: int
+    placement: Placement = HERE
     confidence: float | None = None
 
     @classmethod
@@ -108,8 +113,11 @@ class Method:
         }
         own = {key: value for key, value in fields.items() if key in allowed}
         try:
-            gamma = gamma_of(values.get("gamma"))
-            speculation = replace(UNSET, drafter=":".join([drafter, *options]), gamma=gamma, **own)
+            own |= {"gamma": gamma_of(values.get("gamma")), "overlap": values.get("overlap", UNSET.overlap)}
+            speculation = replace(UNSET, drafter=":".join([drafter, *options]), **own)
+            target_cpus, draft_cpus = (cpus_of(values.get(name)) for name in PLACES)
+            placement = Placement(target_cpus=target_cpus, draft_cpus=draft_cpus)
+            check_placement(placement, speculation)
         except ValueError as error:
             raise ValueError(f"method {spec!r}: {error}") from None
         return cls(
@@ -118,6 +126,7 @@ class Method:
             speculation=speculation,
             dtype=dtype,
             batch=int(values.get("batch", 1)),
+            placement=placement,
             confidence=_confidence(spec, values.get("confidence", str(CONFIDENCE))) if name == ASSISTED else None,
         )
 
@@ -126,15 +135,30 @@ class Method:
         """The values of those settings that it has: `ar` has no `k`, and what drafts in turn no `gamma`. Those of its
         drafter are its `options`."""
         tree = self.speculation.tree
-        values = vars(self) | vars(self.speculation) | {"tree": None if tree is None else tree.nodes}
+        values = {**vars(self), **vars(self.placement), **vars(self.speculation)}
+        values["tree"] = None if tree is None else tree.nodes
         options = {"options": drafter_settings(self.speculation.drafter)} if _option_names(self.name) else {}
-        told = [setting for setting in _settings(self.name) if setting != "gamma" or values[setting] is not None]
+        unsaid = [name for name in ("gamma", *PLACES) if values[name] is None] + ["overlap"] * (values["gamma"] is None)
+        told = [setting for setting in _settings(self.name) if setting not in unsaid]
         return {setting: values[setting] for setting in told} | options
 
     @property
     def left_out(self) -> frozenset[str]:
         """The settings that it has and its spec does not name."""
         return frozenset(setting for setting in _settings(self.name) if f":{setting}=" not in self.spec)
+
+    @property
+    def target_key(self) -> tuple[str, tuple[int, ...] | None]:
+        """Methods with the same one share a loaded target: its dtype and its CPUs."""
+        return self.dtype, self.placement.target_cpus
+
+    def engine(self, target: Target, drafter: Drafter) -> Engine:
+        """What decodes by this method, if it is ours.
+
+        Raises:
+            ValueError: the settings do not fit each other.
+        """
+        return Engine(target, drafter, self.speculation, cpus=self.placement.target_cpus)
 
     def answerer(self, target: Target, drafter: Drafter) -> Answerer:
         """What answers prompts by this method.
@@ -149,7 +173,7 @@ class Method:
         if self.name == ASSISTED:
             assert isinstance(drafter, AutoregressiveDrafter) and self.confidence is not None
             return transformers.assisted(target, drafter.lm.model, k=self.speculation.k, confidence=self.confidence)
-        return _ours(Engine(target, drafter, self.speculation))
+        return _ours(self.engine(target, drafter))
 
 
 def _settings(name: str) -> list[str]:
@@ -157,10 +181,10 @@ def _settings(name: str) -> list[str]:
     if name in PEERS:
         return list(PEERS[name].settings)
     if name == AR:
-        return ["dtype", "batch"]
+        return ["dtype", "batch", "target_cpus"]
     drafter = drafter_class(name)
     asked = ["k"] * (drafter.branching != "own") + ["verify"] * (not drafter.needs_drawn)
-    asked += ["gamma"] * drafter.can_run_ahead
+    asked += ["gamma", "overlap", "draft_cpus"] * drafter.can_run_ahead + ["target_cpus"]
     return ["dtype", "batch", *asked, "lengths", *["tree"] * branches(name), *["draft"] * takes_draft(name)]
 
 
@@ -179,9 +203,9 @@ def _ours(engine: Engine) -> Answerer:
             tokens=[result.tokens for result in results],
             total_s=stats.total_s,
             stats=stats,
-            # The floors of sides that work at the same time are no sum.
             passes=passes_of(models) if engine.speculation.gamma is None else {},
             accepted=[list(result.accepted) for result in results],
+            sides=Sides.of(engine.spans, forwards(models, engine.drafter)) if engine.spans else None,
         )
 
     return answer

@@ -11,16 +11,20 @@ Shape letters: B rows of a batch, N nodes of a draft, K positions.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
 from paradraft.bench.result import Answerer, BatchResult
 from paradraft.bench.roofline import models_of, passes_of
+from paradraft.bench.sides import Sides, forwards
 from paradraft.core import Draft, RoundOutput, TargetOut, Verdict
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
+from paradraft.decode.pearl import AheadBatch
 from paradraft.engine import Engine
 from paradraft.models.target import Target
 from paradraft.request import requests_of
@@ -132,22 +136,76 @@ class SyntheticAcceptance:
 
         return drawn
 
+    @property
+    def chances(self) -> tuple[float, ...]:
+        """For each position the share of those drafts whose earlier tokens were all accepted."""
+        before = (1.0, *self.rates)
+        return tuple(rate / last if last else 0.0 for last, rate in zip(before, self.rates, strict=False))
+
     def answerer(self, engine: Engine) -> Answerer:
         """What answers prompts with this acceptance."""
         verify = self.instead_of(load_rule(engine.speculation.verify))
         models = models_of(engine.target.lm, engine.drafter)
 
         def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
-            batch = engine.new_batch(verify=verify)
+            ahead = engine.speculation.gamma is not None
+            how: dict[str, Any] = {"kind": DrawnAheadBatch.of(self.chances)} if ahead else {"verify": verify}
+            batch = engine.new_batch(**how)
             tokens: list[list[int]] = [[] for _ in prompts]
             samplings = [replace(sampling, seed=_seed(prompt, sampling.seed)) for prompt in prompts]
-            for output in rounds(batch, prompts, max_new_tokens, samplings):
-                for request, new in zip(output.requests, output.tokens, strict=True):
-                    tokens[request] += new
+            with engine.in_round():
+                for output in rounds(batch, prompts, max_new_tokens, samplings):
+                    for request, new in zip(output.requests, output.tokens, strict=True):
+                        tokens[request] += new
             stats = batch.clock.stats
-            return BatchResult(tokens=tokens, total_s=stats.total_s, stats=stats, passes=passes_of(models))
+            spans = batch.spans if isinstance(batch, AheadBatch) else ()
+            return BatchResult(
+                tokens=tokens,
+                total_s=stats.total_s,
+                stats=stats,
+                passes={} if ahead else passes_of(models),
+                sides=Sides.of(spans, forwards(models, engine.drafter)) if spans else None,
+            )
 
         return answer
+
+
+class DrawnAheadBatch(AheadBatch):
+    """Draws verdicts where the drafter is a round ahead: each token of a window by the chance of its position.
+
+    Args:
+        chances: of each position, once all earlier ones are accepted.
+        given: the arguments of `AheadBatch`.
+    """
+
+    def __init__(self, *given: Any, chances: tuple[float, ...], **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self._rule, self.verify = self.verify, self._drawn
+        self._chances = torch.tensor((*chances, 0.0))
+
+    @classmethod
+    def of(cls, chances: tuple[float, ...]) -> Callable[..., AheadBatch]:
+        """What makes such a batch."""
+        return partial(cls, chances=chances)
+
+    def _drawn(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
+        found = self._rule(draft, out, sampler)
+        B, N = draft.tokens.shape
+        self._numbers_BN = sampler.acceptance_numbers(N + 1)
+        places_BN = torch.tensor(self.first_depths)[:, None] - 1 + torch.arange(N)
+        chances_BN = self._chances[places_BN.clamp(max=len(self._chances) - 1)]
+        is_kept_BN = ((self._numbers_BN[:, 1:] < chances_BN) & (draft.tokens != ABSENT)).long().cumprod(1) == 1
+        next_B = found.tokens.gather(1, found.accepted[:, None])[:, 0]
+        return Verdict.of(draft, torch.where(is_kept_BN, torch.arange(N).expand(B, N), ABSENT), next_B)
+
+    def settle(self, verdict: Verdict, window: Draft) -> Verdict:
+        """The target's own token is the first of the window, or it is not, by the chance of a first token."""
+        if not window.tokens.shape[1]:
+            return verdict
+        first_B = window.tokens[:, 0]
+        is_first_B = (self._numbers_BN[:, 0] < self._chances[0]) & (first_B != ABSENT)
+        own_B1 = torch.where(is_first_B, first_B, (first_B.clamp(min=0) + 1) % self.target.vocab_size)[:, None]
+        return replace(verdict, tokens=verdict.tokens.scatter(1, verdict.accepted[:, None], own_B1))
 
 
 def _seed(prompt: str, seed: int) -> int:

@@ -87,12 +87,12 @@ class Server:
         tokens = from_lists([request.tokens for request in requests], self._device)
         self._drafter.join(requests, Committed(tokens=tokens))
 
-    def propose(self, lengths: list[int], after: list[list[int]] | None) -> None:
+    def propose(self, lengths: list[int], after: list[list[int]] | None, asked_s: float) -> None:
         """See `Drafter`; answers with the tokens of each row, and when they were drafted."""
         began_s = time.perf_counter()
         draft = self._drafter.propose(lengths, None if after is None else Draft.chain(from_lists(after, self._device)))
         tokens = to_lists(draft.tokens)
-        self._answer((tokens, Span(side="draft", began_s=began_s, ended_s=time.perf_counter())))
+        self._answer((tokens, Span(side="draft", began_s=began_s, ended_s=time.perf_counter(), asked_s=asked_s)))
 
     def commit(self, tokens: list[list[int]]) -> None:
         """See `Drafter`."""
@@ -115,8 +115,9 @@ class Server:
         self._saved.pop(key, None)
 
     def passes(self) -> None:
-        """Answers with how many passes there were since `start`."""
-        self._answer(sum(lm.passes.total() for lm in self._drafter.models))
+        """Answers with how many passes there were since `start`, those for keys and values alone left out."""
+        counts = [number for lm in self._drafter.models for one, number in lm.passes.items() if one.logits]
+        self._answer(sum(counts))
 
     def _answer(self, content: Any) -> None:
         self._send("answer", content)

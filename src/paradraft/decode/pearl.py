@@ -27,13 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradraft.core import Draft, Drafter, Request, RoundOutput, TargetOut, Verdict
+from paradraft import ragged
+from paradraft.core import Committed, Draft, Drafter, Request, RoundOutput, TargetOut, Verdict
 from paradraft.decode.batch import Batch
 from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
 from paradraft.decode.remote import RemoteDrafter, Span
 from paradraft.models.forward.cpu.threads import use_one_torch_thread
 from paradraft.models.target import Target
+from paradraft.ragged import from_lists, to_lists
 from paradraft.tree import ABSENT
 
 TIMED_ROUNDS = 6
@@ -51,6 +53,7 @@ def decode_round_ahead(batch: AheadBatch) -> RoundOutput:
     Returns:
         The new tokens of each request, cut where its answer ends.
     """
+    batch.draft_first()
     draft = batch.ahead
     batch.begin_drafting()
     try:
@@ -116,7 +119,7 @@ class DrafterThread:
         """See `RemoteDrafter`."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        self._drafting = self._pool.submit(self._draft, lengths, after)
+        self._drafting = self._pool.submit(self._draft, lengths, after, time.perf_counter())
 
     def take(self) -> Draft:
         """See `RemoteDrafter`."""
@@ -125,23 +128,32 @@ class DrafterThread:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return draft
 
-    def _draft(self, lengths: Sequence[int], after: Draft | None) -> tuple[Draft, Span]:
+    def _draft(self, lengths: Sequence[int], after: Draft | None, asked_s: float) -> tuple[Draft, Span]:
         began_s = time.perf_counter()
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             draft = self._drafter.propose(lengths, after)
-        return draft, Span(side="draft", began_s=began_s, ended_s=time.perf_counter())
+        return draft, Span(side="draft", began_s=began_s, ended_s=time.perf_counter(), asked_s=asked_s)
 
 
 class AheadBatch(Batch):
-    """The rows of a batch whose drafter is a round ahead. The arguments are those of `Batch`; drafts are chains.
+    """The rows of a batch whose drafter is a round ahead; drafts are chains.
 
     `lengths` says γ. The drafter works in a thread of its own, if it is not in another process.
+
+    Args:
+        target: see `Batch`.
+        drafter: one that can run ahead.
+        overlap: see `paradraft.speculation.Speculation`.
+        settings: those of `Batch`.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, **settings: Any) -> None:
+    def __init__(self, target: Target, drafter: Drafter, *, overlap: str = "both", **settings: Any) -> None:
         super().__init__(target, drafter, **settings)
         self.ahead = Draft.empty(0, target.device)
         """The draft that the next round verifies."""
+        self.first_depths: list[int] = []
+        """By row, which token of its window is the first of that draft: the first one was verified with the window."""
+        self._overlap = overlap
         self.spans = deque[Span](maxlen=MOST_SPANS)
         """When each side was at work, in the last rounds."""
         is_native = all(lm.is_native for lm in (target.lm, *drafter.models))
@@ -151,12 +163,35 @@ class AheadBatch(Batch):
             else DrafterThread(drafter, target.device, is_native=is_native)
         )
 
+    def _start(self) -> None:
+        super()._start()
+        self.spans.clear()
+
+    def draft_first(self) -> None:
+        """Without pre-verify, a window is drafted while the target waits, for rows that have no draft."""
+        self.first_depths = [2] * len(self.generations)
+        if self._overlap != "post":
+            return
+        is_none = [not row for row in to_lists(self.ahead.tokens)]
+        if not any(is_none):
+            return
+        self.first_depths = [1 if none else 2 for none in is_none]
+        rooms = [max(generation.room - 1, 0) for generation in self.generations]
+        rows = zip(self.lengths.next(), rooms, is_none, strict=True)
+        self._wanted = [min(length, room) * none for length, room, none in rows]
+        self._side.begin(self._wanted, Draft.empty(len(is_none), self.target.device))
+        window = self.take_window()
+        self.clock.lap("draft")
+        self.drafter.commit(Committed(tokens=window.tokens[:, :0]))  # it goes back to the committed text
+        tokens = ragged.joined(to_lists(self.ahead.tokens), to_lists(window.tokens))
+        self.ahead = Draft.chain(from_lists(tokens, self.target.device))
+
     def begin_drafting(self) -> None:
         """Has the drafter go on after the draft, for rows in which that can be of use."""
-        known = (self.ahead.tokens != ABSENT).sum(1).tolist()
+        known, is_pre = (self.ahead.tokens != ABSENT).sum(1).tolist(), self._overlap == "pre"
         self._wanted = [
             # The window's last token is followed by one of the target's. A window of one token tells nothing new.
-            wanted if (wanted := min(length, generation.room - 1 - number)) > 1 else 0
+            wanted if (wanted := min(length, generation.room - 1 - number)) > 1 and not (number and is_pre) else 0
             for length, generation, number in zip(self.lengths.next(), self.generations, known, strict=True)
         ]
         self._side.begin(self._wanted, self.ahead)
@@ -172,7 +207,7 @@ class AheadBatch(Batch):
         """The target's pass over a draft."""
         began_s = time.perf_counter()
         out = self.target.forward(draft)
-        self.spans.append(Span(side="target", began_s=began_s, ended_s=time.perf_counter()))
+        self.spans.append(Span(side="target", began_s=began_s, ended_s=time.perf_counter(), asked_s=began_s))
         return out
 
     def settle(self, verdict: Verdict, window: Draft) -> Verdict:

@@ -17,6 +17,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -158,11 +159,13 @@ class Span:
         side: "target" or "draft".
         began_s: when it began.
         ended_s: when it was done.
+        asked_s: when it was asked for.
     """
 
     side: str
     began_s: float
     ended_s: float
+    asked_s: float
 
 
 class DrafterProcess:
@@ -308,7 +311,8 @@ class RemoteDrafter(Drafter):
 
     def begin(self, lengths: Sequence[int], after: Draft | None) -> None:
         """Asks for a draft, which `take` waits for."""
-        self._process.tell("propose", list(lengths), None if after is None else to_lists(after.tokens))
+        asked_s = time.perf_counter()
+        self._process.tell("propose", list(lengths), None if after is None else to_lists(after.tokens), asked_s)
 
     def take(self) -> Draft:
         """Waits for the draft that was asked for; `last_span` then says when it was made."""
@@ -340,7 +344,7 @@ class RemoteDrafter(Drafter):
         self._process.tell("restore", row, saved.key, shared)
 
     def passes(self) -> int:
-        """Passes of the draft model since `start`."""
+        """Decoding passes of the draft model since `start`."""
         self._process.tell("passes")
         return int(self._process.answer())
 

@@ -72,6 +72,25 @@ def test_text_is_that_of_plain_decoding(
     assert answers(batch, asked) == plain
 
 
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("drafter", [autoregressive, pard])
+@pytest.mark.parametrize("overlap", ["pre", "post"])
+def test_one_strategy_alone(drafter: Callable[[CausalLM], Any], overlap: str, compiled: bool | None) -> None:
+    """Guards the text without pre-verify, where a window is drafted before it is read ahead of, and without
+    post-verify; and that each is what its name says."""
+    target = target_of(model(1, compiled))
+    asked = requests(PROMPTS, SAMPLINGS, [30, 7, 1, 12, 40], eos_ids=frozenset([17]))
+    plain = answers(Batch(target, NoDrafts(), lengths=Fixed(0)), asked)
+    for seed in (1, 2):
+        batch = AheadBatch(target, drafter(model(seed, compiled)), lengths=Fixed(4), overlap=overlap)
+        assert answers(batch, asked) == plain
+    if drafter is autoregressive and not compiled:
+        batch = AheadBatch(target, autoregressive(model(1, compiled)), lengths=Fixed(4), overlap=overlap)
+        steps = decoded(batch, requests(PROMPTS[:1], Sampling(), 17))
+        emitted = [len(step.tokens[0]) for step in steps]
+        assert emitted == ([1, 4, 1, 4, 1, 4, 1, 1] if overlap == "pre" else [5, 4, 4, 4])
+
+
 class NoDrafts(TextDrafter):
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         return Draft.empty(len(lengths), self.device)
@@ -289,6 +308,8 @@ def test_gamma_is_measured(family: Path) -> None:
         ({"gamma": 4, "drafter": "none"}, "drafter 'none' cannot draft ahead"),
         ({"gamma": 4, "verify": "rejection"}, "use verify='match' to draft ahead"),
         ({"gamma": 4, "lengths": "expected"}, "use lengths='fixed' to draft ahead"),
+        ({"overlap": "pre"}, "overlap='pre' is for drafting ahead: set gamma too"),
+        ({"gamma": 4, "overlap": "none"}, "overlap='none': use one of both, pre, post"),
         ({"gamma": 4, "tree": Tree(budget=6)}, "leave the tree out"),
     ],
 )

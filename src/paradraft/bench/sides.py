@@ -1,0 +1,90 @@
+"""The two sides of drafting ahead (PEARL): how long each was at work, and which one waited for the other."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paradraft.bench.roofline import decoding_passes
+from paradraft.core import Drafter
+from paradraft.decode.remote import RemoteDrafter, Span
+from paradraft.models.causal_lm import CausalLM
+
+SHOWN_ROUNDS = 16
+"""Rounds of a timeline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """What the sides did in one answer.
+
+    Args:
+        target: its passes, in order.
+        draft: the windows that were drafted, in order; one for each pass, but where the target waits for the first.
+        forwards: decoding passes of each side.
+    """
+
+    target: tuple[Span, ...]
+    draft: tuple[Span, ...]
+    forwards: dict[str, int]
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], forwards: dict[str, int]) -> Sides:
+        """From the spans of both."""
+        sides = {side: tuple(span for span in spans if span.side == side) for side in ("target", "draft")}
+        return cls(**sides, forwards=forwards)
+
+    def timeline(self) -> list[tuple[str, float, float]]:
+        """For the first rounds side, begin and end of each piece of work, in milliseconds."""
+        spans = sorted((*self.target, *self.draft), key=lambda span: span.began_s)[: 2 * SHOWN_ROUNDS]
+        first_s = spans[0].began_s if spans else 0.0
+        return [(span.side, 1e3 * (span.began_s - first_s), 1e3 * (span.ended_s - first_s)) for span in spans]
+
+
+def forwards(models: dict[str, CausalLM], drafter: Drafter) -> dict[str, int]:
+    """Decoding passes of each side since the answer began.
+
+    Args:
+        models: of this process, by their part.
+        drafter: may have its model elsewhere.
+    """
+    draft = sum(decoding_passes(lm.passes) for name, lm in models.items() if name != "target")
+    if isinstance(drafter, RemoteDrafter):
+        draft = drafter.passes()
+    return {"target": decoding_passes(models["target"].passes), "draft": draft}
+
+
+def of_sides(answers: Sequence[Sides | None]) -> dict[str, Any] | None:
+    """What the sides did in all answers of a method; None if it does not draft ahead.
+
+    Returns:
+        `forwards` of each side, summed; medians in milliseconds of a round (from one pass of the target to the next),
+        a pass of the target, a window that was drafted, how long the drafter waited to be asked for one after it was,
+        and the rest of a round; and of each side the share of the time in which it was at work.
+    """
+    known = [sides for sides in answers if sides is not None and len(sides.target) > 1]
+    if not known:
+        return None
+
+    def length(spans: Sequence[Span]) -> list[float]:
+        return [span.ended_s - span.began_s for span in spans]
+
+    rounds, targets, drafts, transports, busy = [], [], [], [], {"target": 0.0, "draft": 0.0}
+    for sides in known:
+        rounds += [b.began_s - a.began_s for a, b in zip(sides.target, sides.target[1:], strict=False)]
+        targets += length(sides.target)
+        drafts += length(sides.draft)
+        transports += [span.began_s - span.asked_s for span in sides.draft]
+        busy["target"] += sum(length(sides.target[:-1]))
+        busy["draft"] += sum(length(sides.draft[:-1]))
+    medians = {
+        name: 1e3 * statistics.median(values)
+        for name, values in (("round", rounds), ("target", targets), ("draft", drafts), ("transport", transports))
+    }
+    return {
+        "forwards": {side: sum(sides.forwards[side] for sides in known) for side in busy},
+        "median_ms": medians | {"rest": medians["round"] - max(medians["target"], medians["draft"])},
+        "busy": {side: seconds / sum(rounds) for side, seconds in busy.items()},
+    }
