@@ -18,6 +18,7 @@ from paradraft.cli.init_draft import init_draft
 from paradraft.cli.plan import plan
 from paradraft.cli.regenerate import regenerate
 from paradraft.cli.report import report
+from paradraft.cli.simulate import simulate
 from paradraft.cli.terminal import hide_progress_bars
 from paradraft.cli.train import train_drafter
 from paradraft.decode.remote import DrafterLostError
@@ -41,6 +42,7 @@ app.command("train")(train_drafter)
 app.command()(bench)
 app.command()(report)
 app.command()(plan)
+app.command()(simulate)
 app.command()(audit)
 
 

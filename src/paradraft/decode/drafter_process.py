@@ -141,7 +141,3 @@ def main() -> None:
     enable_progress_bars()
     threading.Thread(target=_end_with_the_other_side, daemon=True).start()
     Server(Channel(Connection(int(sys.argv[1])))).serve()
-
-
-if __name__ == "__main__":
-    main()

@@ -200,6 +200,8 @@ class AheadBatch(Batch):
         """Waits for what the drafter has drafted; cut to what was wanted."""
         window = self._side.take()
         self.spans.append(self._side.last_span)
+        if window.tokens.shape[1] <= min(self._wanted):
+            return window
         is_wanted_BN = torch.arange(window.tokens.shape[1])[None] < torch.tensor(self._wanted)[:, None]
         return window.where(is_wanted_BN.to(window.tokens.device) & (window.tokens != ABSENT))
 

@@ -15,6 +15,7 @@ import os
 import pickle
 import secrets
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -39,7 +40,7 @@ from paradraft.models.target import TargetFacts
 from paradraft.placement import Placement, on_cpus
 from paradraft.ragged import from_lists, to_lists
 
-WORKER = "paradraft.decode.drafter_process"
+WORKER = "from paradraft.decode.drafter_process import main; main()"
 LOADING_S = 1800.0
 """How long a drafter may take to load, downloads included."""
 GRACE_S = 5.0
@@ -63,10 +64,18 @@ class Channel:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
+    def limit(self, seconds: float) -> None:
+        """Lets nothing that is sent or received wait longer, once it has begun: the other side may be stopped."""
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, option, limit)
+
     def send(self, message: Any) -> None:
         """Sends a message without waiting for an answer.
 
         Raises:
+            BlockingIOError: the other side does not read.
             OSError: the other side is gone.
         """
         self._connection.send(message)
@@ -181,6 +190,7 @@ class DrafterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         if channel is None:
             self._process, channel = _started(placement)
+        channel.limit(placement.draft_timeout_s)
         self.channel = channel
         self._serial = 0
         self._end = weakref.finalize(self, _end, channel, self._process)
@@ -198,6 +208,8 @@ class DrafterProcess:
         self._serial += name in FRESH
         try:
             self.channel.send((self._serial, name, content))
+        except BlockingIOError:
+            raise self._silent(self.placement.draft_timeout_s) from None
         except OSError:
             raise self._lost() from None
 
@@ -216,12 +228,8 @@ class DrafterProcess:
         while serial != self._serial:  # an error that nobody has waited for may come first
             try:
                 serial, kind, content = self.channel.receive(timeout_s)
-            except TimeoutError:
-                self.close()
-                raise DrafterLostError(
-                    f"the drafter's process has said nothing for {timeout_s:g} s and was ended: give it more time by "
-                    "draft_timeout_s, or draft in the target's process"
-                ) from None
+            except (TimeoutError, BlockingIOError):
+                raise self._silent(timeout_s) from None
             except (EOFError, OSError):
                 raise self._lost() from None
         if kind == "mistake":
@@ -229,6 +237,13 @@ class DrafterProcess:
         if kind == "failure":
             raise DrafterLostError(f"the drafter's process has failed: {content}")
         return content
+
+    def _silent(self, timeout_s: float) -> DrafterLostError:
+        self.close()
+        return DrafterLostError(
+            f"the drafter's process has said nothing for {timeout_s:g} s and was ended: give it more time by "
+            "draft_timeout_s, or draft in the target's process"
+        )
 
     def _lost(self) -> DrafterLostError:
         self.close()
@@ -243,7 +258,7 @@ def _started(placement: Placement) -> tuple[subprocess.Popen[bytes], Channel]:
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     with theirs, on_cpus(placement.draft_cpus):
         process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(theirs.fileno())],
+            [sys.executable, "-c", WORKER, str(theirs.fileno())],
             stdin=subprocess.PIPE,  # its end tells that this process has ended, however that came
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C is for this side, which then ends the other

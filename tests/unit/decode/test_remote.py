@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from paradraft.core import Draft
+from paradraft.core import Committed, Draft, Request
 from paradraft.decode.drafter_process import Server
 from paradraft.decode.remote import Channel, DrafterLostError, DrafterProcess, RemoteDrafter, Setup, versions
 from paradraft.engine import Engine, load, remote_drafter
@@ -178,6 +178,12 @@ sys.stdin.read()
 """
 
 
+def join_many(engine: Engine) -> None:
+    prompt = Committed(tokens=torch.ones(1, 1, dtype=torch.long))
+    for _ in range(100):
+        engine.drafter.join([Request(tokens=[1] * 10_000)], prompt)
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="CPUs cannot be chosen here")
 def test_a_side_that_is_killed_or_hangs_ends_the_other(family: Path) -> None:
     """Guards requests that wait for ever, and processes that are left behind."""
@@ -202,6 +208,13 @@ def test_a_side_that_is_killed_or_hangs_ends_the_other(family: Path) -> None:
         assert time.monotonic() - began_s < BOUND_S and is_gone(process.pid)
         with pytest.raises(DrafterLostError, match="has ended, exit code -9"):
             engine.generate("hello", max_new_tokens=40)
+
+        engine = load(target, drafter="autoregressive", draft=target, gamma=4, runtime=RUNTIME, placement=placement)
+        process = process_of(engine)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(DrafterLostError, match="has said nothing for 1 s and was ended"):
+            join_many(engine)  # until no more fits between the two sides
+        assert is_gone(process.pid)
 
         engine = load(target, drafter="autoregressive", draft=target, gamma=4, runtime=RUNTIME, placement=placement)
         process = process_of(engine)

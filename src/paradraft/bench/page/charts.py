@@ -107,6 +107,45 @@ def lines(series: Mapping[str, Sequence[float]], *, title: str, description: str
     )
 
 
+LANES = {"target": "verify", "draft": "draft"}
+"""The class that colours the work of each side."""
+
+
+def lanes(pieces: Sequence[tuple[str, float, float]], *, title: str, unit: str) -> Element:
+    """When two sides were at work, one above the other: gaps are waits.
+
+    Args:
+        pieces: side, begin and end of each piece of work.
+        title: what it shows, for screen readers.
+        unit: of begin and end.
+    """
+    last = max(end for _, _, end in pieces)
+    scale, height = (_WIDTH - _LEFT - _RIGHT) / last, 18
+    drawn = []
+    for number, (side, color) in enumerate(LANES.items()):
+        top = number * (height + 4)
+        drawn.append(Element.of("text", side, x=_LEFT - 4, y=top + height - 5, text_anchor="end"))
+        drawn += [
+            Element.of(
+                "rect",
+                Element.of("title", f"{side}: {begin:.2f} to {end:.2f} {unit}"),
+                x=f"{_LEFT + begin * scale:.1f}",
+                y=top,
+                width=f"{max((end - begin) * scale, 0.5):.1f}",
+                height=height,
+                class_=f"piece {color}",
+            )
+            for which, begin, end in pieces
+            if which == side
+        ]
+    bottom = 2 * height + 4
+    drawn.append(Element.of("text", f"0 {unit}", x=_LEFT, y=bottom + 14))
+    drawn.append(Element.of("text", f"{last:.1f} {unit}", x=_WIDTH - _RIGHT, y=bottom + 14, text_anchor="end"))
+    return Element.of(
+        "svg", *drawn, viewBox=f"0 0 {_WIDTH} {bottom + 18}", role="img", aria_label=title, class_="chart lanes"
+    )
+
+
 def key(number: int) -> Element:
     """The line and mark of the series with this number, for a legend."""
     return Element.of(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paradraft.bench.baselines import HF
-from paradraft.bench.page.charts import Bar, bars, key, lines
+from paradraft.bench.page.charts import Bar, bars, key, lanes, lines
 from paradraft.bench.page.html import (
     FAMILIES,
     Element,
@@ -167,6 +167,27 @@ def rounds(result: dict[str, Any]) -> Element | None:
         "is not part of it. Peers do not tell.",
         bars(drawn),
         legend(list(PARTS), PARTS),
+    )
+
+
+def timeline(result: dict[str, Any]) -> Element | None:
+    """Which side waits for which where both work at the same time, as in the PEARL paper's Figure 1."""
+    drawn: list[Element] = []
+    for spec, pieces in (result.get("timeline") or {}).items():
+        if not pieces:
+            continue
+        one = result["methods"][spec]
+        busy = "".join(f", {side} {share:.0%}" for side, share in (one["sides"] or {"busy": {}})["busy"].items())
+        name = label(spec, one)
+        drawn.append(Element.of("p", Element.of("strong", name), Element.of("small", f" at work{busy} of the time")))
+        drawn.append(lanes(pieces, title=f"When both sides of {name} were at work", unit="ms"))
+    if not drawn:
+        return None
+    return section(
+        "Who waits",
+        "The first rounds of the first answer, where the drafter works while the target verifies: gaps are waits, for "
+        "the other side or for what both need between rounds.",
+        *drawn,
     )
 
 

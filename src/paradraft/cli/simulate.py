@@ -1,0 +1,86 @@
+"""`paradraft simulate`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+Rates = Annotated[
+    str,
+    typer.Option(
+        help="For each position the share of drafts that are accepted that far (accepted_share_of_rounds of a "
+        "benchmark's file), with commas between them; or one number, the chance of every token after accepted ones."
+    ),
+]
+
+
+def simulate(
+    *,
+    target_ms: Annotated[float, typer.Option(help="A pass of the target over one token.")],
+    draft_ms: Annotated[float, typer.Option(help="A pass of the draft model over one token.")],
+    acceptance: Rates,
+    verify_ms: Annotated[
+        float | None, typer.Option(help="A pass of the target over a draft; by default the same.")
+    ] = None,
+    window_ms: Annotated[
+        float | None, typer.Option(help="A pass of a parallel drafter (PARD); by default that of the draft model.")
+    ] = None,
+    parallel_acceptance: Annotated[
+        str | None, typer.Option(help="Acceptance of a parallel drafter; without it PARD is left out.")
+    ] = None,
+    transport_ms: Annotated[float, typer.Option(help="From one side to the other and back.")] = 0.0,
+    rest_ms: Annotated[float, typer.Option(help="What a round takes besides.")] = 0.0,
+    contention: Annotated[
+        float, typer.Option(help="How many times as long passes take while the other side works too.")
+    ] = 1.0,
+) -> None:
+    """Predict AR+, VSD, PARD and PEARL from the times of passes, for any machine. The last line is JSON."""
+    from paradraft.plan.simulate import Times
+    from paradraft.plan.simulate import simulate as predicted
+
+    times = Times(
+        target_s=target_ms / 1e3, draft_s=draft_ms / 1e3, transport_s=transport_ms / 1e3, rest_s=rest_ms / 1e3,
+        verify_s=None if verify_ms is None else verify_ms / 1e3,
+        window_s=None if window_ms is None else window_ms / 1e3, contention=contention,
+    )  # fmt: skip
+    rates = _rates("--acceptance", acceptance)
+    parallel = None if parallel_acceptance is None else _rates("--parallel-acceptance", parallel_acceptance)
+    found = predicted(times, rates, parallel)
+    table = Table(
+        title=f"predicted: target {target_ms:g} ms, draft {draft_ms:g} ms", box=box.SIMPLE_HEAD, pad_edge=False,
+        caption="K or gamma: the number of tokens that yields most · in turn: VSD, PARD · ahead, each side on its own "
+        "device: PEARL",
+    )  # fmt: skip
+    for name in ("method", "K or gamma", "tok/s", "vs AR+"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for one in found:
+        tokens = "" if one.tokens is None else str(one.tokens)
+        table.add_row(one.method, tokens, f"{one.tokens_per_s:.1f}", f"{one.speedup:.2f}x")
+    Console().print(table)
+    print(json.dumps([asdict(one) for one in found]))
+
+
+def _rates(option: str, text: str) -> list[float]:
+    """Shares of drafts by position, as an option says them.
+
+    >>> _rates("--acceptance", "0.9,0.8"), len(_rates("--acceptance", "0.5"))
+    ([0.9, 0.8], 64)
+    """
+    from paradraft.plan.simulate import MOST_TOKENS
+
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text}: write shares as in 0.79,0.57,0.40, or one number") from None
+    if len(rates) == 1:
+        rates = [rates[0] ** (place + 1) for place in range(MOST_TOKENS)]
+    if not all(0 <= rate <= 1 for rate in rates) or any(b > a for a, b in pairwise(rates)):
+        raise ValueError(f"{option} {text}: use shares of all drafts from 0 to 1, none larger than the one before")
+    return rates

@@ -1,0 +1,34 @@
+"""`paradraft simulate`: a table, a line of JSON, and mistakes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e.conftest import Paradraft, assert_mistake
+
+ASKED = ["--target-ms", 110, "--draft-ms", 20]
+
+
+def test_methods_are_predicted(paradraft: Paradraft) -> None:
+    outcome = paradraft("simulate", *ASKED, "--acceptance", 0.95, "--parallel-acceptance", "0.9,0.8,0.7")
+    assert outcome.code == 0, outcome.err
+    found = {one["method"]: one for one in json.loads(outcome.out.splitlines()[-1])}
+    assert list(found) == ["AR+", "VSD", "PEARL", "PARD", "PEARL + PARD"]
+    assert found["AR+"]["tokens_per_s"] == pytest.approx(1000 / 110)
+    assert "PEARL" in outcome.out and f"{found['PEARL']['speedup']:.2f}x" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--acceptance", "x"], "--acceptance x"),
+        (["--acceptance", "0.5,0.6"], "--acceptance 0.5,0.6"),
+        (["--acceptance", "1.5"], "--acceptance 1.5"),
+        (["--acceptance", "0.5", "--target-ms", 0], "target_s=0"),
+        (["--acceptance", "0.5", "--contention", 0.2], "contention=0.2"),
+    ],
+)
+def test_mistakes(paradraft: Paradraft, options: list[object], named: str) -> None:
+    assert_mistake(paradraft("simulate", *ASKED, *options), named)
