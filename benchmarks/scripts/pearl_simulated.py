@@ -3,8 +3,8 @@
 `python benchmarks/scripts/pearl_simulated.py --bench FILE.json … --json FILE.json`. Each file is of `paradraft bench`
 with plain decoding, VSD or PARD in turn on the CPUs of one side (`target_cpus=`), and drafting ahead on those of both.
 The times of passes and acceptance come from the methods in turn on one side's CPUs alone. How much slower passes are
-beside the other side's, and what a round takes besides, come from the first method of the file that drafts ahead; the
-others are predicted.
+beside the other side's, and what a round takes besides, come from the first method of the file that drafts ahead with
+a drafter; the others are predicted.
 
 The paper (Liu et al. 2024) gives speeds of single models (Table 10) and speedups (Table 1). Acceptance is what makes
 the best VSD of the simulator as fast as its VSD; PEARL's speedup is then predicted with γ = round(c), as there.
@@ -55,7 +55,7 @@ def of_paper(draft: float, target: float, vsd: float, pearl: float) -> dict[str,
 def of_rounds(figures: dict[str, Any]) -> tuple[float, float, float]:
     """Seconds of drafting, of verification and of the rest of a mean round."""
     rounds = figures["tokens"] / figures["acceptance_length"]
-    return tuple(figures[name] / rounds for name in ("draft_s", "verify_s", "other_s"))  # type: ignore[return-value]
+    return tuple(figures[name] / rounds for name in ("draft_s", "verify_s", "other_s"))
 
 
 def of_file(file: Path) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def of_file(file: Path) -> list[dict[str, Any]]:
     one_side = {spec: one for spec, one in methods.items() if one["target_cpus"] and not one["gamma"]}
     plain = next(one for one in one_side.values() if one["method"] == "ar")
     found = []
-    calibrated: tuple[float, float] | None = None
+    calibrated: dict[str, tuple[float, float]] = {}
     for spec, measured in methods.items():
         alike = [one for one in one_side.values() if one["method"] == measured["method"] and one["batch"] == 1]
         if not measured["gamma"] or not measured["draft_cpus"] or not alike or measured["batch"] != 1:
@@ -73,7 +73,7 @@ def of_file(file: Path) -> list[dict[str, Any]]:
         (_, target_s, _), (draft_s, verify_s, rest_s) = of_rounds(plain), of_rounds(in_turn)
         is_parallel = measured["method"] == "pard"
         token_s = draft_s if is_parallel else draft_s / in_turn["k"]
-        contention, ahead_s = calibrated or (1.0, rest_s)
+        contention, ahead_s = calibrated.get(measured["method"], (1.0, rest_s))
         times = Times(
             target_s=target_s, verify_s=verify_s, rest_s=ahead_s, draft_s=token_s, contention=contention
         )  # fmt: skip
@@ -84,10 +84,10 @@ def of_file(file: Path) -> list[dict[str, Any]]:
         speed = speed_ahead(times, chances, measured["gamma"], is_parallel=is_parallel, overlap=measured["overlap"])
         predicted = 1 / (1 / speed + prefill_share)
         seen = measured["tokens_per_s"]["median"]
-        if calibrated is None:
+        if measured["method"] not in calibrated:
             sides = measured["sides"]["median_ms"]
             contention = 1e-3 * sides["draft"] / times.drafting_s(measured["gamma"], is_parallel=is_parallel)
-            calibrated = max(contention, 1.0), 1e-3 * sides["rest"]
+            calibrated[measured["method"]] = max(contention, 1.0), 1e-3 * sides["rest"]
             continue
         found.append({
             "file": file.name, "method": spec, "predicted": predicted, "measured": seen, "error": predicted / seen - 1,

@@ -27,6 +27,20 @@ LENGTHS = (
 PLAIN = UNTOLD | dict.fromkeys(LENGTHS)
 
 
+def ahead() -> dict[str, Any]:
+    """A result with a method that drafts ahead too."""
+    given = result()
+    sides = {
+        "forwards": {"target": 3, "draft": 6}, "busy": {"target": 0.625, "draft": 0.8125},
+        "median_ms": {"round": 2.5, "target": 1.5, "draft": 2.0, "transport": 0.1, "rest": 0.5},
+    }  # fmt: skip
+    given["methods"]["pard:gamma=4"] = figures("pard", gamma=4, sides=sides)
+    given["timeline"] = {
+        "pard:gamma=4": [["target", 0.0, 1.5], ["draft", 0.1, 2.0], ["target", 2.5, 4.0], ["draft", 2.6, 4.6]]
+    }
+    return given
+
+
 def result(**given: Any) -> dict[str, Any]:
     """A result of four methods."""
     shown = {

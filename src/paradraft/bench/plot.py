@@ -63,21 +63,30 @@ def _small(image: io.BytesIO, text: str) -> bytes:
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """The picture: bars on the left, lines on the right, and the legend beside them."""
+    """The picture: bars on the left, lines on the right, and the legend beside them; below when both sides of methods
+    that draft ahead were at work."""
     from matplotlib.figure import Figure
 
     methods = result["methods"]
     colours = _colours(methods)
-    figure = Figure(figsize=(10, 2.5 + 0.3 * max(len(methods), 7)), layout="constrained")
+    lanes = {spec: pieces for spec, pieces in (result.get("timeline") or {}).items() if pieces and spec in methods}
+    above, below = 2.5 + 0.3 * max(len(methods), 7), 0.6 + 0.55 * len(lanes)
+    figure = Figure(figsize=(10, above + below * bool(lanes)), layout="constrained")
     figure.suptitle(textwrap.fill(title_of(result), 100), fontsize=13, fontweight="bold")
     names = {one["method"] for one in methods.values()}
     words = " · ".join(text for name, text in WORDS.items() if name in names)
+    words += " · PEARL: drafts while the target verifies" * any(one.get("gamma") for one in methods.values())
     small = [line for text in (_conditions(result), words) for line in textwrap.wrap(text, 165)]
     figure.supxlabel("\n".join(small), fontsize=7.5, color=SOFT)
-    speed, acceptance = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    rows = [["speed", "acceptance"], *[["lanes", "lanes"]] * bool(lanes)]
+    ratios = (above, below) if lanes else (1,)
+    parts = figure.subplot_mosaic(rows, width_ratios=(1.3, 1), height_ratios=ratios)  # type: ignore[arg-type]
+    speed, acceptance = parts["speed"], parts["acceptance"]
     _draw_speeds(speed, methods, colours)
     _draw_acceptance(acceptance, methods, colours)
-    for axes in (speed, acceptance):
+    if lanes:
+        _draw_lanes(parts["lanes"], lanes, methods)
+    for axes in parts.values():
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
     return figure
@@ -130,6 +139,25 @@ def _draw_speeds(axes: Axes, methods: dict[str, dict[str, Any]], colours: dict[s
     compared = "1.00× is AR+ of the same dtype" if any(marks.values()) else ""
     compared += "; in brackets: of the fastest AR+" * has_faster_baselines(methods)
     axes.set_xlabel(f"tokens per second\n{compared}".rstrip(), fontsize=9)
+
+
+def _draw_lanes(
+    axes: Axes, lanes: dict[str, list[tuple[str, float, float]]], methods: dict[str, dict[str, Any]]
+) -> None:
+    """When both sides were at work, as in the PEARL paper's Figure 1: gaps are waits."""
+    names = []
+    for spec, pieces in lanes.items():
+        for side, colour in (("target", COLOURS[2]), ("draft", COLOURS[0])):
+            place = len(names) + 0.4 * (len(names) // 2)
+            names.append((place, f"{textwrap.shorten(label(spec, methods[spec]), 40)}: {side}"))
+            spans = [(begin, end - begin) for which, begin, end in pieces if which == side]
+            axes.broken_barh(spans, (place - 0.4, 0.8), facecolors=colour)
+    axes.set_yticks([place for place, _ in names], [name for _, name in names], fontsize=8)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#e5e5e5")
+    axes.set_title("Both sides at work in the first rounds; gaps are waits", loc="left", fontsize=11)
+    axes.set_xlabel("milliseconds", fontsize=9)
 
 
 def _figures(one: dict[str, Any]) -> str:

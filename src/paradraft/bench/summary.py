@@ -90,6 +90,7 @@ LABELS = {
 }  # fmt: skip
 CAPTION = (
     "AR, assisted, lookup: generate of transformers · AR+: ours without a drafter · VSD: an ordinary draft model · "
+    "PEARL: the draft is made while the target verifies · "
     "vs AR: against the fastest AR · vs AR+: against AR+ of the same dtype and batch size, marked * · "
     "len: tokens per target pass · 1-32: the same over the first 32 tokens of each answer · "
     "draft, verify, rest: shares of the time · "
@@ -99,6 +100,7 @@ FASTEST = "vs **: against the fastest AR+ with whole weights, marked **"
 DRAWN = "SYNTHETIC ACCEPTANCE: verdicts are drawn, texts are not the target's"
 _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=")
 """Settings whose value says what it is."""
+_CPUS = ("target_cpus=", "draft_cpus=")
 
 
 def table(summary: Summary, title: str) -> Table:
@@ -175,9 +177,15 @@ def marked(title: str, arguments: dict[str, Any]) -> str:
 def label(spec: str, figures: dict[str, Any]) -> str:
     """A method's name for readers: its kind, and the settings that its spec names."""
     name = LABELS.get(figures["method"], figures["method"])
+    if figures.get("gamma"):
+        name = "PEARL" if figures["method"] == "autoregressive" else f"PEARL + {name}"
     _, settings = split_settings(spec)
     for key in _EVIDENT:
         settings = [setting.removeprefix(key) for setting in settings]
+    cpus = [setting for setting in settings if setting.startswith(_CPUS)]
+    if cpus:
+        settings = [setting for setting in settings if setting not in cpus]
+        settings.append("CPUs " + " and ".join(setting.partition("=")[2] for setting in sorted(cpus, reverse=True)))
     is_lossy = rule_name(figures.get("verify") or "match") in LOSSY
     return ", ".join([name, *settings, *["not lossless"] * is_lossy])
 

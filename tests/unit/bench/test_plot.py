@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from paradraft.bench.page.page import read_result
 from paradraft.bench.plot import draw, plot
 from paradraft.bench.result_file import selected
-from tests.support.bench_result import figures, result
+from tests.support.bench_result import ahead, figures, result
 
 ROOT = Path(__file__).parents[3]
 GREEDY = ROOT / "benchmarks" / "cpp-greedy_epyc-avx512-2cores_2026-11-22.json"
@@ -57,6 +57,21 @@ def test_the_figures_are_those_of_the_table() -> None:
     shares = found["methods"]["pard:k=6"]["accepted_share_of_rounds"]
     assert list(pard.get_ydata()) == [100 * share for share in shares]
     assert pard.get_label() == "PARD, k=6: 4.65"
+
+
+def test_both_sides_are_drawn() -> None:
+    """Guards the picture of who waits, which covers nothing else and has all pieces of work."""
+    figure = drawn(ahead())
+    speed, acceptance, lanes = figure.axes
+    legend = acceptance.get_legend()
+    assert legend is not None
+    areas = [axes.get_window_extent() for axes in (speed, acceptance, lanes)] + [legend.get_window_extent()]
+    assert not any(a.overlaps(b) for place, a in enumerate(areas) for b in areas[:place])
+    assert [text.get_text() for text in lanes.get_yticklabels()] == [
+        "PEARL + PARD, gamma=4: target",
+        "PEARL + PARD, gamma=4: draft",
+    ]
+    assert [len(pieces.get_paths()) for pieces in lanes.collections] == [2, 2]
 
 
 def test_the_picture_is_small(tmp_path: Path) -> None:

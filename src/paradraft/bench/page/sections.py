@@ -174,7 +174,7 @@ def timeline(result: dict[str, Any]) -> Element | None:
     """Which side waits for which where both work at the same time, as in the PEARL paper's Figure 1."""
     drawn: list[Element] = []
     for spec, pieces in (result.get("timeline") or {}).items():
-        if not pieces:
+        if not pieces or spec not in result["methods"]:
             continue
         one = result["methods"][spec]
         busy = "".join(f", {side} {share:.0%}" for side, share in (one["sides"] or {"busy": {}})["busy"].items())

@@ -16,7 +16,7 @@ import pytest
 
 from paradraft.bench.page.html import Element
 from paradraft.bench.page.page import page, read_result, write_page
-from tests.support.bench_result import LENGTHS, UNTOLD, figures, result
+from tests.support.bench_result import LENGTHS, UNTOLD, ahead, figures, result
 
 ROOT = Path(__file__).parents[4]
 HOSTILE = [
@@ -131,6 +131,18 @@ def test_tokens_are_coloured_by_how_they_came() -> None:
     assert "4 tokens in 2 passes of the target, 3 of them drafted" in found.text
     tints = [a["class"] for tag, a in found.tags if tag == "span" and (a.get("title") or "").startswith("drafted, ")]
     assert tints == ["token d1", "token d2", "token d8"]
+
+
+def test_who_waits_is_drawn() -> None:
+    """Guards the picture of both sides: each piece of work where and as long as it was."""
+    found = read(ahead())
+    pieces = [told for tag, told in found.tags if tag == "rect"]
+    assert [piece["class"] for piece in pieces] == ["piece verify"] * 2 + ["piece draft"] * 2
+    begin, width = (float(pieces[3][name] or "nan") - float(pieces[2][name] or "nan") for name in ("x", "width"))
+    scale = float(pieces[0]["width"] or "nan") / 1.5
+    assert begin == pytest.approx(2.5 * scale, abs=0.2) and width == pytest.approx(0.1 * scale, abs=0.2)
+    assert "Who waits" in found.text and "at work, target 62%, draft 81% of the time" in found.text
+    assert "draft: 2.60 to 4.60 ms" in found.text
 
 
 def test_what_was_not_measured_is_left_out() -> None:
