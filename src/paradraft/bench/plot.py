@@ -80,7 +80,7 @@ def draw(result: dict[str, Any]) -> Figure:
     figure.supxlabel("\n".join(small), fontsize=7.5, color=SOFT)
     rows = [["speed", "acceptance"], *[["lanes", "lanes"]] * bool(lanes)]
     ratios = (above, below) if lanes else (1,)
-    parts = figure.subplot_mosaic(rows, width_ratios=(1.3, 1), height_ratios=ratios)  # type: ignore[arg-type]
+    parts: dict[str, Axes] = figure.subplot_mosaic(rows, width_ratios=(1.3, 1), height_ratios=ratios)
     speed, acceptance = parts["speed"], parts["acceptance"]
     _draw_speeds(speed, methods, colours)
     _draw_acceptance(acceptance, methods, colours)
@@ -145,7 +145,7 @@ def _draw_lanes(
     axes: Axes, lanes: dict[str, list[tuple[str, float, float]]], methods: dict[str, dict[str, Any]]
 ) -> None:
     """When both sides were at work, as in the PEARL paper's Figure 1: gaps are waits."""
-    names = []
+    names: list[tuple[float, str]] = []
     for spec, pieces in lanes.items():
         for side, colour in (("target", COLOURS[2]), ("draft", COLOURS[0])):
             place = len(names) + 0.4 * (len(names) // 2)

@@ -68,8 +68,8 @@ class Times:
 def chances_of(rates: Sequence[float]) -> list[float]:
     """The chances of positions from the shares of all drafts whose tokens were accepted that far.
 
-    >>> chances_of([0.9, 0.72, 0.0, 0.0])
-    [0.9, 0.8, 0.0, 0.0]
+    >>> chances_of([0.5, 0.375, 0.0, 0.0])
+    [0.5, 0.75, 0.0, 0.0]
     """
     before = (1.0, *rates)
     return [rate / last if last else 0.0 for last, rate in zip(before, rates, strict=False)]
