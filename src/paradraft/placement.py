@@ -11,6 +11,9 @@ from paradraft.errors import one_line, real_number
 
 TIMEOUT_S = 120.0
 """How long a drafter in a process of its own may be silent, where nothing else is said."""
+MOST_TIMEOUT_S = 1e6
+MOST_CPUS = 4096
+"""CPU numbers are below it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +39,8 @@ class Placement:
     def __post_init__(self) -> None:
         for name in ("target_cpus", "draft_cpus"):
             _check_cpus(name, getattr(self, name))
-        if not real_number("draft_timeout_s", self.draft_timeout_s) > 0:
-            raise ValueError(f"draft_timeout_s={self.draft_timeout_s}: use seconds above 0")
+        if not 0 < real_number("draft_timeout_s", self.draft_timeout_s) <= MOST_TIMEOUT_S:
+            raise ValueError(f"draft_timeout_s={self.draft_timeout_s}: use seconds above 0, at most {MOST_TIMEOUT_S:g}")
 
     @property
     def has_process(self) -> bool:
@@ -79,9 +82,6 @@ def cpus_of(text: str | None) -> tuple[int, ...] | None:
             )
         found |= set(range(int(first), int(last) + 1))
     return tuple(sorted(found))
-
-
-MOST_CPUS = 4096
 
 
 def in_words(cpus: set[int]) -> str:

@@ -26,8 +26,12 @@ def test_methods_are_predicted(paradraft: Paradraft) -> None:
         (["--acceptance", "x"], "--acceptance x"),
         (["--acceptance", "0.5,0.6"], "--acceptance 0.5,0.6"),
         (["--acceptance", "1.5"], "--acceptance 1.5"),
-        (["--acceptance", "0.5", "--target-ms", 0], "target_s=0"),
-        (["--acceptance", "0.5", "--contention", 0.2], "contention=0.2"),
+        (["--acceptance", ""], "--acceptance"),
+        (["--acceptance", "0.5", "--target-ms", 0], "--target-ms 0"),
+        (["--acceptance", "0.5", "--draft-ms", "inf"], "--draft-ms inf"),
+        (["--acceptance", "0.5", "--verify-ms", "nan"], "--verify-ms nan"),
+        (["--acceptance", "0.5", "--rest-ms", -1], "--rest-ms -1"),
+        (["--acceptance", "0.5", "--contention", 0.2], "--contention 0.2"),
     ],
 )
 def test_mistakes(paradraft: Paradraft, options: list[object], named: str) -> None:

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+LEAST_MS, MOST_MS = 1e-6, 1e9
 Rates = Annotated[
     str,
     typer.Option(
@@ -45,6 +46,14 @@ def simulate(
     from paradraft.plan.simulate import Times
     from paradraft.plan.simulate import simulate as predicted
 
+    given = {
+        "--target-ms": target_ms, "--draft-ms": draft_ms, "--verify-ms": verify_ms, "--window-ms": window_ms,
+        "--transport-ms": transport_ms, "--rest-ms": rest_ms, "--contention": contention,
+    }  # fmt: skip
+    for option, value in given.items():
+        least = {"--transport-ms": 0.0, "--rest-ms": 0.0, "--contention": 1.0}.get(option, LEAST_MS)
+        if value is not None and not least <= value <= MOST_MS:
+            raise ValueError(f"{option} {value:g}: use a number from {least:g} to {MOST_MS:g}")
     times = Times(
         target_s=target_ms / 1e3, draft_s=draft_ms / 1e3, transport_s=transport_ms / 1e3, rest_s=rest_ms / 1e3,
         verify_s=None if verify_ms is None else verify_ms / 1e3,

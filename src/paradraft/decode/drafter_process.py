@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,7 +36,8 @@ class Server:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._drafter = Drafter()
-        self._saved: dict[int, Any] = {}
+        self.saved: dict[int, Any] = {}
+        """What is kept of rows, by the keys of the other side."""
         self._serial = 0
 
     def serve(self) -> None:
@@ -48,11 +50,11 @@ class Server:
                 return
             if name == "end":
                 return
-            if has_failed and name not in FRESH:
+            has_failed = has_failed and name not in FRESH
+            if has_failed and name != "forget":
                 continue
             try:
                 getattr(self, name)(*content)
-                has_failed = False
             except Exception as error:
                 has_failed = True
                 message = " ".join(str(error).split())
@@ -104,15 +106,16 @@ class Server:
 
     def save(self, row: int, most: int, key: int) -> None:
         """See `Drafter`; under the key that the other side names."""
-        self._saved[key] = self._drafter.save(row, most)
+        self.saved[key] = self._drafter.save(row, most)
 
     def restore(self, row: int, key: int, shared: int) -> None:
         """See `Drafter`."""
-        self._drafter.restore(row, self._saved[key], shared)
+        self._drafter.restore(row, self.saved[key], shared)
 
-    def forget(self, key: int) -> None:
+    def forget(self, keys: tuple[int, ...]) -> None:
         """Lets go of what was saved."""
-        self._saved.pop(key, None)
+        for key in keys:
+            self.saved.pop(key, None)
 
     def passes(self) -> None:
         """Answers with how many passes there were since `start`, those for keys and values alone left out."""
@@ -123,7 +126,8 @@ class Server:
         self._send("answer", content)
 
     def _send(self, kind: str, content: Any) -> None:
-        self._channel.send((self._serial, kind, content))
+        with suppress(OSError):  # the other side is gone: the next message will not come
+            self._channel.send((self._serial, kind, content))
 
 
 def _listed(versions: dict[str, str]) -> str:

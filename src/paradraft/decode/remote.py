@@ -193,6 +193,9 @@ class DrafterProcess:
         channel.limit(placement.draft_timeout_s)
         self.channel = channel
         self._serial = 0
+        self._keys = count()
+        self._unused: list[int] = []
+        """Keys of what the other side need not keep any more."""
         self._end = weakref.finalize(self, _end, channel, self._process)
 
     def close(self) -> None:
@@ -206,12 +209,22 @@ class DrafterProcess:
             DrafterLostError: it is lost.
         """
         self._serial += name in FRESH
+        unused, self._unused[:] = tuple(self._unused), ()
         try:
+            if unused:
+                self.channel.send((self._serial, "forget", (unused,)))
             self.channel.send((self._serial, name, content))
         except BlockingIOError:
             raise self._silent(self.placement.draft_timeout_s) from None
         except OSError:
             raise self._lost() from None
+
+    def keep(self) -> SavedThere:
+        """A name for something that the other side is to keep, for as long as this object is kept here."""
+        saved = SavedThere(next(self._keys))
+        # An object may go at any time, in the middle of a message too, so this is not the time for one.
+        weakref.finalize(saved, self._unused.append, saved.key)
+        return saved
 
     def answer(self, timeout_s: float | None = None) -> Any:
         """What the other side answers; after an error it does nothing until the next of `FRESH`.
@@ -276,6 +289,7 @@ def _end(channel: Channel, process: subprocess.Popen[bytes] | None) -> None:
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.close()
+    process.terminate()  # it has nothing to save, and may not have begun to listen
     try:
         process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
@@ -309,7 +323,6 @@ class RemoteDrafter(Drafter):
         for message in told:
             warnings.warn(message, stacklevel=3)
         self._device = torch.device("cpu")
-        self._keys = count()
 
     def close(self) -> None:
         """See `Drafter`: ends the process."""
@@ -349,9 +362,8 @@ class RemoteDrafter(Drafter):
 
     def save(self, row: int, most: int) -> SavedThere:
         """See `Drafter`; it stays where it is."""
-        saved = SavedThere(next(self._keys))
+        saved = self._process.keep()
         self._process.tell("save", row, most, saved.key)
-        weakref.finalize(saved, _forget, self._process, saved.key)
         return saved
 
     def restore(self, row: int, saved: SavedThere, shared: int) -> None:
@@ -373,8 +385,3 @@ class SavedThere:
 
     def __init__(self, key: int) -> None:
         self.key = key
-
-
-def _forget(process: DrafterProcess, key: int) -> None:
-    with contextlib.suppress(DrafterLostError):
-        process.tell("forget", key)

@@ -39,17 +39,27 @@ BOUND_S = 10.0
 
 
 @pytest.fixture
-def other_side() -> Iterator[DrafterProcess]:
-    """The other side in a thread of this process, over a real pipe."""
+def sides() -> Iterator[tuple[DrafterProcess, Server]]:
+    """The other side in a thread of this process, over a real connection."""
     ours, theirs = socket.socketpair()
     server = Server(Channel(Connection(theirs.detach())))
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     process = DrafterProcess(Placement(draft_timeout_s=30.0), Channel(Connection(ours.detach())))
-    yield process
+    yield process, server
     process.close()
     thread.join(BOUND_S)
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def other_side(sides: tuple[DrafterProcess, Server]) -> DrafterProcess:
+    return sides[0]
+
+
+@pytest.fixture
+def server(sides: tuple[DrafterProcess, Server]) -> Server:
+    return sides[1]
 
 
 def speculation_of(family: Path, name: str, gamma: int = 4) -> Speculation:
@@ -86,6 +96,21 @@ def test_text_is_that_of_plain_decoding(other_side: DrafterProcess, family: Path
         local = load(str(family / "target"), drafter=name, draft=draft_of(family, name), gamma=gamma, runtime=RUNTIME)
         alike = local.generate(TEXTS, **settings)
         assert [answer.accepted for answer in found] == [answer.accepted for answer in alike]
+
+
+def test_what_is_kept_there_is_let_go(other_side: DrafterProcess, server: Server, family: Path) -> None:
+    """Guards the other side's memory, and what a second drafter keeps there against what the first lets go."""
+    plain = load(str(family / "target"), runtime=RUNTIME)
+    for _ in range(2):
+        engine = engine_of(other_side, family, "autoregressive")
+        for number in range(5):
+            prompts = [[number, 1, 2], [number, 3, 4]]
+            for _ in range(2):
+                found, expected = (each.generate(prompts, max_new_tokens=6) for each in (engine, plain))
+                assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+                prompts = [[*before, *answer.tokens] for before, answer in zip(prompts, found, strict=True)]
+        gc.collect()
+        assert 0 < len(server.saved) <= 2 * 2 + 2  # two rows of two engines, and what is not told yet
 
 
 def test_drafting_in_turn(other_side: DrafterProcess, family: Path) -> None:
@@ -258,6 +283,7 @@ def test_placements() -> None:
         ({"draft_cpus": ()}, "draft_cpus="),
         ({"draft_cpus": [0]}, "draft_cpus="),
         ({"draft_timeout_s": 0}, "draft_timeout_s=0"),
+        ({"draft_timeout_s": float("inf")}, "draft_timeout_s=inf"),
         ({"draft_timeout_s": "x"}, "draft_timeout_s='x'"),
     ]:
         with pytest.raises(ValueError, match=told):
