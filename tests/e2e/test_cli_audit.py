@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,13 @@ def audit_options(family: Path, tmp_path: Path) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--temperature", 0.9, "--tree-budget", 8], ["--dtype", "bfloat16", "--shape-invariant"]]
+    "options",
+    [
+        [],
+        ["--temperature", 0.9, "--tree-budget", 8],
+        ["--dtype", "bfloat16", "--shape-invariant"],
+        ["--gamma", 4, "--temperature", 0.9, "--draft-cpus", min(os.sched_getaffinity(0))],
+    ],
 )
 def test_audit_passes(family: Path, paradraft: Paradraft, tmp_path: Path, options: list[object]) -> None:
     """Guards the audit's words, exit code, last line and file."""

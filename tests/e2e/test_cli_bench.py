@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
         (["--methods", "ar,hf-assisted:draft=shape:tiny-draft"], "leave this peer out"),
         (["--methods", "pard:draft=shape:tiny-draft", "--tree-budget", 9, "--synthetic-acceptance", "1"], "trees"),
         (["--methods", "ngram", "--target", "shape:tiny-target", "--prompt-tokens", 9], "--prompts"),
+        (["--methods", "pard:k=2:draft_cpus=0"], "set gamma too"),
+        (["--methods", "pard:gamma=2:draft_cpus=4000"], "there is no CPU 4000"),
+        (["--methods", "pard:gamma=2:overlap=all"], "overlap='all'"),
+        (["--methods", "hf:target_cpus=0"], "settings of hf are"),
         (["--target", "shape:gpt-9"], "unknown shape 'shape:gpt-9'"),
         (["--methods", "ar,pard", "--draft", "shape:tiny-drft"], "unknown shape 'shape:tiny-drft'"),
     ],
@@ -65,6 +70,29 @@ def shape_bench(paradraft: Paradraft, file: Path, *arguments: object) -> tuple[d
     assert found.code == 0, found.err
     assert "warning" not in found.err
     return json.loads(file.read_text(encoding="utf-8")), found.out
+
+
+def test_drafting_ahead_is_measured(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards what a file says of both sides: passes, shares of the time, and a picture of who waits; and the texts."""
+    prompts, result, page = tmp_path / "prompts.jsonl", tmp_path / "result.json", tmp_path / "page"
+    prompts.write_text('{"prompt": "abcabc"}\n{"prompt": "xyzzy"}\n', encoding="utf-8")
+    cpu = min(os.sched_getaffinity(0))
+    methods = [f"ar:target_cpus={cpu}", "pard:gamma=3", f"pard:gamma=4:overlap=post:target_cpus={cpu}", "pard:k=3"]
+    asked = ["--target", family / "target", "--draft", family / "pard", "--methods", ",".join(methods), "--runs", 1]
+    asked += ["--num-prompts", 2, "--prompts", prompts, "--max-new-tokens", 24, "--no-compile", *EXACT]
+    outcome = paradraft("bench", *asked, "--json", result, "--report", page)
+    assert outcome.code == 0, outcome.err
+    found = json.loads(result.read_text(encoding="utf-8"))
+    ahead, post = found["methods"][methods[1]], found["methods"][methods[2]]
+    assert found["methods"]["pard:k=3"]["sides"] is None and found["methods"][methods[0]]["target_cpus"] == [cpu]
+    assert (ahead["gamma"], ahead["overlap"], post["overlap"], ahead["target_cpus"]) == (3, "both", "post", None)
+    for one in (ahead, post):
+        assert one["identical_to_ar"] is True
+        assert one["sides"]["forwards"]["target"] == round(one["tokens"] / one["acceptance_length"])
+        assert all(0 < share <= 1 for share in one["sides"]["busy"].values())
+        assert one["sides"]["median_ms"]["round"] >= one["sides"]["median_ms"]["target"] > 0
+    assert {side for side, _, _ in found["timeline"][methods[1]]} == {"target", "draft"}
+    assert "Who waits" in (page / "index.html").read_text(encoding="utf-8")
 
 
 def test_synthetic_acceptance_says_so_everywhere(paradraft: Paradraft, tmp_path: Path) -> None:

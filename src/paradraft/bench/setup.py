@@ -147,7 +147,7 @@ def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
                     without_ends(found.targets[method.target_key])
             loaded = found.targets[method.target_key]
             speculation = method.speculation
-            key = (speculation.drafter, speculation.draft, method.target_key, method.placement.draft_cpus)
+            key = (speculation.drafter, speculation.draft, method.target_key, method.placement)
             if key not in drafters:
                 drafters[key] = load_placed(speculation, loaded, of_dtype, method.placement)
             drafter = drafters[key]

@@ -38,7 +38,7 @@ from paradraft.speculation import Speculation, gamma_of
 from paradraft.tree import Tree
 
 AR = "ar"
-PLACES = ("target_cpus", "draft_cpus")
+PLACES = ("target_cpus", "draft_cpus", "draft_device")
 SETTINGS = ("k", "tree", "verify", "lengths", "gamma", "overlap", *PLACES, "batch", "dtype", "draft", "confidence")
 """What the spec of one method or another may set, beside the settings of its drafter."""
 
@@ -115,8 +115,9 @@ class Method:
         try:
             own |= {"gamma": gamma_of(values.get("gamma")), "overlap": values.get("overlap", UNSET.overlap)}
             speculation = replace(UNSET, drafter=":".join([drafter, *options]), **own)
-            target_cpus, draft_cpus = (cpus_of(values.get(name)) for name in PLACES)
-            placement = Placement(target_cpus=target_cpus, draft_cpus=draft_cpus)
+            target_cpus, draft_cpus = (cpus_of(values.get(name)) for name in PLACES[:2])
+            device = values.get("draft_device")
+            placement = Placement(target_cpus=target_cpus, draft_cpus=draft_cpus, draft_device=device)
             check_placement(placement, speculation)
         except ValueError as error:
             raise ValueError(f"method {spec!r}: {error}") from None
@@ -184,7 +185,7 @@ def _settings(name: str) -> list[str]:
         return ["dtype", "batch", "target_cpus"]
     drafter = drafter_class(name)
     asked = ["k"] * (drafter.branching != "own") + ["verify"] * (not drafter.needs_drawn)
-    asked += ["gamma", "overlap", "draft_cpus"] * drafter.can_run_ahead + ["target_cpus"]
+    asked += ["gamma", "overlap", "draft_cpus", "draft_device"] * drafter.can_run_ahead + ["target_cpus"]
     return ["dtype", "batch", *asked, "lengths", *["tree"] * branches(name), *["draft"] * takes_draft(name)]
 
 

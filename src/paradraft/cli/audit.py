@@ -14,6 +14,7 @@ from paradraft.cli import options
 from paradraft.engine import load_engine
 from paradraft.files import check_outputs
 from paradraft.models.runtime import Runtime
+from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 
@@ -37,6 +38,7 @@ def audit(
         bool, typer.Option("--shape-invariant", help="Let plain decoding run through passes as wide as the drafter's.")
     ] = False,
     runtime: Runtime,
+    placement: Placement,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every finding to this file.")] = None,
 ) -> None:
     """Check that a drafter changes nothing.
@@ -60,12 +62,13 @@ def audit(
     check_outputs(json_file)
     pad_to = 1 + speculation.nodes if shape_invariant else 1
     runtime = replace(runtime, width=speculation.pass_width, pad_to=pad_to)
-    engine = load_engine(target, speculation, runtime=runtime)
+    engine = load_engine(target, speculation, runtime=runtime, placement=placement)
     options.warn_ignored(
         context,
         options.without_chance(sampling.is_greedy),
         options.without_drafter(speculation),
         options.with_own_tree(speculation),
+        options.without_process(placement),
     )
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:
@@ -76,6 +79,7 @@ def audit(
     arguments = {
         "target": target, **asdict(speculation), "num_prompts": num_prompts, "seeds": seeds, "batch_size": batch_size,
         "max_new_tokens": max_new_tokens, "sampling": asdict(sampling), "runtime": asdict(runtime),
+        "placement": asdict(placement),
     }  # fmt: skip
     for line in findings(report, engine.target.tokenizer):
         print(line)
