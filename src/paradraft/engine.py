@@ -11,11 +11,12 @@ from typing import Any, Literal, overload
 
 from paradraft.core import Drafter, Request
 from paradraft.decode.batch import Batch, run
+from paradraft.decode.channel import is_launched, met
 from paradraft.decode.draft_length import POLICIES, Fixed, LengthPolicy
 from paradraft.decode.drafter_process import Server
 from paradraft.decode.generation import AnswerText, Generation, StopStrings, stop_strings
 from paradraft.decode.pearl import AheadBatch, best_gamma
-from paradraft.decode.remote import DrafterProcess, RemoteDrafter, Setup, Span, is_launched, met, versions
+from paradraft.decode.remote import DrafterProcess, Span
 from paradraft.decode.stats import Clock, Stats, added
 from paradraft.drafters import load_drafter
 from paradraft.errors import one_line, whole_number
@@ -383,11 +384,14 @@ def load_engine(
         ValueError: see `load`.
     """
     speculation.check_models(target)
-    check_placement(placement, speculation)
     if not isinstance(runtime, Runtime):
         raise ValueError(f"runtime={one_line(runtime)}: use a Runtime, such as Runtime(dtype='bfloat16')")
+    if not isinstance(placement, Placement):
+        raise ValueError(f"placement={one_line(placement)}: use a Placement, such as Placement(draft_cpus=(1,))")
+    placement.check(speculation.gamma)
     if max(speculation.k, speculation.nodes) >= runtime.width:
         runtime = replace(runtime, width=speculation.pass_width)
+    draft_runtime = runtime if placement.draft_device is None else replace(runtime, device=placement.draft_device)
     process = None
     if speculation.gamma is not None and is_launched():
         rank, channel = met()
@@ -400,52 +404,8 @@ def load_engine(
         process = DrafterProcess(placement)  # it begins while the target is loaded
     with on_cpus(placement.target_cpus):
         loaded = load_target(target, runtime)
-        drafter = load_placed(speculation, loaded, runtime, placement, process)
+        if process is None:
+            drafter = load_drafter(speculation.drafter, loaded, draft=speculation.draft, runtime=draft_runtime)
+        else:
+            drafter = process.load(speculation.drafter, loaded.facts, draft=speculation.draft, runtime=draft_runtime)
         return Engine(loaded, drafter, speculation, kept_rows=kept_rows, cpus=placement.target_cpus)
-
-
-def check_placement(placement: Placement, speculation: Speculation) -> None:
-    """Raises ValueError if a drafter is to have a process of its own that does not draft ahead."""
-    if placement.has_process and speculation.gamma is None:
-        name = "draft_device" if placement.draft_cpus is None else "draft_cpus"
-        raise ValueError(f"{name} gives the drafter a process of its own, which is for drafting ahead: set gamma too")
-
-
-def load_placed(
-    speculation: Speculation,
-    target: Target,
-    runtime: Runtime,
-    placement: Placement,
-    process: DrafterProcess | None = None,
-) -> Drafter:
-    """Loads the drafter where it is to be.
-
-    Args:
-        speculation: names it.
-        target: whose text is guessed.
-        runtime: the target's.
-        placement: where it is to be.
-        process: that is to load it; None for this one, or one that is started where the placement says so.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
-    if process is None and not placement.has_process:
-        return load_drafter(speculation.drafter, target, draft=speculation.draft, runtime=runtime)
-    return remote_drafter(process or DrafterProcess(placement), speculation, target, runtime)
-
-
-def remote_drafter(
-    process: DrafterProcess, speculation: Speculation, target: Target, runtime: Runtime
-) -> RemoteDrafter:
-    """Has a process load the drafter.
-
-    Raises:
-        ValueError: it cannot be loaded; the process has ended.
-    """
-    device = process.placement.draft_device or runtime.device
-    setup = Setup(
-        drafter=speculation.drafter, draft=speculation.draft, runtime=replace(runtime, device=device),
-        target=target.facts, versions=versions(),
-    )  # fmt: skip
-    return RemoteDrafter(process, setup)

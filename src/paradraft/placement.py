@@ -42,6 +42,12 @@ class Placement:
         if not 0 < real_number("draft_timeout_s", self.draft_timeout_s) <= MOST_TIMEOUT_S:
             raise ValueError(f"draft_timeout_s={self.draft_timeout_s}: use seconds above 0, at most {MOST_TIMEOUT_S:g}")
 
+    def check(self, gamma: object) -> None:
+        """Raises ValueError if the drafter is to have a process of its own and does not draft ahead, by `gamma`."""
+        if self.has_process and gamma is None:
+            name = "draft_device" if self.draft_cpus is None else "draft_cpus"
+            raise ValueError(f"{name} gives the drafter a process of its own, to draft ahead: set gamma too")
+
     @property
     def has_process(self) -> bool:
         """Whether the drafter has a process of its own."""

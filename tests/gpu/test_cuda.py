@@ -16,11 +16,12 @@ from paradraft.bench.bandwidth import Speeds
 from paradraft.bench.roofline import Size
 from paradraft.core import Draft, TargetOut
 from paradraft.data.samples import Sample
-from paradraft.drafters import drafter_names, takes_draft
+from paradraft.drafters import drafter_class, drafter_names
 from paradraft.engine import Engine, load
 from paradraft.errors import is_out_of_memory
 from paradraft.models.forward import compiled
 from paradraft.models.runtime import Runtime
+from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.train.batch import Drop, collate
@@ -28,6 +29,7 @@ from paradraft.train.objective import Objective
 from paradraft.tree import Tree
 from tests.e2e.conftest import Paradraft
 from tests.e2e.conftest import paradraft as paradraft
+from tests.support.drafts import draft_of
 
 pytestmark = pytest.mark.gpu
 
@@ -35,8 +37,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", drafter_names())
 def test_text_equals_plain_decoding_on_the_cpu(family: Path, name: str) -> None:
     """Guards against noise, masks or cache writes that depend on the device or on compilation."""
-    draft = str(family / "pard") if takes_draft(name) else None
-    target = str(family / "target")
+    draft, target = draft_of(family, name), str(family / "target")
     plain = load(target, runtime=Runtime(dtype="float64"))
     drafted = load(
         target, drafter=name, draft=draft, k=4, runtime=Runtime(dtype="float64", device="cuda", compiled=True)
@@ -44,6 +45,23 @@ def test_text_equals_plain_decoding_on_the_cpu(family: Path, name: str) -> None:
     for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=4)):
         expected = plain.generate("helloworld", max_new_tokens=40, sampling=sampling).tokens
         assert drafted.generate("helloworld", max_new_tokens=40, sampling=sampling).tokens == expected
+
+
+@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).can_run_ahead])
+@pytest.mark.parametrize("draft_device", [None, "cuda", "cpu"], ids=["two streams", "two processes", "draft on CPUs"])
+def test_drafting_ahead(family: Path, name: str, draft_device: str | None) -> None:
+    """Guards work of two streams that is read before it is done, and sides on devices of their own; in float64, so that
+    both devices draw the same tokens."""
+    draft, target = draft_of(family, name), str(family / "target")
+    runtime, placement = Runtime(dtype="float64", device="cuda"), Placement(draft_device=draft_device)
+    plain = load(target, runtime=Runtime(dtype="float64"))
+    with load(target, drafter=name, draft=draft, gamma=4, runtime=runtime, placement=placement) as engine:
+        for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=4)):
+            texts = ["helloworld", "abcabc", "T"]
+            found, expected = (
+                each.generate(texts, max_new_tokens=40, sampling=sampling, batch_size=2) for each in (engine, plain)
+            )
+            assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
 
 
 def test_recorded_passes_are_replayed_and_change_no_token(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:

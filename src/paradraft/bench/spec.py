@@ -29,7 +29,7 @@ from paradraft.drafters import (
     takes_draft,
 )
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
-from paradraft.engine import HERE, Engine, check_placement
+from paradraft.engine import HERE, Engine
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Placement, cpus_of
@@ -118,7 +118,7 @@ class Method:
             target_cpus, draft_cpus = (cpus_of(values.get(name)) for name in PLACES[:2])
             device = values.get("draft_device")
             placement = Placement(target_cpus=target_cpus, draft_cpus=draft_cpus, draft_device=device)
-            check_placement(placement, speculation)
+            placement.check(speculation.gamma)
         except ValueError as error:
             raise ValueError(f"method {spec!r}: {error}") from None
         return cls(

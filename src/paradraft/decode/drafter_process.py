@@ -20,7 +20,8 @@ from huggingface_hub.utils.tqdm import enable_progress_bars
 from transformers.utils import logging
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
-from paradraft.decode.remote import FRESH, Channel, Setup, Span, versions
+from paradraft.decode.channel import Channel
+from paradraft.decode.remote import FRESH, Setup, Span, versions
 from paradraft.drafters import load_drafter
 from paradraft.models.forward.cpu.threads import use_one_torch_thread
 from paradraft.ragged import from_lists, to_lists

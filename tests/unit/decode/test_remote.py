@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import torch
 
-from paradraft.core import Committed, Draft, Request
+from paradraft.core import Draft, Request
+from paradraft.decode.channel import Channel
 from paradraft.decode.drafter_process import Server
-from paradraft.decode.remote import Channel, DrafterLostError, DrafterProcess, RemoteDrafter, Setup, versions
-from paradraft.engine import Engine, load, remote_drafter
+from paradraft.decode.remote import DrafterLostError, DrafterProcess, RemoteDrafter, Setup, versions
+from paradraft.engine import Engine, load
 from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement, cpus_of, on_cpus
@@ -69,7 +70,9 @@ def speculation_of(family: Path, name: str, gamma: int = 4) -> Speculation:
 def engine_of(process: DrafterProcess, family: Path, name: str, **settings: int) -> Engine:
     target = load_target(str(family / "target"), RUNTIME)
     speculation = speculation_of(family, name, **settings)
-    return Engine(target, remote_drafter(process, speculation, target, RUNTIME), speculation, kept_rows=2)
+    return Engine(
+        target, process.load(name, target.facts, draft=speculation.draft, runtime=RUNTIME), speculation, kept_rows=2
+    )
 
 
 def process_of(engine: Engine) -> subprocess.Popen[bytes]:
@@ -117,7 +120,7 @@ def test_drafting_in_turn(other_side: DrafterProcess, family: Path) -> None:
     """Guards γ that is measured, for which both sides take turns."""
     target = load_target(str(family / "target"), RUNTIME)
     speculation = Speculation(drafter="autoregressive", draft=str(draft_of(family, "autoregressive")), k=4)
-    drafter = remote_drafter(other_side, speculation, target, RUNTIME)
+    drafter = other_side.load("autoregressive", target.facts, draft=speculation.draft, runtime=RUNTIME)
     engine = Engine(target, drafter, replace(speculation, gamma="auto"))
     assert isinstance(engine.speculation.gamma, int)
     plain = load(str(family / "target"), runtime=RUNTIME).generate(TEXTS, max_new_tokens=20)
@@ -203,10 +206,19 @@ sys.stdin.read()
 """
 
 
-def join_many(engine: Engine) -> None:
-    prompt = Committed(tokens=torch.ones(1, 1, dtype=torch.long))
+def test_a_side_that_does_not_read_is_given_up() -> None:
+    """Guards requests that wait for ever where no more fits between the two sides."""
+    ours, theirs = socket.socketpair()
+    process = DrafterProcess(Placement(draft_timeout_s=0.5), Channel(Connection(ours.detach())))
+    began_s = time.monotonic()
+    with theirs, pytest.raises(DrafterLostError, match=r"has said nothing for 0\.5 s and was ended"):
+        tell_much(process)
+    assert time.monotonic() - began_s < BOUND_S
+
+
+def tell_much(process: DrafterProcess) -> None:
     for _ in range(100):
-        engine.drafter.join([Request(tokens=[1] * 10_000)], prompt)
+        process.tell("join", [Request(tokens=[1] * 10_000)])
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="CPUs cannot be chosen here")
@@ -233,13 +245,6 @@ def test_a_side_that_is_killed_or_hangs_ends_the_other(family: Path) -> None:
         assert time.monotonic() - began_s < BOUND_S and is_gone(process.pid)
         with pytest.raises(DrafterLostError, match="has ended, exit code -9"):
             engine.generate("hello", max_new_tokens=40)
-
-        engine = load(target, drafter="autoregressive", draft=target, gamma=4, runtime=RUNTIME, placement=placement)
-        process = process_of(engine)
-        process.send_signal(signal.SIGSTOP)
-        with pytest.raises(DrafterLostError, match="has said nothing for 1 s and was ended"):
-            join_many(engine)  # until no more fits between the two sides
-        assert is_gone(process.pid)
 
         engine = load(target, drafter="autoregressive", draft=target, gamma=4, runtime=RUNTIME, placement=placement)
         process = process_of(engine)
@@ -288,8 +293,10 @@ def test_placements() -> None:
     ]:
         with pytest.raises(ValueError, match=told):
             Placement(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"draft_cpus gives the drafter a process of its own.*set gamma too"):
+    with pytest.raises(ValueError, match="of its own, to draft ahead: set gamma too"):
         load("pocket", drafter="pard", placement=Placement(draft_cpus=(min(before),)))
+    with pytest.raises(ValueError, match=r"placement='1': use a Placement"):
+        load("pocket", drafter="pard", gamma=4, placement="1")  # type: ignore[arg-type]
 
 
 TWO_SIDES = """
