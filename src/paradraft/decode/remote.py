@@ -183,6 +183,8 @@ class DrafterProcess:
         )
 
     def _lost(self) -> DrafterLostError:
+        if not self._end.alive:
+            return DrafterLostError("the drafter's process was ended: load the models anew")
         self.close()
         code = None if self._process is None else self._process.returncode
         return DrafterLostError("the drafter's process has ended" + ("" if code is None else f", exit code {code}"))

@@ -243,7 +243,7 @@ def test_a_side_that_is_killed_or_hangs_ends_the_other(family: Path) -> None:
             with pytest.raises(DrafterLostError, match="has said nothing for 1 s and was ended"):
                 list(chunks)
         assert time.monotonic() - began_s < BOUND_S and is_gone(process.pid)
-        with pytest.raises(DrafterLostError, match="has ended, exit code -9"):
+        with pytest.raises(DrafterLostError, match="was ended: load the models anew"):
             engine.generate("hello", max_new_tokens=40)
 
         engine = load(target, drafter="autoregressive", draft=target, gamma=4, runtime=RUNTIME, placement=placement)
