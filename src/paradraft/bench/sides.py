@@ -61,10 +61,11 @@ def of_sides(answers: Sequence[Sides | None]) -> dict[str, Any] | None:
 
     Returns:
         `forwards` of each side, summed; medians in milliseconds of a round (from one pass of the target to the next),
-        a pass of the target, a window that was drafted, how long the drafter waited to be asked for one after it was,
-        and the rest of a round; and of each side the share of the time in which it was at work.
+        a pass of the target, a window of the draft, what passes from asking for it until it is begun (`transport`), and
+        the rest of a round beside the longer side; and of each side the share of the time in which it was at work.
     """
-    known = [sides for sides in answers if sides is not None and len(sides.target) > 1]
+    told = [sides for sides in answers if sides is not None]
+    known = [sides for sides in told if len(sides.target) > 1]
     if not known:
         return None
 
@@ -84,7 +85,7 @@ def of_sides(answers: Sequence[Sides | None]) -> dict[str, Any] | None:
         for name, values in (("round", rounds), ("target", targets), ("draft", drafts), ("transport", transports))
     }
     return {
-        "forwards": {side: sum(sides.forwards[side] for sides in known) for side in busy},
+        "forwards": {side: sum(sides.forwards[side] for sides in told) for side in busy},
         "median_ms": medians | {"rest": medians["round"] - max(medians["target"], medians["draft"])},
         "busy": {side: seconds / sum(rounds) for side, seconds in busy.items()},
     }
