@@ -26,7 +26,7 @@ from paradraft.bench.summary import notes, table, write_json
 from paradraft.cli.terminal import hide_progress_bars, stream_answer
 from paradraft.cli.train import run_with_display
 from paradraft.digests import model_digest
-from paradraft.engine import load
+from paradraft.loader import load
 from paradraft.models.loading import POCKET, pocket_folder
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY

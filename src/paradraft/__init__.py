@@ -1,6 +1,7 @@
 """Parallel drafting for language models: lossless, fast, measurable."""
 
-from paradraft.engine import Engine, Result, load
+from paradraft.engine import Engine, Result
+from paradraft.loader import load
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation

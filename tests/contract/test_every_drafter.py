@@ -17,7 +17,8 @@ from paradraft.core import Draft, Request
 from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
 from paradraft.drafters import branches, drafter_class, drafter_names
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.ragged import from_lists, to_lists
 from paradraft.sampling_params import LogitsProcessor, Sampling

@@ -14,7 +14,7 @@ from paradraft.core import Request
 from paradraft.data.samples import Sample
 from paradraft.decode.generation import Generation
 from paradraft.drafters import drafter_class, drafter_names, split_settings, takes_draft
-from paradraft.engine import load
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train import launch, recipe_class, setup, trainee_module, trainee_names

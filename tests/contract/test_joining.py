@@ -22,7 +22,8 @@ from paradraft.decode.draft_length import POLICIES
 from paradraft.decode.generation import AnswerText, Generation, stop_strings
 from paradraft.drafters import branches, drafter_class, drafter_names
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler

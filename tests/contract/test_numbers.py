@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from paradraft.drafters.ngram import Config, NgramDrafter
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import LogitsProcessor, Sampling

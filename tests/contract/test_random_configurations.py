@@ -17,7 +17,8 @@ from paradraft.audit.audit import accept_all
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import branches, drafter_names
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling

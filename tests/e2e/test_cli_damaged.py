@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from paradraft.engine import load
+from paradraft.loader import load
 from paradraft.models import loading
 from paradraft.models.runtime import Runtime
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer

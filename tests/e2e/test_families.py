@@ -17,7 +17,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train.pard import PardRecipe

@@ -17,8 +17,9 @@ from paradraft.bench.roofline import Size
 from paradraft.core import Draft, TargetOut
 from paradraft.data.samples import Sample
 from paradraft.drafters import drafter_class, drafter_names
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
 from paradraft.errors import is_out_of_memory
+from paradraft.loader import load
 from paradraft.models.forward import compiled
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement

@@ -25,7 +25,8 @@ from examples import new_drafter, quickstart
 
 from paradraft import drafters
 from paradraft.drafters import drafter_names
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation

@@ -9,8 +9,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from paradraft.drafters import takes_draft
-from paradraft.engine import load
 from paradraft.formats.head import WEIGHTS
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train import launch, recipe_class, trainee_module, trainee_names

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from tests.conftest import tiny_model

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 

@@ -15,7 +15,8 @@ from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.lookahead import Config, LookaheadDrafter
 from paradraft.drafters.ngram import NgramDrafter
 from paradraft.drafters.pard import PardDrafter
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.speculation import MOST_DRAFTED, MOST_NODES, Speculation
 from paradraft.tree import Tree

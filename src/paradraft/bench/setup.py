@@ -17,13 +17,13 @@ from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.core import Drafter
 from paradraft.data.records import read_prompts
 from paradraft.decode.remote import DrafterProcess
-from paradraft.drafters import check_draft, drafter_names, load_drafter, takes_draft
+from paradraft.drafters import check_draft, drafter_names, takes_draft
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
+from paradraft.loader import load_drafter_in, runtime_of_draft
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_target, pocket_folder
 from paradraft.models.presets import is_shape, shape_of
-from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.placement import on_cpus
 from paradraft.sampling_params import Sampling
@@ -151,7 +151,9 @@ def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
             speculation = method.speculation
             key = (speculation.drafter, speculation.draft, method.target_key, method.placement)
             if key not in drafters:
-                drafters[key] = _load_drafter(method, loaded, of_dtype)
+                place = method.placement
+                process = DrafterProcess(place) if place.has_process else None
+                drafters[key] = load_drafter_in(process, speculation, loaded, runtime_of_draft(of_dtype, place))
             drafter = drafters[key]
         if method.name not in PEERS:
             found.engines[method] = method.engine(loaded, drafter)
@@ -164,16 +166,6 @@ def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
             found.answerers[method] = method.answerer(loaded, drafter)
         found.models[method] = models_of(loaded.lm, drafter)
     return found
-
-
-def _load_drafter(method: Method, target: Target, runtime: Runtime) -> Drafter:
-    """The drafter of a method, in a process of its own if it is to have one."""
-    speculation, placement = method.speculation, method.placement
-    if not placement.has_process:
-        return load_drafter(speculation.drafter, target, draft=speculation.draft, runtime=runtime)
-    runtime = replace(runtime, device=placement.draft_device or runtime.device)
-    process = DrafterProcess(placement)
-    return process.load(speculation.drafter, target.facts, draft=speculation.draft, runtime=runtime)
 
 
 def check(benchmark: Benchmark, num_prompts: int) -> None:

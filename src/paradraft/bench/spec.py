@@ -29,7 +29,8 @@ from paradraft.drafters import (
     takes_draft,
 )
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
-from paradraft.engine import HERE, Engine
+from paradraft.engine import Engine
+from paradraft.loader import HERE
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Placement, cpus_of

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from paradraft.cli import options
-from paradraft.engine import load_engine
 from paradraft.files import check_outputs
+from paradraft.loader import load_engine
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling

@@ -14,7 +14,8 @@ from rich.console import Console
 from paradraft.cli import options
 from paradraft.cli.terminal import stream_answer
 from paradraft.data.records import read_prompts
-from paradraft.engine import Result, load_engine
+from paradraft.engine import Result
+from paradraft.loader import load_engine
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling

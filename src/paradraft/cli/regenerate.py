@@ -19,8 +19,8 @@ from rich.console import Console
 from paradraft.cli import options
 from paradraft.data.records import read_object
 from paradraft.data.regenerate import Progress
-from paradraft.engine import load_engine
 from paradraft.files import check_outputs
+from paradraft.loader import load_engine
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation

@@ -13,7 +13,8 @@ from paradraft.audit.audit import FAIL, INCONCLUSIVE, PASS, TIES, Report, accept
 from paradraft.audit.uniformity import uniformity
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode.draft_length import Fixed
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.forward import ForwardOut
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler

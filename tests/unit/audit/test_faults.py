@@ -18,7 +18,8 @@ from torch import Tensor
 
 from paradraft.audit.audit import FAIL, INCONCLUSIVE, PASS, TIES, Report, audit, findings
 from paradraft.core import Draft, TargetOut, Verdict
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import ForwardOut
 from paradraft.models.forward.cpu.model import NativePass

@@ -17,7 +17,7 @@ from paradraft.decode.generation import Generation
 from paradraft.decode.pearl import AheadBatch
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.pard import PardDrafter
-from paradraft.engine import load
+from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target

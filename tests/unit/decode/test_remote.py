@@ -24,7 +24,8 @@ from paradraft.core import Draft, Request
 from paradraft.decode.channel import Channel
 from paradraft.decode.drafter_process import Server
 from paradraft.decode.remote import DrafterLostError, DrafterProcess, RemoteDrafter, Setup, versions
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement, cpus_of, on_cpus

@@ -12,7 +12,8 @@ import torch
 from paradraft.core import Request
 from paradraft.decode.generation import Generation
 from paradraft.drafters import branches, drafter_class
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling

@@ -10,7 +10,8 @@ import torch
 from paradraft.core import Request
 from paradraft.decode.generation import Generation
 from paradraft.drafters.eagle import EagleDrafter
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling import expansion
 from paradraft.speculation import Speculation

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from paradraft.engine import load
+from paradraft.loader import load
 from paradraft.models.architecture import check_architecture
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_config, load_model

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, WatermarkingConfig
 
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.generation import (
     GIVEN_OR_OBEYED,
     IGNORED,

@@ -12,7 +12,7 @@ import torch
 from torch._inductor import config as inductor
 
 from paradraft.bench.roofline import Size
-from paradraft.engine import load
+from paradraft.loader import load
 from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime, check_quantization, stored_bytes
 from paradraft.sampling_params import Sampling

@@ -19,7 +19,8 @@ from paradraft.core import Committed, Draft, Drafting, TargetOut
 from paradraft.decode import stats
 from paradraft.drafters.none import NoDrafter
 from paradraft.drafters.pard import PardDrafter
-from paradraft.engine import Engine, load
+from paradraft.engine import Engine
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.plan import costs as costs_module

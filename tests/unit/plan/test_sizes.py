@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from paradraft.drafters.ppd import PLANS, Plan, PpdDrafter, machine_of, plans_for, read_plans, write_plan
-from paradraft.engine import load
 from paradraft.formats.head import read_checkpoint
+from paradraft.loader import load
 from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
 from paradraft.plan import sizes

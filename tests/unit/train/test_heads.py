@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft.engine import load
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.train import launch, setup, trainee_module
 from tests.contract.test_every_trainee import SETTINGS, recipe_for

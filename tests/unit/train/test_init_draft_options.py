@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from paradraft.engine import load
+from paradraft.loader import load
 from paradraft.train import checkpoint
 from paradraft.train.init_draft import make
 from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit

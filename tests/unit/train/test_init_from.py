@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from paradraft.engine import load
+from paradraft.loader import load
 from paradraft.train.init_draft import make
 from paradraft.train.init_from import PretrainedSibling, PrunedTarget, RandomInit
 from tests.conftest import VOCAB, tiny_tokenizer

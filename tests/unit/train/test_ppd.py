@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from paradraft.data.samples import Sample
-from paradraft.engine import load
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime, stored_bytes
 from paradraft.train import launch, memory, ppd, setup
 from paradraft.train.batch import TrainingBatch

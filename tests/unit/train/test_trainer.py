@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 from paradraft.data.dataset import load_samples
-from paradraft.engine import load
+from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.train import acceptance
 from paradraft.train.batch import BatchSampler
