@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.bench.summary import write_json
+from paradraft.bench.synthetic import chances_of
 from paradraft.environment import describe_machine
-from paradraft.plan.simulate import Times, chances_of, speed_ahead, speed_in_turn
+from paradraft.plan.simulate import Times, speed_ahead, speed_in_turn
 
 PAIRS = {  # draft tokens/s, target tokens/s (Table 10), VSD, PEARL against AR (Table 1, HumanEval)
     "CodeLlama 7&34B": (49.34, 18.58, 1.76, 2.48),

@@ -11,7 +11,7 @@ Shape letters: B rows of a batch, N nodes of a draft, K positions.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -136,12 +136,6 @@ class SyntheticAcceptance:
 
         return drawn
 
-    @property
-    def chances(self) -> tuple[float, ...]:
-        """For each position the share of those drafts whose earlier tokens were all accepted."""
-        before = (1.0, *self.rates)
-        return tuple(rate / last if last else 0.0 for last, rate in zip(before, self.rates, strict=False))
-
     def answerer(self, engine: Engine) -> Answerer:
         """What answers prompts with this acceptance."""
         verify = self.instead_of(load_rule(engine.speculation.verify))
@@ -149,7 +143,7 @@ class SyntheticAcceptance:
 
         def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
             ahead = engine.speculation.gamma is not None
-            how: dict[str, Any] = {"kind": DrawnAheadBatch.of(self.chances)} if ahead else {"verify": verify}
+            how: dict[str, Any] = {"kind": DrawnAheadBatch.of(chances_of(self.rates))} if ahead else {"verify": verify}
             batch = engine.new_batch(**how)
             tokens: list[list[int]] = [[] for _ in prompts]
             samplings = [replace(sampling, seed=_seed(prompt, sampling.seed)) for prompt in prompts]
@@ -170,6 +164,16 @@ class SyntheticAcceptance:
         return answer
 
 
+def chances_of(rates: Sequence[float]) -> list[float]:
+    """For each position the chance of its token once all before it are accepted, from shares of all drafts.
+
+    >>> chances_of([0.5, 0.375, 0.0, 0.0])
+    [0.5, 0.75, 0.0, 0.0]
+    """
+    before = (1.0, *rates)
+    return [rate / last if last else 0.0 for last, rate in zip(before, rates, strict=False)]
+
+
 class DrawnAheadBatch(AheadBatch):
     """Draws verdicts where the drafter is a round ahead: each token of a window by the chance of its position.
 
@@ -178,13 +182,13 @@ class DrawnAheadBatch(AheadBatch):
         given: the arguments of `AheadBatch`.
     """
 
-    def __init__(self, *given: Any, chances: tuple[float, ...], **settings: Any) -> None:
+    def __init__(self, *given: Any, chances: Sequence[float], **settings: Any) -> None:
         super().__init__(*given, **settings)
         self._rule, self.verify = self.verify, self._drawn
         self._chances = torch.tensor((*chances, 0.0))
 
     @classmethod
-    def of(cls, chances: tuple[float, ...]) -> Callable[..., AheadBatch]:
+    def of(cls, chances: Sequence[float]) -> Callable[..., AheadBatch]:
         """What makes such a batch."""
         return partial(cls, chances=chances)
 

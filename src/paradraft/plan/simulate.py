@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
+from paradraft.bench.synthetic import chances_of
+
 MOST_TOKENS = 64
 """Windows up to this size are tried."""
 
@@ -63,16 +65,6 @@ class Times:
         if is_parallel:
             return self.draft_s if self.window_s is None else self.window_s
         return tokens * self.draft_s
-
-
-def chances_of(rates: Sequence[float]) -> list[float]:
-    """The chances of positions from the shares of all drafts whose tokens were accepted that far.
-
-    >>> chances_of([0.5, 0.375, 0.0, 0.0])
-    [0.5, 0.75, 0.0, 0.0]
-    """
-    before = (1.0, *rates)
-    return [rate / last if last else 0.0 for last, rate in zip(before, rates, strict=False)]
 
 
 def accepted(chances: Sequence[float]) -> float:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from paradraft.bench.synthetic import DrawnAheadBatch
+from paradraft.bench.synthetic import DrawnAheadBatch, chances_of
 from paradraft.decode.draft_length import Fixed
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.models.causal_lm import CausalLM
-from paradraft.plan.simulate import Times, accepted, chances_of, plain_speed, simulate, speed_ahead, speed_in_turn
+from paradraft.plan.simulate import Times, accepted, plain_speed, simulate, speed_ahead, speed_in_turn
 from paradraft.sampling_params import Sampling
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import decoded, requests, target_of
