@@ -213,7 +213,7 @@ class AheadBatch(Batch):
         return out
 
     def settle(self, verdict: Verdict, window: Draft) -> Verdict:
-        """The verdict, once the window is known: as it is."""
+        """The verdict, once the window is known: as it is. Drawn verdicts, for timing, need the window."""
         return verdict
 
     def round(self) -> RoundOutput:
