@@ -17,12 +17,32 @@ MOST_CPUS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Where some layers of a target are.
+
+    Args:
+        device: a torch device.
+        cpus: numbers of the CPUs that compute them, if the device is the CPU; None for all.
+    """
+
+    device: str = "cpu"
+    cpus: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.device if self.cpus is None else f"{self.device}:{in_words(set(self.cpus)).replace(',', '+')}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """By default both sides share the CPUs of this process. With `draft_cpus` or `draft_device` the drafter has a
     process of its own.
 
     Args:
         target_cpus: numbers of the CPUs that the target computes on; None for all that this process has.
+        target_stages: where the target's layers are, if they are shared out over several devices, one after the other.
+            A drafter that drafts ahead is then on these devices too, where the target is not at that time.
+        tensor_parallel: the processes that `torchrun` has started share each layer of the target, and all do the same;
+            each has the whole drafter.
         draft_cpus: those of the drafter's process; None for all.
         draft_device: a torch device for the drafter, such as cuda:1; None for the target's.
         draft_timeout_s: seconds after which a drafter that says nothing is given up.
@@ -32,6 +52,8 @@ class Placement:
     """
 
     target_cpus: tuple[int, ...] | None = None
+    target_stages: tuple[Stage, ...] | None = None
+    tensor_parallel: bool = False
     draft_cpus: tuple[int, ...] | None = None
     draft_device: str | None = None
     draft_timeout_s: float = TIMEOUT_S
@@ -39,6 +61,10 @@ class Placement:
     def __post_init__(self) -> None:
         for name in ("target_cpus", "draft_cpus"):
             _check_cpus(name, getattr(self, name))
+        for stage in self.target_stages or ():
+            _check_cpus("target_stages", stage.cpus)
+        if self.target_stages is not None and self.target_cpus is not None:
+            raise ValueError("target_stages names the CPUs of each stage: leave out target_cpus")
         if not 0 < real_number("draft_timeout_s", self.draft_timeout_s) <= MOST_TIMEOUT_S:
             raise ValueError(f"draft_timeout_s={self.draft_timeout_s}: use seconds above 0, at most {MOST_TIMEOUT_S:g}")
 
@@ -99,6 +125,29 @@ def in_words(cpus: set[int]) -> str:
     first = [cpu for cpu in sorted(cpus) if cpu - 1 not in cpus]
     last = [cpu for cpu in sorted(cpus) if cpu + 1 not in cpus]
     return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(first, last, strict=True))
+
+
+def stages_of(text: str | None) -> tuple[Stage, ...] | None:
+    """Devices with slashes between them; `cpu:` and CPU numbers, as `cpus_of` reads them, is a device too.
+
+    Raises:
+        ValueError: it is something else.
+
+    >>> stages_of("cuda:0/cuda:1")
+    (Stage(device='cuda:0', cpus=None), Stage(device='cuda:1', cpus=None))
+    >>> [str(stage) for stage in stages_of("cpu:0-1,4/cpu:2/cpu")]
+    ['cpu:0-1+4', 'cpu:2', 'cpu']
+    """
+    if text is None:
+        return None
+    found = []
+    for part in text.split("/"):
+        device, _, cpus = part.strip().partition(":")
+        if not device:
+            raise ValueError(f"stages {text!r}: name devices with slashes between them, such as cuda:0/cuda:1")
+        is_cpu = device == "cpu" and cpus
+        found.append(Stage(device=device, cpus=cpus_of(cpus)) if is_cpu else Stage(device=part.strip()))
+    return tuple(found)
 
 
 @contextmanager

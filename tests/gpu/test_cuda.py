@@ -22,7 +22,7 @@ from paradraft.errors import is_out_of_memory
 from paradraft.loader import load
 from paradraft.models.forward import compiled
 from paradraft.models.runtime import Runtime
-from paradraft.placement import Placement
+from paradraft.placement import Placement, stages_of
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.train.batch import Drop, collate
@@ -63,6 +63,35 @@ def test_drafting_ahead(family: Path, name: str, draft_device: str | None) -> No
                 each.generate(texts, max_new_tokens=40, sampling=sampling, batch_size=2) for each in (engine, plain)
             )
             assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+
+
+@pytest.mark.parametrize("stages", ["cuda/cuda", "cpu/cuda", "cuda/cpu"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["none", "eagle", "ppd", "pard"])
+def test_layers_on_two_devices(family: Path, name: str, compiled: bool, stages: str) -> None:
+    """Guards what goes from one device to the next, and what of a cache is moved on each."""
+    placement = Placement(target_stages=stages_of(stages))
+    target, runtime = str(family / "target"), Runtime(dtype="float64", compiled=compiled)
+    plain = load(target, runtime=Runtime(dtype="float64"))
+    drafted = load(target, drafter=name, draft=draft_of(family, name), k=4, runtime=runtime, placement=placement)
+    for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=4)):
+        texts = ["helloworld", "abcabc", "T"]
+        found, expected = (
+            each.generate(texts, max_new_tokens=40, sampling=sampling, batch_size=2) for each in (drafted, plain)
+        )
+        assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+
+
+@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).can_run_ahead])
+def test_drafting_on_the_devices_of_the_target(family: Path, name: str) -> None:
+    """Guards copies of a draft model in processes of their own, on the target's devices."""
+    target, runtime = str(family / "target"), Runtime(dtype="float64")
+    placement = Placement(target_stages=stages_of("cuda/cuda"))
+    plain = load(target, runtime=runtime)
+    draft = draft_of(family, name)
+    with load(target, drafter=name, draft=draft, gamma=5, runtime=runtime, placement=placement) as engine:
+        found, expected = (each.generate(["hello", "T"], max_new_tokens=40) for each in (engine, plain))
+        assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
 
 
 def test_recorded_passes_are_replayed_and_change_no_token(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:

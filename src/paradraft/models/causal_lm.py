@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from paradraft.models.forward.cpu.build import CannotBuildError
 from paradraft.models.forward.cpu.model import NativePass, can_serve
 from paradraft.models.forward.cuda_graphs import graph_size
 from paradraft.models.forward.eager import BUCKET, EagerPass
+from paradraft.models.forward.pipeline import PipelinePass, StageModel
 from paradraft.ragged import from_lists, upload
 from paradraft.tree import ABSENT, depths, parents_of_chains
 
@@ -92,6 +94,8 @@ class CausalLM:
         pad_to: run decoding passes with at least this many tokens, so that passes of different
             rounds go through the same kernels; in C++ all do.
         cuda_graphs: record and replay passes that `torch.compile` makes for a GPU.
+        stages: the parts of the model, if its layers are shared out; else it is on one device.
+        ranks: how many processes share the heads of each layer.
 
     Raises:
         ValueError: an architecture or capacity that this cache cannot serve.
@@ -107,6 +111,8 @@ class CausalLM:
         compiled: bool | None = None,
         pad_to: int = 1,
         cuda_graphs: bool = True,
+        stages: Sequence[StageModel] = (),
+        ranks: int = 1,
     ) -> None:
         config = model.config
         check_architecture(config, config.name_or_path or config.model_type)
@@ -119,11 +125,14 @@ class CausalLM:
         self._reserved = set[int]()
         self.capacity = capacity or most
         self.width = max(width, pad_to, 2)
-        self.device = model.device
+        parts = [stage.model for stage in stages] or [model]
+        self.device = parts[-1].device
+        """Where tokens and logits are: the device of the last stage."""
+        self._layer_devices = [part.device for part in parts for _ in part.model.layers]
+        self._ranks = ranks
         self._slots = -(-(self.capacity + graph_size(self.width)) // BUCKET) * BUCKET
-        self._compute: Forward = _forward_of(
-            model, self._slots, compiled=compiled, cuda_graphs=cuda_graphs, pad_to=pad_to
-        )
+        forward_of = partial(_forward_of, slots=self._slots, compiled=compiled, cuda_graphs=cuda_graphs, pad_to=pad_to)
+        self._compute: Forward = PipelinePass(stages, forward_of) if stages else forward_of(model)
         self._added: Tensor | None = None
         self.starts = 0
         """How often `start` was called: there is one cache, so whoever starts ends what others had in it."""
@@ -135,7 +144,12 @@ class CausalLM:
 
     def _allocate(self, batch_size: int) -> kv_cache.Storage:
         return kv_cache.allocate(
-            self.model.config, batch_size=batch_size, capacity=self._slots, dtype=self.model.dtype, device=self.device
+            self.model.config,
+            batch_size=batch_size,
+            capacity=self._slots,
+            dtype=self.model.dtype,
+            devices=self._layer_devices,
+            ranks=self._ranks,
         )
 
     def start(self) -> None:
@@ -319,8 +333,9 @@ class CausalLM:
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
         """The embeddings `[…, D]` of token ids `[…]`; of an absent token that of some other."""
-        vectors: Tensor = self.model.get_input_embeddings()(tokens.clamp(min=0))
-        return vectors
+        embedding = self.model.get_input_embeddings()
+        vectors: Tensor = embedding(tokens.clamp(min=0).to(embedding.weight.device))
+        return vectors.to(self.device)
 
     @torch.no_grad()
     def head(self, states: Tensor) -> Tensor:
@@ -342,12 +357,12 @@ class CausalLM:
     def is_native(self) -> bool:
         """Whether passes are in C++: logits are then the same to the last bit in every cut, batch and tree, and passes
         have threads of their own."""
-        return isinstance(self._compute, NativePass)
+        return self._compute.is_native
 
     @property
     def threads(self) -> int:
         """Most threads of a pass in C++, else of torch's operations."""
-        return self._compute.threads if isinstance(self._compute, NativePass) else torch.get_num_threads()
+        return self._compute.threads
 
     @property
     def is_ragged(self) -> bool:
@@ -413,7 +428,7 @@ class CausalLM:
 
 
 def _forward_of(
-    model: PreTrainedModel, slots: int, *, compiled: bool | None, cuda_graphs: bool, pad_to: int
+    model: PreTrainedModel, *, slots: int, compiled: bool | None, cuda_graphs: bool, pad_to: int
 ) -> Forward:
     """What computes a model's passes; the arguments are those of `CausalLM`."""
     if compiled is not False and (native := _native_pass(model, slots)) is not None:

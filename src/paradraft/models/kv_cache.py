@@ -11,6 +11,8 @@ N new tokens, S slots in use.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,23 +28,37 @@ pass can write into them in place; slots before heads, so that a token is one co
 
 
 def allocate(
-    config: PretrainedConfig, *, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
+    config: PretrainedConfig,
+    *,
+    batch_size: int,
+    capacity: int,
+    dtype: torch.dtype,
+    devices: Sequence[torch.device],
+    ranks: int = 1,
 ) -> Storage:
     """Empty storage for a causal LM.
+
+    Args:
+        config: the model's.
+        batch_size: rows.
+        capacity: slots of a row.
+        dtype: of keys and values.
+        devices: of each layer.
+        ranks: how many processes share the heads of a layer.
 
     Raises:
         ValueError: there is not enough memory for it.
     """
-    shape = (batch_size, capacity, config.num_key_value_heads, head_size(config))
-    layers = range(config.num_hidden_layers)
-    needed = 2 * len(layers) * math.prod(shape) * dtype.itemsize
-    if needed > (free := _free_bytes(device)):
-        raise ValueError(
-            f"a cache for {batch_size} rows of {capacity} tokens needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} "
-            "GiB are free: use a smaller batch or capacity"
-        )
+    shape = (batch_size, capacity, config.num_key_value_heads // ranks, head_size(config))
+    for device, layers in Counter(devices).items():
+        needed = 2 * layers * math.prod(shape) * dtype.itemsize
+        if needed > (free := _free_bytes(device)):
+            raise ValueError(
+                f"a cache for {batch_size} rows of {capacity} tokens needs {needed / 2**30:.1f} GiB and "
+                f"{free / 2**30:.1f} GiB are free: use a smaller batch or capacity"
+            )
     storage = []
-    for _ in layers:
+    for device in devices:
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         storage.append((_marked(keys), _marked(values)))
     return storage
@@ -153,7 +169,15 @@ def compact(storage: Storage, first_slot_B: Tensor, path_BN: Tensor) -> None:
     Worked example: node 0 is in slot 10 and the path is 0, 2, 3. Slots 10, 12, 13 go to
     10, 11, 12.
     """
-    stored = [stored_BCHD for layer in storage for stored_BCHD in layer]
+    stored_on: dict[torch.device, list[Tensor]] = {}
+    for stored_BCHD in (each for layer in storage for each in layer):
+        stored_on.setdefault(stored_BCHD.device, []).append(stored_BCHD)
+    for device, stored in stored_on.items():
+        _compact(stored, first_slot_B.to(device), path_BN.to(device))
+
+
+def _compact(stored: list[Tensor], first_slot_B: Tensor, path_BN: Tensor) -> None:
+    """`compact` on one device."""
     if path_BN.device.type == "cpu" and in_cpp.compact(stored, first_slot_B, path_BN):
         return
     to_BN = first_slot_B[:, None] + torch.arange(path_BN.shape[1], device=path_BN.device)

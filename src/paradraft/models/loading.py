@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -24,14 +26,17 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 
 from paradraft.errors import is_out_of_memory
 from paradraft.models.architecture import check_architecture
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward.pipeline import StageModel, split
 from paradraft.models.generation import complaint, end_ids, suppressed_ids
 from paradraft.models.presets import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
 from paradraft.models.runtime import QUANTIZED, Runtime, quantize
 from paradraft.models.target import Target, TargetFacts
+from paradraft.placement import Stage
 
 POCKET = "pocket"
 ATTENTION = "sdpa"
@@ -124,8 +129,13 @@ def room(config: PretrainedConfig, capacity: int | None) -> int:
     return min(config.max_position_embeddings, 4096) if capacity is None else capacity
 
 
-def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
+def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
     """Loads the weights of a causal LM, ready for inference, as they are: a quantized dtype is that of `load_target`.
+
+    Args:
+        name: a folder or a Hugging Face id.
+        runtime: its device and dtype.
+        settings: further ones of `from_pretrained`.
 
     Raises:
         ValueError: there is no such model, it is no supported causal LM, or its weights do not fit its config.
@@ -140,13 +150,41 @@ def load_model(name: str, runtime: Runtime) -> PreTrainedModel:
             attn_implementation=ATTENTION,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **settings,
         )
     others = [f"{key} has the shape {tuple(is_)}, not {tuple(wanted)}" for key, is_, wanted in found["mismatched_keys"]]
     if wrong := sorted([*others, *(f"{key} is missing" for key in found["missing_keys"])]):
         raise ValueError(f"model {name!r}: its weights do not fit its config.json, {_some(wrong)}")
     if found["unexpected_keys"]:
         warnings.warn(f"{name}: weights that are not used: {_some(sorted(found['unexpected_keys']))}", stacklevel=2)
-    return model.to(runtime.device).eval()
+    return (model if settings else model.to(runtime.device)).eval()
+
+
+def load_shard(name: str, runtime: Runtime, ranks: int) -> PreTrainedModel:
+    """Loads this process's share of each layer of a causal LM, by the plan that `transformers` has for it.
+
+    Args:
+        name: a folder or a Hugging Face id.
+        runtime: its dtype, and the kind of device.
+        ranks: how many processes `torchrun` has started; all must call this and compute every pass together.
+
+    Raises:
+        ValueError: it cannot be shared out among so many, or is on another kind of device than was asked for.
+    """
+    if is_shape(name):
+        raise ValueError(f"{name!r}: tensor parallelism needs weights that are on disk")
+    if runtime.dtype in QUANTIZED or runtime.compiled:
+        raise ValueError("tensor parallelism: passes are those of transformers, so neither int8, int4 nor --compile")
+    config = load_config(name)
+    if not getattr(config, "base_model_tp_plan", None):
+        raise ValueError(f"{name!r}: transformers has no plan of how {config.model_type} models share their layers")
+    for key in ("num_key_value_heads", "num_attention_heads"):
+        if (heads := getattr(config, key)) % ranks:
+            raise ValueError(f"{name!r}: {key} is {heads}, which {ranks} processes cannot share evenly")
+    model = load_model(name, runtime, distributed_config=DistributedConfig(tp_size=ranks, tp_plan="auto"))
+    if model.device.type != (wanted := torch.device(runtime.device).type):
+        raise ValueError(f"device={wanted!r}: tensor parallelism computes on {model.device.type} here, name that")
+    return model
 
 
 def load_skeleton(name: str) -> PreTrainedModel:
@@ -178,17 +216,32 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_target(name: str, runtime: Runtime) -> Target:
+def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks: int = 1) -> Target:
     """Loads the model whose text is produced, and its tokenizer.
+
+    Args:
+        name: a folder, a Hugging Face id, "pocket" or a shape.
+        runtime: how it runs; where, unless there are stages.
+        stages: where its layers are, if they are shared out.
+        ranks: how many processes share each of its layers, this one among them (tensor parallelism).
 
     Raises:
         ValueError: there is no such model, or it cannot be served.
     """
     folder = locate(name, "target")
     tokenizer = id_tokenizer(folder) if is_shape(folder) else load_tokenizer(folder)
-    model = _model(folder, runtime)
+    if ranks > 1:
+        model, parts = load_shard(folder, runtime, ranks), []
+    elif stages:
+        dtype = str(runtime.computed_in).removeprefix("torch.")
+        model = _weights(folder, replace(runtime, device="cpu", dtype=dtype))
+        parts = split(model, stages)
+        for part in parts:
+            _quantize(part.model, runtime)
+    else:
+        model, parts = _model(folder, runtime), []
     vocab_size = min(max(tokenizer.get_vocab().values()) + 1, model.config.vocab_size)
-    target = Target(_causal_lm(model, vocab_size, runtime, runtime.capacity), tokenizer)
+    target = Target(_causal_lm(model, vocab_size, runtime, runtime.capacity, stages=parts, ranks=ranks), tokenizer)
     _obey(model, target, name)
     return target
 
@@ -237,16 +290,31 @@ def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime) -
 
 
 def _model(folder: str, runtime: Runtime) -> PreTrainedModel:
-    if is_shape(folder):
-        model = random_model(folder, dtype=runtime.computed_in, device=runtime.device)
-    else:
-        model = load_model(folder, runtime)
-    if runtime.dtype in QUANTIZED:
-        quantize(model, QUANTIZED[runtime.dtype])
+    model = _weights(folder, runtime)
+    _quantize(model, runtime)
     return model
 
 
-def _causal_lm(model: PreTrainedModel, vocab_size: int, runtime: Runtime, capacity: int | None) -> CausalLM:
+def _weights(folder: str, runtime: Runtime) -> PreTrainedModel:
+    if is_shape(folder):
+        return random_model(folder, dtype=runtime.computed_in, device=runtime.device)
+    return load_model(folder, runtime)
+
+
+def _quantize(model: PreTrainedModel, runtime: Runtime) -> None:
+    if runtime.dtype in QUANTIZED:
+        quantize(model, QUANTIZED[runtime.dtype])
+
+
+def _causal_lm(
+    model: PreTrainedModel,
+    vocab_size: int,
+    runtime: Runtime,
+    capacity: int | None,
+    *,
+    stages: Sequence[StageModel] = (),
+    ranks: int = 1,
+) -> CausalLM:
     return CausalLM(
         model,
         vocab_size=vocab_size,
@@ -255,6 +323,8 @@ def _causal_lm(model: PreTrainedModel, vocab_size: int, runtime: Runtime, capaci
         compiled=runtime.compiled,
         pad_to=runtime.pad_to,
         cuda_graphs=runtime.cuda_graphs,
+        stages=stages,
+        ranks=ranks,
     )
 
 

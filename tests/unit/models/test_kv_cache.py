@@ -14,11 +14,12 @@ from paradraft.models.kv_cache import SlotCache, Storage, allocate, compact, mov
 from paradraft.tree import ABSENT
 
 B, H, C, D = 2, 2, 12, 3
+CPU = torch.device("cpu")
 
 
 def storage() -> Storage:
     config = LlamaConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=H, num_hidden_layers=3)
-    return allocate(config, batch_size=B, capacity=C, dtype=torch.float64, device=torch.device("cpu"))
+    return allocate(config, batch_size=B, capacity=C, dtype=torch.float64, devices=[CPU] * config.num_hidden_layers)
 
 
 def contents(layers: Storage, layer: int) -> tuple[Tensor, Tensor]:
@@ -91,7 +92,7 @@ def test_compact_moves_a_path_and_nothing_else(in_cpp: bool, monkeypatch: pytest
 
 def four_rows() -> Storage:
     config = LlamaConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=H, num_hidden_layers=2)
-    layers = allocate(config, batch_size=4, capacity=C, dtype=torch.float64, device=torch.device("cpu"))
+    layers = allocate(config, batch_size=4, capacity=C, dtype=torch.float64, devices=[CPU] * config.num_hidden_layers)
     for layer in layers:
         for tensor in layer:
             tensor.copy_(torch.randn(tensor.shape, dtype=torch.float64))
@@ -133,7 +134,7 @@ def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kv_cache, "_free_bytes", lambda device: 2.0**30)
     config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
     with pytest.raises(ValueError, match=r"a cache for 16 rows of 4096 tokens needs 16\.0 GiB and 1\.0 GiB are free"):
-        allocate(config, batch_size=16, capacity=4096, dtype=torch.float32, device=torch.device("cpu"))
+        allocate(config, batch_size=16, capacity=4096, dtype=torch.float32, devices=[CPU] * config.num_hidden_layers)
 
 
 def test_a_cache_may_take_all_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,4 +144,4 @@ def test_a_cache_may_take_all_that_is_free(monkeypatch: pytest.MonkeyPatch) -> N
     for free, fits in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr(kv_cache, "_free_bytes", lambda device, free=free: float(free))
         with nullcontext() if fits else pytest.raises(ValueError, match="GiB are free"):
-            allocate(config, batch_size=B, capacity=C, dtype=torch.float64, device=torch.device("cpu"))
+            allocate(config, batch_size=B, capacity=C, dtype=torch.float64, devices=[CPU] * config.num_hidden_layers)

@@ -48,6 +48,15 @@ class Forward(Protocol):
     def warm_up_rounds(self) -> int:
         """How often each shape must be seen before passes of that shape run at their full speed; 0 for at once."""
 
+    @property
+    def is_native(self) -> bool:
+        """Whether it is in C++: logits are then the same to the last bit in every cut, batch and tree, and passes have
+        threads of their own."""
+
+    @property
+    def threads(self) -> int:
+        """Most threads of a pass."""
+
     def __call__(
         self,
         storage: Storage,

@@ -156,12 +156,18 @@ class EagerPass:
 
     min_rows = 1
     warm_up_rounds = 0
+    is_native = False
 
     def __init__(self, model: PreTrainedModel, slots: int, *, pad_to: int) -> None:
         self._model = model
         self._positions = torch.arange(slots, device=model.device)
         self._pad_to = pad_to
         self._added: Tensor | None = None
+
+    @property
+    def threads(self) -> int:
+        """See `Forward`: those of torch."""
+        return torch.get_num_threads()
 
     def head(self, states: Tensor) -> Tensor:
         """See `Forward`."""

@@ -199,6 +199,7 @@ class NativePass:
 
     min_rows = 1
     warm_up_rounds = 0
+    is_native = True
 
     def __init__(self, model: PreTrainedModel, slots: int, *, threads: int | None = None) -> None:
         self._library = library()
@@ -364,7 +365,13 @@ class NativePass:
         count = min(PROBE, model.config.max_position_embeddings)
         tokens_BN = torch.arange(1, count + 1)[None] % self._vocab_rows
         places_BN = torch.arange(count)[None]
-        storage = kv_cache.allocate(model.config, batch_size=1, capacity=count, dtype=model.dtype, device=model.device)
+        storage = kv_cache.allocate(
+            model.config,
+            batch_size=1,
+            capacity=count,
+            dtype=model.dtype,
+            devices=[model.device] * len(model.model.layers),
+        )
         ours = self(storage, [0], tokens_BN, places_BN - 1, logit_rows=places_BN).logits
         theirs = model(tokens_BN, use_cache=False).logits.float()
         error = float((ours - theirs).square().mean().sqrt() / theirs.std())

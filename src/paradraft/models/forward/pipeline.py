@@ -1,0 +1,194 @@
+"""The pass of a model whose layers are shared out over several devices, one after the other (pipeline parallelism).
+
+Each stage is a model of its own: it has some of the layers, the first one reads the embeddings and the others what the
+stage before has made, and the last one has the output head. So whatever computes a pass computes a stage. There is one
+pass at a time: a device is free while the others compute.
+
+Shape letters as in the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut
+from paradraft.models.kv_cache import Storage
+from paradraft.placement import Stage, on_cpus
+
+FEW_ROWS = 64
+"""Rows of an embedding or an output head that a stage does not need."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageModel:
+    """Some layers of a model, on their device.
+
+    Args:
+        stage: its device and CPUs.
+        model: a causal LM of these layers alone.
+        first: which layer of the whole model its first one is, from 0.
+    """
+
+    stage: Stage
+    model: PreTrainedModel
+    first: int
+
+    @property
+    def layers(self) -> int:
+        """How many it has."""
+        return len(self.model.model.layers)
+
+
+def split(model: PreTrainedModel, stages: Sequence[Stage]) -> list[StageModel]:
+    """Shares the layers of a model out and moves them to their devices; the first stages may have one more than others.
+
+    The model itself cannot compute with a cache any more: layers are numbered anew within their stage.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    whole, number = model.model, len(stages)
+    if number > (count := len(whole.layers)):
+        raise ValueError(f"{number} stages, and {model.config.name_or_path!r} has {count} layers: use fewer stages")
+    bounds = [-(-count * place // number) for place in range(number + 1)]
+    found = [
+        StageModel(
+            stage=stage, model=_part(model, first, stop, torch.empty(0, device=stage.device).device), first=first
+        )
+        for stage, (first, stop) in zip(stages, pairwise(bounds), strict=True)
+    ]
+    whole.embed_tokens, last = found[0].model.model.embed_tokens, found[-1].model
+    whole.norm, model.lm_head = last.model.norm, last.lm_head
+    return found
+
+
+def _part(model: PreTrainedModel, first: int, stop: int, device: torch.device) -> PreTrainedModel:
+    """A causal LM of the layers from `first` to before `stop`, which has their weights themselves."""
+    whole = model.model
+    config = copy(model.config)
+    config.num_hidden_layers = stop - first
+    with torch.device("meta"):
+        part = type(model)(config)
+    part.generation_config = model.generation_config
+    body = part.model
+    body.layers = whole.layers[first:stop].to(device)
+    for index, layer in enumerate(body.layers):
+        layer.self_attn.layer_idx = index
+    body.embed_tokens = _there(whole.embed_tokens if first == 0 else _few_rows(whole.embed_tokens), device)
+    part.lm_head = _there(model.lm_head if stop == len(whole.layers) else _few_rows(model.lm_head), device)
+    body.norm, body.rotary_emb = _there(whole.norm, device), _there(whole.rotary_emb, device)
+    return part.eval()
+
+
+def _there(module: nn.Module, device: torch.device) -> nn.Module:
+    """A module on a device; a copy if it is elsewhere, because other stages and tied weights need it where it is."""
+    is_there = all(each.device == device for each in (*module.parameters(), *module.buffers()))
+    return module if is_there else deepcopy(module).to(device)
+
+
+@torch.no_grad()
+def _few_rows(module: nn.Module) -> nn.Module:
+    """An embedding or an output head with its first rows alone."""
+    found = copy(module)
+    found._parameters = {
+        name: None if each is None else nn.Parameter(each[:FEW_ROWS].clone(), requires_grad=False)
+        for name, each in module._parameters.items()
+    }
+    return found
+
+
+class PipelinePass:
+    """Computes the stages of a model, one after the other.
+
+    Args:
+        parts: of the model, from the first to the last.
+        forward_of: makes what computes one of them.
+    """
+
+    def __init__(self, parts: Sequence[StageModel], forward_of: Callable[[PreTrainedModel], Forward]) -> None:
+        self._parts = list(parts)
+        self._forwards: list[Forward] = []
+        for part in parts:
+            with on_cpus(part.stage.cpus):
+                self._forwards.append(forward_of(part.model))
+        self.min_rows = max(forward.min_rows for forward in self._forwards)
+        self.warm_up_rounds = max(forward.warm_up_rounds for forward in self._forwards)
+        self.is_native = all(forward.is_native for forward in self._forwards)
+        self.threads = max(forward.threads for forward in self._forwards)
+        self._last = self._forwards[-1]
+        self._storage: Storage = []
+        self._storages: list[Storage] = []
+
+    def __call__(
+        self,
+        storage: Storage,
+        lengths: list[int],
+        tokens_BN: Tensor,
+        parents_BN: Tensor,
+        *,
+        logit_rows: Tensor,
+        hidden_layers: Sequence[int] = (),
+        vectors: Tensor | None = None,
+    ) -> ForwardOut:
+        """See `Forward`; all is returned on the device of the last stage."""
+        if storage is not self._storage:
+            self._storage = storage
+            self._storages = [storage[part.first : part.first + part.layers] for part in self._parts]
+        hidden: dict[int, Tensor] = {}
+        for part, forward, stored in zip(self._parts, self._forwards, self._storages, strict=True):
+            device, is_last = part.model.device, forward is self._last
+            asked = [layer for layer in hidden_layers if self._stage_of(layer) is part]
+            own = [layer if layer == FINAL_NORM else layer - part.first for layer in asked]
+            handed_on = [] if is_last or part.layers in own else [part.layers]
+            ids_BN = tokens_BN if vectors is None else tokens_BN.clamp(max=0)  # of which it has few, and reads none
+            with on_cpus(part.stage.cpus):
+                out = forward(
+                    stored,
+                    lengths,
+                    ids_BN.to(device, non_blocking=True),
+                    parents_BN.to(device, non_blocking=True),
+                    logit_rows=logit_rows.to(device, non_blocking=True),
+                    hidden_layers=[*own, *handed_on],
+                    vectors=None if vectors is None else vectors.to(device, non_blocking=True),
+                )
+            hidden |= {layer: out.hidden[index] for layer, index in zip(asked, own, strict=True)}
+            vectors = None if is_last else out.hidden[part.layers]
+        last_device = out.logits.device
+        hidden = {layer: states.to(last_device, out.logits.dtype) for layer, states in hidden.items()}
+        return ForwardOut(logits=out.logits, hidden=hidden)
+
+    def _stage_of(self, layer: int) -> StageModel:
+        """The one that computes the states of a layer, named as in `Forward`: the embeddings are the first one's."""
+        if layer == FINAL_NORM:
+            return self._parts[-1]
+        return next(part for part in self._parts if layer <= part.first + part.layers)
+
+    def add_embeddings(self, rows_PD: Tensor) -> None:
+        """See `Forward`; the first stage reads them."""
+        self._forwards[0].add_embeddings(rows_PD)
+
+    def head(self, states: Tensor) -> Tensor:
+        """See `Forward`; the last stage has it."""
+        with on_cpus(self._parts[-1].stage.cpus):
+            return self._last.head(states)
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """See `Forward`; beside the head."""
+        return self._last.linear(weight, bias)
+
+    def weight_bytes(self, weight: Tensor) -> int:
+        """See `Forward`."""
+        return self._last.weight_bytes(weight)
+
+    def forget(self) -> None:
+        """See `Forward`."""
+        self._storage, self._storages = [], []
+        for forward in self._forwards:
+            forward.forget()
