@@ -317,6 +317,8 @@ class Drafter:
     """Whether what it proposes depends on the rounds too in which the tokens were committed; but on nothing else."""
     can_run_ahead: bool = False
     """Whether it can propose before the verdict on its last draft (PEARL)."""
+    drafts_one_by_one: bool = False
+    """Whether each token of a draft takes a pass of its own, so that half of a draft takes half of the time."""
     reserved_tokens: tuple[int, ...] = ()
     """Tokens, such as a mask, that no answer may contain."""
 

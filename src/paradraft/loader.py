@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 from paradraft.core import Drafter
-from paradraft.decode.channel import is_launched, met
+from paradraft.decode.channel import launched, met
 from paradraft.decode.drafter_process import Server
+from paradraft.decode.pearl_colocated import CoLocatedDrafter
 from paradraft.decode.remote import DrafterProcess
-from paradraft.drafters import load_drafter
+from paradraft.drafters import drafter_class, load_drafter
 from paradraft.engine import Engine
 from paradraft.errors import one_line
 from paradraft.models.loading import load_target
@@ -53,7 +56,7 @@ def load(
         kept_rows: of how many answers, the last ones, the caches are kept: a prompt that begins with such an answer and
             its prompt, as the next turn of a conversation does, is read from its end on.
         runtime: device, dtype, compilation.
-        placement: with `gamma`, where each side computes; by default both in this process.
+        placement: where each side computes; by default both in this process.
 
     Raises:
         ValueError: a name or setting is unknown, or the draft does not fit the target.
@@ -84,46 +87,95 @@ def load_engine(
     placement.check(speculation.gamma)
     if max(speculation.k, speculation.nodes) >= runtime.width:
         runtime = replace(runtime, width=speculation.pass_width)
-    draft_runtime = runtime_of_draft(runtime, placement)
-    process = None
-    if speculation.gamma is not None and is_launched():
+    runtime = runtime_on(runtime, placement)
+    ranks = 1
+    if placement.tensor_parallel:
+        ranks = tensor_parallel_ranks(speculation, placement)
+        if runtime.device == "cuda":
+            runtime = replace(runtime, device=f"cuda:{os.environ['LOCAL_RANK']}")
+    if speculation.gamma is not None and not placement.tensor_parallel and (number := launched()):
+        if number != 2:
+            raise ValueError(f"torchrun has started {number} processes: a target and its drafter are 2")
         rank, channel = met()
         if rank == 1:
             with on_cpus(placement.draft_cpus):
                 Server(channel).serve()
             raise SystemExit
-        process = DrafterProcess(placement, channel)
-    elif placement.has_process:
-        process = DrafterProcess(placement)  # it begins while the target is loaded
+        processes = [DrafterProcess(placement, channel)]
+    else:
+        processes = drafter_processes(speculation, placement)  # they begin while the target is loaded
     with on_cpus(placement.target_cpus):
-        loaded = load_target(target, runtime)
-        drafter = load_drafter_in(process, speculation, loaded, draft_runtime)
+        loaded = load_target(target, runtime, placement.target_stages or (), ranks)
+        drafter = load_drafter_in(processes, speculation, loaded, runtime)
         return Engine(loaded, drafter, speculation, kept_rows=kept_rows, cpus=placement.target_cpus)
 
 
-def runtime_of_draft(runtime: Runtime, placement: Placement) -> Runtime:
-    """The target's, on the device of the drafter.
+def tensor_parallel_ranks(speculation: Speculation, placement: Placement) -> int:
+    """How many processes share the layers of a target.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: `torchrun` has not started several, or something is asked for that they could not do alike.
     """
-    return runtime if placement.draft_device is None else replace(runtime, device=placement.draft_device)
+    if (ranks := launched()) < 2:
+        raise ValueError("tensor_parallel: start two or more processes by torchrun --nproc-per-node")
+    if placement.has_process or placement.target_stages is not None:
+        raise ValueError("tensor_parallel: each process has its whole drafter, so leave stages and draft places out")
+    if speculation.gamma == "auto" or speculation.lengths == "expected":
+        raise ValueError("tensor_parallel: each process would time itself and draft otherwise: set gamma or k")
+    return ranks
+
+
+def runtime_on(runtime: Runtime, placement: Placement) -> Runtime:
+    """That of the target, on the device where its logits are.
+
+    Raises:
+        ValueError: one of the devices cannot be used.
+    """
+    for device in (*(stage.device for stage in reversed(placement.target_stages or ())), placement.draft_device):
+        if device is not None:
+            replace(runtime, device=device)  # raises ValueError
+    stages = placement.target_stages
+    return runtime if stages is None else replace(runtime, device=stages[-1].device)
+
+
+def drafter_processes(speculation: Speculation, placement: Placement) -> list[DrafterProcess]:
+    """Starts the processes of a drafter: none if it drafts in this one, two if they take turns at a draft."""
+    if placement.has_process:
+        return [DrafterProcess(placement)]
+    stages = placement.target_stages
+    if stages is None or speculation.gamma is None:
+        return []
+    takes_turns = drafter_class(speculation.drafter).drafts_one_by_one and len(stages) > 1
+    return [
+        DrafterProcess(replace(placement, draft_device=stage.device, draft_cpus=stage.cpus))
+        for stage in ((stages[-1], stages[0]) if takes_turns else (stages[-1],))
+    ]
 
 
 def load_drafter_in(
-    process: DrafterProcess | None, speculation: Speculation, target: Target, runtime: Runtime
+    processes: Sequence[DrafterProcess], speculation: Speculation, target: Target, runtime: Runtime
 ) -> Drafter:
     """Loads a drafter.
 
     Args:
-        process: that is to have it; None for this one.
+        processes: those that are to have it; if there are none, this one.
         speculation: names it.
         target: whose text is to be guessed.
-        runtime: the drafter's.
+        runtime: the target's.
 
     Raises:
         ValueError: it cannot be loaded.
     """
-    if process is None:
+    copies: list[Drafter] = []
+    try:
+        for process in processes:
+            device = process.placement.draft_device
+            own = runtime if device is None else replace(runtime, device=device)
+            copies.append(process.load(speculation.drafter, target.facts, draft=speculation.draft, runtime=own))
+    except BaseException:
+        for process in processes:
+            process.close()
+        raise
+    if not copies:
         return load_drafter(speculation.drafter, target, draft=speculation.draft, runtime=runtime)
-    return process.load(speculation.drafter, target.facts, draft=speculation.draft, runtime=runtime)
+    return copies[0] if len(copies) == 1 else CoLocatedDrafter(*copies)

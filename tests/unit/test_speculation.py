@@ -57,7 +57,7 @@ def test_a_wrong_setting_is_said_by_whoever_is_told_it(settings: dict[str, Any],
         ("pard:tree=1025", "a tree of 1025 nodes"),
         (
             "lookahead:k=4",
-            "settings of lookahead are dtype, batch, target_cpus, lengths, ngram, window, guesses, text_ngrams",
+            "settings of lookahead are dtype, batch, target_cpus, target_stages, lengths, ngram, window, guesses",
         ),
     ],
 )

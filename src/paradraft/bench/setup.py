@@ -12,15 +12,14 @@ from paradraft.bench.baselines.vllm import VllmProcess, check_vllm, what_to_load
 from paradraft.bench.harness import check_batches
 from paradraft.bench.result import Answerer
 from paradraft.bench.roofline import models_of
-from paradraft.bench.spec import AR, Benchmark, Method
+from paradraft.bench.spec import AR, Benchmark, Method, TargetKey
 from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.core import Drafter
 from paradraft.data.records import read_prompts
-from paradraft.decode.remote import DrafterProcess
 from paradraft.drafters import check_draft, drafter_names, takes_draft
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
-from paradraft.loader import load_drafter_in, runtime_of_draft
+from paradraft.loader import drafter_processes, load_drafter_in, runtime_on
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_target, pocket_folder
 from paradraft.models.presets import is_shape, shape_of
@@ -111,7 +110,7 @@ class Preparation:
     answerers: dict[Method, Answerer] = field(default_factory=dict)
     models: dict[Method, dict[str, CausalLM]] = field(default_factory=dict)
     engines: dict[Method, Engine] = field(default_factory=dict)
-    targets: dict[tuple[str, tuple[int, ...] | None], Target] = field(default_factory=dict)
+    targets: dict[TargetKey, Target] = field(default_factory=dict)
 
     def check(self, prompts: list[str], *, max_new_tokens: int) -> None:
         """Raises ValueError unless the prompts and their answers fit into the targets."""
@@ -143,17 +142,18 @@ def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
         report(f"loading {method.spec}")
         of_dtype = replace(runtime, dtype=method.dtype)
         with on_cpus(method.placement.target_cpus):
+            place = method.placement
+            on_devices = runtime_on(of_dtype, place)
             if method.target_key not in found.targets:
-                found.targets[method.target_key] = load_target(target, of_dtype)
+                found.targets[method.target_key] = load_target(target, on_devices, place.target_stages or ())
                 if acceptance is not None:
                     without_ends(found.targets[method.target_key])
             loaded = found.targets[method.target_key]
             speculation = method.speculation
             key = (speculation.drafter, speculation.draft, method.target_key, method.placement)
             if key not in drafters:
-                place = method.placement
-                process = DrafterProcess(place) if place.has_process else None
-                drafters[key] = load_drafter_in(process, speculation, loaded, runtime_of_draft(of_dtype, place))
+                processes = drafter_processes(speculation, place)
+                drafters[key] = load_drafter_in(processes, speculation, loaded, on_devices)
             drafter = drafters[key]
         if method.name not in PEERS:
             found.engines[method] = method.engine(loaded, drafter)

@@ -9,6 +9,7 @@ from typing import Any
 
 from paradraft.bench.roofline import decoding_passes
 from paradraft.core import Drafter
+from paradraft.decode.pearl_colocated import CoLocatedDrafter
 from paradraft.decode.remote import RemoteDrafter, Span
 from paradraft.models.causal_lm import CausalLM
 
@@ -51,8 +52,8 @@ def forwards(models: dict[str, CausalLM], drafter: Drafter) -> dict[str, int]:
         drafter: may have its model elsewhere.
     """
     draft = sum(decoding_passes(lm.passes) for name, lm in models.items() if name != "target")
-    if isinstance(drafter, RemoteDrafter):
-        draft = drafter.passes()
+    copies = drafter.copies if isinstance(drafter, CoLocatedDrafter) else (drafter,)
+    draft += sum(copy.passes() for copy in copies if isinstance(copy, RemoteDrafter))
     return {"target": decoding_passes(models["target"].passes), "draft": draft}
 
 

@@ -33,17 +33,18 @@ from paradraft.engine import Engine
 from paradraft.loader import HERE
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.models.target import Target
-from paradraft.placement import Placement, cpus_of
+from paradraft.placement import Placement, Stage, cpus_of, stages_of
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation, gamma_of
 from paradraft.tree import Tree
 
 AR = "ar"
-PLACES = ("target_cpus", "draft_cpus", "draft_device")
+PLACES = ("target_cpus", "draft_cpus", "draft_device", "target_stages")
 SETTINGS = ("k", "tree", "verify", "lengths", "gamma", "overlap", *PLACES, "batch", "dtype", "draft", "confidence")
 """What the spec of one method or another may set, beside the settings of its drafter."""
 
 
+TargetKey = tuple[str, tuple[int, ...] | None, tuple[Stage, ...] | None]
 UNSET = Speculation()
 """What a method does where nothing is said."""
 
@@ -118,7 +119,12 @@ class Method:
             speculation = replace(UNSET, drafter=":".join([drafter, *options]), **own)
             target_cpus, draft_cpus = (cpus_of(values.get(name)) for name in PLACES[:2])
             device = values.get("draft_device")
-            placement = Placement(target_cpus=target_cpus, draft_cpus=draft_cpus, draft_device=device)
+            placement = Placement(
+                target_cpus=target_cpus,
+                draft_cpus=draft_cpus,
+                draft_device=device,
+                target_stages=stages_of(values.get("target_stages")),
+            )
             placement.check(speculation.gamma)
         except ValueError as error:
             raise ValueError(f"method {spec!r}: {error}") from None
@@ -139,6 +145,8 @@ class Method:
         tree = self.speculation.tree
         values = {**vars(self), **vars(self.placement), **vars(self.speculation)}
         values["tree"] = None if tree is None else tree.nodes
+        stages = values["target_stages"]
+        values["target_stages"] = None if stages is None else "/".join(map(str, stages))
         options = {"options": drafter_settings(self.speculation.drafter)} if _option_names(self.name) else {}
         unsaid = [name for name in ("gamma", *PLACES) if values[name] is None] + ["overlap"] * (values["gamma"] is None)
         told = [setting for setting in _settings(self.name) if setting not in unsaid]
@@ -150,9 +158,9 @@ class Method:
         return frozenset(setting for setting in _settings(self.name) if f":{setting}=" not in self.spec)
 
     @property
-    def target_key(self) -> tuple[str, tuple[int, ...] | None]:
-        """Methods with the same one share a loaded target: its dtype and its CPUs."""
-        return self.dtype, self.placement.target_cpus
+    def target_key(self) -> TargetKey:
+        """Methods with the same one share a loaded target: its dtype and its places."""
+        return self.dtype, self.placement.target_cpus, self.placement.target_stages
 
     def engine(self, target: Target, drafter: Drafter) -> Engine:
         """What decodes by this method, if it is ours.
@@ -183,10 +191,11 @@ def _settings(name: str) -> list[str]:
     if name in PEERS:
         return list(PEERS[name].settings)
     if name == AR:
-        return ["dtype", "batch", "target_cpus"]
+        return ["dtype", "batch", "target_cpus", "target_stages"]
     drafter = drafter_class(name)
     asked = ["k"] * (drafter.branching != "own") + ["verify"] * (not drafter.needs_drawn)
-    asked += ["gamma", "overlap", "draft_cpus", "draft_device"] * drafter.can_run_ahead + ["target_cpus"]
+    asked += ["gamma", "overlap", "draft_cpus", "draft_device"] * drafter.can_run_ahead
+    asked += ["target_cpus", "target_stages"]
     return ["dtype", "batch", *asked, "lengths", *["tree"] * branches(name), *["draft"] * takes_draft(name)]
 
 

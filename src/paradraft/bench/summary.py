@@ -98,7 +98,7 @@ CAPTION = (
 )
 FASTEST = "vs **: against the fastest AR+ with whole weights, marked **"
 DRAWN = "SYNTHETIC ACCEPTANCE: verdicts are drawn, texts are not the target's"
-_EVIDENT = ("dtype=", "draft=", "verify=", "lengths=")
+_EVIDENT = ("dtype=", "draft=", "verify=", "lengths=", "target_stages=")
 """Settings whose value says what it is."""
 _CPUS = ("target_cpus=", "draft_cpus=")
 

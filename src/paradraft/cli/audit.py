@@ -38,7 +38,7 @@ def audit(
         bool, typer.Option("--shape-invariant", help="Let plain decoding run through passes as wide as the drafter's.")
     ] = False,
     runtime: Runtime,
-    placement: Placement,
+    placement: Annotated[Placement, options.Offer(without=("target_stages", "tensor_parallel"))],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every finding to this file.")] = None,
 ) -> None:
     """Check that a drafter changes nothing.

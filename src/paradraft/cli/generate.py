@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import sys
 from dataclasses import replace
 from typing import Annotated
@@ -15,6 +16,7 @@ from paradraft.cli import options
 from paradraft.cli.terminal import stream_answer
 from paradraft.data.records import read_prompts
 from paradraft.engine import Result
+from paradraft.environment import is_main_process
 from paradraft.loader import load_engine
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
@@ -48,6 +50,8 @@ def generate(
     with Console(stderr=True).status("loading; the first time passes are built for this CPU"):
         runtime = replace(runtime, width=speculation.pass_width)
         engine = load_engine(target, speculation, runtime=runtime, placement=placement)
+    if placement.tensor_parallel and not is_main_process():
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # the first process speaks
     texts = [str(record["prompt"]) for record in records]
     is_lossless = rule_name(speculation.verify) not in LOSSY
     ours = {"text", "tokens", "finish_reason", "lossless", "stats"}

@@ -20,7 +20,7 @@ import typer
 from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import drafter_class, drafter_names
 from paradraft.models.runtime import PRECISIONS, Runtime
-from paradraft.placement import Placement, cpus_of
+from paradraft.placement import Placement, cpus_of, stages_of
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import MOST_DRAFTED, Speculation, gamma_of
 from paradraft.tree import Tree
@@ -47,7 +47,11 @@ def with_own_tree(speculation: Speculation) -> Rule:
 
 def without_process(placement: Placement) -> Rule:
     """What a run ignores whose drafter has no process of its own."""
-    return not placement.has_process, "without --draft-cpus or --draft-device", ("draft_timeout_s",)
+    return (
+        not placement.has_process and placement.target_stages is None,
+        "without --draft-cpus or --draft-device",
+        ("draft_timeout_s",),
+    )
 
 
 def warn_ignored(context: typer.Context, *rules: Rule) -> None:
@@ -121,6 +125,13 @@ OPTIONS: dict[type, dict[str, Any]] = {
     },
     Placement: {
         "target_cpus": typer.Option(help="CPUs that the target computes on, such as 0 or 0-3,6; by default all."),
+        "target_stages": typer.Option(
+            help="Devices that share the target's layers, such as cuda:0/cuda:1, or cpu:0/cpu:1 for CPUs 0 and 1. With "
+            "--gamma the drafter is on them too, where the target is not at that time."
+        ),
+        "tensor_parallel": typer.Option(
+            "--tensor-parallel", help="The processes that torchrun has started share each layer of the target."
+        ),
         "draft_cpus": typer.Option(help="With --gamma: CPUs of the drafter, which then has a process of its own."),
         "draft_device": typer.Option(help="With --gamma: a torch device for the drafter in a process of its own."),
         "draft_timeout_s": typer.Option(help="Seconds after which a drafter's process that says nothing is given up."),
@@ -133,6 +144,7 @@ TYPES: dict[str, Any] = {
     "logit_bias": list[str] | None,
     "gamma": str | None,
     "target_cpus": str | None,
+    "target_stages": str | None,
     "draft_cpus": str | None,
 }
 """Of the options that are read into a field of another type; by default they are None."""
@@ -219,7 +231,8 @@ def _read(kind: type, values: dict[str, Any]) -> Any:
         values["tree"] = tree_of(values.pop("tree_budget", None), values.pop("tree_paths", None))
         values["gamma"] = gamma_of(values.get("gamma"))
     if kind is Placement:
-        values |= {name: cpus_of(values[name]) for name in ("target_cpus", "draft_cpus")}
+        values |= {name: cpus_of(values.get(name)) for name in ("target_cpus", "draft_cpus")}
+        values["target_stages"] = stages_of(values.get("target_stages"))
     if "logit_bias" in values:
         values["logit_bias"] = biases_of(values["logit_bias"] or [])
     return kind(**values)

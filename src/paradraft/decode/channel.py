@@ -63,17 +63,11 @@ class Channel:
         self._connection.close()
 
 
-def is_launched() -> bool:
-    """Whether `torchrun` has started this process and others, which are then the two sides.
-
-    Raises:
-        ValueError: they are not two.
-    """
+def launched() -> int:
+    """How many processes `torchrun` has started, this one among them; 0 if it was not started so."""
     if not (distributed.is_available() and distributed.is_torchelastic_launched()):
-        return False
-    if (number := int(os.environ["WORLD_SIZE"])) != 2:
-        raise ValueError(f"torchrun has started {number} processes: a target and its drafter are 2")
-    return True
+        return 0
+    return int(os.environ["WORLD_SIZE"])
 
 
 def met() -> tuple[int, Channel]:

@@ -81,6 +81,7 @@ class AutoregressiveDrafter(Drafter):
 
     branching: Literal["chain", "spine"] = "spine"
     can_run_ahead = True
+    drafts_one_by_one = True
     _sampler: Sampler
 
     def __init__(self, lm: CausalLM) -> None:

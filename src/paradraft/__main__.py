@@ -1,0 +1,5 @@
+"""`python -m paradraft`."""
+
+from paradraft.cli import main
+
+main()

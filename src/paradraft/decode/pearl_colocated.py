@@ -1,0 +1,86 @@
+"""PEARL on the devices of the target itself (Liu et al. 2024, Appendix G).
+
+A target whose layers are shared out over several devices computes on one of them at a time. While it is on the first
+one, the drafter drafts the first half of its window on the last one; then it goes on where the target has been.
+
+The paper moves the keys and values of the drafter from the last device to the first. Here only the drafted ids go over:
+each copy of the draft model reads what the other has drafted in the pass of its own first token, and a pass over a few
+tokens takes as long as over one, because it reads all weights anyhow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradraft import ragged
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.ragged import from_lists, to_lists
+
+
+class CoLocatedDrafter(Drafter):
+    """Two copies of a drafter, of which the second one goes on after the first.
+
+    Args:
+        first: on the last device of the target; it drafts the longer half.
+        second: on the target's first device.
+    """
+
+    can_run_ahead = True
+
+    def __init__(self, first: Drafter, second: Drafter) -> None:
+        self.copies = (first, second)
+        """In the order in which they draft."""
+        self.reserved_tokens, self.max_k = first.reserved_tokens, first.max_k
+
+    @property
+    def models(self) -> tuple[Any, ...]:
+        """Those of both."""
+        return tuple(model for copy in self.copies for model in copy.models)
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """See `Drafter`."""
+        self._device = device
+        for copy in self.copies:
+            copy.start(drafting, device)
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """See `Drafter`."""
+        for copy in self.copies:
+            copy.join(requests, prompt)
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """See `Drafter`; of γ tokens the first copy drafts ceil(γ / 2)."""
+        first, second = self.copies
+        before = [[] for _ in lengths] if after is None else to_lists(after.tokens)
+        begun = to_lists(first.propose([length - length // 2 for length in lengths], after).tokens)
+        known = Draft.chain(from_lists(ragged.joined(before, begun), self._device))
+        ended = to_lists(second.propose([length // 2 for length in lengths], known).tokens)
+        return Draft.chain(from_lists(ragged.joined(begun, ended), self._device))
+
+    def commit(self, new: Committed) -> None:
+        """See `Drafter`."""
+        for copy in self.copies:
+            copy.commit(new)
+
+    def keep(self, rows: Tensor) -> None:
+        """See `Drafter`."""
+        for copy in self.copies:
+            copy.keep(rows)
+
+    def save(self, row: int, most: int) -> Any:
+        """See `Drafter`."""
+        return [copy.save(row, most) for copy in self.copies]
+
+    def restore(self, row: int, saved: Any, shared: int) -> None:
+        """See `Drafter`."""
+        for copy, part in zip(self.copies, saved, strict=True):
+            copy.restore(row, part, shared)
+
+    def close(self) -> None:
+        """See `Drafter`."""
+        for copy in self.copies:
+            copy.close()
