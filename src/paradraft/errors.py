@@ -50,6 +50,10 @@ def one_line(value: object) -> str:
     return " ".join(reprlib.repr(value).split())
 
 
+class DrafterLostError(RuntimeError):
+    """The process of a drafter has ended, has failed, or says nothing."""
+
+
 SIGNS = ("out of memory", "allocate memory", "ALLOC_FAILED")
 """What such a `RuntimeError` says: of a GPU, of a CPU, and of a library that asks for itself."""
 

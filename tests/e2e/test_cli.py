@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
 
 import pytest
 import typer
 
-from paradraft import cli
+from paradraft.cli.commands import COMMANDS, app
 from tests.e2e.conftest import Paradraft, assert_mistake
 
 
@@ -21,9 +27,9 @@ def test_help(paradraft: Paradraft, command: list[str]) -> None:
     assert outcome.code == 0
     assert "Usage: paradraft" in outcome.out
     assert outcome.err == ""
-    found = typer.main.get_command(cli.app)
+    found = typer.main.get_command(app)
     for name in command:
-        found = found.commands[name] if hasattr(found, "commands") else found  # `pard` is what `train` trains
+        found = found.get_command(None, name) if hasattr(found, "commands") else found  # `pard` is what `train` trains
     shown = re.sub(r"\W+", "", re.sub(r"\[[^]]*\]", "", outcome.out))
     for parameter in found.params:
         text = getattr(parameter, "help", None)
@@ -51,3 +57,65 @@ def test_no_arguments_show_the_help(paradraft: Paradraft) -> None:
 def test_incomplete_command(paradraft: Paradraft, arguments: list[str]) -> None:
     """Guards against typer's own complaints, which are boxes of several lines."""
     assert_mistake(paradraft(*arguments))
+
+
+def test_the_list_of_commands_says_what_their_help_says() -> None:
+    """Guards the list, for which no command is imported."""
+    found = typer.main.get_command(app)
+    for name, place in COMMANDS.items():
+        told = " ".join(found.get_command(None, name).help.split())
+        assert told.startswith(place.help.removesuffix(".")), f"{name} begins its help otherwise"
+
+
+def test_the_version(paradraft: Paradraft) -> None:
+    outcome = paradraft("--version")
+    assert (outcome.code, outcome.out) == (0, f"paradraft {metadata.version('paradraft')}\n")
+
+
+HEAVY = ("torch", "transformers", "numpy", "huggingface_hub")
+QUICK_S = 0.5
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import paradraft; assert paradraft.__version__ and 'load' in dir(paradraft)",
+        "import sys; sys.argv = ['paradraft', '--help']; from paradraft.cli import main; main()",
+        "import sys; sys.argv = ['paradraft', '--version']; from paradraft.cli import main; main()",
+    ],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(code: str) -> None:
+    """Guards the first impression: torch and transformers take seconds to import."""
+    told = f"print(*(name for name in {HEAVY} if name in sys.modules), file=sys.stderr)"
+    check = f"import atexit, sys; atexit.register(lambda: {told})"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    outcome = subprocess.run([sys.executable, "-c", f"{check}\n{code}"], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert outcome.stderr.strip() == ""
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < QUICK_S
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.5, 1.5])
+def test_interrupted_while_it_imports(after_s: float) -> None:
+    """Guards impatient people against a traceback of whatever library was being imported."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paradraft", "generate", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    is_done = process.returncode == 0 and "Usage" in out
+    # Before Python has read our first file, its own answer to Ctrl-C is what comes.
+    is_early = after_s < 0.1 and process.returncode in (-signal.SIGINT, 1)
+    assert is_done or is_early or (process.returncode, err) == (130, "paradraft: interrupted\n"), err
+
+
+def test_all_that_is_public_is_there() -> None:
+    import paradraft
+
+    assert all(getattr(paradraft, name).__doc__ for name in paradraft.__all__)
+    with pytest.raises(AttributeError, match="module 'paradraft' has no attribute 'nothing'"):
+        paradraft.nothing  # noqa: B018

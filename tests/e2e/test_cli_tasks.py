@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -121,8 +120,7 @@ def test_recipes_of_tables_are_commands(
     assert all(len(paper) == len(table["tasks"]) for row in table["rows"] for paper in row["paper"].values())
     assert all(f"draft={row['pard']}" in line for row, line in zip(table["rows"], lines, strict=True))
     monkeypatch.chdir(tmp_path)
-    # By name, because `paradraft.cli` has a function that is called `bench` too.
-    monkeypatch.setattr(importlib.import_module("paradraft.cli.bench"), "locate", lambda target, _: refuse(target))
+    monkeypatch.setattr("paradraft.cli.bench.locate", lambda target, _: refuse(target))
     paper_tables.main([str(file), "--out", ".", "--dry-run", "--models", "pocket"])
     command = capsys.readouterr().out.split()
     assert "--task" in command and "draft=" not in " ".join(command)

@@ -8,42 +8,8 @@ import sys
 import warnings
 from typing import NoReturn
 
-import typer
-from torch import distributed
-
-from paradraft.cli.audit import audit
-from paradraft.cli.bench import bench
-from paradraft.cli.generate import generate
-from paradraft.cli.init_draft import init_draft
-from paradraft.cli.plan import plan
-from paradraft.cli.regenerate import regenerate
-from paradraft.cli.report import report
-from paradraft.cli.simulate import simulate
-from paradraft.cli.terminal import hide_progress_bars
-from paradraft.cli.train import train_drafter
-from paradraft.decode.remote import DrafterLostError
-from paradraft.environment import is_main_process
-from paradraft.errors import is_out_of_memory
-
 INTERRUPTED = 130
-"""What typer makes of Ctrl-C."""
-
-# Without rich's boxes, which cut the names of long options off where a terminal is narrow.
-app = typer.Typer(
-    add_completion=False,
-    help="Speculative decoding with parallel drafters: train, decode, prove, measure, plan.",
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.command()(generate)
-app.command()(init_draft)
-app.command()(regenerate)
-app.command("train")(train_drafter)
-app.command()(bench)
-app.command()(report)
-app.command()(plan)
-app.command()(simulate)
-app.command()(audit)
+"""The exit code after Ctrl-C."""
 
 
 def main() -> None:
@@ -52,7 +18,22 @@ def main() -> None:
 
     Of several processes that train together one says so, but for what others may have: modules, files and memory.
     """
-    hide_progress_bars()
+    try:
+        code = _run()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if code == INTERRUPTED and _speaks():
+        print("paradraft: interrupted", file=sys.stderr)
+    _leave(code)
+
+
+def _run() -> int:
+    """The exit code of what the command line asks for."""
+    import typer
+
+    from paradraft.cli.commands import app
+    from paradraft.errors import DrafterLostError, is_out_of_memory
+
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A prompt or an answer may have characters that the terminal's encoding has not.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -60,24 +41,21 @@ def main() -> None:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's default: it is for developers
-            code = app(sys.argv[1:] or ["--help"], prog_name="paradraft", standalone_mode=False) or 0
+            return app(sys.argv[1:] or ["--help"], prog_name="paradraft", standalone_mode=False) or 0
     except typer.TyperException as error:
-        code = _complain(error.format_message())
+        return _complain(error.format_message())
     except ValueError as error:
-        code = _complain(str(error))
+        return _complain(str(error))
     except DrafterLostError as error:
-        code = _complain(str(error), always=True)
+        return _complain(str(error), always=True)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        code = _complain(_short_of_memory(error), always=True)
+        return _complain(_short_of_memory(error), always=True)
     except ModuleNotFoundError as error:
-        code = _complain(f"{error.name} is not installed: pip install 'paradraft[train,bench]'", always=True)
+        return _complain(f"{error.name} is not installed: pip install 'paradraft[train,bench]'", always=True)
     except OSError as error:
-        code = _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), always=True)
-    if code == INTERRUPTED and _speaks():
-        print("paradraft: interrupted", file=sys.stderr)
-    _leave(code)
+        return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), always=True)
 
 
 def _short_of_memory(error: Exception) -> str:
@@ -95,7 +73,9 @@ def _leave(code: int) -> NoReturn:
     Gloo's threads may still hold tensors of the last exchange between processes. Letting go of one after the
     interpreter has begun to end aborts the process, so it ends without that.
     """
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
+    distributed = sys.modules.get("torch.distributed")  # without it there are no other processes
+    is_one_of_several = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if distributed is not None and is_one_of_several and distributed.get_backend() == "gloo":
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -104,7 +84,7 @@ def _leave(code: int) -> NoReturn:
 
 def _speaks() -> bool:
     """Whether this process speaks: only training knows of others, elsewhere their numbers are somebody else's."""
-    return sys.argv[1:2] != ["train"] or is_main_process()
+    return sys.argv[1:2] != ["train"] or os.environ.get("RANK", "0") == "0"
 
 
 def _complain(message: str, *, always: bool = False) -> int:

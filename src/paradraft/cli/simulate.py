@@ -42,7 +42,7 @@ def simulate(
         float, typer.Option(help="How many times as long passes take while the other side works too.")
     ] = 1.0,
 ) -> None:
-    """Predict AR+, VSD, PARD and PEARL from the times of passes, for any machine. The last line is JSON."""
+    """Predict speeds from the times of passes: of AR+, VSD, PARD and PEARL, on any machine. The last line is JSON."""
     from paradraft.plan.simulate import Times
     from paradraft.plan.simulate import simulate as predicted
 

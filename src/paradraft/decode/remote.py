@@ -31,6 +31,7 @@ from torch import Tensor
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.decode.channel import Channel
+from paradraft.errors import DrafterLostError
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import TargetFacts
 from paradraft.placement import Placement, on_cpus
@@ -43,10 +44,6 @@ GRACE_S = 5.0
 """How long a process that was told to end may take for it, before it is killed."""
 FRESH = ("load", "start")
 """What the other side does whatever has gone wrong before."""
-
-
-class DrafterLostError(RuntimeError):
-    """The process of a drafter has ended, has failed, or says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
