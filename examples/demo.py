@@ -80,7 +80,7 @@ def demo(out: Path, size: Size) -> bool:
     wanted = recipe(out / "pard", size)
     # A drafter of other weights, texts or steps, from before an update, stays where it is.
     wanted = wanted.model_copy(update={"out": out / f"pard-{wanted.fingerprint[:6]}"})
-    prompts = held_out_prompts(size.prompts, None)
+    prompts = held_out_prompts(size.prompts, None, POCKET)
 
     console.rule("1. Adapt the ordinary draft into a parallel drafter (PARD with COD)")
     out.mkdir(parents=True, exist_ok=True)

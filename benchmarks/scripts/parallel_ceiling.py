@@ -31,7 +31,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import paradraft
 from paradraft.bench.summary import write_json
-from paradraft.data.records import read_prompts
+from paradraft.data.prompts import read_prompts
 from paradraft.environment import describe_machine, without_folder
 from paradraft.formats.pard import mask_token_id
 from paradraft.models.loading import load_model, locate

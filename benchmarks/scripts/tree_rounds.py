@@ -23,7 +23,7 @@ from rich.progress import track
 
 from paradraft.bench.summary import write_json
 from paradraft.bench.synthetic import rounds as rounds_of
-from paradraft.data.records import read_prompts
+from paradraft.data.prompts import read_prompts
 from paradraft.drafters import load_drafter
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine

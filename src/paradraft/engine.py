@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, overload
@@ -18,11 +18,12 @@ from paradraft.decode.remote import Span
 from paradraft.decode.stats import Clock, Stats, added
 from paradraft.errors import whole_number
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.chat_template import ask_tokens, template_of
 from paradraft.models.forward.cpu.threads import one_torch_thread, torch_threads
 from paradraft.models.target import Target
 from paradraft.models.tokenization import Detokenizer
 from paradraft.placement import on_cpus
-from paradraft.request import requests_of
+from paradraft.request import Prompt, Prompts, requests_of, rows_of
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.scheduler import Scheduler
 from paradraft.speculation import Speculation
@@ -145,9 +146,9 @@ class Engine:
         self.close()
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts
         self,
-        prompts: str,
+        prompts: str | Sequence[int],
         *,
         max_new_tokens: int = 128,
         sampling: Sampling = GREEDY,
@@ -157,7 +158,7 @@ class Engine:
     @overload
     def generate(
         self,
-        prompts: list[str] | list[list[int]],
+        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
@@ -165,9 +166,20 @@ class Engine:
         batch_size: int = 8,
     ) -> list[Result]: ...
 
+    @overload
     def generate(
         self,
-        prompts: str | list[str] | list[list[int]],
+        prompts: Prompt | Prompts,
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        stop: str | Sequence[str] = (),
+        batch_size: int = 8,
+    ) -> Result | list[Result]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Prompts,
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
@@ -177,8 +189,9 @@ class Engine:
         """Answers one prompt, or several in batches.
 
         Args:
-            prompts: a text or texts, which begin with one BOS where the tokenizer wants one, and end without an
-                end-of-text; or lists of token ids (whole numbers, numpy's too), which are taken as they are.
+            prompts: a text, which begins with one BOS where the tokenizer wants one, and ends without an end-of-text;
+                or token ids, which are taken as they are: a list, a tuple, an array or a tensor. Or several of these:
+                a list or a tuple, or an array or a tensor of two dimensions.
             max_new_tokens: most tokens of an answer, for all prompts or for each.
             sampling: greedy by default; for all prompts or for each.
             stop: strings that end an answer; its text ends before the first of them. One that names a special token,
@@ -190,7 +203,7 @@ class Engine:
                 not fit into the model, or a batch does not fit into memory. Prompts are named by number, and no work
                 was done.
         """
-        rows = [prompts] if isinstance(prompts, str) else prompts
+        rows, is_one = rows_of(prompts)
         requests = requests_of(self.target, rows, max_new_tokens, sampling)
         strings = self._strings(stop)
         if whole_number("batch_size", batch_size) < 1:
@@ -201,16 +214,50 @@ class Engine:
             for generation in finished:
                 results[generation.request.id] = self._result(generation, strings)
         answers = [results[generation.request.id] for generation in generations]
-        return answers[0] if isinstance(prompts, str) else answers
+        return answers[0] if is_one else answers
 
-    def stream(
+    def chat(
         self,
-        prompt: str | list[int],
+        messages: Sequence[Mapping[str, Any]],
         *,
         max_new_tokens: int = 128,
         sampling: Sampling = GREEDY,
         stop: str | Sequence[str] = (),
-    ) -> Iterator[Chunk]:
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Result:
+        """Answers a conversation, such as `[{"role": "user", "content": "Hello"}]`, through the model's chat template.
+
+        Args:
+            messages: each with a role and a content; the last one is not the assistant's.
+            max_new_tokens: see `generate`.
+            sampling: see `generate`.
+            stop: see `generate`.
+            chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`.
+
+        Raises:
+            ValueError: as `generate`; or the model has no chat template, or it refuses the conversation.
+        """
+        tokens = self.chat_tokens(messages, chat_template_kwargs)
+        return self.generate(tokens, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
+
+    def chat_tokens(
+        self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """What the model reads of a conversation: a prompt for `generate` and `stream`; see `chat`.
+
+        Raises:
+            ValueError: the model has no chat template, or it refuses the conversation.
+        """
+        return ask_tokens(messages, template_of(self.target.tokenizer, chat_template_kwargs))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stop: str | Sequence[str] = (),
+    ) -> Generator[Chunk, None, None]:
         """Answers one prompt, piece by piece: the texts of all pieces, joined, are the `text` that `generate` returns.
 
         A piece of text that a later token may still change comes with that token: half a character, or the beginning of
@@ -222,7 +269,7 @@ class Engine:
         (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
         return self._chunks(self._generation(request, self._strings(stop)))
 
-    def _chunks(self, generation: Generation) -> Iterator[Chunk]:
+    def _chunks(self, generation: Generation) -> Generator[Chunk, None, None]:
         rounds = first = 0
         with closing(self._scheduler.stream(generation)) as news:
             for _ in news:
@@ -307,14 +354,14 @@ class Engine:
 
     def check(
         self,
-        prompts: list[str] | list[list[int]],
+        prompts: Prompt | Prompts,
         *,
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
         stop: str | Sequence[str] = (),
     ) -> None:
         """Raises the ValueError that `generate` would, without answering."""
-        requests_of(self.target, prompts, max_new_tokens, sampling)
+        requests_of(self.target, rows_of(prompts)[0], max_new_tokens, sampling)
         self._strings(stop)
 
     def _strings(self, stop: str | Sequence[str]) -> StopStrings:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from numbers import Real
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import Tensor
 
 from paradraft.core import Request
 from paradraft.errors import one_line, whole_number
@@ -13,11 +17,43 @@ from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
 
 _T = TypeVar("_T")
+Prompt = str | Sequence[int] | Tensor | np.ndarray
+"""A text; or token ids, which are taken as they are: a list, a tuple, an array or a tensor of one dimension."""
+Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt] | Tensor | np.ndarray
+"""Several of them: a list or a tuple, or an array or a tensor of two dimensions."""
+_USE = "use a text, token ids, or a list of these"
+
+
+def rows_of(prompts: Prompt | Prompts) -> tuple[list[object], bool]:
+    """Prompts one by one, and whether there is but one, which stands alone and not in a list.
+
+    Raises:
+        ValueError: they are neither a prompt nor several, or there is none.
+
+    >>> rows_of("a"), rows_of([1, 2]), rows_of([[1, 2], "a"]), rows_of(np.array([[1], [2]]))
+    ((['a'], True), ([[1, 2]], True), ([[1, 2], 'a'], False), ([[1], [2]], False))
+    """
+    if isinstance(prompts, str):
+        return [prompts], True
+    given = _plain(prompts)
+    if not isinstance(given, list):
+        raise ValueError(f"prompts={one_line(prompts)}: {_USE}")
+    if not given:
+        raise ValueError("prompts=[]: give at least one prompt")
+    is_one = isinstance(given[0], Real)
+    return ([given] if is_one else given), is_one
+
+
+def _plain(value: object) -> object:
+    """Lists in place of tuples, arrays and tensors."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value
 
 
 def requests_of(
     target: Target,
-    prompts: list[str] | list[list[int]] | list[str | list[int]],
+    prompts: Sequence[object],
     max_new_tokens: int | Sequence[int],
     sampling: Sampling | Sequence[Sampling],
 ) -> list[Request]:
@@ -25,7 +61,7 @@ def requests_of(
 
     Args:
         target: who will answer.
-        prompts: a list of texts; or of lists of token ids, which are taken as they are.
+        prompts: each a `Prompt`.
         max_new_tokens: most tokens of an answer, for all prompts or for each.
         sampling: for all prompts or for each.
 
@@ -34,17 +70,10 @@ def requests_of(
             its answer do not fit into the model, or a setting has the wrong type or does not fit the target or the
             number of prompts.
     """
-    if not isinstance(prompts, list):
-        raise ValueError(f"prompts={one_line(prompts)}: use a text, a list of texts, or a list of lists of token ids")
-    if not prompts:
-        raise ValueError("prompts=[]: give at least one prompt")
-    rows = list[str | list[int]](prompts)
-    if len({isinstance(prompt, str) for prompt in rows if isinstance(prompt, (str, list))}) > 1:
-        raise ValueError("prompts: some are texts and some are token ids: give all of them in one way")
     limits = _each("max_new_tokens", max_new_tokens, lambda value: whole_number("max_new_tokens", value), len(prompts))
     samplings = _each("sampling", sampling, _sampling, len(prompts))
     requests = []
-    for number, (prompt, limit, chosen) in enumerate(zip(rows, limits, samplings, strict=True), start=1):
+    for number, (prompt, limit, chosen) in enumerate(zip(prompts, limits, samplings, strict=True), start=1):
         name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
         tokens = _tokens(target, prompt, name)
         _check(tokens, limit, chosen, target, name)
@@ -53,11 +82,12 @@ def requests_of(
     return requests
 
 
-def _tokens(target: Target, prompt: str | list[int], name: str) -> list[int]:
+def _tokens(target: Target, prompt: object, name: str) -> list[int]:
+    prompt = _plain(prompt)
     if isinstance(prompt, list):
         return _token_ids(prompt, name)
     if not isinstance(prompt, str):
-        raise ValueError(f"{name} is {one_line(prompt)}: use a text, or a list of token ids such as [[17, 4]]")
+        raise ValueError(f"{name} is {one_line(prompt)}: use a text, or a list of token ids such as [17, 4]")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -65,7 +95,7 @@ def _tokens(target: Target, prompt: str | list[int], name: str) -> list[int]:
     return encode_prompt(prompt, target.tokenizer) if prompt else []
 
 
-def _token_ids(prompt: list[int], name: str) -> list[int]:
+def _token_ids(prompt: list[Any], name: str) -> list[int]:
     try:
         return [whole_number("token id", token) for token in prompt]
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -59,20 +60,21 @@ def test_unknown_token_ids_are_refused(engine: Engine, token: int) -> None:
         ([["1"]], "the prompt: token id='1'"),
         ([[None]], "the prompt: token id=None"),
         ([[[1]]], r"the prompt: token id=\[1\]"),
-        ([1, 2, 3], "prompt 1 is 1: use a text, or a list of token ids"),
+        ([1, 2.5], "the prompt: token id=2.5: use a whole number"),
+        ([1, [2]], r"the prompt: token id=\[2\]: use a whole number"),
         (["a", None], "prompt 2 is None: use a text"),
         ([b"ab"], "the prompt is b'ab': use a text"),
-        ([(1, 2)], r"the prompt is \(1, 2\): use a text"),
-        ([torch.tensor([1, 2])], r"the prompt is tensor\(\[1, 2\]\): use a text"),
-        (["a", [1]], "prompts: some are texts and some are token ids"),
+        ([(1, 2.0)], r"the prompt: token id=2.0: use a whole number"),
+        ([torch.tensor([1.0])], r"the prompt: token id=1.0: use a whole number"),
+        (torch.tensor(5), r"prompts=tensor\(5\): use a text"),
         ([], r"prompts=\[\]: give at least one"),
         (None, "prompts=None: use a text"),
         (5, "prompts=5: use a text"),
         (b"ab", "prompts=b'ab': use a text"),
         ({"prompt": "a"}, "prompts={'prompt': 'a'}: use a text"),
-        (("a", "b"), r"prompts=\('a', 'b'\): use a text"),
+        ((), r"prompts=\[\]: give at least one"),
         ((text for text in "ab"), "prompts=<generator"),
-        (torch.ones(9, 9, dtype=torch.long), r"prompts=tensor\("),
+        (torch.ones(2, 2, 2, dtype=torch.long), r"prompt 1: token id=\[1, 1\]"),
     ],
 )
 def test_prompts_of_other_types_are_refused(engine: Engine, prompts: object, named: str) -> None:
@@ -88,6 +90,19 @@ def test_a_stream_has_one_prompt(engine: Engine, prompt: object) -> None:
     """Guards against errors that come with the first piece of text, or from deep inside."""
     with pytest.raises(ValueError, match=r"^the prompt(:| is) .*: use a"):
         engine.stream(prompt)
+
+
+@pytest.mark.parametrize(
+    "one", [[1, 2], (1, 2), numpy.array([1, 2]), torch.tensor([1, 2]), [numpy.int32(1), torch.tensor(2)]]
+)
+def test_token_ids_in_any_form(engine: Engine, one: Any) -> None:
+    """Guards what a tokenizer returns, in whichever form it was asked for: one row or many, beside texts."""
+    expected = engine.generate("ab", max_new_tokens=4).tokens
+    assert engine.generate(one, max_new_tokens=4).tokens == expected
+    assert [answer.tokens for answer in engine.generate([one, "ab", [1, 2]], max_new_tokens=4)] == [expected] * 3
+    assert [token for chunk in engine.stream(one, max_new_tokens=4) for token in chunk.tokens] == expected
+    for rows in (numpy.array([[1, 2], [1, 2]]), torch.tensor([[1, 2], [1, 2]]), ((1, 2), (1, 2))):
+        assert [answer.tokens for answer in engine.generate(rows, max_new_tokens=4)] == [expected] * 2
 
 
 def test_whole_numbers_of_numpy_are_token_ids(engine: Engine) -> None:

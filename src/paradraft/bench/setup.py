@@ -15,13 +15,13 @@ from paradraft.bench.roofline import models_of
 from paradraft.bench.spec import AR, Benchmark, Method, TargetKey
 from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.core import Drafter
-from paradraft.data.records import read_prompts
+from paradraft.data.prompts import read_prompts, texts_of
 from paradraft.drafters import check_draft, drafter_names, takes_draft
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.loader import drafter_processes, load_drafter_in, runtime_on
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import load_target, pocket_folder
+from paradraft.models.loading import load_target, load_tokenizer, locate, pocket_folder
 from paradraft.models.presets import is_shape, shape_of
 from paradraft.models.target import Target
 from paradraft.placement import on_cpus
@@ -54,17 +54,19 @@ class Workload:
         return cls(count=len(prompts), max_new_tokens=max_new_tokens, prompts=lambda _: prompts)
 
 
-def held_out_prompts(number: int, file: Path | None) -> list[str]:
-    """The first prompts of a file; without one, of the pocket family's held-out modules.
+def held_out_prompts(number: int, file: Path | None, target: str) -> list[str]:
+    """The first prompts of a file, conversations as the target reads them; without a file, of the pocket family's
+    held-out modules.
 
     Raises:
-        ValueError: the file cannot be read or has fewer prompts.
+        ValueError: the file cannot be read or has fewer prompts, or conversations are to be asked of a target without
+            a chat template.
     """
     file = file or pocket_folder("prompts.jsonl")
     records = read_prompts(file)
     if not 1 <= number <= len(records):
         raise ValueError(f"num_prompts={number}: use 1 to {len(records)}, which is how many {file.name} has")
-    return [str(record["prompt"]) for record in records[:number]]
+    return texts_of(records[:number], lambda: load_tokenizer(locate(target, "target")))
 
 
 def prompts_for(target: str, number: int, *, tokens: int, file: Path | None) -> list[str]:
@@ -74,7 +76,7 @@ def prompts_for(target: str, number: int, *, tokens: int, file: Path | None) -> 
         ValueError: there is no such shape or file, or a shape is to read a file.
     """
     if not is_shape(target):
-        return held_out_prompts(number, file)
+        return held_out_prompts(number, file, target)
     found = random_prompts(target, number, tokens)
     if file is not None:
         raise ValueError(f"--prompts {file}: {target!r} reads no texts, its prompts are random: give --prompt-tokens")

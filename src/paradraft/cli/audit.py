@@ -55,7 +55,7 @@ def audit(
     from paradraft.environment import describe_machine
 
     check_may_be_lossless(speculation.verify)
-    texts = held_out_prompts(num_prompts, prompts)
+    texts = held_out_prompts(num_prompts, prompts, target)
     if shape_invariant and batch_size not in (None, 1):
         raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")
     batch_size = batch_size or (1 if shape_invariant else 4)

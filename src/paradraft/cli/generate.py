@@ -6,18 +6,21 @@ import codecs
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from paradraft.cli import options
 from paradraft.cli.terminal import stream_answer
-from paradraft.data.records import read_prompts
+from paradraft.data.prompts import read_prompts
+from paradraft.data.records import read_object
 from paradraft.engine import Result
 from paradraft.environment import is_main_process
 from paradraft.loader import load_engine
+from paradraft.models.chat_template import Message
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
@@ -33,6 +36,11 @@ def generate(
     speculation: Speculation,
     prompt: Annotated[str | None, typer.Option(help="One prompt; its answer is streamed.")] = None,
     prompts: options.Prompts = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask prompts as a user does in a chat, through the model's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: what the model is told first.")] = None,
+    chat_template_kwargs: options.TemplateVariables = None,
     max_new_tokens: options.NewTokens = 128,
     sampling: Sampling,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be repeated.")] = None,
@@ -47,12 +55,19 @@ def generate(
     if (prompt is None) == (prompts is None):
         raise ValueError("give either --prompt or --prompts")
     records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
+    if system is not None and not chat:
+        raise ValueError("--system is what a chat begins with: give --chat too")
+    asked = [_messages(record, chat=chat, system=system) for record in records]
+    variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
     with Console(stderr=True).status("loading; the first time passes are built for this CPU"):
         runtime = replace(runtime, width=speculation.pass_width)
         engine = load_engine(target, speculation, runtime=runtime, placement=placement)
     if placement.tensor_parallel and not is_main_process():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # the first process speaks
-    texts = [str(record["prompt"]) for record in records]
+    texts = [
+        record["prompt"] if messages is None else engine.chat_tokens(messages, variables)
+        for record, messages in zip(records, asked, strict=True)
+    ]
     is_lossless = rule_name(speculation.verify) not in LOSSY
     ours = {"text", "tokens", "finish_reason", "lossless", "stats"}
     taken = ours.intersection(key for record in records for key in record) if as_json else set()
@@ -66,6 +81,7 @@ def generate(
         options.with_own_tree(speculation),
         options.without_process(placement),
         (prompts is None or not as_json, "without --prompts and --json", ["batch_size"]),
+        (not any(asked), "without conversations", ["chat_template_kwargs"]),
     )
     size = min(batch_size, len(texts)) if as_json else 1
     if engine.target.lm.warm_up_rounds:
@@ -82,6 +98,14 @@ def generate(
         )
         for record, result in zip(records[start:], results, strict=False):
             print(json.dumps(record | _as_json(result, is_lossless), ensure_ascii=not is_utf8), flush=True)
+
+
+def _messages(record: Mapping[str, Any], *, chat: bool, system: str | None) -> list[Message] | None:
+    """The conversation that a record asks for; None for a prompt that is continued as it is."""
+    if "prompt" not in record:
+        return list(record["messages"])
+    told = [] if system is None else [{"role": "system", "content": system}]
+    return [*told, {"role": "user", "content": record["prompt"]}] if chat else None
 
 
 def _as_json(result: Result, is_lossless: bool) -> dict[str, object]:

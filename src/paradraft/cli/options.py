@@ -75,7 +75,17 @@ def given(context: typer.Context, names: Collection[str]) -> list[str]:
 
 Target = Annotated[str, typer.Option("--target", help="Hugging Face id, folder, or pocket (the shipped family).")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-Prompts = Annotated[Path | None, typer.Option(help='JSONL file with one {"prompt": …} per line.')]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help='JSONL file with one {"prompt": …} or {"messages": […]} per line; - is the standard input.'),
+]
+TemplateVariables = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        help='JSON object of variables of the chat template, such as {"enable_thinking": false}.',
+    ),
+]
 NumPrompts = Annotated[int, typer.Option(help="How many prompts of the file to use.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")]

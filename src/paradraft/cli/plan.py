@@ -96,7 +96,7 @@ def plan(
         sampling, max_new_tokens, num_prompts = asked.sampling, asked.max_new_tokens, asked.num_prompts
     if threads is not None:
         torch.set_num_threads(threads)
-    texts = held_out_prompts(num_prompts, prompts)
+    texts = held_out_prompts(num_prompts, prompts, target)
     check_outputs(json_file, plot_file)
     options.check_png(plot_file)
     budgets = None if tree_budgets is None else _numbers("--tree-budgets", tree_budgets)

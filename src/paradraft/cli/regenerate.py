@@ -96,10 +96,7 @@ def regenerate(
     endpoint: Annotated[
         str | None, typer.Option(help="Or ask an OpenAI-compatible server: its address, up to /v1.")
     ] = None,
-    chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(help='JSON object of variables of the chat template, such as {"enable_thinking": false}.'),
-    ] = None,
+    chat_template_kwargs: options.TemplateVariables = None,
     max_new_tokens: options.NewTokens = 256,
     sampling: Annotated[Sampling, options.Offer(without=options.PENALTIES)],
     samples: Annotated[int, typer.Option(help="Answers per prompt, each with a seed of its own.")] = 1,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import time
 from collections.abc import Sequence
+from typing import TextIO
 
 from huggingface_hub.utils.tqdm import enable_progress_bars
 from rich.console import Console
@@ -13,6 +17,9 @@ from paradraft.engine import Engine
 from paradraft.sampling_params import Sampling
 
 DIM, GREEN, PLAIN = "\x1b[2m", "\x1b[32m", "\x1b[0m"
+LEAST_LINES = 4
+"""Of a terminal, to spare one of them."""
+REFRESH_S = 0.1
 
 
 def hide_progress_bars() -> None:
@@ -22,9 +29,14 @@ def hide_progress_bars() -> None:
 
 
 def stream_answer(
-    engine: Engine, prompt: str, *, max_new_tokens: int, sampling: Sampling, stop: Sequence[str] = ()
+    engine: Engine,
+    prompt: str | list[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop: Sequence[str] = (),
 ) -> None:
-    """Prints the prompt dim, drafted and accepted text green, the target's own tokens plain.
+    """Prints a prompt that is a text dim, drafted and accepted text green, the target's own tokens plain.
 
     A line with tokens per second and acceptance length goes to the standard error.
 
@@ -33,19 +45,52 @@ def stream_answer(
     """
     chunks = engine.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
     # Written as it is: a formatter would expand tabs and drop control characters.
-    _write(prompt, DIM)
+    write(prompt if isinstance(prompt, str) else "", DIM)
     for chunk in chunks:
-        _write(chunk.drafted_text, GREEN)
-        _write(chunk.own_text, "")
+        write(chunk.drafted_text, GREEN)
+        write(chunk.own_text)
     stats = engine.clock.stats
-    _write("\n", "")
+    write("\n")
     Console(stderr=True, highlight=False).print(
         f"{stats.tokens} tokens in {stats.total_s:.2f} s, {stats.tokens / stats.total_s:.0f} tokens/s, "
         f"acceptance length {stats.acceptance_length:.2f}"
     )
 
 
-def _write(text: str, style: str) -> None:
-    is_styled = bool(text and style) and sys.stdout.isatty()
+def write(text: str, style: str = "") -> None:
+    """Writes text as it is, at once; styled on a terminal that shows colours."""
+    is_styled = bool(text and style) and has_styles(sys.stdout)
     sys.stdout.write(f"{style}{text}{PLAIN}" if is_styled else text)
     sys.stdout.flush()
+
+
+def has_styles(stream: TextIO) -> bool:
+    """Whether to colour: on a terminal, unless it or the user says no (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class StatusLine:
+    """A line at the bottom of the terminal while text is written above it; nothing where there is no such terminal."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+
+    def __enter__(self) -> StatusLine:
+        size = shutil.get_terminal_size()
+        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and size.lines >= LEAST_LINES:
+            self._rows, self._columns = size.lines, size.columns
+            # Make room below the text, and let all but the last line scroll.
+            write(f"\n\x1b[A\x1b7\x1b[1;{self._rows - 1}r\x1b8")
+            self._shown_s = 0.0
+        return self
+
+    def show(self, text: str) -> None:
+        """Replaces the line, a few times a second."""
+        if self._rows and (now_s := time.perf_counter()) - self._shown_s > REFRESH_S:
+            self._shown_s = now_s
+            styled = f"{DIM}{text[: self._columns]}{PLAIN}" if has_styles(sys.stdout) else text[: self._columns]
+            write(f"\x1b7\x1b[{self._rows};1H\x1b[2K{styled}\x1b8")
+
+    def __exit__(self, *error: object) -> None:
+        if self._rows:
+            write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")

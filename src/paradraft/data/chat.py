@@ -1,7 +1,4 @@
-"""Chat templates, and the training samples that conversations become: what the assistant says is learnt.
-
-Some templates have switches, such as Qwen3's `enable_thinking`. `transformers` takes them as further arguments,
-servers as `chat_template_kwargs`, which is their name here.
+"""The training samples that conversations become: what the assistant says is learnt.
 
 The chat template says what the target reads before a turn, up to the generation prompt, and what it writes after
 that. Some templates write a turn otherwise once others follow: Qwen3's leaves out what the model thought before. So a
@@ -11,79 +8,20 @@ there, and begins a sample of its own if not.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
-import reprlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from datetime import date
-from functools import partial
-from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from paradraft.data.records import Message
 from paradraft.data.samples import Sample
+from paradraft.models.chat_template import CLOCK, ChatTemplate, Message, names, text_message
 from paradraft.models.tokenization import encode_continuation
 
-CLOCK, DATE = "strftime_now", "date_string"
-"""What templates call `transformers`' clock, and the date that they write instead of asking it, if that is given."""
+DATE = "date_string"
+"""What templates call the date that they write instead of asking the clock, if it is given."""
 CLOCK_CALL = re.compile(CLOCK + r"""\(\s*(['"])(.*?)\1\s*\)""")
 """How they ask it: in a form that stands in the template."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatTemplate:
-    """Writes conversations as a model reads them.
-
-    Args:
-        tokenizer: the model's; it has a chat template if anything is written.
-        variables: what is set in the template; see `check_variables`.
-        end_ids: tokens with which the model ends a turn.
-        written: what is written instead of the tokenizer's own template; None writes that.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    end_ids: frozenset[int] = frozenset()
-    written: str | None = None
-
-    @property
-    def has_marks(self) -> bool:
-        """Whether the template marks the assistant's tokens."""
-        return re.search(r"\{%[-+]?\s*generation", self.tokenizer.get_chat_template()) is not None
-
-    def text(self, messages: list[Message], *, ask: bool) -> str:
-        """The text of a conversation, with a generation prompt at the end if the next turn is asked for."""
-        write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
-        return str(write(messages, tokenize=False, add_generation_prompt=ask, **self.variables))
-
-    def tokens(self, messages: list[Message], *, ask: bool) -> list[int]:
-        """The same as tokens."""
-        write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
-        return list(write(messages, return_dict=True, add_generation_prompt=ask, **self.variables)["input_ids"])
-
-    def marked(self, messages: list[Message], *, ask: bool) -> tuple[list[int], list[bool]]:
-        """The same, and for each token whether the template marks it as the assistant's."""
-        write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
-        found = write(
-            messages, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=ask, **self.variables
-        )
-        return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
-
-
-def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError for the first variable that the chat template does not have, or that is not for users to set.
-
-    A template ignores what it does not know, so that a misspelt switch would stay as it is.
-    """
-    template = tokenizer.get_chat_template() if variables and tokenizer.chat_template else ""
-    for name in variables:
-        if name in ("messages", CLOCK) or name in inspect.signature(tokenizer.apply_chat_template).parameters:
-            raise ValueError(f"chat_template_kwargs: {name!r} is not for you to set: leave it out")
-        if not _names(template, name):
-            raise ValueError(f"chat_template_kwargs: the model's chat template has no variable {name!r}")
 
 
 def dated(template: ChatTemplate, date_string: str | None, day: date | None) -> ChatTemplate:
@@ -100,7 +38,7 @@ def dated(template: ChatTemplate, date_string: str | None, day: date | None) -> 
         return template
     written = template.tokenizer.get_chat_template()
     variables = dict(template.variables)
-    if date_string is not None and _names(written, DATE):
+    if date_string is not None and names(written, DATE):
         variables[DATE] = date_string
 
     def written_date(call: re.Match[str]) -> str:
@@ -113,10 +51,6 @@ def dated(template: ChatTemplate, date_string: str | None, day: date | None) -> 
     if fixed == written and variables == template.variables:
         return template
     return replace(template, written=fixed, variables=variables)
-
-
-def _names(template: str, variable: str) -> bool:
-    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
 
 
 Turn = tuple[list[int], list[int]]
@@ -137,30 +71,11 @@ def conversation_samples(messages: list[Message], template: ChatTemplate, *, is_
     """
     if not template.tokenizer.chat_template:
         raise ValueError("the model has no chat template, so conversations cannot be read")
-    messages = [_read(message, number) for number, message in enumerate(messages, start=1)]
+    messages = [text_message(message, number) for number, message in enumerate(messages, start=1)]
     is_cut = is_cut and messages[-1]["role"] == "assistant"
     if template.has_marks:
         return [_marked(messages, template, is_cut=is_cut)]
     return _joined(_turns(messages, template, is_cut=is_cut))
-
-
-def _read(message: Message, number: int) -> Message:
-    """A message whose content is a text."""
-    if not isinstance(message.get("role"), str):
-        raise ValueError(f"message {number} has no role")
-    content = message.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list) or not parts or not all(map(_is_text, parts)):
-        raise ValueError(
-            f"message {number} has the content {reprlib.repr(content)}: give a text, or parts of type text; images and "
-            "tool calls are not learnt"
-        )
-    # As servers join them for a template that takes a text.
-    return {**message, "content": "\n".join(part["text"] for part in parts)}
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _turns(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> Iterator[Turn]:

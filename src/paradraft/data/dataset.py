@@ -23,9 +23,10 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.data.chat import ChatTemplate, check_variables, conversation_samples, dated
+from paradraft.data.chat import conversation_samples, dated
 from paradraft.data.records import conversation_of, records, renamed
 from paradraft.data.samples import Sample, group_of, is_longer, pieces, truncated
+from paradraft.models.chat_template import ChatTemplate, check_variables
 from paradraft.models.tokenization import encode_continuation, encode_prompt
 
 Long = Literal["auto", "truncate", "split"]

@@ -19,8 +19,8 @@ from typing import Any
 import httpx2
 
 from paradraft.data.questions import EOS, LENGTH, Answer, Question, next_prompt
-from paradraft.data.records import Message
 from paradraft.data.regenerate import Outcome
+from paradraft.models.chat_template import Message
 from paradraft.sampling_params import Sampling
 
 REASONS = {"stop": EOS, "length": LENGTH}

@@ -10,11 +10,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
-from paradraft.data.chat import ChatTemplate, check_variables
 from paradraft.data.questions import EOS, LENGTH, Answer, Question, next_prompt, turns_of
-from paradraft.data.records import Message
 from paradraft.data.regenerate import Outcome
 from paradraft.engine import Engine
+from paradraft.models.chat_template import ChatTemplate, Message, check_variables
 from paradraft.models.runtime import stored_parts
 from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paradraft.data.records import Message, conversation_of, object_of, renamed, rows
+from paradraft.data.records import conversation_of, object_of, renamed, rows
+from paradraft.models.chat_template import Message
 
 ID = "answer_id"
 EOS, LENGTH = "eos", "length"

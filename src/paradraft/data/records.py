@@ -1,7 +1,6 @@
 """Records, to train on or to be answered: where they come from and what their keys mean.
 
-Sources are text, JSONL, JSON, Parquet, and Hugging Face datasets. A prompt file has one JSON object with a `prompt`
-per line; further keys are passed through.
+Sources are text, JSONL, JSON, Parquet, and Hugging Face datasets.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from uuid import UUID
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
+from paradraft.models.chat_template import Message
 from paradraft.models.loading import HTTPError
 
 
@@ -95,7 +95,6 @@ def _in_json(value: object) -> object:
     raise TypeError(f"a value is of type {type(value).__name__}")
 
 
-Message = dict[str, Any]
 COLUMNS = ("text", "prompt", "response", "messages", "user", "assistant", "finish_reason")
 """The names that a record's values may have."""
 SHARE_GPT = {"human": "user", "gpt": "assistant"}
@@ -325,36 +324,3 @@ def _loaded(path: str, what: str, configuration: str | None = None, **settings: 
         name = settings.get("data_files", path)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{what} {name!r} cannot be read: {reason}") from None
-
-
-def read_prompts(file: Path) -> list[dict[str, Any]]:
-    """Reads a prompt file.
-
-    Raises:
-        ValueError: the file does not exist, is empty or is not UTF-8, or a line (named by number) is no JSON
-            object, has half a character in it or has no prompt.
-    """
-    records = []
-    for place, record in _records(file):
-        if not isinstance(record.get("prompt"), str) or not record["prompt"]:
-            raise ValueError(f'{place}: expected {{"prompt": "some text"}}')
-        records.append(record)
-    return records
-
-
-def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON objects of a file, each with the name of its place, such as "prompts.jsonl, line 3"."""
-    if not file.is_file():
-        raise ValueError(f"prompt file {str(file)!r} does not exist")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt file {str(file)!r} is not UTF-8 text ({error.reason})") from None
-    if not text.strip():
-        raise ValueError(f"prompt file {str(file)!r} is empty")
-    # Not splitlines(): JSON strings may hold U+2028 and its like as they are.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = f"{file}, line {number}"
-        yield place, read_object(line, place, '{"prompt": "some text"}')

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.data.chat import ChatTemplate, conversation_samples
+from paradraft.data.chat import conversation_samples
 from paradraft.data.samples import Sample
+from paradraft.models.chat_template import ChatTemplate
 from paradraft.models.tokenization import encode_continuation
 from tests.conftest import tiny_tokenizer
 

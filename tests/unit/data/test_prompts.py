@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.data.records import read_prompts
+from paradraft.data.prompts import read_prompts
 
 
 def test_further_keys_are_passed_through_and_blank_lines_skipped(tmp_path: Path) -> None:

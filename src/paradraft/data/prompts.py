@@ -1,0 +1,86 @@
+"""Prompt files: one JSON object per line, with a prompt or a conversation; further keys are passed through.
+
+`{"prompt": "some text"}` is continued as it is; `{"messages": [{"role": "user", "content": "some text"}]}` is asked
+through the model's chat template.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from paradraft.data.records import read_object
+from paradraft.models.chat_template import ChatTemplate, ask_text, check_questions, template_of
+
+EXAMPLE = '{"prompt": "some text"}'
+STDIN = "-"
+"""The file that is the standard input."""
+
+
+def read_prompts(file: Path) -> list[dict[str, Any]]:
+    """Reads a prompt file; "-" is the standard input.
+
+    Raises:
+        ValueError: the file does not exist, is empty or is not UTF-8, or a line (named by number) is no JSON
+            object, has half a character in it, or has neither a prompt nor messages that can be answered.
+    """
+    records = []
+    for place, record in _records(file):
+        if "messages" in record and "prompt" not in record:
+            try:
+                check_questions(record["messages"])
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
+        elif not isinstance(record.get("prompt"), str) or not record["prompt"]:
+            raise ValueError(f'{place}: expected {EXAMPLE} or {{"messages": […]}}')
+        records.append(record)
+    return records
+
+
+def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON objects of a file, each with the name of its place, such as "prompts.jsonl, line 3"."""
+    is_stdin = str(file) == STDIN
+    if not is_stdin and not file.is_file():
+        raise ValueError(f"prompt file {str(file)!r} does not exist")
+    try:
+        text = (sys.stdin.buffer.read() if is_stdin else file.read_bytes()).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt file {str(file)!r} is not UTF-8 text ({error.reason})") from None
+    if not text.strip():
+        raise ValueError(f"prompt file {str(file)!r} is empty")
+    # Not splitlines(): JSON strings may hold U+2028 and its like as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        place = f"{file}, line {number}"
+        yield place, read_object(line, place, EXAMPLE)
+
+
+def texts_of(
+    records: Sequence[Mapping[str, Any]],
+    tokenizer: Callable[[], PreTrainedTokenizerBase],
+    variables: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """What a model reads of each record: its prompt, or its conversation up to where the answer begins.
+
+    Args:
+        records: as `read_prompts` returns them.
+        tokenizer: gives the model's; asked for only if there are conversations.
+        variables: of the chat template.
+
+    Raises:
+        ValueError: the model has no chat template, or it refuses a conversation.
+    """
+    template: ChatTemplate | None = None
+    texts = []
+    for record in records:
+        if "prompt" in record:
+            texts.append(str(record["prompt"]))
+            continue
+        template = template or template_of(tokenizer(), variables)
+        texts.append(ask_text(record["messages"], template))
+    return texts

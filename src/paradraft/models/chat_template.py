@@ -1,0 +1,162 @@
+"""Chat templates: what a model reads of a conversation.
+
+Some templates have switches, such as Qwen3's `enable_thinking`. `transformers` takes them as further arguments,
+servers as `chat_template_kwargs`, which is their name here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+CLOCK = "strftime_now"
+"""What templates call `transformers`' clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """Writes conversations as a model reads them.
+
+    Args:
+        tokenizer: the model's; it has a chat template if anything is written.
+        variables: what is set in the template; see `check_variables`.
+        end_ids: tokens with which the model ends a turn.
+        written: what is written instead of the tokenizer's own template; None writes that.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    end_ids: frozenset[int] = frozenset()
+    written: str | None = None
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template marks the assistant's tokens."""
+        return re.search(r"\{%[-+]?\s*generation", self.tokenizer.get_chat_template()) is not None
+
+    def text(self, messages: list[Message], *, ask: bool) -> str:
+        """The text of a conversation, with a generation prompt at the end if the next turn is asked for."""
+        write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
+        return str(write(messages, tokenize=False, add_generation_prompt=ask, **self.variables))
+
+    def tokens(self, messages: list[Message], *, ask: bool) -> list[int]:
+        """The same as tokens."""
+        write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
+        return list(write(messages, return_dict=True, add_generation_prompt=ask, **self.variables)["input_ids"])
+
+    def marked(self, messages: list[Message], *, ask: bool) -> tuple[list[int], list[bool]]:
+        """The same, and for each token whether the template marks it as the assistant's."""
+        write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
+        found = write(
+            messages, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=ask, **self.variables
+        )
+        return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
+
+
+def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for the first variable that the chat template does not have, or that is not for users to set.
+
+    A template ignores what it does not know, so that a misspelt switch would stay as it is.
+    """
+    template = tokenizer.get_chat_template() if variables and tokenizer.chat_template else ""
+    for name in variables:
+        if name in ("messages", CLOCK) or name in inspect.signature(tokenizer.apply_chat_template).parameters:
+            raise ValueError(f"chat_template_kwargs: {name!r} is not for you to set: leave it out")
+        if not names(template, name):
+            raise ValueError(f"chat_template_kwargs: the model's chat template has no variable {name!r}")
+
+
+def names(template: str, variable: str) -> bool:
+    """Whether a template has a variable.
+
+    >>> names("{% if enable_thinking %}a{% endif %}", "thinking")
+    False
+    """
+    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
+
+
+def text_message(message: Mapping[str, Any], number: int) -> Message:
+    """A message whose content is a text.
+
+    Args:
+        message: with a role and a content: a text, or a list of parts of type text.
+        number: of the message, from 1.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"message {number} has no role")
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not parts or not all(map(_is_text, parts)):
+        raise ValueError(
+            f"message {number} has the content {reprlib.repr(content)}: give a text, or parts of type text; images and "
+            "tool calls are not read"
+        )
+    # As servers join them for a template that takes a text.
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def check_questions(messages: object) -> list[Message]:
+    """The messages of a conversation whose next turn is the model's.
+
+    Raises:
+        ValueError: they are none, one of them (named by number) is none of a text, or the last is the assistant's.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError('messages: use a list such as [{"role": "user", "content": "Hello"}]')
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping):
+            raise ValueError(f'message {number} is {reprlib.repr(message)}: use {{"role": "user", "content": "Hello"}}')
+    found = [text_message(message, number) for number, message in enumerate(messages, start=1)]
+    if found[-1]["role"] == "assistant":
+        raise ValueError("the last message is the assistant's: end with what it is asked")
+    return found
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """The chat template of a model that answers conversations.
+
+    Raises:
+        ValueError: it has none, or one of the variables is not in it.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("the model has no chat template, so it cannot be asked conversations: ask a text")
+    check_variables(variables or {}, tokenizer)
+    return ChatTemplate(tokenizer=tokenizer, variables=variables or {})
+
+
+def ask_text(messages: object, template: ChatTemplate) -> str:
+    """The text of a conversation up to where the answer begins.
+
+    Raises:
+        ValueError: see `check_questions`; or the template refuses the conversation.
+    """
+    checked = check_questions(messages)
+    try:
+        return template.text(checked, ask=True)
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
+
+
+def ask_tokens(messages: object, template: ChatTemplate) -> list[int]:
+    """The same as tokens: what servers read, with nothing put around it.
+
+    Raises:
+        ValueError: as `ask_text`.
+    """
+    return list(template.tokenizer(ask_text(messages, template), add_special_tokens=False)["input_ids"])

@@ -1,0 +1,281 @@
+"""Conversations on the command line: `paradraft chat`, `generate --chat`, and prompt files with messages."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paradraft.cli.chat import Chat
+from paradraft.cli.terminal import has_styles
+from paradraft.engine import Engine
+from paradraft.loader import load
+from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import Sampling
+from tests.conftest import tiny_tokenizer
+from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{{ '0' if short is defined and short else '' }}{% endif %}"
+)
+SAMPLING = Sampling(temperature=0.9, seed=3)
+
+
+@pytest.fixture(scope="module")
+def chatting(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target with a chat template."""
+    folder = tmp_path_factory.mktemp("chatting") / "target"
+    shutil.copytree(family / "target", folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(chatting: Path) -> Engine:
+    return load(str(chatting), runtime=Runtime(dtype="float64"), kept_rows=1)
+
+
+def told_by(engine: Engine, text: str, tokens: int = 12, sampling: Sampling = SAMPLING) -> str:
+    """The answer to what the template writes, which has no BOS here."""
+    return engine.generate(text, max_new_tokens=tokens, sampling=sampling).text
+
+
+def test_a_conversation_is_asked_through_the_template(engine: Engine) -> None:
+    """Guards `Engine.chat`: the template's text, its variables, and parts of type text."""
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    found = engine.chat(messages, max_new_tokens=12, sampling=SAMPLING)
+    assert found.text == told_by(engine, "<system>be<user>hi<assistant>")
+    found = engine.chat(messages, max_new_tokens=12, sampling=SAMPLING, chat_template_kwargs={"short": True})
+    assert found.text == told_by(engine, "<system>be<user>hi<assistant>0")
+    streamed = engine.stream(engine.chat_tokens(messages), max_new_tokens=12, sampling=SAMPLING)
+    assert "".join(chunk.text for chunk in streamed) == told_by(engine, "<system>be<user>hi<assistant>")
+
+
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ([], "messages: use a list such as"),
+        ("hi", "messages: use a list such as"),
+        (["hi"], "message 1 is 'hi': use {\"role\""),
+        ([{"content": "hi"}], "message 1 has no role"),
+        ([{"role": "user", "content": 5}], "message 1 has the content 5: give a text"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "the last message is the assistant's",
+        ),
+        ([{"role": "tool", "content": "a"}], "template refuses this conversation: no tools here"),
+    ],
+)
+def test_conversations_that_cannot_be_asked(engine: Engine, messages: list[dict[str, str]], named: str) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  # compared below
+        engine.chat(messages)
+    assert named in str(raised.value)
+
+
+def test_a_model_without_a_template(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards all ways to ask a conversation against words in the wrong form."""
+    engine, file = load(str(family / "target"), runtime=Runtime(dtype="float64")), tmp_path / "prompts.jsonl"
+    with pytest.raises(ValueError, match="the model has no chat template, so it cannot be asked conversations"):
+        engine.chat([{"role": "user", "content": "a"}])
+    file.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    for command in (
+        ["chat"],
+        ["generate", "--chat", "--prompt", "a"],
+        ["generate", "--prompts", file],
+        ["audit", "--drafter", "ngram", "--prompts", file, "--num-prompts", 1],
+        ["bench", "--methods", "ar", "--prompts", file, "--num-prompts", 1],
+    ):
+        assert_mistake(paradraft(*command, "--target", family / "target"), "the model has no chat template")
+
+
+def test_generate_asks_in_a_chat(paradraft: Paradraft, chatting: Path, engine: Engine, tmp_path: Path) -> None:
+    """Guards `--chat` with and without a system prompt, files with both kinds of records, and the standard input."""
+    own = ["generate", "--target", chatting, *EXACT, "--temperature", 0.9, "--seed", 3, "--max-new-tokens", 12]
+    assert paradraft(*own, "--chat", "--prompt", "hi").out == told_by(engine, "<user>hi<assistant>") + "\n"
+    outcome = paradraft(*own, "--chat", "--system", "be", "--prompt", "hi")
+    assert outcome.out == told_by(engine, "<system>be<user>hi<assistant>") + "\n"
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"messages": [{"role": "user", "content": "a"}], "id": 7}\n{"prompt": "b"}\n')
+    for more, prompts in (
+        ([], ["<user>a<assistant>", "b"]),
+        (["--chat"], ["<user>a<assistant>", "<user>b<assistant>"]),
+    ):
+        lines = paradraft(*own, "--prompts", file, "--json", *more).out.splitlines()
+        assert [json.loads(line)["text"] for line in lines] == [told_by(engine, prompt) for prompt in prompts]
+    assert json.loads(lines[0])["id"] == 7
+    outcome = paradraft(
+        *own, "--prompts", file, "--json", "--chat-template-kwargs", '{"short": true}'
+    )  # fmt: skip
+    assert json.loads(outcome.out.splitlines()[0])["text"] == told_by(engine, "<user>a<assistant>0")
+    assert_mistake(
+        paradraft(*own, "--prompt", "a", "--system", "b"), "--system is what a chat begins with: give --chat"
+    )
+    assert_mistake(
+        paradraft(*own, "--prompts", file, "--chat-template-kwargs", '{"long": 1}'), "has no variable 'long'"
+    )
+    outcome = paradraft(*own, "--prompt", "a", "--chat-template-kwargs", '{"short": true}')
+    assert outcome.err.startswith("warning: --chat-template-kwargs has no effect without conversations")
+
+
+def test_prompts_from_the_standard_input(paradraft: Paradraft, chatting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in (["audit", "--drafter", "ngram"], ["bench", "--methods", "ar", "--runs", 1], ["generate"]):
+        text = '{"messages": [{"role": "user", "content": "a"}]}\n'
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        number = [] if command == ["generate"] else ["--num-prompts", 1]
+        outcome = paradraft(*command, "--target", chatting, *number, "--prompts", "-", "--max-new-tokens", 4)
+        assert outcome.code == 0, outcome.err
+
+
+def test_audit_and_bench_ask_conversations(
+    paradraft: Paradraft, chatting: Path, engine: Engine, tmp_path: Path
+) -> None:
+    """Guards what is measured: the text that the template writes."""
+    prompts, result = tmp_path / "prompts.jsonl", tmp_path / "result.json"
+    prompts.write_text('{"messages": [{"role": "user", "content": "ab"}]}\n')
+    asked = ["--target", chatting, "--prompts", prompts, "--num-prompts", 1, "--max-new-tokens", 6]
+    outcome = paradraft("audit", "--drafter", "ngram", *asked, "--dtype", "float32")
+    assert outcome.code == 0 and "PASS" in outcome.out
+    outcome = paradraft("bench", "--methods", "ar", "--runs", 1, *asked, "--json", result)
+    assert outcome.code == 0, outcome.err
+    assert json.loads(result.read_text())["example"]["prompt"] == "<user>ab<assistant>"
+
+
+def test_a_conversation_with_a_person(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards history, all commands, and that a mistake does not end the conversation."""
+    lines = iter(["hi", "", "so", "/drafter off", "so", "/reset", "/seed 4", "hi", "/nothing", "/seed x", "/help"])
+    monkeypatch.setattr("builtins.input", asking := Asking(lines))
+    Chat(engine, SAMPLING, system="be", variables={}, max_new_tokens=12).run()
+    out, err = capsys.readouterr()
+    first = told_by(engine, "<system>be<user>hi<assistant>")
+    second = told_by(engine, before := f"<system>be<user>hi<assistant>{first}<user>so<assistant>")
+    third = told_by(engine, f"{before}{second}<user>so<assistant>")
+    fourth = told_by(engine, "<system>be<user>hi<assistant>", sampling=Sampling(temperature=0.9, seed=4))
+    assert out == "".join(f"{answer}\n" for answer in (first, second, third, fourth)) and asking.is_over
+    told = [line for line in err.splitlines() if not line.startswith("[")]
+    assert told[:3] == ["Drafter off.", "The conversation is forgotten.", "Seed 4."]
+    assert told[3].startswith("paradraft: there is no command '/nothing'")
+    assert told[4].startswith("paradraft: there is no command '/seed x'") and told[5].startswith("/reset")
+
+
+class Asking:
+    """Stands for a person who asks these lines and leaves."""
+
+    def __init__(self, lines: object) -> None:
+        self.lines, self.is_over = lines, False
+
+    def __call__(self, prompt: str) -> str:
+        for line in self.lines:
+            return line
+        self.is_over = True
+        raise EOFError
+
+
+def test_the_next_turn_reads_only_what_is_new(chatting: Path) -> None:
+    """Guards the cache of the last answer: a long conversation is not read again with each turn."""
+    engine = load(str(chatting), runtime=Runtime(dtype="float64"), kept_rows=1)
+    talk = Chat(engine, Sampling(), system="be", variables={}, max_new_tokens=8)
+    talk.ask("hi")
+    before, read = engine.target.lm.starts, []
+    prefill = engine.target.lm.prefill
+    engine.target.lm.prefill = lambda rows, *rest: read.append(list(map(len, rows))) or prefill(rows, *rest)
+    talk.ask("so")
+    # What follows the last token that is kept: the answer's last token, and "<user>so<assistant>".
+    assert before < engine.target.lm.starts and read[0][0] <= len("<user>so<assistant>") + 2
+
+
+def test_a_conversation_that_is_too_long(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Chat(engine, Sampling(), system="x" * 150, variables={}, max_new_tokens=8)
+    with pytest.raises(ValueError, match=r"the conversation has \d+ tokens, and the model has room for 128: /reset"):
+        talk.ask("hi")
+    assert len(talk.messages) == 1
+
+
+def test_a_terminal(family: Path, chatting: Path) -> None:
+    """Guards colours, the line at the bottom, and Ctrl-C, which ends an answer, not the program; NO_COLOR too."""
+    for more, is_green in (({}, True), ({"NO_COLOR": "1"}, False)):
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paradraft", "chat", "--target", str(chatting), "--drafter", "autoregressive",
+             "--draft", str(family / "target"), "--dtype", "float64", "--temperature", "0.9", "--max-new-tokens", "90"],
+            stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True,
+            env=os.environ | {"TERM": "xterm", "LINES": "24", "COLUMNS": "80"} | more,
+        )  # fmt: skip
+        os.close(theirs)
+        try:
+            read_until(ours, b"> ")
+            for _ in range(20):  # one that comes before Python waits for a key is noticed at the next key
+                time.sleep(0.2)
+                process.send_signal(signal.SIGINT)
+                if select.select([ours], [], [], 1)[0]:
+                    break
+            read_until(ours, b"leaves.")
+            os.write(ours, b"hi\n")
+            shown = read_until(ours, b"% drafted]")
+            assert (b"\x1b[32m" in shown) == is_green
+            assert b"\x1b[1;23r" in shown and b"\x1b[r" in shown, "a line is spared, and given back"
+            os.write(ours, b"/quit\n")
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+            os.close(ours)
+
+
+def read_until(terminal: int, wanted: bytes) -> bytes:
+    """What a program has written, up to what is waited for."""
+    found, end_s = b"", time.monotonic() + 60
+    while wanted not in found:
+        assert select.select([terminal], [], [], max(end_s - time.monotonic(), 0))[0], f"only {found!r}"
+        found += os.read(terminal, 4096)
+    return found
+
+
+def test_an_answer_is_interrupted(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards what was said until Ctrl-C: it stays in the conversation."""
+    talk = Chat(engine, Sampling(temperature=0.9), system=None, variables={}, max_new_tokens=60)
+    stream = engine.stream
+
+    def interrupted(*given: object, **settings: object) -> object:
+        for number, chunk in enumerate(stream(*given, **settings)):
+            if number == 3:
+                signal.raise_signal(signal.SIGINT)
+            yield chunk
+
+    engine.stream = interrupted
+    try:
+        talk.ask("hi")
+    finally:
+        del engine.stream
+    assert len(talk.messages[1]["content"]) == 4
+    assert "4 tokens" in (err := capsys.readouterr().err) and err.endswith(", interrupted]\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False), ({"NO_COLOR": ""}, True)],
+)
+def test_colours(settings: dict[str, str], wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO()
+    assert not has_styles(stream)
+    stream.isatty = lambda: True
+    assert has_styles(stream) == wanted
