@@ -92,6 +92,8 @@ class Speculation:
             if self.overlap != "both":
                 raise ValueError(f"overlap={self.overlap!r} is for drafting ahead: set gamma too")
             return
+        if self.gamma == "auto" and self.k < 2:
+            raise ValueError(f"gamma='auto' drafts at most k tokens ahead, and at least 2: k={self.k} is too few")
         if self.gamma != "auto":
             object.__setattr__(self, "gamma", gamma := whole_number("gamma", self.gamma))
             if not 2 <= gamma <= MOST_DRAFTED:

@@ -226,3 +226,4 @@ def test_a_drafter_in_a_process_of_its_own(family: Path, paradraft: Paradraft) -
     assert_mistake(paradraft("generate", *ahead[:-2], "--draft-cpus", cpu), "set gamma too")
     warned = paradraft("generate", *ahead, "--draft-timeout-s", 3)
     assert "warning: --draft-timeout-s has no effect without --draft-cpus" in warned.err
+    assert "warning: -k has no effect with --gamma" in paradraft("generate", *ahead, "-k", 3).err

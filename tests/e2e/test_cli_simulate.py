@@ -18,6 +18,8 @@ def test_methods_are_predicted(paradraft: Paradraft) -> None:
     assert list(found) == ["AR+", "VSD", "PEARL", "PARD", "PEARL + PARD"]
     assert found["AR+"]["tokens_per_s"] == pytest.approx(1000 / 110)
     assert "PEARL" in outcome.out and f"{found['PEARL']['speedup']:.2f}x" in outcome.out
+    told = "warning: --window-ms has no effect without --parallel-acceptance"
+    assert told in paradraft("simulate", *ASKED, "--acceptance", 0.95, "--window-ms", 9).err
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def test_a_wrong_setting_is_said_by_whoever_is_told_it(settings: dict[str, Any],
         ("ngram:lengths=short", "lengths='short': use one of"),
         ("hf-prompt-lookup:k=257", "k=257: draft 1 to 256"),
         ("pard:tree=1025", "a tree of 1025 nodes"),
+        ("pard:gamma=4:k=8", "gamma says how many tokens are drafted, leave k out"),
         (
             "lookahead:k=4",
             "settings of lookahead are dtype, batch, target_cpus, target_stages, lengths, ngram, window, guesses",

@@ -16,6 +16,7 @@ from paradraft.bench.spec import AR, Benchmark, Method, TargetKey
 from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.core import Drafter
 from paradraft.data.prompts import read_prompts, texts_of
+from paradraft.decode.channel import launched
 from paradraft.drafters import check_draft, drafter_names, takes_draft
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
@@ -175,6 +176,8 @@ def check(benchmark: Benchmark, num_prompts: int) -> None:
     methods, target = benchmark.methods, benchmark.target
     if not methods:
         raise ValueError("methods: name at least one")
+    if launched() > 1:
+        raise ValueError("a benchmark is one process: start it without torchrun, and place the drafter by draft_device")
     for place, method in enumerate(methods):
         if method in methods[:place]:
             same = methods[methods.index(method)].spec

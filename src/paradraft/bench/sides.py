@@ -79,8 +79,10 @@ def of_sides(answers: Sequence[Sides | None]) -> dict[str, Any] | None:
         targets += length(sides.target)
         drafts += length(sides.draft)
         transports += [span.began_s - span.asked_s for span in sides.draft]
-        busy["target"] += sum(length(sides.target[:-1]))
-        busy["draft"] += sum(length(sides.draft[:-1]))
+        begin_s, end_s = sides.target[0].began_s, sides.target[-1].began_s
+        for side, spans in (("target", sides.target), ("draft", sides.draft)):
+            within = (min(span.ended_s, end_s) - max(span.began_s, begin_s) for span in spans)
+            busy[side] += sum(max(seconds, 0.0) for seconds in within)
     medians = {
         name: 1e3 * statistics.median(values)
         for name, values in (("round", rounds), ("target", targets), ("draft", drafts), ("transport", transports))

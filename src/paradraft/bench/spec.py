@@ -96,6 +96,8 @@ class Method:
                 listed = ", ".join([*allowed, *option_names])
                 raise ValueError(f"method {spec!r}: settings of {name} are {listed}, each at most once")
             values[key] = value
+        if "k" in values and values.get("gamma", "auto") != "auto":
+            raise ValueError(f"method {spec!r}: gamma says how many tokens are drafted, leave k out")
         for key in ("k", "tree", "batch"):
             if not values.get(key, "1").isdigit() or int(values.get(key, 1)) < 1:
                 raise ValueError(f"method {spec!r}: {key} must be a whole number of at least 1")

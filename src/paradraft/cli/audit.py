@@ -68,6 +68,7 @@ def audit(
         options.without_chance(sampling.is_greedy),
         options.without_drafter(speculation),
         options.with_own_tree(speculation),
+        options.with_gamma(speculation),
         options.without_process(placement),
     )
     console = Console(stderr=True, highlight=False)

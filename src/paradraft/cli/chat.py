@@ -60,6 +60,7 @@ def chat(
         options.without_chance(sampling.is_greedy),
         options.without_drafter(speculation),
         options.with_own_tree(speculation),
+        options.with_gamma(speculation),
         options.without_process(placement),
     )
     with engine:

@@ -79,6 +79,7 @@ def generate(
         options.without_chance(sampling.is_greedy),
         options.without_drafter(speculation),
         options.with_own_tree(speculation),
+        options.with_gamma(speculation),
         options.without_process(placement),
         (prompts is None or not as_json, "without --prompts and --json", ["batch_size"]),
         (not any(asked), "without conversations", ["chat_template_kwargs"]),

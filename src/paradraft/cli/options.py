@@ -45,6 +45,11 @@ def with_own_tree(speculation: Speculation) -> Rule:
     return is_own, "with this drafter, whose own settings say how deep it drafts", ("k",)
 
 
+def with_gamma(speculation: Speculation) -> Rule:
+    """What a run ignores that is told how many tokens to draft ahead."""
+    return isinstance(speculation.gamma, int), "with --gamma, which says how many tokens are drafted", ("k",)
+
+
 def without_process(placement: Placement) -> Rule:
     """What a run ignores whose drafter has no process of its own."""
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Annotated
@@ -60,6 +61,8 @@ def simulate(
         window_s=None if window_ms is None else window_ms / 1e3, contention=contention,
     )  # fmt: skip
     rates = _rates("--acceptance", acceptance)
+    if window_ms is not None and parallel_acceptance is None:
+        print("warning: --window-ms has no effect without --parallel-acceptance", file=sys.stderr)
     parallel = None if parallel_acceptance is None else _rates("--parallel-acceptance", parallel_acceptance)
     found = predicted(times, rates, parallel)
     table = Table(

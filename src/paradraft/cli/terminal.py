@@ -46,11 +46,13 @@ def stream_answer(
     chunks = engine.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
     # Written as it is: a formatter would expand tabs and drop control characters.
     write(prompt if isinstance(prompt, str) else "", DIM)
-    for chunk in chunks:
-        write(chunk.drafted_text, GREEN)
-        write(chunk.own_text)
+    try:
+        for chunk in chunks:
+            write(chunk.drafted_text, GREEN)
+            write(chunk.own_text)
+    finally:
+        write("\n")
     stats = engine.clock.stats
-    write("\n")
     Console(stderr=True, highlight=False).print(
         f"{stats.tokens} tokens in {stats.total_s:.2f} s, {stats.tokens / stats.total_s:.0f} tokens/s, "
         f"acceptance length {stats.acceptance_length:.2f}"

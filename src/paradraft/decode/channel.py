@@ -9,10 +9,15 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
+import signal
 import socket
 import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
+from types import FrameType
 from typing import Any
 
 from torch import distributed
@@ -33,7 +38,7 @@ class Channel:
 
     def limit(self, seconds: float) -> None:
         """Lets nothing that is sent or received wait longer, once it has begun: the other side may be stopped."""
-        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        limit = struct.pack("ll", int(seconds), max(int(seconds % 1 * 1e6), int(seconds < 1)))  # 0 would be no limit
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, option, limit)
@@ -45,7 +50,8 @@ class Channel:
             BlockingIOError: the other side does not read.
             OSError: the other side is gone.
         """
-        self._connection.send(message)
+        with _undisturbed():
+            self._connection.send(message)
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """Waits for a message.
@@ -56,11 +62,29 @@ class Channel:
         """
         if not self._connection.poll(timeout_s):
             raise TimeoutError
-        return self._connection.recv()
+        with _undisturbed():
+            return self._connection.recv()
 
     def close(self) -> None:
         """Lets the other side know that nothing follows."""
         self._connection.close()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Inside, Ctrl-C waits: half a message that is left would be the beginning of the next."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    noted: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *given: noted.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if noted:
+            before(*noted[0])
 
 
 def launched() -> int:
@@ -68,6 +92,20 @@ def launched() -> int:
     if not (distributed.is_available() and distributed.is_torchelastic_launched()):
         return 0
     return int(os.environ["WORLD_SIZE"])
+
+
+_MET: list[bool] = []
+"""Whether this process has met the other one."""
+
+
+def _watched(connection: Connection) -> Connection:
+    """A connection over a network that ends some time after the other machine has gone without a word."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, option):
+                ours.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return connection
 
 
 def met() -> tuple[int, Channel]:
@@ -83,15 +121,18 @@ def met() -> tuple[int, Channel]:
         ValueError: the two cannot meet.
     """
     address = os.environ.get("MASTER_ADDR", LOCALHOST)
+    if _MET:
+        raise ValueError("the two processes that torchrun has started serve one engine, which they had: load one only")
+    _MET.append(True)
     try:
         store, rank, _ = next(rendezvous("env://"))
         if rank == 0:
             key = secrets.token_bytes(32)
             with Listener((LOCALHOST if address in (LOCALHOST, "localhost") else "", 0), authkey=key) as listener:
                 store.set(MEETING, pickle.dumps((listener.address[1], key)))
-                return rank, Channel(listener.accept())
+                return rank, Channel(_watched(listener.accept()))
         port, key = pickle.loads(store.get(MEETING))
-        return rank, Channel(Client((address, port), authkey=key))
+        return rank, Channel(_watched(Client((address, port), authkey=key)))
     except (RuntimeError, OSError, AuthenticationError) as error:
         place = f"{address}:{os.environ.get('MASTER_PORT')}"
         raise ValueError(f"the two sides cannot meet at {place}: {' '.join(str(error).split())}") from None

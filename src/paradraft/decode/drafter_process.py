@@ -16,8 +16,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from huggingface_hub.utils.tqdm import enable_progress_bars
-from transformers.utils import logging
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.decode.channel import Channel
@@ -39,14 +37,14 @@ class Server:
         self._drafter = Drafter()
         self.saved: dict[int, Any] = {}
         """What is kept of rows, by the keys of the other side."""
-        self._serial = 0
+        self._serial = self._question = 0
 
     def serve(self) -> None:
         """Until the other side has said the last."""
         has_failed = False
         while True:
             try:
-                self._serial, name, content = self._channel.receive()
+                self._serial, self._question, name, content = self._channel.receive()
             except (EOFError, OSError):
                 return
             if name == "end":
@@ -77,7 +75,7 @@ class Server:
             drafter = load_drafter(setup.drafter, setup.target, draft=setup.draft, runtime=setup.runtime)
         if all(lm.is_native for lm in drafter.models):
             use_one_torch_thread()
-        self._drafter, self._device = drafter, torch.device(setup.runtime.device)
+        self._drafter, self._device = drafter, next((lm.device for lm in drafter.models), torch.device("cpu"))
         messages = [str(warning.message) for warning in told if issubclass(warning.category, UserWarning)]
         self._answer((drafter.reserved_tokens, drafter.max_k, messages))
 
@@ -128,7 +126,7 @@ class Server:
 
     def _send(self, kind: str, content: Any) -> None:
         with suppress(OSError):  # the other side is gone: the next message will not come
-            self._channel.send((self._serial, kind, content))
+            self._channel.send((self._serial, self._question, kind, content))
 
 
 def _listed(versions: dict[str, str]) -> str:
@@ -142,7 +140,6 @@ def _end_with_the_other_side() -> None:
 
 def main() -> None:
     """Serves the process that has started this one, through the descriptor that it names."""
-    logging.disable_progress_bar()
-    enable_progress_bars()
     threading.Thread(target=_end_with_the_other_side, daemon=True).start()
     Server(Channel(Connection(int(sys.argv[1])))).serve()
+    os._exit(0)  # the thread that reads would abort the interpreter's own end

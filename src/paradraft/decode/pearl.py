@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from statistics import median
 from typing import Any
@@ -114,6 +114,7 @@ class DrafterThread:
         # Else its first operation starts threads that spin on the CPUs that the passes need; see `one_torch_thread`.
         prepare = use_one_torch_thread if is_native else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="drafter", initializer=prepare)
+        self._drafting: Future[tuple[Draft, Span]] | None = None
 
     def begin(self, lengths: Sequence[int], after: Draft | None) -> None:
         """See `RemoteDrafter`."""
@@ -123,10 +124,16 @@ class DrafterThread:
 
     def take(self) -> Draft:
         """See `RemoteDrafter`."""
+        assert self._drafting is not None
         draft, self.last_span = self._drafting.result()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return draft
+
+    def rest(self) -> None:
+        """Waits until nothing is drafted any more, whoever has asked for it: someone may have been interrupted."""
+        if self._drafting is not None:
+            wait([self._drafting])
 
     def _draft(self, lengths: Sequence[int], after: Draft | None, asked_s: float) -> tuple[Draft, Span]:
         began_s = time.perf_counter()
@@ -164,6 +171,7 @@ class AheadBatch(Batch):
         )
 
     def _start(self) -> None:
+        self._side.rest()
         super()._start()
         self.spans.clear()
 
@@ -199,7 +207,8 @@ class AheadBatch(Batch):
     def take_window(self) -> Draft:
         """Waits for what the drafter has drafted; cut to what was wanted."""
         window = self._side.take()
-        self.spans.append(self._side.last_span)
+        if any(self._wanted):
+            self.spans.append(self._side.last_span)
         if window.tokens.shape[1] <= min(self._wanted):
             return window
         is_wanted_BN = torch.arange(window.tokens.shape[1])[None] < torch.tensor(self._wanted)[:, None]
@@ -234,6 +243,7 @@ class AheadBatch(Batch):
 
     def clear(self) -> None:
         """See `Batch`."""
+        self._side.rest()
         super().clear()
         self.ahead = Draft.empty(0, self.target.device)
 
@@ -245,7 +255,8 @@ def best_gamma(target: Target, drafter: Drafter, most: int) -> int:
     tokens cost nothing one by one, such as PARD, is given as many as it may draft.
     """
     batch = Batch(target, drafter, lengths=Fixed(most))
-    tokens = min((most + 1) * TIMED_ROUNDS, target.capacity - 2)
+    if (tokens := min((most + 1) * TIMED_ROUNDS, target.capacity - 2)) < 1:
+        raise ValueError(f"gamma=auto: capacity={target.capacity} is too small to measure it, give a number")
     batch.join([Generation(Request(id=0, tokens=[0, 0], max_new_tokens=tokens))])
     drafts_s, verifies_s = [], []
     while not batch.is_finished:

@@ -37,11 +37,14 @@ from paradraft.models.target import TargetFacts
 from paradraft.placement import Placement, on_cpus
 from paradraft.ragged import from_lists, to_lists
 
-WORKER = "from paradraft.decode.drafter_process import main; main()"
+WORKER = "import sys; sys.path.append(sys.argv[2]); from paradraft.decode.drafter_process import main; main()"
+"""After all other places, so that nothing hides a module of Python's."""
 LOADING_S = 1800.0
 """How long a drafter may take to load, downloads included."""
 GRACE_S = 5.0
 """How long a process that was told to end may take for it, before it is killed."""
+QUESTIONS = ("load", "propose", "passes")
+"""What the other side answers."""
 FRESH = ("load", "start")
 """What the other side does whatever has gone wrong before."""
 
@@ -102,11 +105,11 @@ class DrafterProcess:
             self._process, channel = _started(placement)
         channel.limit(placement.draft_timeout_s)
         self.channel = channel
-        self._serial = 0
+        self._serial = self._question = 0
         self._keys = count()
         self._unused: list[int] = []
         """Keys of what the other side need not keep any more."""
-        self._end = weakref.finalize(self, _end, channel, self._process)
+        self._end = weakref.finalize(self, _end, channel, self._process, os.getpid())
 
     def load(self, drafter: str, target: TargetFacts, *, draft: str | None, runtime: Runtime) -> RemoteDrafter:
         """Has it load a drafter; see `paradraft.drafters.load_drafter`, also for the arguments.
@@ -130,11 +133,12 @@ class DrafterProcess:
             DrafterLostError: it is lost.
         """
         self._serial += name in FRESH
+        self._question += name in QUESTIONS
         unused, self._unused[:] = tuple(self._unused), ()
         try:
             if unused:
-                self.channel.send((self._serial, "forget", (unused,)))
-            self.channel.send((self._serial, name, content))
+                self.channel.send((self._serial, self._question, "forget", (unused,)))
+            self.channel.send((self._serial, self._question, name, content))
         except BlockingIOError:
             raise self._silent(self.placement.draft_timeout_s) from None
         except OSError:
@@ -158,10 +162,12 @@ class DrafterProcess:
             ValueError: it cannot do what it was told.
         """
         timeout_s = self.placement.draft_timeout_s if timeout_s is None else timeout_s
-        serial = -1
-        while serial != self._serial:  # an error that nobody has waited for may come first
+        serial = question = -1
+        kind, content = "", None
+        # What nobody has waited for may come first: an error, or the answer to a question that was interrupted.
+        while serial != self._serial or (kind == "answer" and question != self._question):
             try:
-                serial, kind, content = self.channel.receive(timeout_s)
+                serial, question, kind, content = self.channel.receive(timeout_s)
             except (TimeoutError, BlockingIOError):
                 raise self._silent(timeout_s) from None
             except (EOFError, OSError):
@@ -173,9 +179,12 @@ class DrafterProcess:
         return content
 
     def _silent(self, timeout_s: float) -> DrafterLostError:
+        if self._process is not None:
+            self._process.kill()  # it would not hear anything else
         self.close()
+        ended = "was given up: end it on its machine" if self._process is None else "was ended"
         return DrafterLostError(
-            f"the drafter's process has said nothing for {timeout_s:g} s and was ended: give it more time by "
+            f"the drafter's process has said nothing for {timeout_s:g} s and {ended}; give it more time by "
             "draft_timeout_s, or draft in the target's process"
         )
 
@@ -190,22 +199,22 @@ class DrafterProcess:
 def _started(placement: Placement) -> tuple[subprocess.Popen[bytes], Channel]:
     """A process of this machine, which imports its libraries while others load their models."""
     ours, theirs = socket.socketpair()
-    package = str(Path(__file__).parents[2])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     with theirs, on_cpus(placement.draft_cpus):
         process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(theirs.fileno())],
+            # -P: the folder that the user is in is no place for modules.
+            [sys.executable, "-P", "-c", WORKER, str(theirs.fileno()), str(Path(__file__).parents[2])],
             stdin=subprocess.PIPE,  # its end tells that this process has ended, however that came
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C is for this side, which then ends the other
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         )
     return process, Channel(Connection(ours.detach()))
 
 
-def _end(channel: Channel, process: subprocess.Popen[bytes] | None) -> None:
+def _end(channel: Channel, process: subprocess.Popen[bytes] | None, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the process that has it
     with contextlib.suppress(OSError):
-        channel.send((0, "end", ()))
+        channel.send((0, 0, "end", ()))
     channel.close()
     if process is None:
         return
@@ -269,6 +278,9 @@ class RemoteDrafter(Drafter):
         """Waits for the draft that was asked for; `last_span` then says when it was made."""
         tokens, self.last_span = self._process.answer()
         return Draft.chain(from_lists(tokens, self._device))
+
+    def rest(self) -> None:
+        """See `DrafterThread`: the other side does one thing after the other."""
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """See `Drafter`."""

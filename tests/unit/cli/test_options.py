@@ -83,7 +83,7 @@ def test_options_become_settings(everything: Run, seen: Seen) -> None:
         temperature=0.5, top_k=6, top_p=0.7, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
         frequency_penalty=0.3, seed=7, logit_bias={4: 1.5, 5: -float("inf")},
     )  # fmt: skip
-    assert seen["runtime"] == Runtime(dtype="float64", compiled=False, capacity=99)
+    assert seen["runtime"] == Runtime(device="cpu", dtype="float64", compiled=False, capacity=99)
     running(everything)("--last", 2, "--tree-paths", "0 1 0.0")
     assert seen["speculation"].tree == Tree(paths=((0,), (1,), (0, 0)))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -316,3 +318,40 @@ def test_gamma_is_measured(family: Path) -> None:
 def test_settings_that_do_not_fit(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
         Speculation(**{"drafter": "autoregressive", "draft": "x", **settings})
+
+
+def test_a_window_that_is_interrupted(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards caches that are still being written when the next request comes: it waits until the drafter is done."""
+    target = str(family / "target")
+    engine = load(target, drafter="autoregressive", draft=target, gamma=4, runtime=Runtime(dtype="float64"))
+    expected, propose, is_working = engine.generate("hello", max_new_tokens=30).tokens, engine.drafter.propose, []
+
+    def slow(*given: Any) -> Draft:
+        is_working.append(True)
+        if len(is_working) == 5:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.3)
+        found = propose(*given)
+        is_working.append(False)
+        return found
+
+    start = engine.drafter.start
+
+    def started(*given: Any) -> None:
+        assert not is_working or not is_working[-1], "the drafter is still at work"
+        start(*given)
+
+    monkeypatch.setattr(engine.drafter, "propose", slow)
+    monkeypatch.setattr(engine.drafter, "start", started)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate("hello", max_new_tokens=30)
+    assert engine.generate("hello", max_new_tokens=30).tokens == expected
+
+
+def test_what_cannot_be_measured(family: Path) -> None:
+    """Guards people who leave the number to us against a complaint about one that they did not give."""
+    target = str(family / "target")
+    with pytest.raises(ValueError, match="gamma='auto' drafts at most k tokens ahead, and at least 2: k=1 is too few"):
+        Speculation(drafter="autoregressive", draft=target, gamma="auto", k=1)
+    with pytest.raises(ValueError, match="capacity=2 is too small to measure it"):
+        load(target, drafter="autoregressive", draft=target, gamma="auto", runtime=Runtime(capacity=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -20,7 +22,9 @@ from typing import Any
 import pytest
 import torch
 
-from paradraft.core import Draft, Request
+from paradraft.bench.setup import check
+from paradraft.bench.spec import Benchmark, Method
+from paradraft.core import Committed, Draft, Drafting, Request
 from paradraft.decode.channel import Channel
 from paradraft.decode.drafter_process import Server
 from paradraft.decode.remote import DrafterLostError, DrafterProcess, RemoteDrafter, Setup, versions
@@ -134,7 +138,8 @@ def test_both_sides_tell_when_they_were_at_work(other_side: DrafterProcess, fami
     engine = engine_of(other_side, family, "autoregressive")
     engine.generate("hello", max_new_tokens=20)
     sides = {side: [span for span in engine.spans if span.side == side] for side in ("target", "draft")}
-    assert len(sides["target"]) == len(sides["draft"]) == engine.clock.stats.rounds
+    # At the end no window is wanted any more, and none is told of.
+    assert len(sides["target"]) == engine.clock.stats.rounds == len(sides["draft"]) + 2
     for spans in sides.values():
         assert all(span.began_s <= span.ended_s for span in spans)
         assert [span.began_s for span in spans] == sorted(span.began_s for span in spans)
@@ -212,7 +217,7 @@ def test_a_side_that_does_not_read_is_given_up() -> None:
     ours, theirs = socket.socketpair()
     process = DrafterProcess(Placement(draft_timeout_s=0.5), Channel(Connection(ours.detach())))
     began_s = time.monotonic()
-    with theirs, pytest.raises(DrafterLostError, match=r"has said nothing for 0\.5 s and was ended"):
+    with theirs, pytest.raises(DrafterLostError, match=r"has said nothing for 0\.5 s and was given up"):
         tell_much(process)
     assert time.monotonic() - began_s < BOUND_S
 
@@ -334,7 +339,9 @@ def test_two_sides_that_torchrun_starts(family: Path, tmp_path: Path) -> None:
     plain = load(target, runtime=RUNTIME).generate("hello", max_new_tokens=40).tokens
     answer, told = outcome.stdout.splitlines()
     assert list(map(int, answer.split())) == plain
-    assert told.startswith("the drafter's process has said nothing for 2 s and was ended"), outcome.stderr
+    assert told.startswith("the drafter's process has said nothing for 2 s and was given up: end it on its machine"), (
+        outcome.stderr
+    )
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 
@@ -345,3 +352,78 @@ def test_more_than_two_sides_are_refused(family: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="torchrun has started 3 processes: a target and its drafter are 2"):
         load(target, drafter="autoregressive", draft=target, gamma=4, runtime=RUNTIME)
     load(target, runtime=RUNTIME)
+
+
+def test_a_benchmark_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against two processes that wait for one another, as both measure."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    benchmark = Benchmark(target="pocket", methods=[Method.parse("ar")], sampling=Sampling(), runtime=RUNTIME, runs=1)
+    with pytest.raises(ValueError, match="a benchmark is one process: start it without torchrun"):
+        check(benchmark, 1)
+
+
+def remote(family: Path) -> Engine:
+    """An engine whose drafter has a process of its own; the draft is the target."""
+    target = str(family / "target")
+    placement = Placement(draft_device="cpu", draft_timeout_s=30.0)
+    return load(target, drafter="autoregressive", draft=target, gamma=4, runtime=RUNTIME, placement=placement)
+
+
+def test_files_beside_the_user_are_no_modules(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the drafter's process against a `random.py` in the folder where the user is."""
+    (tmp_path / "random.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    with remote(family) as engine:
+        assert engine.generate("hello", max_new_tokens=8).tokens
+
+
+def test_interrupted_anywhere(family: Path) -> None:
+    """Guards a notebook whose user stops an answer: the channel stays in step, whatever was being sent or read."""
+    with remote(family) as engine:
+        plain = load(str(family / "target"), runtime=RUNTIME)
+        expected, interrupted = plain.generate("hello", max_new_tokens=60).tokens, 0
+        for turn in range(40):
+            timer = threading.Timer(0.001 + 0.0007 * turn, signal.raise_signal, [signal.SIGINT])
+            timer.start()
+            try:
+                engine.generate("hello", max_new_tokens=60)
+                timer.join()
+            except KeyboardInterrupt:
+                interrupted += 1
+            with contextlib.suppress(KeyboardInterrupt):
+                timer.join()
+            assert engine.generate("hello", max_new_tokens=60).tokens == expected
+    assert interrupted
+
+
+def test_a_late_answer_is_no_answer_to_the_next_question(family: Path) -> None:
+    """Guards windows against those of a question whose answer nobody has waited for."""
+    with remote(family) as engine:
+        drafter = engine.drafter
+        drafter.start(Drafting(), torch.device("cpu"))
+        drafter.join([Request(id=0, tokens=[1, 2, 3], max_new_tokens=9)], Committed(tokens=torch.tensor([[1, 2, 3]])))
+        drafter.begin([5], None)
+        assert drafter.propose([2]).tokens.shape == (1, 2)
+        drafter.begin([5], None)
+        assert isinstance(drafter.passes(), int)
+
+
+def test_a_fork_does_not_end_the_drafter(family: Path) -> None:
+    """Guards programs that fork, as data loaders do, after their models were loaded."""
+    with remote(family) as engine:
+        expected = engine.generate("hello", max_new_tokens=12).tokens
+        if not (child := os.fork()):
+            weakref.finalize._exitfunc()  # what the interpreter does at its end
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert engine.generate("hello", max_new_tokens=12).tokens == expected
+
+
+def test_two_processes_of_torchrun_meet_once(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first process against waiting for a second one that has ended."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("paradraft.decode.channel._MET", [True])
+    with pytest.raises(ValueError, match="load one only"):
+        load(str(family / "target"), drafter="autoregressive", draft=str(family / "draft"), gamma=4, runtime=RUNTIME)
