@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -72,6 +73,16 @@ class Chunk:
     def text(self) -> str:
         """The text of the round; all rounds joined are the whole answer."""
         return self.drafted_text + self.own_text
+
+
+def _rounds_of(generation: Generation, first: int, last: int) -> Iterator[Chunk]:
+    """What the rounds from `first` to before `last` have given."""
+    begin = generation.round_ends[first - 1] if first else 0
+    for accepted, end in zip(generation.accepted[first:last], generation.round_ends[first:last], strict=True):
+        pieces = generation.pieces[begin:end]
+        drafted, own = "".join(pieces[:accepted]), "".join(pieces[accepted:])
+        yield Chunk(drafted_text=drafted, own_text=own, tokens=generation.tokens[begin:end], accepted=accepted)
+        begin = end
 
 
 class Engine:
@@ -269,18 +280,75 @@ class Engine:
         (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
         return self._chunks(self._generation(request, self._strings(stop)))
 
+    def astream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stop: str | Sequence[str] = (),
+    ) -> AsyncGenerator[Chunk, None]:
+        """`stream` for an event loop: `async for chunk in engine.astream(…)`.
+
+        All requests of all event loops are decoded together by one thread. Leaving the loop early, or the end of its
+        task, ends the request.
+
+        Raises:
+            ValueError: as `generate`; at once.
+        """
+        (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
+        return self._achunks(self._generation(request, self._strings(stop)))
+
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stop: str | Sequence[str] = (),
+    ) -> Result:
+        """`generate` of one prompt for an event loop; see `astream`.
+
+        Raises:
+            ValueError: as `generate`.
+        """
+        (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
+        strings = self._strings(stop)
+        generation = self._generation(request, strings)
+        async for _ in self._achunks(generation):
+            pass
+        return self._result(generation, strings)
+
+    async def _achunks(self, generation: Generation) -> AsyncGenerator[Chunk, None]:
+        loop, has_news = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                loop.call_soon_threadsafe(has_news.set)
+
+        rounds = 0
+        try:
+            self._scheduler.watch(generation, tell)
+            is_over = False
+            while not is_over:
+                await has_news.wait()
+                has_news.clear()
+                if generation.error is not None:
+                    raise generation.error
+                is_over, told = generation.is_told, generation.told_rounds
+                for chunk in _rounds_of(generation, rounds, told):
+                    yield chunk
+                rounds = told
+        finally:
+            generation.is_cancelled = True
+
     def _chunks(self, generation: Generation) -> Generator[Chunk, None, None]:
-        rounds = first = 0
+        rounds = 0
         with closing(self._scheduler.stream(generation)) as news:
             for _ in news:
-                told = slice(rounds, generation.told_rounds)
-                for accepted, end in zip(generation.accepted[told], generation.round_ends[told], strict=True):
-                    pieces = generation.pieces[first:end]
-                    drafted, own = "".join(pieces[:accepted]), "".join(pieces[accepted:])
-                    yield Chunk(
-                        drafted_text=drafted, own_text=own, tokens=generation.tokens[first:end], accepted=accepted
-                    )
-                    rounds, first = rounds + 1, end
+                told = generation.told_rounds
+                yield from _rounds_of(generation, rounds, told)
+                rounds = told
 
     def _generation(self, request: Request, strings: StopStrings | None) -> Generation:
         """An answer with no token yet; without `strings` its text is not needed before its end."""

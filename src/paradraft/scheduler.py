@@ -6,11 +6,40 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 from paradraft.core import RequestError
 from paradraft.decode.batch import Batch
 from paradraft.decode.generation import Generation
 from paradraft.models.forward import NotFiniteError
+
+
+@dataclass(kw_only=True)
+class _Watched:
+    """A request that is decoded for somebody who does not wait in a thread.
+
+    Args:
+        generation: the request.
+        tell: lets them know.
+        told_rounds: of how many rounds they know.
+        is_over: whether they know that the answer has ended.
+    """
+
+    generation: Generation
+    tell: Callable[[], None]
+    told_rounds: int = 0
+    is_over: bool = False
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that they do not know."""
+        generation = self.generation
+        return generation.is_told or generation.is_cancelled or generation.told_rounds > self.told_rounds
+
+
+def _have_news(all_watched: Sequence[_Watched]) -> bool:
+    return any(watched.has_news for watched in all_watched)
 
 
 class Scheduler:
@@ -31,6 +60,9 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting = deque[Generation]()
         self._runner: int | None = None
+        self._watching = threading.Lock()
+        self._watched: list[_Watched] = []
+        self._watcher: threading.Thread | None = None
 
     def stream(self, generation: Generation) -> Generator[None, None, None]:
         """Decodes one request; yields each time it has new tokens, the last time when it has ended.
@@ -52,7 +84,7 @@ class Scheduler:
                 if generation.error is not None:
                     raise generation.error
                 # What comes while the reader pauses is news too, the end as well.
-                seen, is_over = generation.told_rounds, generation.is_told
+                is_over, seen = generation.is_told, generation.told_rounds
                 yield
         finally:
             generation.is_cancelled = True
@@ -85,6 +117,41 @@ class Scheduler:
         finally:
             for generation in active:
                 generation.is_cancelled = True
+
+    def watch(self, generation: Generation, tell: Callable[[], None]) -> None:
+        """Decodes one request in a thread of the scheduler's own, which all such requests share.
+
+        Args:
+            generation: with no token yet; it leaves when `is_cancelled` is set.
+            tell: is called in that thread each time there are new tokens, and when the answer has ended or failed.
+        """
+        with self._watching:
+            self._watched.append(_Watched(generation=generation, tell=tell))
+            self._waiting.append(generation)
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="decoding", daemon=True)
+                self._watcher.start()
+
+    def _watch(self) -> None:
+        """Runs rounds until nobody waits for any; the thread ends then, so that an engine that is let go of can go."""
+        while True:
+            with self._watching:
+                self._watched = [watched for watched in self._watched if not watched.is_over]
+                if not self._watched:
+                    self._watcher = None
+                    return
+                all_watched = list(self._watched)
+            try:
+                self._wait_until(partial(_have_news, all_watched))
+            except Exception as error:  # it is everybody's who waits here
+                for watched in all_watched:
+                    watched.generation.fail(error)
+                    watched.generation.is_told = True
+            for watched in all_watched:
+                if watched.has_news:
+                    watched.is_over = watched.generation.is_told or watched.generation.is_cancelled
+                    watched.told_rounds = watched.generation.told_rounds
+                    watched.tell()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -159,8 +226,9 @@ class Scheduler:
             for generation in rows:
                 if generation.is_finished and not generation.is_told:
                     generation.stats.append(self._batch.clock.end(generation.request.id))
-                    generation.is_told = True
+                # In this order, and read in the other one: whoever knows of the end knows of all rounds.
                 generation.told_rounds = len(generation.round_ends)
+                generation.is_told = generation.is_told or generation.is_finished
             self._changed.notify_all()
 
     def _to_blame(self, error: BaseException, joining: list[Generation]) -> tuple[list[Generation], Exception]:

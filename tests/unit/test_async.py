@@ -1,0 +1,157 @@
+"""Requests of an event loop: decoded together by one thread, each with the text that it has alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from paradraft.engine import Engine
+from paradraft.loader import load
+from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import Sampling
+
+PROMPTS = ["hello", "a", "abcabc", "The", "xyz", "B5C6", "q", "zz"]
+SAMPLINGS = [Sampling(), Sampling(temperature=0.9, seed=5), Sampling(repetition_penalty=1.2), Sampling(temperature=1.3)]
+
+
+@pytest.fixture(scope="module")
+def engine(family: Path) -> Engine:
+    folder = str(family / "target")
+    return load(folder, drafter="pard", draft=str(family / "pard"), k=4, runtime=Runtime(dtype="float64"))
+
+
+def expected(engine: Engine, number: int, tokens: int = 30) -> list[int]:
+    sampling = SAMPLINGS[number % len(SAMPLINGS)]
+    return engine.generate(PROMPTS[number % len(PROMPTS)], max_new_tokens=tokens, sampling=sampling).tokens
+
+
+async def streamed(engine: Engine, number: int, tokens: int = 30) -> list[int]:
+    sampling = SAMPLINGS[number % len(SAMPLINGS)]
+    found: list[int] = []
+    async for chunk in engine.astream(PROMPTS[number % len(PROMPTS)], max_new_tokens=tokens, sampling=sampling):
+        found += chunk.tokens
+    return found
+
+
+def test_many_streams_at_once(engine: Engine) -> None:
+    """Guards the text of each, in one batch, by one thread."""
+    names: set[str] = set()
+    rows: list[int] = []
+    step = engine._batch.step
+
+    def watched() -> object:
+        names.add(threading.current_thread().name)
+        rows.append(len(engine._batch.generations))
+        return step()
+
+    async def all_of_them() -> list[list[int]]:
+        return await asyncio.gather(*(streamed(engine, number) for number in range(16)))
+
+    engine._batch.step = watched
+    try:
+        found = asyncio.run(all_of_them())
+    finally:
+        del engine._batch.step
+    assert found == [expected(engine, number) for number in range(16)]
+    assert names == {"decoding"} and max(rows) == 16
+
+
+def test_texts_results_and_stop_strings(engine: Engine) -> None:
+    whole = engine.generate("hello", max_new_tokens=30)
+    stop = whole.text[3:5]
+
+    async def both() -> tuple[str, object]:
+        pieces = [chunk.text async for chunk in engine.astream("hello", max_new_tokens=30, stop=stop)]
+        return "".join(pieces), await engine.agenerate("hello", max_new_tokens=30, stop=stop)
+
+    text, result = asyncio.run(both())
+    assert text == result.text == whole.text[: whole.text.index(stop)]
+    assert result.finish_reason == "stop" and result.stats.rounds > 0
+
+
+def test_mistakes_come_at_once(engine: Engine) -> None:
+    """Guards against an error in the middle of a response that has begun."""
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        engine.astream("")
+    with pytest.raises(ValueError, match="stop"):
+        engine.astream("a", max_new_tokens=4, stop=5)
+
+    async def one() -> None:
+        await engine.agenerate("a", max_new_tokens=0)
+
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        asyncio.run(one())
+
+
+def test_leaving_early_ends_the_request(engine: Engine) -> None:
+    """Guards work for clients that have gone: by `break`, by a task that is cancelled, by a loop that is closed."""
+
+    async def some() -> list[list[int]]:
+        stream = engine.astream("hello", max_new_tokens=90)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        task = asyncio.create_task(streamed(engine, 1, tokens=90))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        return await asyncio.gather(streamed(engine, 2), streamed(engine, 3))
+
+    assert asyncio.run(some()) == [expected(engine, 2), expected(engine, 3)]
+    assert not [each for each in engine._batch.generations if not each.is_cancelled and not each.is_finished]
+
+    async def forgotten() -> None:
+        await anext(engine.astream("hello", max_new_tokens=90))
+
+    asyncio.run(forgotten())
+    assert asyncio.run(streamed(engine, 4)) == expected(engine, 4)
+
+
+def test_beside_other_threads(engine: Engine) -> None:
+    """Guards an event loop and threads that use one engine at the same time."""
+    wanted = {number: expected(engine, number) for number in range(8)}
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(expected, engine, number) for number in range(8) for _ in range(3)]
+
+        async def all_of_them() -> list[list[int]]:
+            return await asyncio.gather(*(streamed(engine, number % 8) for number in range(24)))
+
+        found = asyncio.run(all_of_them())
+        assert [other.result() for other in others] == [wanted[number] for number in range(8) for _ in range(3)]
+    assert found == [wanted[number % 8] for number in range(24)]
+
+
+def test_a_round_that_fails(engine: Engine) -> None:
+    """Guards clients against waiting for ever: all who wait are told, and the next request is answered."""
+    step = engine._batch.step
+
+    def failing() -> object:
+        engine._batch.step = step
+        raise RuntimeError("the machine is on fire")
+
+    async def two() -> list[object]:
+        return await asyncio.gather(streamed(engine, 0), streamed(engine, 1), return_exceptions=True)
+
+    engine._batch.step = failing
+    found = asyncio.run(two())
+    assert any(isinstance(each, RuntimeError) and "on fire" in str(each) for each in found)
+    assert all(isinstance(each, RuntimeError) or each == expected(engine, number) for number, each in enumerate(found))
+    assert asyncio.run(streamed(engine, 2)) == expected(engine, 2)
+
+
+def test_an_engine_that_is_let_go_of_goes(family: Path) -> None:
+    """Guards memory: no thread waits for requests that will not come."""
+    engine = load(str(family / "target"), runtime=Runtime(dtype="float64"))
+    asyncio.run(streamed(engine, 0))
+    for thread in threading.enumerate():
+        if thread.name == "decoding":
+            thread.join(10)
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
