@@ -140,7 +140,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     roles = {"target": args.target, "draft": args.draft, "pard": args.pard}
-    target, draft, pard = (load_model(locate(name, role), Runtime()) for role, name in roles.items())
+    target, draft, pard = (
+        load_model(locate(name, role), Runtime(device="cpu", dtype="float32")) for role, name in roles.items()
+    )
     mask_id = mask_token_id(pard.config, args.pard)
     if getattr(pard.config, "pard_masks", 1) > 1:
         parser.error(f"{args.pard} has a mask for each place: name a drafter with one for all")

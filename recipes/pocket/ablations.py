@@ -91,7 +91,12 @@ def measure(recipe: PardRecipe, family: Path, prompts: list[list[int]]) -> dict[
     lengths = {}
     for k in DECODED:
         acceptance = AcceptanceMeter(
-            str(family / "target"), prompts, drafter="pard", k=k, answer_tokens=ANSWER_TOKENS, runtime=Runtime()
+            str(family / "target"),
+            prompts,
+            drafter="pard",
+            k=k,
+            answer_tokens=ANSWER_TOKENS,
+            runtime=Runtime(device="cpu", dtype="float32"),
         )
         lengths[k] = acceptance.of(recipe.out)
     rows = [report.rows_per_s for report in read_history(recipe.out) if isinstance(report, Progress)]

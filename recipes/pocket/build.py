@@ -138,7 +138,9 @@ def build_target(
     held = tokenized(tokenizer, [d.text for d in held_out])
     if has_packages:
         documents = documents + corpus.read_packages()
-    model = load_model(str(start), Runtime()) if isinstance(start, Path) else new_model(start)
+    model = (
+        load_model(str(start), Runtime(device="cpu", dtype="float32")) if isinstance(start, Path) else new_model(start)
+    )
     random.Random(SEED).shuffle(documents)
     stream = tokenized(tokenizer, [d.text for d in documents])
     print(f"target: {len(stream):,} tokens to learn, {len(held):,} held out", flush=True)

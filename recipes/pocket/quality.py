@@ -38,7 +38,7 @@ def main() -> None:
     losses = {}
     folders = {name: str(POCKET / name) for name in ("target", "draft", "pard")}
     for name, folder in (folders | {folder: folder for folder in args.models}).items():
-        losses[name] = evaluate(load_model(folder, Runtime()), stream, most=WINDOWS)
+        losses[name] = evaluate(load_model(folder, Runtime(device="cpu", dtype="float32")), stream, most=WINDOWS)
         print(f"{name}: held-out loss {losses[name]:.3f} nats per token", flush=True)
     repetition = {}
     for file in args.bench:

@@ -15,14 +15,14 @@ from paradraft.decode.remote import DrafterProcess
 from paradraft.drafters import drafter_class, load_drafter
 from paradraft.engine import Engine
 from paradraft.errors import one_line
-from paradraft.models.loading import load_target
+from paradraft.models.loading import load_target, settled
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Placement, on_cpus
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 
-CPU = Runtime()
+BY_MODEL = Runtime()
 HERE = Placement()
 
 
@@ -37,7 +37,7 @@ def load(
     lengths: str = "fixed",
     gamma: int | Literal["auto"] | None = None,
     kept_rows: int = 0,
-    runtime: Runtime = CPU,
+    runtime: Runtime = BY_MODEL,
     placement: Placement = HERE,
 ) -> Engine:
     """Loads a target and a drafter.
@@ -55,7 +55,7 @@ def load(
         gamma: draft while the target verifies (PEARL), this many tokens ahead; "auto": as many as are fastest here.
         kept_rows: of how many answers, the last ones, the caches are kept: a prompt that begins with such an answer and
             its prompt, as the next turn of a conversation does, is read from its end on.
-        runtime: device, dtype, compilation.
+        runtime: device, dtype, compilation; by default a GPU if there is one, and the dtype of the target's checkpoint.
         placement: where each side computes; by default both in this process.
 
     Raises:
@@ -69,7 +69,12 @@ def load(
 
 
 def load_engine(
-    target: str, speculation: Speculation, *, kept_rows: int = 0, runtime: Runtime = CPU, placement: Placement = HERE
+    target: str,
+    speculation: Speculation,
+    *,
+    kept_rows: int = 0,
+    runtime: Runtime = BY_MODEL,
+    placement: Placement = HERE,
 ) -> Engine:
     """Loads a target and a drafter, as `load` does, from settings that are together already.
 
@@ -85,6 +90,9 @@ def load_engine(
     if not isinstance(placement, Placement):
         raise ValueError(f"placement={one_line(placement)}: use a Placement, such as Placement(draft_cpus=(1,))")
     placement.check(speculation.gamma)
+    if placement.target_stages is not None:
+        runtime = replace(runtime, device=placement.target_stages[-1].device)
+    runtime = settled(runtime, target)
     if max(speculation.k, speculation.nodes) >= runtime.width:
         runtime = replace(runtime, width=speculation.pass_width)
     runtime = runtime_on(runtime, placement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from paradraft.digests import model_digest
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.loading import settled
 from paradraft.verify import load_rule
 
 
@@ -46,6 +48,7 @@ def run_benchmark(
         ValueError: a model cannot be loaded, two methods are the same, prompts do not fit, or shapes are to accept
             tokens by themselves.
     """
+    benchmark = replace(benchmark, runtime=settled(benchmark.runtime, benchmark.target))
     for work in works:
         check(benchmark, work.count)
     prepared = prepare(benchmark, report)

@@ -31,7 +31,7 @@ from paradraft.drafters import (
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.engine import Engine
 from paradraft.loader import HERE
-from paradraft.models.runtime import PRECISIONS, Runtime
+from paradraft.models.runtime import PRECISIONS, SHORT, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Placement, Stage, cpus_of, stages_of
 from paradraft.sampling_params import Sampling
@@ -102,6 +102,7 @@ class Method:
             if not values.get(key, "1").isdigit() or int(values.get(key, 1)) < 1:
                 raise ValueError(f"method {spec!r}: {key} must be a whole number of at least 1")
         dtype = values.get("dtype", dtype)
+        dtype = SHORT.get(dtype, dtype)
         if dtype not in PRECISIONS:
             raise ValueError(f"method {spec!r}: dtype={dtype!r}: use one of {', '.join(PRECISIONS)}")
         if name in (ASSISTED, LOOKUP) and values.get("batch", "1") != "1":

@@ -1,4 +1,4 @@
-"""The command line: `paradraft generate`, `regenerate`, `init-draft`, `train`, `bench`, `report`, `plan`, `audit`."""
+"""The command line; its commands are in [commands.py](commands.py)."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from paradraft.cli import options
 from paradraft.files import check_outputs
 from paradraft.loader import load_engine
+from paradraft.models.loading import settled
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
@@ -61,7 +62,7 @@ def audit(
     batch_size = batch_size or (1 if shape_invariant else 4)
     check_outputs(json_file)
     pad_to = 1 + speculation.nodes if shape_invariant else 1
-    runtime = replace(runtime, width=speculation.pass_width, pad_to=pad_to)
+    runtime = replace(settled(runtime, target), width=speculation.pass_width, pad_to=pad_to)
     engine = load_engine(target, speculation, runtime=runtime, placement=placement)
     options.warn_ignored(
         context,

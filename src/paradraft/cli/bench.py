@@ -15,7 +15,7 @@ from rich.console import Console
 
 from paradraft.cli import options
 from paradraft.files import check_outputs
-from paradraft.models.loading import load_config, load_tokenizer, locate, room
+from paradraft.models.loading import load_config, load_tokenizer, locate, room, settled
 from paradraft.models.presets import is_shape
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
@@ -179,6 +179,7 @@ def bench(
     from paradraft.bench.summary import write_json
     from paradraft.bench.synthetic import SyntheticAcceptance
 
+    runtime = settled(runtime, target)
     specs = _with_batches([spec.strip() for spec in methods.split(",")], batch_sizes)
     chosen = [Method.parse(spec, speculation, dtype=runtime.dtype) for spec in specs]
     runtime = replace(runtime, width=max(method.speculation.pass_width for method in chosen))

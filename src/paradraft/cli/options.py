@@ -129,8 +129,8 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "seed": typer.Option(help="The same seed gives the same text, with any drafter."),
     },
     Runtime: {
-        "device": typer.Option(help="A torch device, such as cpu or cuda."),
-        "dtype": typer.Option(help=f"One of {', '.join(PRECISIONS)}."),
+        "device": typer.Option(help="A torch device, such as cpu or cuda; auto is a GPU if there is one."),
+        "dtype": typer.Option(help=f"One of {', '.join(PRECISIONS)}; auto is the checkpoint's."),
         "compiled": typer.Option(
             "--compile/--no-compile",
             help="Compile passes, also where it takes a minute or two and pays off after thousands of tokens. By "

@@ -15,7 +15,7 @@ from rich.console import Console
 from paradraft.cli import options
 from paradraft.drafters import split_settings
 from paradraft.files import check_outputs
-from paradraft.models.loading import POCKET
+from paradraft.models.loading import POCKET, settled
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
@@ -97,6 +97,7 @@ def plan(
     if threads is not None:
         torch.set_num_threads(threads)
     texts = held_out_prompts(num_prompts, prompts, target)
+    runtime = settled(runtime, target)
     check_outputs(json_file, plot_file)
     options.check_png(plot_file)
     budgets = None if tree_budgets is None else _numbers("--tree-budgets", tree_budgets)

@@ -17,6 +17,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, S
 
 # Imported there and not exported; taking it from the client beneath would name another dependency.
 from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]  # not exported
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.distributed import DistributedConfig
+from transformers.utils import logging as hf_logging
 
 from paradraft.errors import is_out_of_memory
 from paradraft.models.architecture import check_architecture
@@ -34,7 +36,7 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.pipeline import StageModel, split
 from paradraft.models.generation import complaint, end_ids, suppressed_ids
 from paradraft.models.presets import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
-from paradraft.models.runtime import QUANTIZED, Runtime, quantize
+from paradraft.models.runtime import AUTO, QUANTIZED, Runtime, quantize
 from paradraft.models.target import Target, TargetFacts
 from paradraft.placement import Stage
 
@@ -105,6 +107,24 @@ def load_config(name: str) -> PretrainedConfig:
     return config
 
 
+def settled(runtime: Runtime, name: str, role: str = "target") -> Runtime:
+    """How and where a model runs, without "auto".
+
+    Args:
+        runtime: as it was asked for.
+        name: of the model.
+        role: of the model, as in `locate`.
+
+    Raises:
+        ValueError: there is no such model, or there is no such device or dtype for it.
+    """
+    if AUTO not in (runtime.device, runtime.dtype):
+        return runtime
+    folder = locate(name, role)
+    stored = None if is_shape(folder) or runtime.dtype != AUTO else load_config(folder).dtype
+    return runtime.settled(getattr(torch, stored) if isinstance(stored, str) else stored)
+
+
 def load_generation_config(name: str) -> GenerationConfig:
     """Loads how a model's texts are generated, and which tokens end them; its config says so where it has no such file.
 
@@ -140,9 +160,10 @@ def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
     Raises:
         ValueError: there is no such model, it is no supported causal LM, or its weights do not fit its config.
     """
+    runtime = settled(runtime, name)
     load_generation_config(name)  # `from_pretrained` takes one that cannot be read for one that is not there
     logging.getLogger("transformers.modeling_utils").addFilter(_is_no_table)
-    with _loading(f"model {name!r}"):
+    with _loading(f"model {name!r}"), _without_bars():
         model, found = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=runtime.computed_in,
@@ -228,7 +249,7 @@ def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks
     Raises:
         ValueError: there is no such model, or it cannot be served.
     """
-    folder = locate(name, "target")
+    folder, runtime = locate(name, "target"), settled(runtime, name)
     tokenizer = id_tokenizer(folder) if is_shape(folder) else load_tokenizer(folder)
     if ranks > 1:
         model, parts = load_shard(folder, runtime, ranks), []
@@ -290,6 +311,7 @@ def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime) -
 
 
 def _model(folder: str, runtime: Runtime) -> PreTrainedModel:
+    runtime = settled(runtime, folder)
     model = _weights(folder, runtime)
     _quantize(model, runtime)
     return model
@@ -341,6 +363,22 @@ def _loading(what: str) -> Iterator[None]:
             raise
         problem = f"{type(error).__name__}: {_first_sentence(error)}"
         raise ValueError(f"cannot load {what}: one of its files seems damaged ({problem})") from None
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Inside, `transformers` shows no bar for weights that are on disk; downloads keep theirs."""
+    was_shown, were_shown = hf_logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    hf_logging.disable_progress_bar()  # those of downloads too
+    if were_shown:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        if was_shown:
+            hf_logging.enable_progress_bar()
+        if not were_shown:
+            disable_progress_bars()
 
 
 def _is_no_table(record: logging.LogRecord) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,6 +112,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 QUANTIZED = {"int8": 8, "int4": 4}
 """Names of weights that are rounded to few bits; passes compute in `Runtime.computed_in`."""
 PRECISIONS = (*DTYPES, *QUANTIZED)
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +121,9 @@ class Runtime:
     """Where and how models run; the same for target and draft.
 
     Args:
-        device: a torch device name.
-        dtype: of the weights, one of `PRECISIONS`.
+        device: a torch device name; "auto" is a GPU if there is one.
+        dtype: of the weights, one of `PRECISIONS` or `SHORT`; "auto" is that of the checkpoint, or float32 where the
+            device computes that one slowly.
         compiled: compile the passes, also where that takes a minute or two: worth it for thousands of tokens. None
             compiles where it takes seconds, on CPUs in float32, bfloat16 and int8; False never.
         capacity: most tokens of a row, prompt included; None takes the model's own limit, at most
@@ -132,8 +136,8 @@ class Runtime:
         ValueError: an unknown dtype or device, or a dtype that cannot be had there.
     """
 
-    device: str = "cpu"
-    dtype: str = "float32"
+    device: str = AUTO
+    dtype: str = AUTO
     compiled: bool | None = None
     capacity: int | None = None
     width: int = 64
@@ -141,21 +145,62 @@ class Runtime:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
-        if self.dtype not in PRECISIONS:
-            raise ValueError(f"dtype={self.dtype!r}: use one of {', '.join(PRECISIONS)}")
+        object.__setattr__(self, "dtype", precision_of(self.dtype))
+        if self.device == AUTO:
+            return
         try:
             torch.zeros(1, device=self.device).item()
-        except (RuntimeError, AssertionError, ImportError) as error:
+        except (RuntimeError, AssertionError, ImportError, TypeError) as error:
             raise ValueError(f"device={self.device!r} cannot be used here: {str(error).splitlines()[0]}") from None
         if self.dtype in QUANTIZED:
             check_quantization(QUANTIZED[self.dtype], torch.device(self.device), self.computed_in)
+
+    def settled(self, stored: torch.dtype | None) -> Runtime:
+        """Without "auto".
+
+        Args:
+            stored: the dtype of the checkpoint; None if it does not say.
+        """
+        device = device_of(self.device)
+        return replace(self, device=device, dtype=fast_dtype(stored, device) if self.dtype == AUTO else self.dtype)
 
     @property
     def computed_in(self) -> torch.dtype:
         """The dtype of activations and caches; with quantized weights bf16, or float32 where that is faster."""
         if self.dtype not in QUANTIZED:
             return DTYPES[self.dtype]
-        return torch.bfloat16 if computes_bf16(torch.device(self.device)) else torch.float32
+        return torch.bfloat16 if computes_bf16(torch.device(device_of(self.device))) else torch.float32
+
+
+def device_of(name: str) -> str:
+    """A device, in place of "auto" a GPU if there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == AUTO else name
+
+
+def precision_of(name: object) -> str:
+    """The full name of a dtype, or "auto".
+
+    Raises:
+        ValueError: there is none of this name.
+
+    >>> precision_of("bf16"), precision_of("int8"), precision_of("auto")
+    ('bfloat16', 'int8', 'auto')
+    """
+    found = SHORT.get(name, name) if isinstance(name, str) else name
+    if found not in (AUTO, *PRECISIONS):
+        raise ValueError(f"dtype={name!r}: use one of {', '.join((AUTO, *PRECISIONS))}")
+    return str(found)
+
+
+def fast_dtype(stored: torch.dtype | None, device: str) -> str:
+    """The name of a checkpoint's dtype, if it is not many times slower than float32 on a device."""
+    kind = torch.device(device)
+    is_slow = (stored == torch.float16 and kind.type == "cpu") or (
+        # Passes in C++ read bf16 in any case, and compute in float32 where the CPU has nothing better.
+        stored == torch.bfloat16 and not computes_bf16(kind) and not (kind.type == "cpu" and sys.platform == "linux")
+    )
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return "float32" if is_slow or stored is None else names.get(stored, "float32")
 
 
 def computes_bf16(device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.export.engines import tensorrt_config, vllm_config
-from paradraft.models.loading import load_target
+from paradraft.models.loading import load_target, settled
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.plan.acceptance import Acceptance
@@ -56,7 +56,7 @@ def run_plan(
     Raises:
         ValueError: a model cannot be loaded, or the prompts do not fit into it.
     """
-    speculation = task.speculation
+    speculation, runtime = task.speculation, settled(runtime, task.target)
     report(f"loading {task.target}")
     target = load_target(task.target, runtime)
     report(f"loading drafter {speculation.drafter}")

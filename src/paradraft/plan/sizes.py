@@ -33,7 +33,7 @@ from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint
 from paradraft.models.kv_cache import head_size
-from paradraft.models.loading import POCKET, load_target, locate
+from paradraft.models.loading import POCKET, load_target, locate, settled
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.plan.costs import measure_rounds
@@ -183,7 +183,7 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
     Raises:
         ValueError: a model cannot be loaded, or the prompts do not fit into it.
     """
-    config = _config(task, max(task.sizes))
+    config, runtime = _config(task, max(task.sizes)), settled(runtime, task.target)
     head = read_checkpoint(locate(task.speculation.draft or POCKET, "ppd"), "ppd")
     copies = head.setting("copies", int)
     report(f"loading {task.target}")

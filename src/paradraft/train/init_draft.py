@@ -146,7 +146,7 @@ def _check_free(out: Path) -> None:
 def _cut(name: str, folder: str, kept: tuple[int, ...], dtype: str) -> PreTrainedModel:
     if getattr(load_config(folder), "quantization_config", None) is not None:
         raise ValueError(f"{name!r} is quantized, and its layers cannot be trained: name the model it was made from")
-    model = load_model(folder, Runtime(dtype=dtype))
+    model = load_model(folder, Runtime(device="cpu", dtype=dtype))
     model.model.layers = torch.nn.ModuleList(model.model.layers[index] for index in kept)
     for index, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = index
@@ -173,7 +173,7 @@ def _fitted(name: str, target: str, rows: int, tokenizer: PreTrainedTokenizerBas
         raise ValueError(
             f"{name!r} uses {needed} rows of its embedding, {target!r} has {rows}: use a model of the same family"
         )
-    model = load_model(folder, Runtime(dtype=dtype))
+    model = load_model(folder, Runtime(device="cpu", dtype=dtype))
     resize(model, rows, used_rows(theirs))
     return model
 

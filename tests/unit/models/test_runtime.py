@@ -92,7 +92,9 @@ def test_methods_of_a_benchmark_may_have_it(paradraft: Paradraft, family: Path, 
 @pytest.mark.parametrize("has_bf16", [True], ids=["in a process of its own"], indirect=True)
 def test_nothing_is_said_at_import() -> None:
     """Guards everyone who has torchao installed: `transformers` imports it, and it complains."""
-    done = subprocess.run([sys.executable, "-c", "import paradraft, torchao"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import paradraft; paradraft.load; import torchao"], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
