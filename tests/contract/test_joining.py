@@ -342,9 +342,9 @@ def lost_rows(lm: CausalLM, rows: torch.Tensor) -> None:
     lm._set_lengths([lm.lengths[row] for row in rows.tolist()])
 
 
-def lost_cache(lm: CausalLM, rows: int) -> None:
+def lost_cache(lm: CausalLM, rows: int, slots: int) -> None:
     """Takes a larger cache without what the smaller one held."""
-    lm._largest = lm._allocate(rows)
+    lm._largest, lm._slots = lm._allocate(rows, slots), slots
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ import os, sys
 from paradraft import cli
 from paradraft.train import memory
 
-memory._free_bytes = lambda device: 1e12 if os.environ["RANK"] == "0" else 1e5
+memory.free_bytes = lambda device: 1e12 if os.environ["RANK"] == "0" else 1e5
 cli.main()
 """
 

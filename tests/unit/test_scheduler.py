@@ -326,11 +326,11 @@ def test_a_request_that_finds_no_memory_fails_alone(engine: Engine, monkeypatch:
     stream = engine.stream(PROMPTS[0], max_new_tokens=12, sampling=SAMPLED)
     found = next(stream).tokens
     with monkeypatch.context() as patched:
-        free = kv_cache._free_bytes
-        patched.setattr(kv_cache, "_free_bytes", lambda device: 1.0)
+        free = kv_cache.free_bytes
+        patched.setattr(kv_cache, "free_bytes", lambda device: 1.0)
         with pytest.raises(ValueError, match=r"a cache for . rows"):
             engine.generate(PROMPTS[1:], max_new_tokens=12, sampling=SAMPLED)
-        patched.setattr(kv_cache, "_free_bytes", free)
+        patched.setattr(kv_cache, "free_bytes", free)
         assert found + tokens_of(stream) == expected[0]
     results = engine.generate(PROMPTS, max_new_tokens=12, sampling=SAMPLED)
     assert [result.tokens for result in results] == expected

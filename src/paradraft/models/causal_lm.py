@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.models import kv_cache
-from paradraft.models.architecture import check_architecture
+from paradraft.models.architecture import check_architecture, check_capacity
 from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut, NotFiniteError
 from paradraft.models.forward.compiled import CompiledPass
 from paradraft.models.forward.cpu.build import CannotBuildError
@@ -77,6 +77,8 @@ class SavedRow:
     storage: kv_cache.Storage
 
 
+FIRST_CAPACITY = 4096
+"""Tokens of a row that a cache has room for at first, if the model has room for more."""
 PREFILL_CHUNK = 256
 
 
@@ -117,8 +119,7 @@ class CausalLM:
         config = model.config
         check_architecture(config, config.name_or_path or config.model_type)
         most = config.max_position_embeddings
-        if capacity is not None and not 1 <= capacity <= most:
-            raise ValueError(f"capacity={capacity}: this model has room for 1 to {most} tokens")
+        check_capacity(capacity, most)
         self.model = model
         self.vocab_size = vocab_size
         self._forbidden = set[int]()
@@ -130,23 +131,27 @@ class CausalLM:
         """Where tokens and logits are: the device of the last stage."""
         self._layer_devices = [part.device for part in parts for _ in part.model.layers]
         self._ranks = ranks
-        self._slots = -(-(self.capacity + graph_size(self.width)) // BUCKET) * BUCKET
-        forward_of = partial(_forward_of, slots=self._slots, compiled=compiled, cuda_graphs=cuda_graphs, pad_to=pad_to)
+        forward_of = partial(_forward_of, compiled=compiled, cuda_graphs=cuda_graphs, pad_to=pad_to)
         self._compute: Forward = PipelinePass(stages, forward_of) if stages else forward_of(model)
         self._added: Tensor | None = None
         self.starts = 0
         """How often `start` was called: there is one cache, so whoever starts ends what others had in it."""
-        self._largest = self._allocate(1)
+        self._slots = self._slots_for(min(self.capacity, FIRST_CAPACITY))
+        self._largest = self._allocate(1, self._slots)
         self._storage: kv_cache.Storage = []
         self.passes = Counter[Pass]()
         """The passes since `start`, for whoever wants to know what they cost."""
         self._set_lengths([])
 
-    def _allocate(self, batch_size: int) -> kv_cache.Storage:
+    def _slots_for(self, tokens: int) -> int:
+        """How many slots a row of so many tokens needs, with room for a pass after them."""
+        return -(-(tokens + graph_size(self.width)) // BUCKET) * BUCKET
+
+    def _allocate(self, batch_size: int, slots: int) -> kv_cache.Storage:
         return kv_cache.allocate(
             self.model.config,
             batch_size=batch_size,
-            capacity=self._slots,
+            capacity=slots,
             dtype=self.model.dtype,
             devices=self._layer_devices,
             ranks=self._ranks,
@@ -167,7 +172,7 @@ class CausalLM:
         """
         total = len(self.lengths) + rows
         if not self._largest or len(self._largest[0][0]) < total:
-            self._grow(total)
+            self._grow(total, self._slots)
         self._storage = kv_cache.rows_of(self._largest, 0, total)
         self._set_lengths([*self.lengths, *[0] * rows])
 
@@ -179,17 +184,30 @@ class CausalLM:
     def restore(self, row: int, saved: SavedRow, most: int) -> int:
         """Begins an empty row with at most `most` first tokens of another; returns how many there are."""
         length = min(saved.length, most)
+        self._reserve(length)
         kv_cache.restore(self._storage, row, saved.storage, length)
         self._set_lengths([length if index == row else before for index, before in enumerate(self.lengths)])
         return length
 
-    def _grow(self, rows: int) -> None:
+    def _reserve(self, tokens: int) -> None:
+        """Makes room for rows of so many tokens and a pass after them: twice as much each time, so that little is
+        copied, and few are the shapes of caches that a pass is recorded or compiled for.
+
+        Raises:
+            ValueError: the cache does not fit into memory.
+        """
+        needed = self._slots_for(min(tokens, self.capacity))
+        if needed > self._slots:
+            self._grow(len(self.lengths), min(max(2 * self._slots, needed), self._slots_for(self.capacity)))
+            self._storage = kv_cache.rows_of(self._largest, 0, len(self.lengths))
+
+    def _grow(self, rows: int, slots: int) -> None:
         """A larger cache. Without rows, the smaller one is given back before; else what it holds is copied."""
         self._storage = []
         self._compute.forget()
         before = self._largest if self.lengths else []
         self._largest = []
-        self._largest = self._allocate(rows)
+        self._largest, self._slots = self._allocate(rows, slots), slots
         for new, old in zip(self._largest, before, strict=False):
             for new_BCHD, old_BCHD in zip(new, old, strict=True):
                 new_BCHD[: len(self.lengths), : self._longest] = old_BCHD[: len(self.lengths), : self._longest]
@@ -226,6 +244,7 @@ class CausalLM:
 
     def _read(self, chunk_bN: Tensor, first: int, hidden_layers: Sequence[int], vectors: Tensor | None) -> ForwardOut:
         """Reads and keeps a piece of the texts of the rows from `first` on."""
+        self._reserve(self._longest + chunk_bN.shape[1])
         storage = kv_cache.rows_of(self._largest, first, len(self.lengths))
         nothing_b0 = torch.zeros(len(chunk_bN), 0, dtype=torch.long, device=self.device)
         chains_bN = parents_of_chains(*chunk_bN.shape, self.device)
@@ -273,6 +292,7 @@ class CausalLM:
         chains_BN = parents_of_chains(B, N, self.device)
         parents_BN = chains_BN if parents_BN is None else parents_BN
         logit_rows = depths(chains_BN) if logit_rows is None else logit_rows
+        self._reserve(self._longest)
         out = self._pass(self._storage, self.lengths, tokens_BN, parents_BN, logit_rows, hidden_layers, vectors)
         return ForwardOut(logits=self.allowed(out.logits), hidden=out.hidden)
 
@@ -427,23 +447,21 @@ class CausalLM:
         self._set_lengths(lengths)
 
 
-def _forward_of(
-    model: PreTrainedModel, *, slots: int, compiled: bool | None, cuda_graphs: bool, pad_to: int
-) -> Forward:
+def _forward_of(model: PreTrainedModel, *, compiled: bool | None, cuda_graphs: bool, pad_to: int) -> Forward:
     """What computes a model's passes; the arguments are those of `CausalLM`."""
-    if compiled is not False and (native := _native_pass(model, slots)) is not None:
+    if compiled is not False and (native := _native_pass(model)) is not None:
         return native
     if compiled:
-        return CompiledPass(model, slots, pad_to=pad_to, cuda_graphs=cuda_graphs)
-    return EagerPass(model, slots, pad_to=pad_to)
+        return CompiledPass(model, pad_to=pad_to, cuda_graphs=cuda_graphs)
+    return EagerPass(model, pad_to=pad_to)
 
 
-def _native_pass(model: PreTrainedModel, slots: int) -> NativePass | None:
+def _native_pass(model: PreTrainedModel) -> NativePass | None:
     """The pass in C++; None where it does not serve."""
     if not can_serve(model):
         return None
     try:
-        return NativePass(model, slots)
+        return NativePass(model)
     except (CannotBuildError, ValueError) as error:
         warnings.warn(f"no passes in C++, which are several times as fast: {error}", stacklevel=2)
         return None

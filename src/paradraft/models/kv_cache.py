@@ -52,7 +52,7 @@ def allocate(
     shape = (batch_size, capacity, config.num_key_value_heads // ranks, head_size(config))
     for device, layers in Counter(devices).items():
         needed = 2 * layers * math.prod(shape) * dtype.itemsize
-        if needed > (free := _free_bytes(device)):
+        if needed > (free := free_bytes(device)):
             raise ValueError(
                 f"a cache for {batch_size} rows of {capacity} tokens needs {needed / 2**30:.1f} GiB and "
                 f"{free / 2**30:.1f} GiB are free: use a smaller batch or capacity"
@@ -67,6 +67,11 @@ def allocate(
 def head_size(config: PretrainedConfig) -> int:
     """The width of an attention head, which not every config says."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def slots_of(storage: Storage) -> int:
+    """How many slots a row has."""
+    return storage[0][0].shape[1]
 
 
 def rows_of(storage: Storage, start: int, stop: int) -> Storage:
@@ -106,7 +111,7 @@ def _shared(stored_BCHD: Tensor, start: int, stop: int) -> Tensor:
     return _marked(part)
 
 
-def _free_bytes(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> float:
     """Memory that can still be had; infinite where it is not known."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps of a smaller cache is free too

@@ -11,12 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from paradraft.models.kv_cache import head_size
+from paradraft.models.kv_cache import free_bytes, head_size
 from paradraft.models.loading import load_skeleton, locate
 from paradraft.models.runtime import computes_bf16
 from paradraft.train.objective import LOGITS
@@ -53,7 +52,7 @@ class Estimate:
 
     def check(self, device: torch.device) -> None:
         """Raises ValueError if the device has not so much memory."""
-        free = _free_bytes(device)
+        free = free_bytes(device)
         if self.total > free:
             parts = ", ".join(f"{name} {value / 2**30:.1f}" for name, value in vars(self).items())
             raise ValueError(
@@ -186,9 +185,3 @@ def rows_of(tokens: int, *, k: int, r: float, r_min: float) -> int:
     """
     kept = [max(r**depth, r_min) for depth in range(1, k)]
     return math.ceil((tokens - 1) * (1 + sum(kept)))
-
-
-def _free_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return float(psutil.virtual_memory().available)

@@ -42,7 +42,7 @@ def free_gib(device: torch.device) -> str:
 def test_each_device_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards models whose layers are on several devices: a cache fits if each part of it does."""
     free = {"cpu": 3 * 2**30, "cuda": 1.5 * 2**30, "meta": 2**30}
-    monkeypatch.setattr(kv_cache, "_free_bytes", lambda device: free[device.type])
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: free[device.type])
     settings = {"batch_size": 1, "capacity": 2**15, "dtype": torch.float64}  # 256 MiB a layer
     with pytest.raises(ValueError, match=r"needs 1\.8 GiB and 1\.5 GiB are free"):
         allocate(config(9), devices=[CPU] * 2 + [torch.device("cuda")] * 7, **settings)

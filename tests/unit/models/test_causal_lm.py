@@ -258,12 +258,43 @@ def test_a_cache_that_grows_holds_what_it_held() -> None:
     assert_cache_is_fresh(lm, [*texts, *PROMPTS, [7, 7]])
 
 
+def test_a_cache_grows_with_its_longest_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards long texts against a cache that begins small: while a prompt is read, in passes, and for kept rows; and
+    the memory that is allocated for short ones."""
+    for module in (causal_lm, eager):
+        monkeypatch.setattr(module, "BUCKET", 16)
+    monkeypatch.setattr(causal_lm, "FIRST_CAPACITY", 8)
+    lm = causal(width=8)
+    texts, sizes = [[row % VOCAB for row in range(20)], [3, 1]], list[int]()
+    prefilled(lm, [[2]])
+    sizes.append(kv_cache.slots_of(lm._storage))
+    prefilled(lm, texts)
+    sizes.append(kv_cache.slots_of(lm._storage))
+    for turn in range(40):
+        logits = lm.forward(torch.tensor([[text[-1]] for text in texts])).logits
+        for row, text in enumerate(texts):
+            assert_close(logits[row, 0], fresh(lm, text))
+            text.append((turn + row) % VOCAB)
+        lm.advance([1, 1])
+    assert_cache_is_fresh(lm, texts)
+    sizes.append(kv_cache.slots_of(lm._storage))
+    assert sizes == [16, 32, 128]
+    saved, other = lm.save(0, 50), causal(width=8)
+    other.start()
+    other.join(1)
+    assert other.restore(0, saved, 50) == 50
+    assert_close(other.forward(torch.tensor([texts[0][50:51]])).logits[0, 0], fresh(lm, texts[0][:51]))
+    full = prefilled(lm, [[5] * 128])
+    assert_close(lm.forward(full).logits[0, 0], fresh(lm, [5] * 128))
+    assert kv_cache.slots_of(lm._storage) == 128 + 16
+
+
 def test_a_cache_that_cannot_grow_is_said_and_can_be_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a service that is asked for too much at once: the next, smaller batch finds a cache."""
     lm = causal()
     prefilled(lm, PROMPTS)
     with monkeypatch.context() as patched:
-        patched.setattr(kv_cache, "_free_bytes", lambda _: 1.0)
+        patched.setattr(kv_cache, "free_bytes", lambda _: 1.0)
         with pytest.raises(ValueError, match="a cache for 4 rows"):
             lm.join(1)
     logits = lm.forward(prefilled(lm, PROMPTS)).logits

@@ -131,7 +131,7 @@ def test_rows_of_a_cache_are_in_the_same_memory(start: int, stop: int) -> None:
 
 def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against being killed by the system in the middle of an answer."""
-    monkeypatch.setattr(kv_cache, "_free_bytes", lambda device: 2.0**30)
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 2.0**30)
     config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
     with pytest.raises(ValueError, match=r"a cache for 16 rows of 4096 tokens needs 16\.0 GiB and 1\.0 GiB are free"):
         allocate(config, batch_size=16, capacity=4096, dtype=torch.float32, devices=[CPU] * config.num_hidden_layers)
@@ -142,6 +142,6 @@ def test_a_cache_may_take_all_that_is_free(monkeypatch: pytest.MonkeyPatch) -> N
     config = LlamaConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=H, num_hidden_layers=3)
     needed = 3 * 2 * B * H * C * D * 8
     for free, fits in ((needed, True), (needed - 1, False)):
-        monkeypatch.setattr(kv_cache, "_free_bytes", lambda device, free=free: float(free))
+        monkeypatch.setattr(kv_cache, "free_bytes", lambda device, free=free: float(free))
         with nullcontext() if fits else pytest.raises(ValueError, match="GiB are free"):
             allocate(config, batch_size=B, capacity=C, dtype=torch.float64, devices=[CPU] * config.num_hidden_layers)

@@ -320,7 +320,7 @@ def test_settings_out_of_range(family: Path, tmp_path: Path, settings: dict[str,
 
 def test_the_head_is_in_the_estimate(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a head that takes the memory before it is known that it fits."""
-    monkeypatch.setattr("paradraft.train.memory._free_bytes", lambda device: 2.0**28)
+    monkeypatch.setattr("paradraft.train.memory.free_bytes", lambda device: 2.0**28)
     with pytest.raises(ValueError, match=r"this recipe needs .* GiB"):
         setup.prepare(
             recipe_for(family, tmp_path / "out", previous_token_rank=2**14),

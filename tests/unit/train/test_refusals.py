@@ -101,16 +101,16 @@ def test_a_run_that_does_not_fit_is_refused(family: Path, tmp_path: Path, monkey
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: 1e6)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1e6)
     recipe = recipe_for(family, tmp_path, max_length=97)
     with pytest.raises(
         ValueError, match=r"needs 0\.\d GiB \(models 0\.0, optimizer .*\), and 0\.0 GiB are free: lower"
     ):
         train_pard(recipe, lambda report: None)
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: 1e5)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1e5)
     with pytest.raises(ValueError, match=r"0\.0 GiB are free: train adapters"):
         train_pard(recipe, lambda report: None)
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: 5e4)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 5e4)
     with pytest.raises(ValueError, match=r"0\.0 GiB are free: use smaller models"):
         train_pard(recipe, lambda report: None)
     assert not recipe.out.exists()

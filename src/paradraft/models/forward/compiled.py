@@ -37,16 +37,15 @@ class CompiledPass(EagerPass):
 
     Args:
         model: in evaluation mode; its weights must not change afterwards, because compiled passes have copies.
-        slots: of the cache.
         pad_to: run passes whose logits are wanted with at least this many tokens, and this many logits.
         cuda_graphs: on a GPU, record passes and replay them.
     """
 
     min_rows = 2
 
-    def __init__(self, model: PreTrainedModel, slots: int, *, pad_to: int, cuda_graphs: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, pad_to: int, cuda_graphs: bool) -> None:
         # A pass of one token would be compiled a second time: torch.compile takes sizes 0 and 1 for constants.
-        super().__init__(model, slots, pad_to=max(pad_to, 2))
+        super().__init__(model, pad_to=max(pad_to, 2))
         self._compiled: dict[tuple[Layers, bool, bool], Callable[..., tuple[Tensor, ...]]] = {}
         self.replays: Replays | None = replays_on(model.device) if cuda_graphs else None
         self.warm_up_rounds = 1 if self.replays is None else 2
@@ -68,15 +67,15 @@ class CompiledPass(EagerPass):
             return self._read(storage, lengths, layers, new)
         sizes = (new.tokens.shape[1], new.logit_rows.shape[1])
         new = new.padded(*(graph_size(max(size, self._pad_to)) for size in sizes))
-        inputs = contiguous_copy(new.logit_rows), *self._inputs(lengths, new, REPLAYED_BUCKET)
+        inputs = contiguous_copy(new.logit_rows), *self._inputs(storage, lengths, new, REPLAYED_BUCKET)
         run = partial(self._compiled_for(layers, new), self._model, storage, self._added)
-        return self.replays(run, inputs, partial(self._others, *inputs), kind=layers)
+        return self.replays(run, inputs, partial(self._others, kv_cache.slots_of(storage), *inputs), kind=layers)
 
     def _read(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
         """Prompts come in many lengths and are not recorded."""
         new = new.padded(self._pad_to, self._pad_to)
         run = self._compiled_for(layers, new)
-        inputs = self._inputs(lengths, new, BUCKET)
+        inputs = self._inputs(storage, lengths, new, BUCKET)
         return run(self._model, storage, self._added, contiguous_copy(new.logit_rows), *inputs)
 
     def _compiled_for(self, layers: Layers, new: NewTokens) -> Callable[..., tuple[Tensor, ...]]:
@@ -87,14 +86,14 @@ class CompiledPass(EagerPass):
         return self._compiled[key]
 
     def _others(
-        self, logit_rows: Tensor, slots_S: Tensor, tokens_BN: Tensor, lengths_B: Tensor, depth_BN: Tensor,
+        self, slots: int, logit_rows: Tensor, slots_S: Tensor, tokens_BN: Tensor, lengths_B: Tensor, depth_BN: Tensor,
         sees_BNN: Tensor, *vectors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Different inputs of the same shapes, to check a recording with; the slots follow from their number. Nothing
         that is kept is written over; where the cache is full there is no place further."""
         N = tokens_BN.shape[1]
         tokens_BN = torch.where(tokens_BN == ABSENT, ABSENT, (tokens_BN + 1) % self._model.config.vocab_size)
-        lengths_B = (lengths_B + 1).clamp(max=len(self._positions) - N)
+        lengths_B = (lengths_B + 1).clamp(max=slots - N)
         alone_BNN = contiguous_copy(torch.eye(N, dtype=torch.bool, device=sees_BNN.device).expand_as(sees_BNN))
         others = (-vectors_BND for vectors_BND in vectors)
         return (logit_rows + 1) % N, slots_S, tokens_BN, lengths_B, depth_BN + 1, alone_BNN, *others

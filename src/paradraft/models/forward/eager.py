@@ -150,7 +150,6 @@ class EagerPass:
 
     Args:
         model: in evaluation mode; its weights must not change afterwards.
-        slots: of the cache.
         pad_to: run passes whose logits are wanted with at least this many tokens, and this many logits.
     """
 
@@ -158,9 +157,8 @@ class EagerPass:
     warm_up_rounds = 0
     is_native = False
 
-    def __init__(self, model: PreTrainedModel, slots: int, *, pad_to: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, pad_to: int) -> None:
         self._model = model
-        self._positions = torch.arange(slots, device=model.device)
         self._pad_to = pad_to
         self._added: Tensor | None = None
 
@@ -220,19 +218,20 @@ class EagerPass:
     def _run(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
         """The logits `[B, R, V]`, then the states of `layers`; perhaps of further tokens too."""
         new = new.padded(self._pad_to, self._pad_to)
-        inputs = self._inputs(lengths, new, BUCKET)
+        inputs = self._inputs(storage, lengths, new, BUCKET)
         return logits_and_states(self._model, storage, layers, self._added, new.logit_rows, *inputs)
 
     def _read(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
         """Reads a prompt: as `_run`, but in place of logits it may return anything that is NaN where they would be."""
-        inputs = self._inputs(lengths, new, BUCKET)
+        inputs = self._inputs(storage, lengths, new, BUCKET)
         last_BND, *states = hidden_states(self._model, storage, layers, self._added, *inputs)
         return _rows_of(last_BND, new.logit_rows), *states
 
-    def _inputs(self, lengths: list[int], new: NewTokens, bucket: int) -> tuple[Tensor, ...]:
+    def _inputs(self, storage: kv_cache.Storage, lengths: list[int], new: NewTokens, bucket: int) -> tuple[Tensor, ...]:
         """What a pass is told: slots in use, tokens, kept lengths, depths, who sees whom, and vectors if there are."""
-        used = min(-(-(max(lengths) + new.tokens.shape[1]) // bucket) * bucket, len(self._positions))
-        slots_S, lengths_B = contiguous_copy(self._positions[:used]), upload(lengths, new.tokens.device)
+        device = new.tokens.device
+        used = min(-(-(max(lengths) + new.tokens.shape[1]) // bucket) * bucket, kv_cache.slots_of(storage))
+        slots_S, lengths_B = torch.arange(used, device=device), upload(lengths, device)
         visible_BNN = contiguous_copy(ancestors(new.parents))
         vectors = () if new.vectors is None else (contiguous_copy(new.vectors),)
         return slots_S, contiguous_copy(new.tokens), lengths_B, depths(new.parents), visible_BNN, *vectors

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
+from paradraft.models import causal_lm
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.compiled import CompiledPass
 from paradraft.models.forward.cpu.model import KINDS, NativePass, PackedMatrix, can_serve
@@ -91,6 +92,18 @@ def test_every_cut_into_passes_gives_the_same_bits(dtype: torch.dtype, size: tup
             parts.append(lm.forward(part).logits)
             lm.advance([part.shape[1]])
         assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_that_grows_changes_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards rotations of positions that were not known at first."""
+    text = tokens(150)
+    whole = lm_of(random_model(dtype=dtype), width=150).forward(text).logits[0]
+    monkeypatch.setattr(causal_lm, "FIRST_CAPACITY", 8)
+    lm = lm_of(random_model(dtype=dtype), width=8)
+    for start in range(0, 150, 5):
+        assert torch.equal(lm.forward(text[:, start : start + 5]).logits[0], whole[start : start + 5])
+        lm.advance([5])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -238,7 +251,7 @@ def test_rows_that_join_and_move_change_no_bit(dtype: torch.dtype) -> None:
         alone.append(lm.forward(row[None]).logits[0, 19])
     rows = text.tolist()
     empty_rows(lm, 2)
-    lm._largest = lm._allocate(2)  # so that more rows do not fit
+    lm._largest = lm._allocate(2, lm._slots)  # so that more rows do not fit
     lm.prefill([rows[0][:10], rows[1][:7]])
     lm.join(2)
     lm.prefill([[ABSENT], [ABSENT], rows[2][:2], rows[3][:19]])
@@ -343,7 +356,7 @@ def test_a_model_that_computes_something_else_is_found_out() -> None:
     model = random_model()
     model.model.layers[1].self_attn.scaling *= 2
     with pytest.raises(ValueError, match="differ by"):
-        NativePass(model, 64)
+        NativePass(model)
     with pytest.warns(UserWarning, match=r"no passes in C\+\+"):
         assert isinstance(CausalLM(model, vocab_size=60, compiled=True)._compute, CompiledPass)
 

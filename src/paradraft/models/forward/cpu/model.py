@@ -189,7 +189,6 @@ class NativePass:
 
     Args:
         model: one that `can_serve` names.
-        slots: of the cache.
         threads: most threads of a pass; by default `granted_threads()` at the time of loading.
 
     Raises:
@@ -201,7 +200,7 @@ class NativePass:
     warm_up_rounds = 0
     is_native = True
 
-    def __init__(self, model: PreTrainedModel, slots: int, *, threads: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, *, threads: int | None = None) -> None:
         self._library = library()
         self.threads = granted_threads() if threads is None else threads
         self._kept: list[Tensor] = []
@@ -212,9 +211,7 @@ class NativePass:
         layers = [self._layer(layer) for layer in body.layers]
         embedding = self._keep(body.embed_tokens.weight)
         is_bfloat16 = embedding.dtype == torch.bfloat16
-        cosines, sines = body.rotary_emb(
-            torch.zeros(1, dtype=torch.float32, device="cpu"), torch.arange(slots, device="cpu")[None]
-        )
+        self._rotary: nn.Module = body.rotary_emb
         half = kv_cache.head_size(config) // 2
         self._vocab_rows = len(model.lm_head.weight)
         self._model = _Model(
@@ -228,8 +225,6 @@ class NativePass:
             is_bfloat16=model.dtype == torch.bfloat16,
             epsilon=config.rms_norm_eps,
             scale=body.layers[0].self_attn.scaling,
-            cosines=self._keep(cosines[0, :, :half]).data_ptr(),
-            sines=self._keep(sines[0, :, :half]).data_ptr(),
             final_norm=self._floats(body.norm.weight),
             embedding=None if is_bfloat16 else embedding.data_ptr(),
             embedding_bfloat16=embedding.data_ptr() if is_bfloat16 else None,
@@ -241,6 +236,7 @@ class NativePass:
         self._rounds = model.dtype == torch.bfloat16 and kinds == {KINDS[torch.bfloat16]}
         self._scratch = self._library.new_scratch()
         weakref.finalize(self, self._library.delete_scratch, self._scratch)
+        self._rotations = torch.empty(0), torch.empty(0)
         self._storage: kv_cache.Storage = []
         self._pointers: list[ctypes.Array[ctypes.c_void_p]] = []
         self._check(model)
@@ -311,6 +307,7 @@ class NativePass:
         (B, N), R = tokens_BN.shape, logit_rows.shape[1]
         logits = torch.empty(B, R, self._vocab_rows, dtype=torch.float32, device="cpu")
         if storage is not self._storage:
+            self._rotate(kv_cache.slots_of(storage))
             self._storage, addresses = storage, ctypes.c_void_p * len(storage)
             self._pointers = [addresses(*(layer[part].data_ptr() for layer in storage)) for part in (0, 1)]
         keys, values = map(ctypes.addressof, self._pointers)
@@ -324,7 +321,7 @@ class NativePass:
             assert vectors.shape == (B, N, self._model.hidden_size)
             vectors = vectors.float().contiguous()
         batch = _Batch(
-            rows=B, tokens=N, wanted=R, slots=storage[0][0].shape[1], ids=ids, parents=parents, places=places,
+            rows=B, tokens=N, wanted=R, slots=kv_cache.slots_of(storage), ids=ids, parents=parents, places=places,
             lengths=ctypes.addressof(lengths_B), keys=keys, values=values, logits=logits.data_ptr(),
             vectors=None if vectors is None else vectors.data_ptr(),
             states=None if states is None else ctypes.addressof(states),
@@ -337,6 +334,17 @@ class NativePass:
             )
         assert not is_wrong, "a token, a parent or a wanted place is outside of its range"
         return ForwardOut(logits=logits, hidden=hidden)
+
+    def _rotate(self, positions: int) -> None:
+        """Tells passes how queries and keys are rotated at so many positions, unless they know of more."""
+        if positions > len(self._rotations[0]):
+            angles = self._rotary(
+                torch.zeros(1, dtype=torch.float32, device="cpu"), torch.arange(positions, device="cpu")[None]
+            )
+            half = self._model.head_size // 2
+            cosines, sines = (each[0, :, :half].detach().contiguous() for each in angles)
+            self._rotations = cosines, sines
+            self._model.cosines, self._model.sines = cosines.data_ptr(), sines.data_ptr()
 
     def _states(
         self, batch_size: int, tokens: int, layers: Sequence[int]
