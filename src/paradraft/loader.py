@@ -19,6 +19,7 @@ from paradraft.models.loading import load_target, settled
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Placement, on_cpus
+from paradraft.preflight import fitted
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 
@@ -92,7 +93,7 @@ def load_engine(
     placement.check(speculation.gamma)
     if placement.target_stages is not None:
         runtime = replace(runtime, device=placement.target_stages[-1].device)
-    runtime = settled(runtime, target)
+    runtime = fitted(settled(runtime, target), target, speculation, placement)
     if max(speculation.k, speculation.nodes) >= runtime.width:
         runtime = replace(runtime, width=speculation.pass_width)
     runtime = runtime_on(runtime, placement)

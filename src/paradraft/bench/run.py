@@ -25,6 +25,7 @@ from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import settled
+from paradraft.preflight import fitted
 from paradraft.verify import load_rule
 
 
@@ -51,6 +52,10 @@ def run_benchmark(
     benchmark = replace(benchmark, runtime=settled(benchmark.runtime, benchmark.target))
     for work in works:
         check(benchmark, work.count)
+    for method in benchmark.methods:
+        runtime = replace(benchmark.runtime, dtype=method.dtype)
+        capacity = fitted(runtime, benchmark.target, method.speculation, method.placement).capacity
+        benchmark = replace(benchmark, runtime=replace(benchmark.runtime, capacity=capacity))
     prepared = prepare(benchmark, report)
     prompts = [work.prompts(prepared.answers(benchmark.methods[0], benchmark.sampling, report)) for work in works]
     for work, texts in zip(works, prompts, strict=True):

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
@@ -183,8 +182,7 @@ def bench(
     specs = _with_batches([spec.strip() for spec in methods.split(",")], batch_sizes)
     chosen = [Method.parse(spec, speculation, dtype=runtime.dtype) for spec in specs]
     runtime = replace(runtime, width=max(method.speculation.pass_width for method in chosen))
-    if threads is not None:
-        torch.set_num_threads(threads)
+    options.use_threads(threads)
     acceptance = None if synthetic_acceptance is None else SyntheticAcceptance.parse(synthetic_acceptance)
     check_outputs(json_file, plot_file)
     check_folder(page_folder)

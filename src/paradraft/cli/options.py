@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+import torch
 import typer
 
 from paradraft.decode.draft_length import POLICIES
@@ -43,6 +45,20 @@ def with_own_tree(speculation: Speculation) -> Rule:
     """What a run ignores whose drafter's own settings say how large its drafts are."""
     is_own = drafter_class(speculation.drafter).branching == "own"
     return is_own, "with this drafter, whose own settings say how deep it drafts", ("k",)
+
+
+def use_threads(threads: int | None) -> None:
+    """Lets torch compute with so many threads; None leaves it as it is.
+
+    Raises:
+        ValueError: the process has fewer CPUs.
+    """
+    if threads is None:
+        return
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or threads)
+    if threads > cpus:
+        raise ValueError(f"--threads {threads}: this process has {cpus} CPUs, use at most as many")
+    torch.set_num_threads(threads)
 
 
 def with_gamma(speculation: Speculation) -> Rule:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 
@@ -94,8 +93,7 @@ def plan(
     if found is not None:
         asked = asked_of(*found)
         sampling, max_new_tokens, num_prompts = asked.sampling, asked.max_new_tokens, asked.num_prompts
-    if threads is not None:
-        torch.set_num_threads(threads)
+    options.use_threads(threads)
     texts = held_out_prompts(num_prompts, prompts, target)
     runtime = settled(runtime, target)
     check_outputs(json_file, plot_file)

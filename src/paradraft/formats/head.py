@@ -8,6 +8,8 @@ weights.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,13 +45,13 @@ class TargetIdentity:
     weights: str | None
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> TargetIdentity:
-        """That of a loaded model, by its config."""
+    def of(cls, config: PretrainedConfig, *, reads_weights: bool = True) -> TargetIdentity:
+        """That of a model, by its config, and by the files that were loaded with it."""
         return cls(
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_hidden_layers,
             vocab_size=config.vocab_size,
-            weights=weights_digest(config.name_or_path) if config.name_or_path else None,
+            weights=weights_digest(config.name_or_path) if config.name_or_path and reads_weights else None,
         )
 
     def check(self, target: TargetIdentity, draft: str) -> None:
@@ -144,21 +146,41 @@ def read_checkpoint(name: str, kind: str | None = None) -> Head:
     Raises:
         ValueError: it is a checkpoint of something else, or damaged.
     """
+    with _reading(name, kind):
+        config, target = _read_config(name, kind)
+        return Head(config=config, target=target, weights=load_file(file_of(name, WEIGHTS)), name=name)
+
+
+def read_identity(name: str, kind: str) -> TargetIdentity | None:
+    """The target of a checkpoint, by its config alone; None if it is a checkpoint of another format.
+
+    Raises:
+        ValueError: as `read_checkpoint`.
+    """
+    with _reading(name, kind):
+        config = json.loads(file_of(name, CONFIG).read_bytes())
+        return _read_config(name, kind)[1] if isinstance(config, dict) and TARGET in config else None
+
+
+def _read_config(name: str, kind: str | None) -> tuple[dict[str, Any], TargetIdentity]:
+    config: dict[str, Any] = json.loads(file_of(name, CONFIG).read_bytes())
+    if not isinstance(config, dict) or not isinstance(identity := config.pop(TARGET, None), dict | None):
+        raise TypeError("its config.json is no config of a drafter")
+    if (found := config.get("model_type")) != (kind or found):
+        raise ValueError(f"draft {name!r} has the model_type {found!r}: drafter {kind!r} needs one of its own")
+    if identity is None or identity.keys() != TargetIdentity.__dataclass_fields__.keys():
+        raise TypeError("its config.json names no target")
+    return config, TargetIdentity(**identity)
+
+
+@contextmanager
+def _reading(name: str, kind: str | None) -> Iterator[None]:
     try:
-        config: dict[str, Any] = json.loads(file_of(name, CONFIG).read_bytes())
-        if not isinstance(config, dict) or not isinstance(identity := config.pop(TARGET, None), dict | None):
-            raise TypeError("its config.json is no config of a drafter")
-        if (found := config.get("model_type")) != (kind or found):
-            raise ValueError(f"draft {name!r} has the model_type {found!r}: drafter {kind!r} needs one of its own")
-        if identity is None or identity.keys() != TargetIdentity.__dataclass_fields__.keys():
-            raise TypeError("its config.json names no target")
-        target = TargetIdentity(**identity)
-        weights = load_file(file_of(name, WEIGHTS))
+        yield
     except (OSError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
         told = str(error).splitlines()[0]
         again = f" with `paradraft train {kind}`" if kind else ""
         raise ValueError(f"draft {name!r} cannot be read ({told}): train it again{again}") from None
-    return Head(config=config, target=target, weights=weights, name=name)
 
 
 def file_of(name: str, file: str) -> Path:

@@ -50,6 +50,17 @@ def check_architecture(config: PretrainedConfig, name: str) -> None:
     _check_rope(config, name)
 
 
+def check_capacity(capacity: int | None, most: int) -> None:
+    """Raises ValueError if a model has no room for so many tokens of a row.
+
+    Args:
+        capacity: asked for; None for as many as there are.
+        most: tokens that it has room for.
+    """
+    if capacity is not None and not 1 <= capacity <= most:
+        raise ValueError(f"capacity={capacity}: this model has room for 1 to {most} tokens")
+
+
 def _check_layers(config: PretrainedConfig, name: str) -> None:
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if "sliding_attention" in layer_types:

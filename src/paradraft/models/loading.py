@@ -107,6 +107,15 @@ def load_config(name: str) -> PretrainedConfig:
     return config
 
 
+def config_of(name: str) -> PretrainedConfig:
+    """The config of a causal LM or of a shape.
+
+    Raises:
+        ValueError: there is none, or it is not that of a supported causal LM.
+    """
+    return shape_of(name).config() if is_shape(name) else load_config(name)
+
+
 def settled(runtime: Runtime, name: str, role: str = "target") -> Runtime:
     """How and where a model runs, without "auto".
 
@@ -145,8 +154,8 @@ def load_generation_config(name: str) -> GenerationConfig:
 
 
 def room(config: PretrainedConfig, capacity: int | None) -> int:
-    """Most tokens of a row, prompt included: the capacity asked for, or the model's own limit, at most 4096."""
-    return min(config.max_position_embeddings, 4096) if capacity is None else capacity
+    """Most tokens of a row, prompt included: the capacity asked for, or the model's own limit."""
+    return config.max_position_embeddings if capacity is None else capacity
 
 
 def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
@@ -209,12 +218,12 @@ def load_shard(name: str, runtime: Runtime, ranks: int) -> PreTrainedModel:
 
 
 def load_skeleton(name: str) -> PreTrainedModel:
-    """A causal LM without its weights, to count them: it has their shapes and takes no memory.
+    """A causal LM, or a shape, without its weights, to count them: it has their shapes and takes no memory.
 
     Raises:
         ValueError: there is no such model, or it is no supported causal LM.
     """
-    config = load_config(name)
+    config = config_of(name)
     with _loading(f"model {name!r}"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation=ATTENTION)
 
@@ -250,7 +259,7 @@ def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks
         ValueError: there is no such model, or it cannot be served.
     """
     folder, runtime = locate(name, "target"), settled(runtime, name)
-    tokenizer = id_tokenizer(folder) if is_shape(folder) else load_tokenizer(folder)
+    tokenizer = tokenizer_of(folder)
     if ranks > 1:
         model, parts = load_shard(folder, runtime, ranks), []
     elif stages:
@@ -261,10 +270,24 @@ def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks
             _quantize(part.model, runtime)
     else:
         model, parts = _model(folder, runtime), []
-    vocab_size = min(max(tokenizer.get_vocab().values()) + 1, model.config.vocab_size)
+    vocab_size = tokens_of(model.config, tokenizer)
     target = Target(_causal_lm(model, vocab_size, runtime, runtime.capacity, stages=parts, ranks=ranks), tokenizer)
     _obey(model, target, name)
     return target
+
+
+def tokenizer_of(folder: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model or of a shape.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return id_tokenizer(folder) if is_shape(folder) else load_tokenizer(folder)
+
+
+def tokens_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many ids of a target are tokens; further rows of its embedding only fill it up."""
+    return min(max(tokenizer.get_vocab().values()) + 1, int(config.vocab_size))
 
 
 def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
@@ -294,20 +317,34 @@ def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime) -
     """
     model = _model(folder, runtime)
     needed = target.vocab_size
-    if model.config.vocab_size < needed:
-        raise ValueError(
-            f"draft {folder!r} knows {model.config.vocab_size} tokens, the target {needed}: use one of the same family"
-        )
-    if model.config.max_position_embeddings < target.capacity:
-        raise ValueError(
-            f"draft {folder!r} has room for {model.config.max_position_embeddings} tokens, the target for "
-            f"{target.capacity}: set capacity={model.config.max_position_embeddings}"
-        )
+    check_draft_config(folder, model.config, vocab_size=needed, capacity=target.capacity)
     if not is_shape(folder) and load_tokenizer(folder)(_PROBE)["input_ids"] != target.tokenizer(_PROBE)["input_ids"]:
         raise ValueError(
             f"draft {folder!r} splits text into other tokens than the target: use a draft of the same family"
         )
     return _causal_lm(model, needed, runtime, target.capacity)
+
+
+def check_draft_config(folder: str, config: PretrainedConfig, *, vocab_size: int, capacity: int) -> None:
+    """Checks that a draft model has a target's tokens, and room for its texts.
+
+    Args:
+        folder: the draft model's, for messages.
+        config: its own.
+        vocab_size: tokens of the target.
+        capacity: most tokens of a row of the target.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    if config.vocab_size < vocab_size:
+        raise ValueError(
+            f"draft {folder!r} knows {config.vocab_size} tokens, the target {vocab_size}: use one of the same family"
+        )
+    if (room_for := config.max_position_embeddings) < capacity:
+        raise ValueError(
+            f"draft {folder!r} has room for {room_for} tokens, the target for {capacity}: set capacity={room_for}"
+        )
 
 
 def _model(folder: str, runtime: Runtime) -> PreTrainedModel:

@@ -126,8 +126,8 @@ class Runtime:
             device computes that one slowly.
         compiled: compile the passes, also where that takes a minute or two: worth it for thousands of tokens. None
             compiles where it takes seconds, on CPUs in float32, bfloat16 and int8; False never.
-        capacity: most tokens of a row, prompt included; None takes the model's own limit, at most
-            4096.
+        capacity: most tokens of a row, prompt included; None takes the limit of the model, or of its draft if that is
+            smaller. Caches grow with the texts.
         width: most tokens of one decoding pass.
         pad_to: least tokens of one decoding pass; passes in C++ need none.
         cuda_graphs: on a GPU, record compiled decoding passes and replay them.

@@ -15,6 +15,7 @@ from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.export.engines import tensorrt_config, vllm_config
+from paradraft.loader import HERE
 from paradraft.models.loading import load_target, settled
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -22,6 +23,7 @@ from paradraft.plan.acceptance import Acceptance
 from paradraft.plan.costs import Costs, measure_rounds
 from paradraft.plan.predict import PLAIN, Prediction, Way, best, predict
 from paradraft.plan.task import Task, ways_of
+from paradraft.preflight import fitted
 
 Report = Callable[[str], None]
 Checked = dict[tuple[int, Way], dict[str, Any]]
@@ -56,7 +58,8 @@ def run_plan(
     Raises:
         ValueError: a model cannot be loaded, or the prompts do not fit into it.
     """
-    speculation, runtime = task.speculation, settled(runtime, task.target)
+    speculation = task.speculation
+    runtime = fitted(settled(runtime, task.target), task.target, speculation, HERE)
     report(f"loading {task.target}")
     target = load_target(task.target, runtime)
     report(f"loading drafter {speculation.drafter}")

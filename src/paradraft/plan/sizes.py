@@ -32,12 +32,14 @@ from paradraft.drafters.ppd import Plan, PpdDrafter, machine_of
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint
+from paradraft.loader import HERE
 from paradraft.models.kv_cache import head_size
 from paradraft.models.loading import POCKET, load_target, locate, settled
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.plan.costs import measure_rounds
 from paradraft.plan.replay import RANKS, UNKNOWN, Ranks, accuracy_of, random_trees, replayed, static_trees
+from paradraft.preflight import fitted
 from paradraft.request import requests_of
 from paradraft.sampling.sparse_tree import StateTree, best_trees, rate
 from paradraft.sampling_params import Sampling
@@ -183,7 +185,8 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
     Raises:
         ValueError: a model cannot be loaded, or the prompts do not fit into it.
     """
-    config, runtime = _config(task, max(task.sizes)), settled(runtime, task.target)
+    config = _config(task, max(task.sizes))
+    runtime = fitted(settled(runtime, task.target), task.target, task.speculation, HERE)
     head = read_checkpoint(locate(task.speculation.draft or POCKET, "ppd"), "ppd")
     copies = head.setting("copies", int)
     report(f"loading {task.target}")

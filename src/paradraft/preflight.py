@@ -1,0 +1,104 @@
+"""Whether a target and its drafter can run together, by their config files, before any weights are read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+from transformers import PretrainedConfig
+
+from paradraft.drafters import drafter_class, split_settings
+from paradraft.formats.head import TargetIdentity, read_identity
+from paradraft.models.architecture import check_capacity
+from paradraft.models.kv_cache import free_bytes
+from paradraft.models.loading import (
+    POCKET,
+    check_draft_config,
+    config_of,
+    load_skeleton,
+    locate,
+    room,
+    tokenizer_of,
+    tokens_of,
+)
+from paradraft.models.presets import is_shape
+from paradraft.models.runtime import Runtime
+from paradraft.placement import Placement
+from paradraft.speculation import Speculation
+
+
+def fitted(runtime: Runtime, target: str, speculation: Speculation, placement: Placement) -> Runtime:
+    """How a target and its drafter run together.
+
+    Args:
+        runtime: as it was asked for, without "auto".
+        target: name of the model.
+        speculation: names the drafter.
+        placement: where both are.
+
+    Returns:
+        The same, but for the capacity: where none was asked for, and the draft model has less room than the target,
+        its own.
+
+    Raises:
+        ValueError: there is no such capacity, the draft model has other tokens or less room than the target or was
+            trained for another one, or the weights do not fit into memory.
+    """
+    folder = locate(target, "target")
+    config = config_of(folder)
+    check_capacity(runtime.capacity, config.max_position_embeddings)
+    devices = [runtime.device]
+    folders = [folder]
+    draft = speculation.draft
+    if draft is not None and draft != POCKET:
+        name, _ = split_settings(speculation.drafter)
+        draft = locate(draft, name)
+        identity = None if is_shape(draft) else read_identity(draft, name)
+        if identity is not None:
+            # What the weights are is found when they are read.
+            identity.check(TargetIdentity.of(config, reads_weights=False), draft)
+        elif drafter_class(speculation.drafter).can_run_ahead:
+            runtime = _fitted_to_draft(runtime, folder, config, draft)
+            folders.append(draft)
+            devices.append(placement.draft_device or runtime.device)
+    if placement.target_stages is None and not placement.tensor_parallel:
+        check_memory(folders, devices, runtime)
+    return runtime
+
+
+def _fitted_to_draft(runtime: Runtime, target: str, config: PretrainedConfig, draft: str) -> Runtime:
+    found = config_of(draft)
+    needed = config.vocab_size
+    if found.vocab_size < needed:  # it may be that the target's last rows are no tokens
+        needed = tokens_of(config, tokenizer_of(target))
+    if runtime.capacity is None and found.max_position_embeddings < config.max_position_embeddings:
+        runtime = replace(runtime, capacity=found.max_position_embeddings)
+    check_draft_config(draft, found, vocab_size=needed, capacity=room(config, runtime.capacity))
+    return runtime
+
+
+def check_memory(folders: list[str], devices: list[str], runtime: Runtime) -> None:
+    """Checks that weights fit into the memory that is free.
+
+    Args:
+        folders: of the models.
+        devices: where each of them is to be.
+        runtime: its dtype.
+
+    Raises:
+        ValueError: they do not.
+    """
+    needed: dict[torch.device, list[tuple[str, float]]] = defaultdict(list)
+    for folder, device in zip(folders, devices, strict=True):
+        weights = sum(weight.numel() for weight in load_skeleton(folder).parameters())
+        # Weights that are rounded are read whole before.
+        needed[torch.device(device)].append((folder, float(weights * runtime.computed_in.itemsize)))
+    for place, of in needed.items():
+        if sum(size for _, size in of) > (free := free_bytes(place)):
+            listed = " and ".join(f"{size / 2**30:.1f} GiB of {name!r}" for name, size in of)
+            dtype = str(runtime.computed_in).removeprefix("torch.")
+            raise ValueError(
+                f"weights in {dtype}, {listed}, do not fit into the {free / 2**30:.1f} GiB that are free on {place}: "
+                "use smaller models, or another device"
+            )
