@@ -93,10 +93,10 @@ def load_engine(
     placement.check(speculation.gamma)
     if placement.target_stages is not None:
         runtime = replace(runtime, device=placement.target_stages[-1].device)
-    runtime = fitted(settled(runtime, target), target, speculation, placement)
+    runtime = runtime_on(settled(runtime, target), placement)
+    runtime = fitted(runtime, target, speculation, placement)
     if max(speculation.k, speculation.nodes) >= runtime.width:
         runtime = replace(runtime, width=speculation.pass_width)
-    runtime = runtime_on(runtime, placement)
     ranks = 1
     if placement.tensor_parallel:
         ranks = tensor_parallel_ranks(speculation, placement)

@@ -23,6 +23,7 @@ from paradraft.bench.synthetic import SyntheticAcceptance, rounds
 from paradraft.digests import model_digest
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
+from paradraft.loader import runtime_on
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import settled
 from paradraft.preflight import fitted
@@ -53,7 +54,7 @@ def run_benchmark(
     for work in works:
         check(benchmark, work.count)
     for method in benchmark.methods:
-        runtime = replace(benchmark.runtime, dtype=method.dtype)
+        runtime = runtime_on(replace(benchmark.runtime, dtype=method.dtype), method.placement)
         capacity = fitted(runtime, benchmark.target, method.speculation, method.placement).capacity
         benchmark = replace(benchmark, runtime=replace(benchmark.runtime, capacity=capacity))
     prepared = prepare(benchmark, report)
