@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +40,15 @@ def test_methods_are_predicted(paradraft: Paradraft) -> None:
 )
 def test_mistakes(paradraft: Paradraft, options: list[object], named: str) -> None:
     assert_mistake(paradraft("simulate", *ASKED, *options), named)
+
+
+def test_json_is_for_programs(paradraft: Paradraft, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards people who read a table on a terminal against a line of JSON below it, unless they ask for it."""
+    asked, file = [*ASKED, "--acceptance", 0.95], tmp_path / "out.json"
+    piped = json.loads(paradraft("simulate", *asked).out.splitlines()[-1])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown = paradraft("simulate", *asked, "--json", file)
+    assert "PEARL" in shown.out and "{" not in shown.out
+    assert json.loads(file.read_text(encoding="utf-8"))["predicted"] == piped
+    assert json.loads(paradraft("simulate", *asked, "--json", "-").out.splitlines()[-1]) == piped
+    assert_mistake(paradraft("simulate", *asked, "--json", tmp_path), "cannot be written")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 from rich.console import Console
 
 from paradraft.cli import options
+from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.files import check_outputs
 from paradraft.loader import load_engine
 from paradraft.models.loading import settled
@@ -40,7 +40,7 @@ def audit(
     ] = False,
     runtime: Runtime,
     placement: Annotated[Placement, options.Offer(without=("target_stages", "tensor_parallel"))],
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every finding to this file.")] = None,
+    json_file: Annotated[Path | None, json_option("every finding")] = None,
 ) -> None:
     """Check that a drafter changes nothing.
 
@@ -52,7 +52,6 @@ def audit(
     """
     from paradraft.audit.audit import PASS, TIES, audit, check_may_be_lossless, findings
     from paradraft.bench.setup import held_out_prompts
-    from paradraft.bench.summary import write_json
     from paradraft.environment import describe_machine
 
     check_may_be_lossless(speculation.verify)
@@ -60,7 +59,8 @@ def audit(
     if shape_invariant and batch_size not in (None, 1):
         raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")
     batch_size = batch_size or (1 if shape_invariant else 4)
-    check_outputs(json_file)
+    output = JsonOutput(json_file)
+    check_outputs(output.file)
     pad_to = 1 + speculation.nodes if shape_invariant else 1
     runtime = replace(settled(runtime, target), width=speculation.pass_width, pad_to=pad_to)
     engine = load_engine(target, speculation, runtime=runtime, placement=placement)
@@ -85,8 +85,7 @@ def audit(
     }  # fmt: skip
     for line in findings(report, engine.target.tokenizer):
         print(line)
-    if json_file is not None:
-        write_json(json_file, report.as_json() | {"arguments": arguments, "machine": describe_machine(runtime.device)})
-    print(json.dumps(report.as_json()))
+    output.write(report.as_json() | {"arguments": arguments, "machine": describe_machine(runtime.device)})
+    output.end_with(report.as_json())
     if report.verdict not in (PASS, TIES):
         raise typer.Exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ import typer
 from rich.console import Console
 
 from paradraft.cli import options
+from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.files import check_outputs
 from paradraft.models.loading import load_config, load_tokenizer, locate, room, settled
 from paradraft.models.presets import is_shape
@@ -163,11 +163,11 @@ def bench(
             help="The Python of vLLM's environment, for the methods vllm…; by default the one that make vllm makes.",
         ),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every raw number to this file.")] = None,
+    json_file: Annotated[Path | None, json_option("every raw number")] = None,
     plot_file: options.Plot = None,
     page_folder: Annotated[Path | None, typer.Option("--report", help="Write an HTML page into this folder.")] = None,
 ) -> None:
-    """Compare methods on the same prompts, interleaved. The last line of the output is JSON."""
+    """Compare methods on the same prompts, interleaved. For programs the last line of the output is JSON."""
     from paradraft.bench.baselines import is_vllm
     from paradraft.bench.baselines.vllm import without_vllm
     from paradraft.bench.page.page import check_folder, write_page
@@ -175,7 +175,6 @@ def bench(
     from paradraft.bench.run import run_benchmark
     from paradraft.bench.setup import Workload, prompts_for
     from paradraft.bench.spec import Benchmark, Method
-    from paradraft.bench.summary import write_json
     from paradraft.bench.synthetic import SyntheticAcceptance
 
     runtime = settled(runtime, target)
@@ -184,7 +183,8 @@ def bench(
     runtime = replace(runtime, width=max(method.speculation.pass_width for method in chosen))
     options.use_threads(threads)
     acceptance = None if synthetic_acceptance is None else SyntheticAcceptance.parse(synthetic_acceptance)
-    check_outputs(json_file, plot_file)
+    output = JsonOutput(json_file)
+    check_outputs(output.file, plot_file)
     check_folder(page_folder)
     options.check_png(plot_file)
     asked: list[Questions] = []
@@ -225,13 +225,12 @@ def bench(
     for question in asked:
         results[question.task.name]["task"] = question.as_json()
     whole, summary = _show(results, console)
-    if json_file is not None:
-        write_json(json_file, whole)
+    output.write(whole)
     if plot_file is not None:
         plot(whole, plot_file)
     if page_folder is not None:
         console.print(f"report: {write_page(page_folder, whole)}")
-    print(json.dumps(summary))
+    output.end_with(summary)
 
 
 def _unused(chosen: list[Method]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 
 from paradraft.cli import options
+from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.drafters import split_settings
 from paradraft.files import check_outputs
 from paradraft.models.loading import POCKET, settled
@@ -75,13 +75,13 @@ def plan(
     runs: Annotated[int, typer.Option(min=1, help="How often --check measures.")] = 2,
     runtime: Annotated[Runtime, options.COMPILED],
     threads: options.Threads = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write costs and predictions to this file.")] = None,
+    json_file: Annotated[Path | None, json_option("costs and predictions")] = None,
     plot_file: options.Plot = None,
 ) -> None:
     """Choose how many tokens to draft at each batch size. The last line of the output is JSON."""
     from paradraft.bench.result_file import read_result_file
     from paradraft.bench.setup import held_out_prompts
-    from paradraft.bench.summary import marked, write_json
+    from paradraft.bench.summary import marked
     from paradraft.export.engines import lines
     from paradraft.plan.acceptance import PARTS, asked_of
     from paradraft.plan.plan import DRAFT, run_plan
@@ -96,7 +96,8 @@ def plan(
     options.use_threads(threads)
     texts = held_out_prompts(num_prompts, prompts, target)
     runtime = settled(runtime, target)
-    check_outputs(json_file, plot_file)
+    output = JsonOutput(json_file)
+    check_outputs(output.file, plot_file)
     options.check_png(plot_file)
     budgets = None if tree_budgets is None else _numbers("--tree-budgets", tree_budgets)
     if split_settings(speculation.drafter)[0] == "ppd":
@@ -112,7 +113,7 @@ def plan(
                 target=target, speculation=speculation, sizes=budgets or SIZES, prompts=texts,
                 max_new_tokens=max_new_tokens, sampling=sampling,
             ),
-            runtime, check_runs=runs if check else 0, json_file=json_file,
+            runtime, check_runs=runs if check else 0, output=output,
         )  # fmt: skip
     sizes = BATCH_SIZES if batch_sizes is None else _numbers("--batch-size", batch_sizes)
     task = Task(
@@ -146,16 +147,14 @@ def plan(
         title = marked(title, found[0]["arguments"])
     Console().print(table(result, title))
     print("\n".join(lines(result["chains"], speculation.drafter, speculation.draft or DRAFT)))
-    if json_file is not None:
-        write_json(json_file, result)
+    output.write(result)
     if plot_file is not None:
         plot(result, title, plot_file)
-    print(json.dumps({key: result[key] for key in ("chosen", "chains", "vllm", "tensorrt_llm")}))
+    output.end_with({key: result[key] for key in ("chosen", "chains", "vllm", "tensorrt_llm")})
 
 
-def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, json_file: Path | None) -> None:
+def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: JsonOutput) -> None:
     """Plans for a drafter whose prompt tokens ride in the target's pass, and writes the plan beside its checkpoint."""
-    from paradraft.bench.summary import write_json
     from paradraft.drafters.ppd import PLANS, Plan, read_plans, write_plan
     from paradraft.models.loading import locate
     from paradraft.plan.sizes import run_size_plan, table
@@ -165,7 +164,7 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, json_file:
     draft = locate(speculation.draft or POCKET, "ppd")
     is_written = speculation.draft is not None and Path(draft).is_dir()
     if is_written:
-        check_outputs(Path(draft) / PLANS, json_file)
+        check_outputs(Path(draft) / PLANS, output.file)
         read_plans(draft)  # so that one that cannot be read is told now
     console = Console(stderr=True, highlight=False)
     with console.status("preparing") as status:
@@ -188,14 +187,13 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, json_file:
             f"measured on the other prompts: {checked['tokens_per_pass']:.2f} tokens a pass "
             f"({checked['length_error']:+.0%} predicted), {checked['speedup']:.2f}x ({checked['speedup_error']:+.0%})"
         )
-    if json_file is not None:
-        write_json(json_file, result)
+    output.write(result)
     if is_written:
         print(f"plan written to {write_plan(draft, Plan(**result['plan']))}")
     else:
         print(f"give the size with the drafter: --drafter ppd:size={result['chosen']}")
     told = ("chosen", "speedup", "lossless", "plan", "checked")
-    print(json.dumps({key: result[key] for key in told}))
+    output.end_with({key: result[key] for key in told})
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

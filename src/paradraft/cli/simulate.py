@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from paradraft.cli.json_output import JsonOutput, json_option
+from paradraft.files import check_outputs
 
 LEAST_MS, MOST_MS = 1e-6, 1e9
 Rates = Annotated[
@@ -42,8 +45,9 @@ def simulate(
     contention: Annotated[
         float, typer.Option(help="How many times as long passes take while the other side works too.")
     ] = 1.0,
+    json_file: Annotated[Path | None, json_option("the predictions")] = None,
 ) -> None:
-    """Predict speeds from the times of passes: of AR+, VSD, PARD and PEARL, on any machine. The last line is JSON."""
+    """Predict speeds from the times of passes: of AR+, VSD, PARD and PEARL, on any machine."""
     from paradraft.plan.simulate import Times
     from paradraft.plan.simulate import simulate as predicted
 
@@ -60,6 +64,8 @@ def simulate(
         verify_s=None if verify_ms is None else verify_ms / 1e3,
         window_s=None if window_ms is None else window_ms / 1e3, contention=contention,
     )  # fmt: skip
+    output = JsonOutput(json_file)
+    check_outputs(output.file)
     rates = _rates("--acceptance", acceptance)
     if window_ms is not None and parallel_acceptance is None:
         print("warning: --window-ms has no effect without --parallel-acceptance", file=sys.stderr)
@@ -76,7 +82,9 @@ def simulate(
         tokens = "" if one.tokens is None else str(one.tokens)
         table.add_row(one.method, tokens, f"{one.tokens_per_s:.1f}", f"{one.speedup:.2f}x")
     Console().print(table)
-    print(json.dumps([asdict(one) for one in found]))
+    whole = [asdict(one) for one in found]
+    output.write({"predicted": whole})
+    output.end_with(whole)
 
 
 def _rates(option: str, text: str) -> list[float]:
