@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from paradraft.drafters import drafter_class, split_settings
 from paradraft.formats.head import TargetIdentity, read_identity
-from paradraft.models.architecture import check_capacity
+from paradraft.models.architecture import check_capacity, context_of
 from paradraft.models.kv_cache import free_bytes
 from paradraft.models.loading import (
     POCKET,
@@ -47,7 +47,7 @@ def fitted(runtime: Runtime, target: str, speculation: Speculation, placement: P
     """
     folder = locate(target, "target")
     config = config_of(folder)
-    check_capacity(runtime.capacity, config.max_position_embeddings)
+    check_capacity(runtime.capacity, context_of(config))
     devices = [runtime.device]
     folders = [folder]
     draft = speculation.draft
@@ -72,8 +72,8 @@ def _fitted_to_draft(runtime: Runtime, target: str, config: PretrainedConfig, dr
     needed = config.vocab_size
     if found.vocab_size < needed:  # it may be that the target's last rows are no tokens
         needed = tokens_of(config, tokenizer_of(target))
-    if runtime.capacity is None and found.max_position_embeddings < config.max_position_embeddings:
-        runtime = replace(runtime, capacity=found.max_position_embeddings)
+    if runtime.capacity is None and context_of(found) < context_of(config):
+        runtime = replace(runtime, capacity=context_of(found))
     check_draft_config(draft, found, vocab_size=needed, capacity=room(config, runtime.capacity))
     return runtime
 

@@ -11,8 +11,10 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "ministral", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
 """Models whose cache, masks and output head are the ones `CausalLM` assumes."""
+SLIDING = "sliding_attention"
+"""What `layer_types` calls layers whose tokens see a window of the last ones."""
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles depend on a token's position alone.
 
@@ -50,6 +52,18 @@ def check_architecture(config: PretrainedConfig, name: str) -> None:
     _check_rope(config, name)
 
 
+def context_of(config: PretrainedConfig) -> int:
+    """Most tokens of a text.
+
+    Of a model with sliding windows as many as a window has: within it every token sees all before it, as in full
+    attention, so passes are exact. Beyond it keys would have to be forgotten.
+    """
+    most, types = int(config.max_position_embeddings), getattr(config, "layer_types", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    slides = (types is None or SLIDING in types) and getattr(config, "use_sliding_window", True)
+    return min(most, window) if window is not None and slides else most
+
+
 def check_capacity(capacity: int | None, most: int) -> None:
     """Raises ValueError if a model has no room for so many tokens of a row.
 
@@ -62,9 +76,10 @@ def check_capacity(capacity: int | None, most: int) -> None:
 
 
 def _check_layers(config: PretrainedConfig, name: str) -> None:
-    layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if "sliding_attention" in layer_types:
-        raise ValueError(f"{name!r} has sliding-window layers, which are not supported: use a full-attention model")
+    layer_types, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+    if (window is None and SLIDING in layer_types) or not (window is None or (type(window) is int and window > 0)):
+        raise ValueError(f"{name!r} has sliding-window layers, but its config.json has sliding_window={window!r}")
+    layer_types -= {"full_attention", SLIDING}
     if layer_types:
         raise ValueError(
             f"{name!r} has layers of the type {min(layer_types)!r}, which are not supported: use a full-attention model"

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.models import kv_cache
-from paradraft.models.architecture import check_architecture, check_capacity
+from paradraft.models.architecture import check_architecture, check_capacity, context_of
 from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut, NotFiniteError
 from paradraft.models.forward.compiled import CompiledPass
 from paradraft.models.forward.cpu.build import CannotBuildError
@@ -89,7 +89,7 @@ class CausalLM:
         model: any Llama- or Qwen-type causal LM without sliding windows, in evaluation mode; its weights must not
             change afterwards, because compiled passes have copies.
         vocab_size: ids from here on are never chosen (rows that only pad the embedding).
-        capacity: most tokens a row may have; at most the model's `max_position_embeddings`.
+        capacity: most tokens a row may have; at most the model's `context_of`.
         width: most tokens of one decoding pass; the cache has that much room to spare.
         compiled: compile the passes; falls back to eager, with a warning, where it fails. None compiles what takes
             no more than seconds: passes in C++. False runs the model's own code.
@@ -118,7 +118,7 @@ class CausalLM:
     ) -> None:
         config = model.config
         check_architecture(config, config.name_or_path or config.model_type)
-        most = config.max_position_embeddings
+        most = context_of(config)
         check_capacity(capacity, most)
         self.model = model
         self.vocab_size = vocab_size

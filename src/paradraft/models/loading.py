@@ -31,7 +31,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging as hf_logging
 
 from paradraft.errors import is_out_of_memory
-from paradraft.models.architecture import check_architecture
+from paradraft.models.architecture import check_architecture, context_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.pipeline import StageModel, split
 from paradraft.models.generation import complaint, end_ids, suppressed_ids
@@ -155,7 +155,7 @@ def load_generation_config(name: str) -> GenerationConfig:
 
 def room(config: PretrainedConfig, capacity: int | None) -> int:
     """Most tokens of a row, prompt included: the capacity asked for, or the model's own limit."""
-    return config.max_position_embeddings if capacity is None else capacity
+    return context_of(config) if capacity is None else capacity
 
 
 def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
@@ -341,7 +341,7 @@ def check_draft_config(folder: str, config: PretrainedConfig, *, vocab_size: int
         raise ValueError(
             f"draft {folder!r} knows {config.vocab_size} tokens, the target {vocab_size}: use one of the same family"
         )
-    if (room_for := config.max_position_embeddings) < capacity:
+    if (room_for := context_of(config)) < capacity:
         raise ValueError(
             f"draft {folder!r} has room for {room_for} tokens, the target for {capacity}: set capacity={room_for}"
         )

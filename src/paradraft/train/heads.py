@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from paradraft.data.samples import Sample
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint, write_head
+from paradraft.models.architecture import context_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.loading import load_model, load_skeleton, locate
 from paradraft.models.runtime import Runtime, store_in_nf4
@@ -204,7 +205,7 @@ class HeadTrainee:
     ) -> None:
         self.drafter, self.k, self.depths = drafter, recipe.k, recipe.depths
         self.objective = objective
-        self.max_tokens = int(objective.target.model.config.max_position_embeddings)
+        self.max_tokens = context_of(objective.target.model.config)
         if recipe.start is not None:
             begin_with(objective, drafter, recipe.start)
         self._recipe = recipe
@@ -275,7 +276,7 @@ def frozen_target(recipe: HeadRecipe, data: RunData, *, nf4: bool = False) -> Te
     if nf4:
         store_in_nf4(model, data.device)
     check_rows(model.config.vocab_size, data.largest, f"model {recipe.model!r}")
-    if data.longest > (room := model.config.max_position_embeddings):
+    if data.longest > (room := context_of(model.config)):
         raise ValueError(f"the model has room for {room} tokens, a sample has {data.longest}: set max_length={room}")
     set_up_passes(model, recipe, on_gpu=data.device.type == "cuda")
     return Teacher(model, vocab_size=used_rows(data.tokenizer), mask_id=None)

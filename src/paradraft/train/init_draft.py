@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
+from paradraft.models.architecture import context_of
 from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.models.previous_token import load_head, stored_head
 from paradraft.models.runtime import DTYPES, Runtime
@@ -97,6 +98,8 @@ def make(
     _check_free(out)
     folder = locate(target, "target")
     config, tokenizer = load_config(folder), load_tokenizer(folder)
+    if context_of(config) < config.max_position_embeddings:
+        raise ValueError(f"{target!r} has sliding-window layers, of which no draft is made: train a smaller relative")
     dtype = dtype or {kind: name for name, kind in DTYPES.items()}.get(config.dtype, "float32")
     target_parameters = _parameters(config)
     layers: tuple[int, ...] = ()

@@ -21,6 +21,7 @@ from paradraft.formats.pard import (
     declared_mask_id,
     forget_masks,
 )
+from paradraft.models.architecture import context_of
 from paradraft.models.loading import load_draft_lm, load_model, load_skeleton, locate
 from paradraft.models.previous_token import MOST_RANK, PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.models.runtime import Runtime
@@ -248,7 +249,7 @@ class PardTrainee:
         self.objective = objective
         self.depths = recipe.k
         self.drafter, self.k = ("pard", recipe.k) if recipe.k > 1 else ("autoregressive", ORDINARY_K)
-        self.max_tokens = int(drafter.model.config.max_position_embeddings)
+        self.max_tokens = context_of(drafter.model.config)
         self.masks = drafter.masks
         self._recipe = recipe
         self._tokenizer = tokenizer
@@ -337,8 +338,8 @@ def _check_samples(recipe: PardRecipe, data: RunData, drafter: InitialDrafter) -
         raise ValueError(f"the mask token {drafter.masks[0]} occurs in the data: choose another mask_token_id")
     config = drafter.model.config
     check_rows(config.vocab_size, data.largest, f"model {recipe.model!r}")
-    if data.longest > config.max_position_embeddings:
-        room = config.max_position_embeddings
+    if data.longest > context_of(config):
+        room = context_of(config)
         raise ValueError(f"the model has room for {room} tokens, a sample has {data.longest}: set max_length={room}")
 
 

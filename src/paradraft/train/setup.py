@@ -13,6 +13,7 @@ import torch
 from paradraft.data.dataset import load_samples
 from paradraft.data.samples import Sample, hold_out
 from paradraft.environment import is_main_process
+from paradraft.models.architecture import context_of
 from paradraft.models.loading import load_config, load_generation_config, load_tokenizer, locate
 from paradraft.models.runtime import Runtime, computes_bf16
 from paradraft.train.acceptance import AcceptanceMeter, prompt_of
@@ -85,7 +86,7 @@ class Preparation:
         dtype = "bfloat16" if computes_bf16(device) else "float32"
         config = load_config(locate(target, recipe.ROLES["target"]))
         check_rows(config.vocab_size, int(max(map(max, prompts))), f"target {target!r}")
-        capacity = min(config.max_position_embeddings, self.trainee.max_tokens, MOST_ROOM)
+        capacity = min(context_of(config), self.trainee.max_tokens, MOST_ROOM)
         runtime = Runtime(device=str(device), dtype=dtype, capacity=capacity)
         meter = AcceptanceMeter(
             target,

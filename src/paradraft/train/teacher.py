@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from paradraft.models.architecture import context_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.eager import layer_by_layer
 from paradraft.models.loading import load_model, load_tokenizer, locate
@@ -159,7 +160,7 @@ def load_teacher(
         raise ValueError(f"teacher {name!r} has another vocabulary than the model: use one of the same family")
     model = load_model(folder, runtime)
     check_rows(model.config.vocab_size, largest, f"teacher {name!r}")
-    if longest > model.config.max_position_embeddings:
-        room = model.config.max_position_embeddings
+    if longest > context_of(model.config):
+        room = context_of(model.config)
         raise ValueError(f"teacher {name!r} has room for {room} tokens, a sample has {longest}: set max_length={room}")
     return Teacher(model, vocab_size=max(ours.values()) + 1, mask_id=mask_id, masks=masks)

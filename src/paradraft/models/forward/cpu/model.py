@@ -125,8 +125,8 @@ class PackedMatrix:
         )  # fmt: skip
 
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-PLAIN = re.compile(r"Linear|Embedding|(Llama|Qwen2|Qwen3)(RMSNorm|RotaryEmbedding)|SiLU|SiLUActivation")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+PLAIN = re.compile(r"Linear|Embedding|(Llama|Mistral|Qwen2|Qwen3)(RMSNorm|RotaryEmbedding)|SiLU|SiLUActivation")
 """Kinds of modules without parts in these; an adapter has others."""
 PROFILED_AS = "paradraft::pass"
 PROBE = 8

@@ -1,0 +1,125 @@
+"""Every architecture that the model's own code computes: passes over trees, windows, and texts against `generate`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from paradraft.loader import load
+from paradraft.models.architecture import ARCHITECTURES, context_of
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward.cpu.model import NativePass
+from paradraft.models.runtime import Runtime
+from tests.conftest import VOCAB, tiny_tokenizer
+from tests.support.decoding import prefilled
+from tests.support.trees import path_to, random_parents
+
+WINDOW = 48
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {}, "qwen3": {}, "olmo2": {}, "seed_oss": {"head_dim": 8}, "smollm3": {},
+    "mistral": {"sliding_window": None},
+    "mistral with windows": {"sliding_window": WINDOW},
+    "ministral": {"sliding_window": WINDOW, "head_dim": 8},
+    "phi3": {"sliding_window": None},
+    "phi3 with windows": {"sliding_window": WINDOW},
+    "qwen2 with windows": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+    "qwen3 with half windows": {"sliding_window": WINDOW, "use_sliding_window": False},
+}  # fmt: skip
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(
+        kind.partition(" ")[0], vocab_size=VOCAB + 8, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=96, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=0, pad_token_id=None, **KINDS[kind],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, dtype=dtype)
+    return model
+
+
+def test_all_are_tested() -> None:
+    assert {kind.partition(" ")[0] for kind in KINDS} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_and_states_are_those_of_a_fresh_pass(kind: str) -> None:
+    """Guards every architecture against masks, positions or caches that are not its own, up to its last position."""
+    model, chooser = model_of(kind), random.Random(7)
+    most = context_of(model.config)
+    assert most == (WINDOW if kind == "ministral" or kind.endswith("with windows") else 96)
+    lm = CausalLM(model, vocab_size=VOCAB, compiled=False, width=8)
+    texts = [[chooser.randrange(VOCAB) for _ in range(length)] for length in (1, 9, most - 12)]
+    prefilled(lm, texts)
+    for _ in range(3):
+        parents = [[-1, *(parent + 1 for parent in random_parents(chooser.randrange(99), 3))] for _ in texts]
+        tokens = [[text[-1], *(chooser.randrange(VOCAB) for _ in range(3))] for text in texts]
+        asked = torch.tensor(tokens), torch.tensor(parents)
+        logits, hidden = lm.forward(*asked).logits, lm.forward(*asked, hidden_layers=[0, 2, -1]).hidden
+        paths = []
+        for row, text in enumerate(texts):
+            for node in range(4):
+                read = text[:-1] + [tokens[row][i] for i in path_to(parents[row], node)]
+                with torch.inference_mode():
+                    fresh = model(torch.tensor([read]), output_hidden_states=True)
+                close(logits[row, node], fresh.logits[0, -1, :VOCAB])
+                for layer, index in ((0, 0), (2, 2), (-1, -1)):
+                    close(hidden[layer][row, node], fresh.hidden_states[index][0, -1])
+            paths.append(path_to(parents[row], 3))
+        lm.accept_path(paths)
+        for text, path, row in zip(texts, paths, tokens, strict=True):
+            text[-1:] = [row[node] for node in path] + [chooser.randrange(VOCAB)]
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_those_of_generate(kind: str, tmp_path: Path) -> None:
+    """Guards whoever names such a model: with and without a drafter, on the fastest passes there are, the text is that
+    of `transformers`; and a text beyond the window is refused, not wrong."""
+    model = model_of(kind, torch.float32)
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    target, most = str(tmp_path / "target"), context_of(model.config)
+    prompt = [token % VOCAB for token in range(1, most - 30)]
+    whole = model.double().generate(
+        torch.tensor([prompt]), max_new_tokens=30, do_sample=False, suppress_tokens=list(range(VOCAB, VOCAB + 8))
+    )
+    expected = whole[0, len(prompt) :].tolist()
+    drafters: list[dict[str, Any]] = [
+        {"drafter": "none"},
+        {"drafter": "ngram", "k": 3},
+        {"drafter": "autoregressive", "draft": target, "k": 4, "tree": 6},
+    ]
+    for settings in drafters:
+        engine = load(target, runtime=Runtime(device="cpu", dtype="float64"), **settings)
+        assert engine.generate(prompt, max_new_tokens=30).tokens == expected
+        with pytest.raises(ValueError, match=f"for {most}"):
+            engine.generate(prompt, max_new_tokens=32)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "mistral with windows"])
+def test_mistral_is_computed_in_cpp(kind: str) -> None:
+    """Guards the speed of a model whose layers are those of Llama."""
+    lm = CausalLM(model_of(kind, torch.float32), vocab_size=VOCAB)
+    assert isinstance(lm._compute, NativePass)
+
+
+def test_a_window_without_a_size_is_refused() -> None:
+    """Guards against silently wrong attention."""
+    model = model_of("mistral")
+    model.config.sliding_window = 0
+    with pytest.raises(ValueError, match="sliding_window=0"):
+        CausalLM(model, vocab_size=VOCAB, compiled=False)
