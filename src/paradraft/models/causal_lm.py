@@ -86,7 +86,7 @@ class CausalLM:
     """A model, its cache, and how many tokens of each row the cache holds.
 
     Args:
-        model: any Llama- or Qwen-type causal LM without sliding windows, in evaluation mode; its weights must not
+        model: one of `ARCHITECTURES`, in evaluation mode; its weights must not
             change afterwards, because compiled passes have copies.
         vocab_size: ids from here on are never chosen (rows that only pad the embedding).
         capacity: most tokens a row may have; at most the model's `context_of`.

@@ -142,7 +142,7 @@ class LayersObjective(HeadObjective):
     def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
         """What the layers return for each row."""
         (model,) = self._model
-        dtype = self.layers[0].input_layernorm.weight.dtype
+        dtype = next(self.layers[0].parameters()).dtype
         embed = self.target.model.get_input_embeddings()
         states_SRD = states_before(batch, self._fused(read_SNX)).to(dtype)
         hidden_SRD: Tensor = model.model(

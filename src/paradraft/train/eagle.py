@@ -84,7 +84,7 @@ class Eagle(LayersObjective):
         if not batch.depths.any():
             return super().hidden(batch, read_SNX)
         (model,) = self._model
-        dtype = self.layers[0].input_layernorm.weight.dtype
+        dtype = next(self.layers[0].parameters()).dtype
         embed, (S, R) = self.target.model.get_input_embeddings(), batch.depths.shape
         embeddings_SRD = embed(batch.texts.tokens.gather(1, batch.places)).to(dtype)
         states_SRD = states_before(batch, self._fused(read_SNX)).to(dtype)

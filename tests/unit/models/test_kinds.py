@@ -17,6 +17,7 @@ from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.runtime import Runtime
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.decoding import prefilled
+from tests.support.drafts import draft_of
 from tests.support.trees import path_to, random_parents
 
 WINDOW = 48
@@ -123,3 +124,30 @@ def test_a_window_without_a_size_is_refused() -> None:
     model.config.sliding_window = 0
     with pytest.raises(ValueError, match="sliding_window=0"):
         CausalLM(model, vocab_size=VOCAB, compiled=False)
+
+
+SHOWN = [("olmo2", "eagle"), ("phi3", "medusa_parallel"), ("smollm3", "ppd"), ("mistral", "eagle_parallel")]
+WHOLE = [kind for kind in KINDS if "windows" not in kind and kind != "ministral"]
+TRAINED = ["medusa", "hydra", "eagle", "medusa_parallel", "eagle_parallel", "ppd"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafter"),
+    [
+        pytest.param(kind, drafter, marks=() if (kind, drafter) in SHOWN else pytest.mark.slow)
+        for kind in WHOLE
+        for drafter in TRAINED
+    ],
+)
+def test_drafters_are_trained_for_all(kind: str, drafter: str, tmp_path: Path) -> None:
+    """Guards training against layers that are built in another order or have parts of other names."""
+    model_of(kind).save_pretrained(tmp_path / "family" / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "family" / "target")
+    target, draft = str(tmp_path / "family" / "target"), draft_of(tmp_path / "family", drafter)
+    runtime = Runtime(device="cpu", dtype="float64")
+    drafting = load(target, drafter="ppd:size=24" if drafter == "ppd" else drafter, draft=draft, k=4, runtime=runtime)
+    plain = load(target, runtime=runtime)
+    for prompt in ("abcab", "hello"):
+        answer = drafting.generate(prompt, max_new_tokens=24)
+        assert answer.tokens == plain.generate(prompt, max_new_tokens=24).tokens
+        assert answer.stats.nodes
