@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
 from pathlib import Path
 
@@ -110,6 +112,46 @@ def test_interrupted_training_resumes(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+def test_a_run_says_what_it_will_do_and_what_to_do_next(
+    paradraft: Paradraft, recipe: Path, family: Path, tmp_path: Path
+) -> None:
+    """Guards the way from training to serving: what is printed can be pasted, and it decodes with what was trained."""
+    out = tmp_path / "with a space"
+    asked = ["train", "pard", recipe, f"out={out}", f"target={family / 'target'}", "held_out=1"]
+    trained = paradraft(*asked)
+    assert trained.code == 0, trained.err
+    lines = trained.out.splitlines()
+    assert lines[0].startswith("pard, K = 3: 3 samples of ") and lines[0].endswith(
+        f" more held out; {STEPS} steps of 2 samples in float32 on cpu"
+    )
+    assert next(line for line in lines if line.startswith("kept: step ")).count(f" of {STEPS}, ") == 1
+    assert lines[-4] == "try it, measure it, serve it:"
+    generate, bench, serve = map(shlex.split, lines[-3:])
+    assert generate[0] == bench[0] == "paradraft"
+    answer = paradraft(*generate[1:-1], "abc", "--max-new-tokens", 4, *EXACT)
+    assert answer.code == 0, answer.err
+    small = ["--num-prompts", 1, "--max-new-tokens", 4, "--runs", 1, *EXACT, *prompts_of(tmp_path)]
+    figures = paradraft(*bench[1:], *small)
+    assert figures.code == 0, figures.err
+    assert serve[:3] == ["vllm", "serve", str(family / "target")]
+    config = json.loads(serve[-1])
+    assert (config["model"], config["num_speculative_tokens"], config["parallel_drafting"]) == (str(out), 3, True)
+    assert paradraft(*asked).out.splitlines()[-4:] == lines[-4:]
+
+
+def test_without_a_target_there_is_a_word_to_replace(paradraft: Paradraft, recipe: Path, tmp_path: Path) -> None:
+    """Guards against lines that name a model nobody has named."""
+    lines = paradraft("train", "pard", recipe, f"out={tmp_path / 'out'}").out.splitlines()
+    assert lines[-4].endswith("with the model whose text it is to guess as TARGET:")
+    assert all(" TARGET " in line for line in lines[-3:])
+
+
+def prompts_of(folder: Path) -> list[object]:
+    file = folder / "prompts.jsonl"
+    file.write_text('{"prompt": "hello"}\n', encoding="utf-8")
+    return ["--prompts", file]
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 143)])
 def test_a_run_that_is_asked_to_stop(
     paradraft: Paradraft, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
@@ -131,7 +173,7 @@ def test_a_run_that_is_asked_to_stop(
     assert first.code == code
     assert first.err == ("paradraft: interrupted\n" if number == signal.SIGINT else "")
     place = out / "checkpoint"
-    assert first.out.splitlines()[3:] == [
+    assert first.out.splitlines()[4:] == [
         f"stopped after step 3 of {STEPS}, with a checkpoint in {place}: the same command goes on from there"
     ]
     second = paradraft("train", "pard", recipe, f"out={out}")
@@ -181,7 +223,8 @@ def test_a_damaged_checkpoint_is_a_warning(
         second = paradraft("train", "pard", recipe, f"out={out}")
     assert second.err.splitlines()[0].startswith("paradraft: warning: ")
     assert "step-00000004/optimizer.bin is damaged" in second.err.splitlines()[0]
-    assert second.out.splitlines()[0] == "again 3"
+    assert second.out.splitlines()[0].endswith(" on cpu, going on after step 2")
+    assert second.out.splitlines()[1] == "again 3"
     damage(4)
     damage(2)
     assert_mistake(paradraft("train", "pard", recipe, f"out={out}"), "step-00000002/optimizer.bin is damaged", "delete")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +18,7 @@ from paradraft.train import recipe_class, trainee_module, trainee_names
 
 if TYPE_CHECKING:
     from paradraft.train.progress import Evaluation, Progress, Report
+    from paradraft.train.recipe import Recipe
     from paradraft.train.trainee import Builder, R
 
 
@@ -29,15 +32,17 @@ def run_with_display(recipe: R, build: Builder[R]) -> None:
     """
     from paradraft.train import launch
     from paradraft.train.checkpoint import STATE
+    from paradraft.train.provenance import read_record
     from paradraft.train.stopping import StoppedError
 
     console = Console(highlight=False, quiet=not is_main_process())
     try:
         if console.is_terminal:
             with Live(console=console, auto_refresh=False) as live:
-                is_new = launch.train(recipe, build, _Screen(live).show)
+                is_new = launch.train(recipe, build, _Screen(live).show, announce=live.console.print)
         else:
-            is_new = launch.train(recipe, build, lambda report: console.print(_line(report), soft_wrap=True))
+            say = partial(console.print, soft_wrap=True)
+            is_new = launch.train(recipe, build, lambda report: say(_line(report)), announce=say)
     except StoppedError as stop:
         console.print(
             f"stopped after step {stop.step} of {stop.steps}, with a checkpoint in {recipe.out / launch.CHECKPOINT}: "
@@ -58,6 +63,45 @@ def run_with_display(recipe: R, build: Builder[R]) -> None:
         f"drafter written to {recipe.out}" if is_new else f"{recipe.out} is already trained; delete it to train again"
     )
     console.print(said, soft_wrap=True)
+    if is_new and (kept := _kept(read_record(recipe.out))) is not None:
+        console.print(kept, soft_wrap=True)
+
+
+def _kept(record: dict[str, Any]) -> str | None:
+    """Which of the drafters of a run was kept; None if none was measured."""
+    best = record.get("best")
+    if best is None:
+        return None
+    length = best["acceptance_length"]
+    said = "" if length is None else f", {length:.2f} tokens per target pass"
+    return f"kept: step {best['step']} of {record['steps_done']}{said}, held-out loss {best['held_out_loss']:.3f}"
+
+
+def next_steps(name: str, recipe: Recipe) -> list[str]:
+    """Lines to paste: they answer with the drafter that was trained, measure it, and serve it where vLLM can.
+
+    Args:
+        name: of what was trained, which is the drafter's too.
+        recipe: of the run.
+    """
+    from paradraft.drafters import drafter_config
+    from paradraft.export.engines import vllm_config
+
+    target, out = recipe.measured_with or "TARGET", str(recipe.out)
+    k = getattr(recipe, "k", None)
+    has_own_tree = getattr(drafter_config(name, out), "tree", None) is not None
+    depth = None if has_own_tree else k
+    models = f"--target {shlex.quote(target)}"
+    method = f"{name}:draft={out}" if depth is None else f"{name}:k={depth}:draft={out}"
+    drafter = f"--drafter {name}" if depth is None else f"--drafter {name} -k {depth}"
+    lines = [
+        f"paradraft generate {models} {drafter} --draft {shlex.quote(out)} --prompt 'Once upon a time'",
+        f"paradraft bench {models} --methods {shlex.quote(f'ar,{method}')}",
+    ]
+    if k is not None and (config := vllm_config({1: k}, name, out)) is not None:
+        del config["num_speculative_tokens_per_batch_size"]
+        lines.append(f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(config))}")
+    return lines
 
 
 def _line(report: Report) -> str:
@@ -140,6 +184,10 @@ def train_drafter(
     if recipe is None:
         raise ValueError(f"train {name}: name a recipe, a YAML file; --settings lists what it may say")
     try:
-        run_with_display(load_recipe(recipe_class(module), recipe, overrides or []), module.build)
+        wanted = load_recipe(recipe_class(module), recipe, overrides or [])
+        run_with_display(wanted, module.build)
     except StoppedError as stop:
         raise typer.Exit(128 + stop.number) from None
+    if is_main_process():
+        unknown = "" if wanted.measured_with else ", with the model whose text it is to guess as TARGET"
+        print("\n".join(["", f"try it, measure it, serve it{unknown}:", *next_steps(name, wanted)]))

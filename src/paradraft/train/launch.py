@@ -45,7 +45,9 @@ def is_trained(recipe: Recipe) -> bool:
     return True
 
 
-def train(recipe: R, build: Builder[R], report: Callable[[Report], None]) -> bool:
+def train(
+    recipe: R, build: Builder[R], report: Callable[[Report], None], *, announce: Callable[[str], None] | None = None
+) -> bool:
     """Runs a recipe to its end, from its last checkpoint if there is one.
 
     Args:
@@ -53,6 +55,7 @@ def train(recipe: R, build: Builder[R], report: Callable[[Report], None]) -> boo
         build: the function `build` of `train/<name>.py`, which loads what the recipe trains.
         report: called in the main process, every `recipe.log_every` steps, after the last one, and
             after each evaluation.
+        announce: told in the main process, before the first step, what the run will do.
 
     Ctrl-C and SIGTERM end the step, write a checkpoint and stop the run; see `paradraft.train.stopping`.
 
@@ -93,6 +96,9 @@ def train(recipe: R, build: Builder[R], report: Callable[[Report], None]) -> boo
                     recipe, prepared.trainee.objective, steps=prepared.steps, measures=bool(prepared.held_out)
                 )
                 need.check(recipe.out, checkpoints.folder)
+                if announce is not None:
+                    done = "" if state is None else f", going on after step {state.step}"
+                    announce(f"{prepared.in_words} on {accelerator.device}{done}")
         with stop_requests() as request:
             Loop(prepared, acceptance, accelerator, checkpoints, state, request, report).run()
         return True

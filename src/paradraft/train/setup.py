@@ -56,6 +56,16 @@ class Preparation:
         """Optimizer steps of the whole run."""
         return _steps(self.recipe, len(self.samples))
 
+    @property
+    def in_words(self) -> str:
+        """What the run will do, in a line."""
+        recipe, trainee, tokens = self.recipe, self.trainee, sum(len(sample.tokens) for sample in self.samples)
+        held_out = f", {len(self.held_out):,} more held out" if self.held_out else ""
+        return (
+            f"{trainee.drafter}, K = {trainee.k}: {len(self.samples):,} samples of {tokens:,} tokens{held_out}; "
+            f"{self.steps:,} steps of {recipe.samples_per_step} samples in {'bfloat16' if self.bf16 else 'float32'}"
+        )
+
     def batches(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[TrainingBatch]:
         """The passes over some samples; the rows that are dropped depend on a sample's own seed alone."""
         batches = []
