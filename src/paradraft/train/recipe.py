@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
@@ -162,6 +162,20 @@ class Recipe(BaseModel):
     @classmethod
     def _none_is_one_word(cls, given: float | None) -> float | None:
         return given or None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, given: Any) -> Any:
+        """Takes one value for a list of one: the brackets of `data=[FILE]` mean something else to some shells."""
+        if not isinstance(given, dict):
+            return given
+        found = dict(given)
+        for name, field in cls.model_fields.items():
+            kinds = {get_origin(kind) or kind for kind in (field.annotation, *get_args(field.annotation))}
+            value = found.get(name)
+            if list in kinds and isinstance(value, (str, Path, int, float)) and not isinstance(value, bool):
+                found[name] = [value]
+        return found
 
     @model_validator(mode="after")
     def _check_run(self) -> Self:
