@@ -119,3 +119,9 @@ def test_all_that_is_public_is_there() -> None:
     assert all(getattr(paradraft, name).__doc__ for name in paradraft.__all__)
     with pytest.raises(AttributeError, match="module 'paradraft' has no attribute 'nothing'"):
         paradraft.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(("typed", "told"), [("generat", "use generate\n"), ("xyz", "use one of generate, chat, ")])
+def test_a_command_that_is_none(paradraft: Paradraft, typed: str, told: str) -> None:
+    """Guards whoever mistypes."""
+    assert_mistake(paradraft(typed), f"unknown command '{typed}': {told}")

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -81,6 +82,14 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """In the order of the help."""
         return list(COMMANDS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments begin with; of a name that is none, what it may have been."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            known = near[0] if near else "one of " + ", ".join(COMMANDS)
+            ctx.fail(f"unknown command {args[0]!r}: use {known}")
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command, imported; None if there is none of this name."""

@@ -33,7 +33,8 @@ def test_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
         ("max_grad_norm=0", "max_grad_norm", None), ("max_grad_norm=0.5", "max_grad_norm", 0.5),
         ("long=split", "long", "split"),
         ("loss=cross_entropy", "loss", "cross_entropy"), ("out=elsewhere/e=1", "out", Path("elsewhere/e=1")),
-        ("data=[c.txt]", "data", [Path("c.txt")]), ("data=c.txt", "data", [Path("c.txt")]), ("report_to=wandb", "report_to", ["wandb"]),
+        ("data=[c.txt]", "data", [Path("c.txt")]), ("data=c.txt", "data", [Path("c.txt")]),
+        ("report_to=wandb", "report_to", ["wandb"]),
         ("mask_token_id=null", "mask_token_id", None), ("k=12", "k", 12),
     ],
 )  # fmt: skip
