@@ -8,6 +8,11 @@ a drafter; the others are predicted.
 
 The paper (Liu et al. 2024) gives speeds of single models (Table 10) and speedups (Table 1). Acceptance is what makes
 the best VSD of the simulator as fast as its VSD; PEARL's speedup is then predicted with γ = round(c), as there.
+
+`--nano-pearl FILE` is docs/bench_summary.md of https://github.com/smart-lty/nano-PEARL (commit cacb75d), whose authors
+measured their engine on several GPUs: throughput with and without PEARL, and mean accepted tokens (MAT). A chance of
+1 - 1 / MAT makes runs of accepted tokens as long. The speed of the draft model is not told, so it is what gives the
+speedup on GSM8K, for each pair and batch; those on the other tasks are then predicted.
 """
 
 from __future__ import annotations
@@ -51,6 +56,47 @@ def of_paper(draft: float, target: float, vsd: float, pearl: float) -> dict[str,
         "vsd_published": vsd, "acceptance": low, "gamma": gamma, "pearl_predicted": predicted, "pearl_published": pearl,
         "error": predicted / pearl - 1,
     }  # fmt: skip
+
+
+def of_nano_pearl(table: str) -> list[dict[str, Any]]:
+    """Pairs, batch sizes and tasks that the authors of nano-PEARL measured, beside what the simulator says of them.
+
+    Args:
+        table: in Markdown.
+    """
+    measured: dict[tuple[str, str, int], dict[str, dict[str, tuple[float, float]]]] = {}
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if cells[2].isdecimal():
+            draft, target = (name.rpartition("--")[2] for name in cells[:2])
+            of_task = measured.setdefault((draft, target, int(cells[2])), {}).setdefault(cells[3], {})
+            of_task[cells[4]] = float(cells[7]), float(cells[8])
+    found = []
+    for (draft, target, batch), tasks in measured.items():
+        low, high = 0.0, 1.0  # time of the draft model against the target's
+        while high - low > 1e-6:
+            middle = (low + high) / 2
+            is_slower = _ahead(middle, tasks["GSM8K"]["PEARL"][1])[0] < _speedup(tasks["GSM8K"])
+            low, high = (low, middle) if is_slower else (middle, high)
+        for task in sorted(tasks.keys() - {"GSM8K"}):
+            predicted, gamma = _ahead(low, tasks[task]["PEARL"][1])
+            published = _speedup(tasks[task])
+            found.append({
+                "draft": draft, "target": target, "batch": batch, "task": task, "target_to_draft": 1 / low,
+                "gamma": gamma, "predicted": predicted, "published": published, "error": predicted / published - 1,
+            })  # fmt: skip
+    return found
+
+
+def _speedup(task: dict[str, tuple[float, float]]) -> float:
+    return task["PEARL"][0] / task["AR"][0]
+
+
+def _ahead(draft: float, accepted: float) -> tuple[float, int]:
+    """The best speedup of drafting ahead and its γ, if a drafted token takes `draft` passes of the target and runs of
+    `accepted` tokens are accepted."""
+    times, chances = Times(target_s=1.0, draft_s=draft), [1 - 1 / accepted] * 64
+    return max((speed_ahead(times, chances, gamma), gamma) for gamma in range(2, 33))
 
 
 def of_rounds(figures: dict[str, Any]) -> tuple[float, float, float]:
@@ -100,6 +146,7 @@ def main() -> None:
     """Compares and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bench", type=Path, nargs="*", default=[], help="files of `paradraft bench`")
+    parser.add_argument("--nano-pearl", type=Path, help="docs/bench_summary.md of nano-PEARL")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     measured = [one for file in args.bench for one in of_file(file)]
@@ -108,7 +155,12 @@ def main() -> None:
     paper = {name: of_paper(*pair) for name, pair in PAIRS.items()}
     for name, one in paper.items():
         print(f"{name}: {one['pearl_predicted']:.2f} predicted, {one['pearl_published']:.2f} published")
-    write_json(args.json, {"machine": describe_machine("cpu"), "measured": measured, "paper": paper})
+    nano = [] if args.nano_pearl is None else of_nano_pearl(args.nano_pearl.read_text(encoding="utf-8"))
+    for one in nano:
+        name = f"{one['draft']} for {one['target']}, batch {one['batch']}, {one['task']}"
+        print(f"{name}: {one['predicted']:.2f} predicted, {one['published']:.2f} published, {one['error']:+.0%}")
+    figures = {"machine": describe_machine("cpu"), "measured": measured, "paper": paper, "nano_pearl": nano}
+    write_json(args.json, figures)
 
 
 if __name__ == "__main__":
