@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, T5Config
 
+from paradraft.models.architecture import ARCHITECTURES
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
 
@@ -115,7 +116,7 @@ def test_unsupported_models(paradraft: Paradraft, tmp_path: Path) -> None:
     T5Config().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     asked = ["init-draft", "--target", folder, "--out", tmp_path / "out"]
-    assert_mistake(paradraft(*asked), "is a t5 model; supported architectures are llama, qwen2, qwen3")
+    assert_mistake(paradraft(*asked), f"is a t5 model; supported architectures are {', '.join(ARCHITECTURES)}")
     tiny_model(1).config.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(written | {"num_hidden_layers": "two"}), encoding="utf-8")
