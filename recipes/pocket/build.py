@@ -19,12 +19,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 
 import corpus
 from paradraft.cli.train import run_with_display
+from paradraft.formats.folder import save_model
 from paradraft.formats.head import CONFIG, WEIGHTS
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
 from paradraft.models.loading import load_model, load_target
 from paradraft.models.runtime import Runtime, computes_bf16
 from paradraft.train import eagle, eagle_parallel, ppd, recipe_class
-from paradraft.train.checkpoint import save_model
 from paradraft.train.init_draft import make
 from paradraft.train.init_from import PrunedTarget
 from paradraft.train.pard import PardRecipe

@@ -1,4 +1,4 @@
-"""Files of results: checked before the work starts, and replaced only when the new one is complete."""
+"""Files of results: checked before the work, replaced only by whole new ones, and kept when the power fails."""
 
 from __future__ import annotations
 
@@ -68,3 +68,25 @@ def _beside(file: Path) -> Iterator[Path]:
         yield new
     finally:
         new.unlink(missing_ok=True)
+
+
+def sync(folder: Path) -> None:
+    """Forces a folder, and all that is in it, from the system's memory to the disk."""
+    for inside, _, files in os.walk(folder):
+        for name in files:
+            _sync_file(Path(inside, name))
+        sync_entries(Path(inside))
+
+
+def sync_entries(folder: Path) -> None:
+    """Forces the names in a folder to the disk: after a rename, a power cut brings the old name back without it."""
+    if os.name == "posix":
+        _sync_file(folder)
+
+
+def _sync_file(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

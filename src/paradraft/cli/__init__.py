@@ -53,7 +53,8 @@ def _run() -> int:
             raise
         return _complain(_short_of_memory(error), always=True)
     except ModuleNotFoundError as error:
-        return _complain(f"{error.name} is not installed: pip install 'paradraft[train,bench]'", always=True)
+        extra = "train" if sys.argv[1:2] in (["train"], ["regenerate"]) else "bench"
+        return _complain(f"{error.name} is not installed: pip install 'paradraft[{extra}]'", always=True)
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), always=True)
 

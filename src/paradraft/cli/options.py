@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -302,6 +303,10 @@ def biases_of(pairs: list[str]) -> dict[int, float]:
 
 
 def check_png(file: Path | None) -> None:
-    """Raises ValueError if a picture would have another format than its name says."""
-    if file is not None and file.suffix != ".png":
+    """Raises ValueError if a picture would have another format than its name says, or nothing can draw it."""
+    if file is None:
+        return
+    if file.suffix != ".png":
         raise ValueError(f"--plot {file}: name a .png file")
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"--plot {file}: matplotlib draws it, pip install 'paradraft[bench]'")

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,12 +26,9 @@ from typing import Any
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
-from safetensors.torch import save_file
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.digests import file_digest
-from paradraft.train.disk import sync, sync_entries
+from paradraft.files import sync, sync_entries
 from paradraft.train.progress import BestSoFar, Score, Sums
 from paradraft.train.provenance import Learnt
 
@@ -266,61 +263,3 @@ def _delete(folder: Path) -> None:
     # A checkpoint without its state is none, and not a damaged one, if this is stopped halfway.
     (folder / STATE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Gives a folder to write a drafter into; `folder` appears or changes only when all is written, the files on the
-    disk and `config.json` among them."""
-    folder = folder.resolve()
-    new = folder.with_name(folder.name + ".new")
-    shutil.rmtree(new, ignore_errors=True)
-    try:
-        new.mkdir(parents=True)
-        yield new
-        # Safetensors are written for their owner alone, and a server is often another user.
-        for file in new.glob("*.safetensors"):
-            file.chmod((new / "config.json").stat().st_mode)
-        sync(new)
-        put_in_place(new, folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def save_model(
-    folder: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    beside: Mapping[str, dict[str, Tensor]] | None = None,
-) -> None:
-    """Writes an ordinary Hugging Face folder; `folder` appears or changes only when all is written.
-
-    Args:
-        folder: where it goes.
-        model: its weights and configs.
-        tokenizer: its tokenizer.
-        beside: further files of tensors, by name.
-    """
-    if not model.generation_config.do_sample:
-        # Published models have sampling settings without `do_sample`, which `transformers` reads but does not write.
-        try:
-            model.generation_config.validate(strict=True)
-        except ValueError:
-            model.generation_config.do_sample = True
-    with whole_folder(folder) as new:
-        model.save_pretrained(new)
-        tokenizer.save_pretrained(new)
-        for name, tensors in (beside or {}).items():
-            (new / name).parent.mkdir(exist_ok=True)
-            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, new / name)
-
-
-def put_in_place(new: Path, folder: Path) -> None:
-    """Moves the files of a whole model folder into another, `config.json` last: it says that all others are there."""
-    files = [file.relative_to(new) for file in new.rglob("*") if file.is_file()]
-    for file in sorted(files, key=lambda f: f == Path("config.json")):
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        sync_entries((folder / file).parent)
-        os.replace(new / file, folder / file)
-    sync_entries(folder)
-    shutil.rmtree(new)

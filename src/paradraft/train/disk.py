@@ -1,9 +1,8 @@
-"""Room on the disk: how much a run takes, files that survive a power cut, and what is said when there is no room."""
+"""Room on the disk: how much a run takes, and what is said when there is no room."""
 
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,28 +105,6 @@ def _is_full(error: Exception) -> bool:
     # torch writes through a C++ stream, which only knows that it could not write.
     torchs = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
     return any(f"(os error {code})" in text for code in FULL) or any(word in text for word in torchs)
-
-
-def sync(folder: Path) -> None:
-    """Forces a folder, and all that is in it, from the system's memory to the disk."""
-    for inside, _, files in os.walk(folder):
-        for name in files:
-            _sync_file(Path(inside, name))
-        sync_entries(Path(inside))
-
-
-def sync_entries(folder: Path) -> None:
-    """Forces the names in a folder to the disk: after a rename, a power cut brings the old name back without it."""
-    if os.name == "posix":
-        _sync_file(folder)
-
-
-def _sync_file(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free_bytes(folder: Path) -> float:

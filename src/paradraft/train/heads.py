@@ -18,6 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from paradraft.data.samples import Sample
+from paradraft.formats.folder import whole_folder
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint, write_head
 from paradraft.models.architecture import context_of
 from paradraft.models.forward import FINAL_NORM
@@ -26,7 +27,6 @@ from paradraft.models.runtime import Runtime, store_in_nf4
 from paradraft.models.target import Target
 from paradraft.train import memory
 from paradraft.train.batch import Drop, TrainingBatch, collate
-from paradraft.train.checkpoint import whole_folder
 from paradraft.train.features import FeatureCache
 from paradraft.train.losses import Divergence
 from paradraft.train.objective import LOGITS, loss_of_rows, set_up_passes

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from paradraft.formats.folder import save_model
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
 from paradraft.models.architecture import context_of
 from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.models.previous_token import load_head, stored_head
 from paradraft.models.runtime import DTYPES, Runtime
-from paradraft.train.checkpoint import save_model
 from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
 from paradraft.train.vocabulary import end_ids, free_id, of_one_family, resize, used_rows
 

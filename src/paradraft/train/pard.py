@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.data.samples import Sample
+from paradraft.formats.folder import save_model
 from paradraft.formats.pard import (
     PREVIOUS_TOKEN_HEAD,
     check_ends_nothing,
@@ -29,7 +30,6 @@ from paradraft.models.target import Target
 from paradraft.models.tokenization import text_of
 from paradraft.train import memory
 from paradraft.train.batch import Drop, TrainingBatch, collate
-from paradraft.train.checkpoint import save_model
 from paradraft.train.losses import Divergence
 from paradraft.train.objective import Objective, set_up_passes
 from paradraft.train.recipe import Part, Recipe

@@ -19,10 +19,11 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from paradraft.data.samples import Sample
+from paradraft.formats.folder import put_in_place
 from paradraft.train import curves, progress
 from paradraft.train.acceptance import AcceptanceMeter
 from paradraft.train.batch import BatchSampler, TrainingBatch
-from paradraft.train.checkpoint import Checkpoints, State, put_in_place
+from paradraft.train.checkpoint import Checkpoints, State
 from paradraft.train.losses import row_weights
 from paradraft.train.optimizers import Optimizers
 from paradraft.train.progress import BestSoFar, Evaluation, Meter, Report, Score, shares

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from paradraft.formats import folder
 from paradraft.loader import load
-from paradraft.train import checkpoint
 from paradraft.train.init_draft import make
 from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
 from paradraft.train.pard import add_mask_token
@@ -100,7 +100,7 @@ def test_a_failure_while_writing_leaves_nothing(
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.PreTrainedTokenizerBase, "save_pretrained", full)
+        patched.setattr(folder.PreTrainedTokenizerBase, "save_pretrained", full)
         with pytest.raises(OSError, match="No space"):
             make(target, tmp_path / "out", origin)
     assert not list(tmp_path.glob("out*"))

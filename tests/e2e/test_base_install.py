@@ -1,0 +1,91 @@
+"""What works after a plain `pip install`: in processes that do not find the libraries of the extras."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+HIDE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {hidden!r} else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
+IN_BASE_ANYWAY = {"filelock", "httpx2", "paradraft", "pydantic", "pyyaml"}
+"""What libraries of the base install need too."""
+
+
+def extras() -> set[str]:
+    """Libraries that the extras for users name and the base install does not bring."""
+    wanted = [Requirement(line) for line in requires("paradraft") or ()]
+    of_users = ("train", "bench", "quantized")
+    named = {
+        one.name for one in wanted if one.marker and any(one.marker.evaluate({"extra": name}) for name in of_users)
+    }
+    return named - {one.name for one in wanted if not one.marker} - IN_BASE_ANYWAY
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process in which no extra is installed."""
+    assert {"accelerate", "datasets", "matplotlib", "peft", "torchao"} <= extras()
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=extras()), encoding="utf-8")
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+def run(env: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paradraft", *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+MEASURED = ("--target", "pocket", "--num-prompts", 1, "--max-new-tokens", 4, "--threads", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("audit", "--drafter", "pard", *MEASURED[:-2]),
+        ("bench", "--methods", "ar,pard", "--runs", 1, *MEASURED),
+        ("plan", "--k", 4, "--batch-size", 1, *MEASURED),
+        ("generate", "--target", "pocket", "--drafter", "pard", "--prompt", "x", "--max-new-tokens", 4),
+    ],
+    ids=lambda arguments: str(arguments[0]),
+)
+def test_no_extra_is_needed(env: dict[str, str], arguments: tuple[object, ...]) -> None:
+    """Guards whoever installs the package alone: `plan` and `audit` wanted psutil, and nothing said so before."""
+    found = run(env, *arguments)
+    assert found.returncode == 0, found.stderr
+
+
+def test_a_draft_is_made_without_extras(env: dict[str, str], tmp_path: Path) -> None:
+    """Guards `init-draft`, which had imported the library that trains on several devices."""
+    found = run(env, "init-draft", "--target", "pocket", "--out", tmp_path / "draft", "--layers", 3)
+    assert found.returncode == 0, found.stderr
+    assert (tmp_path / "draft" / "config.json").is_file()
+
+
+def test_what_is_missing_is_named_with_its_extra(env: dict[str, str], tmp_path: Path) -> None:
+    """Guards against work that ends in a traceback, or is found to lack a library only when all is done."""
+    for arguments, said in [
+        (("train", "pard", "recipes/pard_pocket.yaml"), "accelerate is not installed: pip install 'paradraft[train]'"),
+        (
+            ("bench", "--methods", "ar", "--plot", tmp_path / "a.png", *MEASURED),
+            "matplotlib draws it, pip install 'paradraft[bench]'",
+        ),
+    ]:
+        found = run(env, *arguments)
+        assert found.returncode == 2
+        assert said in found.stderr
+        assert found.stderr.count("\n") == 1
