@@ -98,7 +98,7 @@ def measure(recipe: PardRecipe, family: Path, prompts: list[list[int]]) -> dict[
             answer_tokens=ANSWER_TOKENS,
             runtime=Runtime(device="cpu", dtype="float32"),
         )
-        lengths[k] = acceptance.of(recipe.out)
+        lengths[k] = acceptance.of(recipe.out).length
     rows = [report.rows_per_s for report in read_history(recipe.out) if isinstance(report, Progress)]
     measured = {"acceptance_length": lengths, "rows_per_s": sorted(rows)[len(rows) // 2]}
     write_json(kept, measured)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paradraft.core import Request
@@ -14,6 +14,19 @@ from paradraft.engine import Engine
 from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
 from paradraft.speculation import Speculation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """What decoding held-out prompts says of a drafter.
+
+    Args:
+        length: tokens per target pass.
+        by_position: for each position of the drafts, from the first token on, the share that is accepted.
+    """
+
+    length: float
+    by_position: tuple[float, ...] = ()
 
 
 class AcceptanceMeter:
@@ -47,8 +60,8 @@ class AcceptanceMeter:
                 f"answer_tokens={answer_tokens}: lower answer_tokens or max_length"
             )
 
-    def of(self, folder: Path) -> float:
-        """Tokens per target pass with the drafter in a folder."""
+    def of(self, folder: Path) -> Decoded:
+        """Decodes with the drafter in a folder."""
         drafter = load_drafter(self._drafter, self.target, draft=str(folder), runtime=self._runtime)
         batch = Engine(self.target, drafter, Speculation(k=self._k)).new_batch()
         requests = [
@@ -57,7 +70,8 @@ class AcceptanceMeter:
         ]
         for _ in run(batch, list(map(Generation, requests))):
             pass
-        return batch.clock.stats.acceptance_length
+        stats = batch.clock.stats
+        return Decoded(length=stats.acceptance_length, by_position=stats.acceptance_per_position)
 
 
 def prompt_of(sample: Sample, *, most: int) -> list[int]:

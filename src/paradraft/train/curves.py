@@ -17,10 +17,18 @@ HISTORY = "history.jsonl"
 PICTURE = "curves.png"
 
 
-def forget_after(folder: Path, step: int) -> None:
-    """Takes what came after a step out of the history: a resumed run does those steps again."""
+def forget_after(folder: Path, step: int, *, is_evaluated: bool) -> None:
+    """Takes what came after a step out of the history: a resumed run does it again.
+
+    Args:
+        folder: of the run.
+        step: the last one that is not done again.
+        is_evaluated: whether the evaluation after it is not made again either.
+    """
     new = folder / f"{HISTORY}.new"
-    new.write_text("".join(_line(report) for report in read_history(folder) if report.step <= step), encoding="utf-8")
+    last = (step, is_evaluated)
+    kept = (report for report in read_history(folder) if (report.step, isinstance(report, Evaluation)) <= last)
+    new.write_text("".join(map(_line, kept)), encoding="utf-8")
     os.replace(new, folder / HISTORY)
 
 
@@ -45,7 +53,7 @@ def read_history(folder: Path) -> list[Report]:
 
 
 def draw(folder: Path) -> None:
-    """Draws the history into `curves.png`: loss, accuracy by depth on held-out rows, and acceptance length."""
+    """Draws the history into `curves.png`: loss, accuracy by position on held-out rows, and acceptance length."""
     from matplotlib.figure import Figure
 
     reports = read_history(folder)
@@ -60,7 +68,7 @@ def draw(folder: Path) -> None:
     by_depth: Sequence[Report] = held_out or training
     for depth in range(min((len(report.accuracy) for report in by_depth), default=0)):
         points = _points((report.step, report.accuracy[depth]) for report in by_depth)
-        accuracy.plot(*points, label=f"depth {depth}")
+        accuracy.plot(*points, label=f"position {depth + 1}")
     accuracy.set_title("rows predicted correctly")
     accuracy.set_ylim(0, 1)
     if by_depth:

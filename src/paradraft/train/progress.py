@@ -49,6 +49,7 @@ class Evaluation:
         acceptance_length: tokens per target pass when held-out prompts are decoded; None without a
             target.
         is_best: whether this is the best drafter so far.
+        by_position: for each position of their drafts, from the first token on, the share that is accepted.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Evaluation:
     accuracy: tuple[float, ...]
     acceptance_length: float | None
     is_best: bool
+    by_position: tuple[float, ...] = ()
 
 
 Report = Progress | Evaluation
@@ -187,6 +189,7 @@ class Score:
         step: steps that were done when it was measured.
         acceptance_length: tokens per target pass; None without a target.
         held_out_loss: mean loss on held-out samples.
+        by_position: see `Evaluation`.
 
     Example:
         >>> first = Score(step=1, acceptance_length=2.5, held_out_loss=1.0)
@@ -199,6 +202,7 @@ class Score:
     step: int
     acceptance_length: float | None
     held_out_loss: float
+    by_position: tuple[float, ...] = ()
 
     def __lt__(self, other: Score) -> bool:
         return self._rank < other._rank
@@ -215,16 +219,19 @@ class BestSoFar:
     Args:
         best: what it is worth; None before the first evaluation.
         stale: evaluations since then, none of them better.
+        first: what the first evaluation said, which is made before any step.
     """
 
     best: Score | None = None
     stale: int = 0
+    first: Score | None = None
 
     def after(self, worth: Score) -> BestSoFar:
         """How the run stands after one more evaluation."""
+        first = self.first or worth
         if self.best is None or self.best < worth:
-            return BestSoFar(best=worth)
-        return replace(self, stale=self.stale + 1)
+            return BestSoFar(best=worth, first=first)
+        return replace(self, stale=self.stale + 1, first=first)
 
     def is_over(self, patience: int | None) -> bool:
         """Whether a run with this patience stops here."""

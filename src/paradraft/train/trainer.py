@@ -136,12 +136,17 @@ class Loop:
         recipe, main = self.recipe, self.accelerator.is_main_process
         if self._begins_with is not None:
             self.checkpoints.load(self._begins_with)
-        state = self._begins_with or State(identity=self.checkpoints.identity, step=0, bf16=self.prepared.bf16)
+        state = self._begins_with or State(
+            identity=self.checkpoints.identity,
+            step=0,
+            bf16=self.prepared.bf16,
+            is_evaluated=not self.prepared.held_out,  # what training gains is told against what was there before
+        )
         self._standing = state.standing
         self._meter = Meter(steps=self.steps, first=state.step, k=self.depths, sums=state.sums)
         if main:
             write_record(recipe, str(self.device), **self._origin)
-            curves.forget_after(recipe.out, state.step)
+            curves.forget_after(recipe.out, state.step, is_evaluated=state.is_evaluated)
         self.accelerator.wait_for_everyone()
         progress.start(self.accelerator, recipe)
         self._finish(self._take_steps(state.step, is_evaluated=state.is_evaluated))
@@ -154,13 +159,13 @@ class Loop:
         With `config.json`, the last file of the drafter, the run is over; until then a stopped run comes here again
         from its last checkpoint, and writes the same.
         """
-        best = self._standing.best
+        best, first = self._standing.best, self._standing.first
         if best is None:
             self._save_drafter(done)
         if self.accelerator.is_main_process:
             out = self.recipe.out
             curves.draw(out)
-            results = {"steps_done": done, "best": None if best is None else asdict(best)}
+            results = {"steps_done": done, "best": best and asdict(best), "before_training": first and asdict(first)}
             write_record(self.recipe, str(self.device), **self._origin, **results)
             put_in_place(self.checkpoints.drafter(done if best is None else best.step), out)
             self.checkpoints.delete()
@@ -262,14 +267,25 @@ class Loop:
         if not math.isfinite(loss):
             raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
         self._save_drafter(done)
-        length = None if self.acceptance is None else self.acceptance.of(self.checkpoints.drafter(done))
-        (length,) = broadcast_object_list([length])  # only the main process measures it
-        self._standing = self._standing.after(Score(step=done, acceptance_length=length, held_out_loss=loss))
+        decoded = None if self.acceptance is None else self.acceptance.of(self.checkpoints.drafter(done))
+        (decoded,) = broadcast_object_list([decoded])  # only the main process measures it
+        length, by_position = (None, ()) if decoded is None else (decoded.length, decoded.by_position)
+        score = Score(step=done, acceptance_length=length, held_out_loss=loss, by_position=by_position)
+        self._standing = self._standing.after(score)
         is_best = self._standing.stale == 0
         if self.accelerator.is_main_process:
             self.checkpoints.keep_drafters(self._standing.best)
         self.accelerator.wait_for_everyone()
-        self._tell(Evaluation(step=done, loss=loss, accuracy=accuracy, acceptance_length=length, is_best=is_best))
+        self._tell(
+            Evaluation(
+                step=done,
+                loss=loss,
+                accuracy=accuracy,
+                acceptance_length=length,
+                is_best=is_best,
+                by_position=by_position,
+            )
+        )
         if self.accelerator.is_main_process and time.monotonic() - self._drawn_s > PICTURE_S:
             curves.draw(self.recipe.out)
             self._drawn_s = time.monotonic()

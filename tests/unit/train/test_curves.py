@@ -27,15 +27,25 @@ def steps(folder: Path) -> list[int]:
 def test_a_resumed_run_tells_its_history_once(tmp_path: Path) -> None:
     """Guards against curves that run back and forth: steps that will be done again are forgotten, and half a line of a
     killed process is no error."""
-    curves.forget_after(tmp_path, 0)
+    curves.forget_after(tmp_path, 0, is_evaluated=True)
     for step in range(1, 6):
         curves.append(tmp_path, progress(step))
     with (tmp_path / curves.HISTORY).open("a") as file:
         file.write('{"step": 6, "lo')
-    curves.forget_after(tmp_path, 4)
+    curves.forget_after(tmp_path, 4, is_evaluated=True)
     assert steps(tmp_path) == [1, 2, 3, 4]
     curves.append(tmp_path, evaluation(5, 2.0))
     assert curves.read_history(tmp_path)[-2:] == [progress(4), evaluation(5, 2.0)], "to the last bit"
+
+
+def test_an_evaluation_that_is_made_again_is_told_once(tmp_path: Path) -> None:
+    """Guards runs that are killed after an evaluation and before the next checkpoint: it stood in the history twice."""
+    for report in (evaluation(0, 1.0), progress(1), progress(2), evaluation(2, 2.0)):
+        curves.append(tmp_path, report)
+    curves.forget_after(tmp_path, 2, is_evaluated=False)
+    assert curves.read_history(tmp_path) == [evaluation(0, 1.0), progress(1), progress(2)]
+    curves.forget_after(tmp_path, 0, is_evaluated=False)
+    assert curves.read_history(tmp_path) == []
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -44,7 +54,7 @@ def test_lines_that_are_no_report_are_left_out(tmp_path: Path, line: bytes) -> N
     (tmp_path / curves.HISTORY).write_bytes(line + b"\n")
     curves.append(tmp_path, progress(2))
     assert curves.read_history(tmp_path) == [progress(2)]
-    curves.forget_after(tmp_path, 2)
+    curves.forget_after(tmp_path, 2, is_evaluated=True)
     assert curves.read_history(tmp_path) == [progress(2)]
 
 
@@ -55,7 +65,7 @@ def test_a_stop_while_forgetting_loses_nothing(tmp_path: Path, monkeypatch: pyte
     write = Path.write_text
     monkeypatch.setattr(Path, "write_text", lambda file, text, **rest: (write(file, text[:9], **rest), 1 / 0))
     with pytest.raises(ZeroDivisionError):
-        curves.forget_after(tmp_path, 4)
+        curves.forget_after(tmp_path, 4, is_evaluated=True)
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
 
 
@@ -65,7 +75,7 @@ def test_the_picture_is_drawn_whatever_was_measured(tmp_path: Path) -> None:
     for number, reports in enumerate([[], [progress(1)], [progress(1), evaluation(2, None)], [evaluation(2, 1.5)]]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        curves.forget_after(folder, 0)
+        curves.forget_after(folder, 0, is_evaluated=True)
         for report in reports:
             curves.append(folder, report)
         with (folder / curves.HISTORY).open("ab") as file:

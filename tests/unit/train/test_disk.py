@@ -104,23 +104,23 @@ def test_a_disk_that_fills_up_is_one_line(
     settings = {"held_out": 2, "evaluate_every": 3} if place == "drafter" else {}
     whole, recipe = (recipe_for(family, tmp_path, out=tmp_path / name, **settings) for name in ("whole", "filled"))
     train_pard(whole, lambda report: None)
-    save = torch.save
+    owner, name, last = (
+        (torch, "save", "step-00000004") if place == "checkpoint" else (PreTrainedModel, "save_pretrained", "-00000003")
+    )
+    save = getattr(owner, name)
 
     def full(*given: Any, **settings: Any) -> None:
-        if place == "checkpoint" and "step-00000004" not in str(given[1]):
-            save(*given, **settings)
-            return
-        raise error
+        if last in str(given[1]):
+            raise error
+        save(*given, **settings)
 
     with monkeypatch.context() as patch:
-        if place == "checkpoint":
-            patch.setattr(torch, "save", full)
-        else:
-            patch.setattr(PreTrainedModel, "save_pretrained", full)
+        patch.setattr(owner, name, full)
         with pytest.raises(OSError, match="no space is left on the disk: make room, and the same command") as raised:
             train_pard(recipe, lambda report: None)
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(recipe.out))
-    assert sorted(folder.name for folder in (recipe.out / "checkpoint").iterdir()) == ["step-00000002"]
+    kept = ["step-00000002"] if place == "checkpoint" else ["drafter-00000000", "step-00000002"]
+    assert sorted(folder.name for folder in (recipe.out / "checkpoint").iterdir()) == kept
     train_pard(recipe, lambda report: None)
     ours, theirs = ((run.out / "model.safetensors").read_bytes() for run in (recipe, whole))
     assert ours == theirs

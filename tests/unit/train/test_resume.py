@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paradraft.train import acceptance
+from paradraft.train.acceptance import AcceptanceMeter, Decoded
 from paradraft.train.pard import PardRecipe
 from paradraft.train.progress import Report
 from tests.support.training import train_pard
@@ -93,10 +93,12 @@ def stopped(recipe: PardRecipe, step: int) -> None:
 
 
 def measuring(patch: pytest.MonkeyPatch, lengths: Sequence[float]) -> None:
-    """Lets the evaluation after step n measure the n-th length."""
-    patch.setattr(
-        acceptance.AcceptanceMeter, "of", lambda self, folder: lengths[int(folder.name.partition("-")[2]) - 1]
-    )
+    """Lets the evaluation after step n measure the n-th length, and the one before all steps one token."""
+
+    def of(self: AcceptanceMeter, folder: Path) -> Decoded:
+        return Decoded(length=(1.0, *lengths)[int(folder.name.partition("-")[2])])
+
+    patch.setattr(AcceptanceMeter, "of", of)
 
 
 def run_of(family: Path, out: Path, **settings: object) -> PardRecipe:
@@ -223,7 +225,7 @@ def test_everything_together(family: Path, tmp_path: Path) -> None:
     settings = {
         "lora": {"rank": 2}, "pack": True, "samples_per_pass": 2, "samples_per_step": 4, "optimizer": "adamw",
         "teacher": str(family / "target"), "held_out": 2, "evaluate_every": 3, "prompt_tokens": 4, "answer_tokens": 8,
-        "patience": 2, "steps": 12, "log_every": 5, "save_every": 4, "lr": 3e-2, "max_length": 33,
+        "patience": 4, "steps": 12, "log_every": 5, "save_every": 4, "lr": 3e-2, "max_length": 33,
     }  # fmt: skip
     whole, begun = (recipe_for(family, tmp_path, out=tmp_path / name, **settings) for name in ("whole", "begun"))
     train_pard(whole, lambda report: None)

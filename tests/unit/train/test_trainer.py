@@ -224,9 +224,11 @@ def test_the_best_drafter_is_kept(family: Path, tmp_path: Path) -> None:
     assert len(worth) - 1 - worth.index(max(worth)) == 3 and measured[-1].step < 40, "the draft began as the target"
     record = json.loads((recipe.out / "train_command.json").read_text())
     assert (record["best"]["acceptance_length"], record["steps_done"]) == (best, measured[-1].step)
+    assert (measured[0].step, record["before_training"]["acceptance_length"]) == (0, lengths[0])
+    assert len(measured[0].by_position) == recipe.k
     assert record["recipe"]["lr"] == 1e-2 and record["data_sha256"].keys() == {str(recipe.data[0])}
     again = prepare_pard(recipe).acceptance(torch.device("cpu"))
-    assert again is not None and again.of(recipe.out) == best
+    assert again is not None and again.of(recipe.out).length == best
     assert (recipe.out / "curves.png").read_bytes()[1:4] == b"PNG"
     history = [json.loads(line) for line in (recipe.out / "history.jsonl").read_text().splitlines()]
     assert [entry["acceptance_length"] for entry in history if "acceptance_length" in entry] == lengths
@@ -311,7 +313,7 @@ def test_of_equal_lengths_the_smaller_loss_is_the_best(family: Path, tmp_path: P
     recipe = recipe_for(family, tmp_path, prompt_tokens=4, answer_tokens=8, **settings)
     reports: list[Progress | Evaluation] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acceptance.AcceptanceMeter, "of", lambda self, folder: 1.5)
+        patch.setattr(acceptance.AcceptanceMeter, "of", lambda self, folder: acceptance.Decoded(length=1.5))
         train_pard(recipe, reports.append)
     measured = [report for report in reports if isinstance(report, Evaluation)]
     best = [report for report in measured if report.is_best][-1]
