@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-ARCHITECTURES = ("llama", "ministral", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
+ARCHITECTURES = ("granite", "llama", "ministral", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
 """Models whose cache, masks and output head are the ones `CausalLM` assumes."""
 SLIDING = "sliding_attention"
 """What `layer_types` calls layers whose tokens see a window of the last ones."""
@@ -31,6 +31,8 @@ SIZES = (
     "max_position_embeddings",
 )
 """Settings of every supported architecture that are whole numbers above 0."""
+MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+"""Settings of Granite."""
 
 
 def check_architecture(config: PretrainedConfig, name: str) -> None:
@@ -95,6 +97,9 @@ def _check_sizes(config: PretrainedConfig, name: str) -> None:
             raise ValueError(
                 f"{name!r}: {setting} is {value!r} in its config.json, where a number of at least 1 belongs"
             )
+    for setting in MULTIPLIERS:
+        if not 0 < (value := getattr(config, setting, 1.0)) < math.inf:
+            raise ValueError(f"{name!r}: {setting} is {value!r} in its config.json, where a number above 0 belongs")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise ValueError(

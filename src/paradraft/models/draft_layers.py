@@ -46,6 +46,8 @@ def layers_like(config: PretrainedConfig, layers: int, *, dtype: torch.dtype, de
     config.tie_word_embeddings = True
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     config.name_or_path = ""
+    if getattr(config, "embedding_multiplier", None) is not None:
+        config.embedding_multiplier = 1.0  # Granite's layers read states of their own size
     if getattr(config, "layer_types", None):
         config.layer_types = (config.layer_types + config.layer_types[-1:] * layers)[:layers]
     with torch.random.fork_rng(devices=[]), torch.device(device):

@@ -23,6 +23,7 @@ from paradraft.formats.head import Head, TargetIdentity, read_checkpoint, write_
 from paradraft.models.architecture import context_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.loading import load_model, load_skeleton, locate
+from paradraft.models.output_head import logits_of
 from paradraft.models.runtime import Runtime, store_in_nf4
 from paradraft.models.target import Target
 from paradraft.train import memory
@@ -127,8 +128,7 @@ class HeadObjective(nn.Module):
 
     def head(self, hidden_mD: Tensor, depths_m: Tensor) -> Tensor:
         """Logits `[m, V]` of some rows of depths `[m]`; by default of the target's own head."""
-        logits: Tensor = self.target.model.lm_head(hidden_mD)
-        return logits
+        return logits_of(self.target.model, hidden_mD)
 
     def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""

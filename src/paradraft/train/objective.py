@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from paradraft.models.output_head import finished, logits_of
 from paradraft.models.previous_token import PreviousTokenHead
 from paradraft.train.batch import TrainingBatch
 from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence
@@ -115,20 +116,21 @@ class Objective(nn.Module):
         """
         lm_head = self.model.lm_head
         if self.previous is None:
-            return lm_head(states)
+            return logits_of(self.model, states)
         corrected_mD, plain_mD = states.chunk(2, dim=-1)
-        logits_mV: Tensor = lm_head(corrected_mD)
+        logits_mV = logits_of(self.model, corrected_mD)
         if not self.unused:
             return logits_mV
         with torch.no_grad():
-            plain_mV, is_used_V = lm_head(plain_mD), torch.ones(logits_mV.shape[1], dtype=torch.bool)
+            plain_mV, is_used_V = logits_of(self.model, plain_mD), torch.ones(logits_mV.shape[1], dtype=torch.bool)
             is_used_V[self.unused] = False
             raised_m1 = _log_sum(logits_mV, is_used_V) - _log_sum(plain_mV, is_used_V)
         if isinstance(lm_head, nn.Linear):
             bias = None if lm_head.bias is None else lm_head.bias[self.unused]
-            unused = nn.functional.linear(plain_mD, lm_head.weight[self.unused], bias)
+            products = nn.functional.linear(plain_mD, lm_head.weight[self.unused], bias)
+            unused = finished(products, self.model.config)
         else:  # adapters train the rows of masks
-            unused = lm_head(plain_mD)[:, self.unused]
+            unused = logits_of(self.model, plain_mD)[:, self.unused]
         logits_mV[:, self.unused] = (unused + raised_m1).to(logits_mV.dtype)
         return logits_mV
 

@@ -22,6 +22,7 @@ from paradraft.models.architecture import context_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.eager import layer_by_layer
 from paradraft.models.loading import load_model, load_tokenizer, locate
+from paradraft.models.output_head import logits_of
 from paradraft.models.runtime import Runtime
 from paradraft.train.batch import Texts
 from paradraft.train.losses import IMPOSSIBLE
@@ -96,7 +97,7 @@ class Teacher:
         Returns:
             `[M, V]` logits in float32; `IMPOSSIBLE` where decoding never chooses.
         """
-        logits = self.model.lm_head(hidden_MD)[:, : self.vocab_size].float()
+        logits = logits_of(self.model, hidden_MD)[:, : self.vocab_size].float()
         logits = F.pad(logits, (0, width - self.vocab_size), value=IMPOSSIBLE)
         if self.mask_id is not None:
             logits[:, self.mask_id : self.mask_id + self.masks] = IMPOSSIBLE

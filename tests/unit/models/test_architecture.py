@@ -155,6 +155,11 @@ def test_rope_settings_that_cannot_be_computed(tmp_path: Path, rope: dict[str, A
         ({"layer_types": ["full_attention"]}, "config.json is wrong: .*num_hidden_layers"),
         ({"layer_types": ["no_such", "full_attention"]}, "config.json is wrong: .*layer_types.*no_such"),
         ({"model_type": "gpt2"}, f"is a gpt2 model; supported architectures are {', '.join(ARCHITECTURES)}"),
+        (
+            {"model_type": "granite", "logits_scaling": 0.0},
+            "logits_scaling is 0.0 in its config.json, where a number above",
+        ),
+        ({"model_type": "granite", "embedding_multiplier": -1.0}, "embedding_multiplier is -1.0"),
     ],
     ids=str,
 )

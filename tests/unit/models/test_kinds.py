@@ -8,43 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paradraft.loader import load
 from paradraft.models.architecture import ARCHITECTURES, context_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.model import NativePass
+from paradraft.models.forward.pipeline import split
 from paradraft.models.runtime import Runtime
+from paradraft.placement import stages_of
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.decoding import prefilled
 from tests.support.drafts import draft_of
+from tests.support.kinds import KINDS, WINDOW, model_of
 from tests.support.trees import path_to, random_parents
-
-WINDOW = 48
-KINDS: dict[str, dict[str, Any]] = {
-    "llama": {}, "qwen2": {}, "qwen3": {}, "olmo2": {}, "seed_oss": {"head_dim": 8}, "smollm3": {},
-    "mistral": {"sliding_window": None},
-    "mistral with windows": {"sliding_window": WINDOW},
-    "ministral": {"sliding_window": WINDOW, "head_dim": 8},
-    "phi3": {"sliding_window": None},
-    "phi3 with windows": {"sliding_window": WINDOW},
-    "qwen2 with windows": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2},
-    "qwen3 with half windows": {"sliding_window": WINDOW, "use_sliding_window": False},
-}  # fmt: skip
-
-
-def model_of(kind: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    torch.manual_seed(3)
-    config = AutoConfig.for_model(
-        kind.partition(" ")[0], vocab_size=VOCAB + 8, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=96, initializer_range=0.3,
-        bos_token_id=None, eos_token_id=0, pad_token_id=None, **KINDS[kind],
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, dtype=dtype)
-    return model
 
 
 def test_all_are_tested() -> None:
@@ -65,6 +41,8 @@ def test_trees_and_states_are_those_of_a_fresh_pass(kind: str) -> None:
         tokens = [[text[-1], *(chooser.randrange(VOCAB) for _ in range(3))] for text in texts]
         asked = torch.tensor(tokens), torch.tensor(parents)
         logits, hidden = lm.forward(*asked).logits, lm.forward(*asked, hidden_layers=[0, 2, -1]).hidden
+        close(lm.head(hidden[-1]), logits)
+        close(lm.forward(*asked, vectors=lm.embed(asked[0])).logits, logits)
         paths = []
         for row, text in enumerate(texts):
             for node in range(4):
@@ -111,6 +89,23 @@ def test_texts_are_those_of_generate(kind: str, tmp_path: Path) -> None:
             engine.generate(prompt, max_new_tokens=32)
 
 
+@pytest.mark.parametrize("kind", ["granite"])
+def test_stages_are_the_whole(kind: str) -> None:
+    """Guards what a stage is told: the states that it reads are no embeddings, and its layers are not the first."""
+    lms = []
+    for places in (None, "cpu/cpu/cpu"):
+        model = model_of(kind)
+        stages = split(model, stages_of(places) or ()) if places else ()
+        lms.append(CausalLM(model, vocab_size=VOCAB, compiled=False, stages=stages))
+    tokens, layers = torch.tensor([[5, 3, 8, 1], [2, 2, 9, 4]]), [0, 1, 2, 3, 4, -1]
+    for lm in lms:
+        prefilled(lm, [[7, 1, 4], [6]])
+    whole, parts = (lm.forward(tokens, hidden_layers=layers) for lm in lms)
+    assert torch.equal(whole.logits, parts.logits)
+    for layer in layers:
+        assert torch.equal(whole.hidden[layer], parts.hidden[layer])
+
+
 @pytest.mark.parametrize("kind", ["mistral", "mistral with windows"])
 def test_mistral_is_computed_in_cpp(kind: str) -> None:
     """Guards the speed of a model whose layers are those of Llama."""
@@ -126,7 +121,10 @@ def test_a_window_without_a_size_is_refused() -> None:
         CausalLM(model, vocab_size=VOCAB, compiled=False)
 
 
-SHOWN = [("olmo2", "eagle"), ("phi3", "medusa_parallel"), ("smollm3", "ppd"), ("mistral", "eagle_parallel")]
+SHOWN = [
+    ("granite", "eagle_parallel"), ("granite", "medusa"), ("olmo2", "eagle"), ("phi3", "medusa_parallel"),
+    ("smollm3", "ppd"), ("mistral", "eagle_parallel"),
+]  # fmt: skip
 WHOLE = [kind for kind in KINDS if "windows" not in kind and kind != "ministral"]
 TRAINED = ["medusa", "hydra", "eagle", "medusa_parallel", "eagle_parallel", "ppd"]
 

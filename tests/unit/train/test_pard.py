@@ -17,6 +17,7 @@ from paradraft.train.pard import add_mask_token
 from paradraft.train.teacher import Teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.decoding import prefilled
+from tests.support.kinds import model_of
 
 ROWS = VOCAB + 8
 MASK = VOCAB + 1
@@ -35,20 +36,21 @@ def batch_of(r: float, k: int = 4, *, packed: bool = False, texts: list[list[int
 def predictions(model: torch.nn.Module, batch: TrainingBatch, **settings: object) -> tuple[torch.Tensor, list[int]]:
     """The logits of all labelled rows as training computes them, and how many rows came at a time."""
     seen: list[torch.Tensor] = []
-    hook = model.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(logits))
+    objective = Objective(model, **settings)
+    logits_of = objective._logits
+    objective._logits = lambda states: seen.append(logits_of(states)) or seen[-1]
     with torch.no_grad():
-        Objective(model, **settings)(batch, torch.ones(8))
-    hook.remove()
+        objective(batch, torch.ones(8))
     return torch.cat(seen), list(map(len, seen))
 
 
-@pytest.mark.parametrize("llama", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "granite"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("r", [1.0, 0.6])
-def test_training_predicts_what_decoding_computes(llama: bool, r: float, packed: bool) -> None:
+def test_training_predicts_what_decoding_computes(kind: str, r: float, packed: bool) -> None:
     """Guards the heart of PARD: a chain of training rows is exactly the draft pass after its anchor (float64), with
     samples side by side, or packed one after the other, where none may see another."""
-    model, k = tiny_model(5, llama=llama), 4
+    model, k = model_of(kind), 4
     lm = CausalLM(model, vocab_size=ROWS, compiled=False)
     batch = batch_of(r, k, packed=packed)
     logits, _ = predictions(model, batch)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from paradraft.models import kv_cache
 from paradraft.models.forward import FINAL_NORM, ForwardOut, NotFiniteError
+from paradraft.models.output_head import logits_of
 from paradraft.models.runtime import stored_bytes
 from paradraft.ragged import upload
 from paradraft.tree import ABSENT, ancestors, depths, is_chain, parents_of_chains
@@ -85,13 +86,13 @@ def _embedded(model: PreTrainedModel, added_PD: Tensor, tokens_BN: Tensor) -> Te
 
 
 def layer_by_layer(body: Any, vectors_BND: Tensor, settings: dict[str, Any]) -> dict[int, Tensor]:
-    """The states of all layers, by their names in `Forward`: what the forward of `LlamaModel`, `Qwen2Model` and
-    `Qwen3Model` does.
+    """The states of all layers, by their names in `Forward`: what the forward of a model's body does.
 
     Not their `output_hidden_states`, which does not have what the last layer returns before the final norm, and leaves
     hooks in the model.
     """
-    states = {0: vectors_BND}
+    multiplier = getattr(body, "embedding_multiplier", None)  # Granite's
+    states = {0: vectors_BND if multiplier is None else vectors_BND * multiplier}
     angles = body.rotary_emb(vectors_BND, settings["position_ids"])
     for number, layer in enumerate(body.layers, 1):
         states[number] = layer(states[number - 1], position_embeddings=angles, **settings)
@@ -104,7 +105,7 @@ def logits_and_states(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The logits `[B, R, V]` of some rows of one pass, and the states of `layers`; fit to be compiled."""
     last_BND, *asked = hidden_states(model, storage, layers, added_PD, *inputs)
-    return model.lm_head(_rows_of(last_BND, logit_rows)), *asked
+    return logits_of(model, _rows_of(last_BND, logit_rows)), *asked
 
 
 def _rows_of(states_BND: Tensor, rows_BR: Tensor) -> Tensor:
@@ -169,8 +170,7 @@ class EagerPass:
 
     def head(self, states: Tensor) -> Tensor:
         """See `Forward`."""
-        logits: Tensor = self._model.lm_head(states.to(self._model.dtype))
-        return logits
+        return logits_of(self._model, states.to(self._model.dtype))
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """See `Forward`; in the model's dtype."""
