@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from paradraft.models.architecture import experts_settings
 from tests.conftest import VOCAB
 
 WINDOW = 48
@@ -19,6 +20,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "phi3 with windows": {"sliding_window": WINDOW},
     "qwen2 with windows": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2},
     "qwen3 with half windows": {"sliding_window": WINDOW, "use_sliding_window": False},
+    "gemma3_text": {"layer_types": ["full_attention"] * 4, "head_dim": 8, "query_pre_attn_scalar": 11},
+    "gemma3_text with a softcap": {
+        "layer_types": ["full_attention"] * 4, "head_dim": 8, "final_logit_softcapping": 4.0,
+    },
+    "gemma3_text with windows": {"sliding_window": WINDOW, "sliding_window_pattern": 2, "head_dim": 8},
+    "qwen3_moe": {
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 8,
+        "mlp_only_layers": [2],
+    },
     "granite": {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7,
     },
@@ -33,7 +43,8 @@ def model_of(kind: str, dtype: torch.dtype = torch.float64, **settings: Any) -> 
         "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
     }  # fmt: skip
     config = AutoConfig.for_model(kind.partition(" ")[0], **sizes | KINDS[kind] | settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
+    experts = experts_settings(torch.float64)  # which float32 has too
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **experts).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, dtype=dtype)

@@ -13,8 +13,8 @@ Shape letters: N tokens of an answer, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from paradraft.audit.recording import Case, NotNumbersError, Recording, are_numbers
+from paradraft.models.architecture import has_experts
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.model import TOLERANCES
 
@@ -150,7 +152,7 @@ def own_logits(lm: CausalLM, case: Case, answer: Recording, *, dtype: torch.dtyp
         NotNumbersError: the model's logits are not numbers.
     """
     text = torch.tensor([[*case.prompt, *answer.tokens[:-1]]], device=lm.device)
-    with nullcontext() if dtype is None else _ProductsIn(dtype, lm.model.dtype):
+    with nullcontext() if dtype is None else _products_in(dtype, lm.model):
         logits_NV = lm.model(text, use_cache=False, logits_to_keep=len(answer.tokens)).logits[0]
     logits_NV = lm.allowed(logits_NV)
     if not bool((are := are_numbers(logits_NV)).all()):
@@ -231,6 +233,21 @@ def can_compute_otherwise(lm: CausalLM) -> bool:
 
 def _is_plain(weight: Tensor) -> bool:
     return type(weight) in (Tensor, nn.Parameter)
+
+
+@contextmanager
+def _products_in(dtype: torch.dtype, model: PreTrainedModel) -> Iterator[None]:
+    """Inside, a model's products are made in this dtype; those of experts one by one, because grouped ones are in the
+    weights' own."""
+    before = model.get_experts_implementation()
+    if has_experts(model.config):
+        model.set_experts_implementation("eager")
+    try:
+        with _ProductsIn(dtype, model.dtype):
+            yield
+    finally:
+        if has_experts(model.config):
+            model.set_experts_implementation(before)
 
 
 class _ProductsIn(TorchFunctionMode):

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from paradraft.bench.bandwidth import Speeds
 from paradraft.core import Drafter
+from paradraft.models.architecture import has_experts
 from paradraft.models.causal_lm import CausalLM, Pass
 from paradraft.models.kv_cache import head_size
 from paradraft.models.runtime import stored_bytes
@@ -79,7 +80,8 @@ class Size:
 
     @classmethod
     def of(cls, model: PreTrainedModel, bytes_of: Callable[[Tensor], int] = stored_bytes) -> Size:
-        """The size of a causal LM; an embedding that is the head too counts as the head.
+        """The size of a causal LM; an embedding that is the head too counts as the head, and of the experts of a layer
+        count as many as one token goes through.
 
         Args:
             model: the model.
@@ -91,14 +93,19 @@ class Size:
         last = [
             weight
             for name, weight in base.layers[-1].named_parameters()
-            if weight.ndim == 2 and "k_proj" not in name and "v_proj" not in name
+            if weight.ndim >= 2 and "k_proj" not in name and "v_proj" not in name
         ]
         config, per_head = model.config, head_size(model.config)
+        experts = config.num_experts_per_tok / config.num_experts if has_experts(config) else 1.0
+
+        def total(weights: list[Tensor], size: Callable[[Tensor], int]) -> int:
+            return sum(round(size(weight) * experts) if weight.ndim == 3 else size(weight) for weight in weights)
+
         return cls(
-            body_bytes=sum(map(bytes_of, body)),
-            body_weights=sum(weight.numel() for weight in body if weight.ndim == 2),
-            last_bytes=sum(map(bytes_of, last)),
-            last_weights=sum(weight.numel() for weight in last),
+            body_bytes=total(body, bytes_of),
+            body_weights=total([weight for weight in body if weight.ndim >= 2], Tensor.numel),
+            last_bytes=total(last, bytes_of),
+            last_weights=total(last, Tensor.numel),
             head_bytes=bytes_of(head),
             head_weights=head.numel(),
             row_bytes=stored_bytes(embedding) // len(embedding),

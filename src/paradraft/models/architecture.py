@@ -11,7 +11,10 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-ARCHITECTURES = ("granite", "llama", "ministral", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
+ARCHITECTURES = (
+    "gemma3_text", "granite", "llama", "ministral", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3",
+)  # fmt: skip
 """Models whose cache, masks and output head are the ones `CausalLM` assumes."""
 SLIDING = "sliding_attention"
 """What `layer_types` calls layers whose tokens see a window of the last ones."""
@@ -33,6 +36,8 @@ SIZES = (
 """Settings of every supported architecture that are whole numbers above 0."""
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 """Settings of Granite."""
+EXPERT_SIZES = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "decoder_sparse_step")
+"""Further settings of mixtures of experts that are whole numbers above 0."""
 
 
 def check_architecture(config: PretrainedConfig, name: str) -> None:
@@ -51,7 +56,8 @@ def check_architecture(config: PretrainedConfig, name: str) -> None:
         )
     _check_layers(config, name)
     _check_sizes(config, name)
-    _check_rope(config, name)
+    for layer_type, rope in ropes_of(config).items():
+        _check_rope(rope, config, name, layer_type)
 
 
 def context_of(config: PretrainedConfig) -> int:
@@ -64,6 +70,25 @@ def context_of(config: PretrainedConfig) -> int:
     window: int | None = getattr(config, "sliding_window", None)
     slides = (types is None or SLIDING in types) and getattr(config, "use_sliding_window", True)
     return min(most, window) if window is not None and slides else most
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Whether layers are mixtures of experts, of which each token goes through a few."""
+    return bool(config.model_type == "qwen3_moe")
+
+
+def experts_settings(dtype: torch.dtype) -> dict[str, Any]:
+    """How mixtures of experts are computed, as `from_pretrained` takes it: by grouped products, as `transformers` does
+    it by itself, but for float64, in which torch has none."""
+    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+
+
+def ropes_of(config: PretrainedConfig) -> dict[str | None, Mapping[str, Any]]:
+    """The settings of rotary embeddings: in Gemma 3 for each type of layer that it has, else as None of all."""
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if config.model_type != "gemma3_text":
+        return {None: rope}
+    return {layer_type: rope.get(layer_type) or {} for layer_type in sorted(set(config.layer_types))}
 
 
 def check_capacity(capacity: int | None, most: int) -> None:
@@ -88,15 +113,21 @@ def _check_layers(config: PretrainedConfig, name: str) -> None:
         )
     if getattr(config, "is_heterogeneous", False):
         raise ValueError(f"{name!r} has layers of different sizes (per_layer_config), which are not supported")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ValueError(f"{name!r} lets tokens see later ones (use_bidirectional_attention): it writes no texts")
 
 
 def _check_sizes(config: PretrainedConfig, name: str) -> None:
-    for setting in SIZES:
+    for setting in (*SIZES, *(EXPERT_SIZES if has_experts(config) else ())):
         value = getattr(config, setting)
         if type(value) is not int or value < 1:
             raise ValueError(
                 f"{name!r}: {setting} is {value!r} in its config.json, where a number of at least 1 belongs"
             )
+    if has_experts(config) and config.num_experts_per_tok > config.num_experts:
+        raise ValueError(
+            f"{name!r}: num_experts_per_tok is {config.num_experts_per_tok} in its config.json, of {config.num_experts}"
+        )
     for setting in MULTIPLIERS:
         if not 0 < (value := getattr(config, setting, 1.0)) < math.inf:
             raise ValueError(f"{name!r}: {setting} is {value!r} in its config.json, where a number above 0 belongs")
@@ -111,16 +142,16 @@ def _check_sizes(config: PretrainedConfig, name: str) -> None:
         raise ValueError(
             f"{name!r}: heads of {head_size!r} numbers cannot be rotated: head_dim must be even and above 0"
         )
-    if config.hidden_act not in ACT2FN:
-        raise ValueError(f"{name!r}: transformers knows no activation hidden_act={config.hidden_act!r}")
+    act = "hidden_activation" if config.model_type == "gemma3_text" else "hidden_act"
+    if (found := getattr(config, act)) not in ACT2FN:
+        raise ValueError(f"{name!r}: transformers knows no activation {act}={found!r}")
     if not 0 <= config.rms_norm_eps < math.inf:
         raise ValueError(
             f"{name!r}: rms_norm_eps is {config.rms_norm_eps!r}, where a small number of at least 0 belongs"
         )
 
 
-def _check_rope(config: PretrainedConfig, name: str) -> None:
-    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+def _check_rope(rope: Mapping[str, Any], config: PretrainedConfig, name: str, layer_type: str | None) -> None:
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(
             f"{name!r} has rope settings for each type of layer, which is not supported: use a model whose layers have "
@@ -136,13 +167,13 @@ def _check_rope(config: PretrainedConfig, name: str) -> None:
     if type(theta) not in (int, float) or not 0 < theta < math.inf:
         raise ValueError(f"{name!r}: rope_theta is {theta!r} in its config.json, where a number above 0 belongs")
     if kind != "default":
-        _check_angles(config, kind, name)
+        _check_angles(config, kind, name, layer_type)
 
 
-def _check_angles(config: PretrainedConfig, kind: str, name: str) -> None:
+def _check_angles(config: PretrainedConfig, kind: str, name: str, layer_type: str | None) -> None:
     """Raises ValueError where `transformers` cannot compute the angles, or makes others than a head needs."""
     try:
-        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
         is_right = bool(frequencies.isfinite().all()) and math.isfinite(scale)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"

@@ -31,7 +31,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging as hf_logging
 
 from paradraft.errors import is_out_of_memory
-from paradraft.models.architecture import check_architecture, context_of
+from paradraft.models.architecture import check_architecture, context_of, experts_settings, has_experts
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.pipeline import StageModel, split
 from paradraft.models.generation import complaint, end_ids, suppressed_ids
@@ -180,7 +180,7 @@ def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
             attn_implementation=ATTENTION,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **settings,
+            **experts_settings(runtime.computed_in) | settings,
         )
     others = [f"{key} has the shape {tuple(is_)}, not {tuple(wanted)}" for key, is_, wanted in found["mismatched_keys"]]
     if wrong := sorted([*others, *(f"{key} is missing" for key in found["missing_keys"])]):
@@ -206,6 +206,8 @@ def load_shard(name: str, runtime: Runtime, ranks: int) -> PreTrainedModel:
     if runtime.dtype in QUANTIZED or runtime.compiled:
         raise ValueError("tensor parallelism: passes are those of transformers, so neither int8, int4 nor --compile")
     config = load_config(name)
+    if has_experts(config):
+        raise ValueError(f"{name!r}: mixtures of experts are not shared out by layer: give whole layers to devices")
     if not getattr(config, "base_model_tp_plan", None):
         raise ValueError(f"{name!r}: transformers has no plan of how {config.model_type} models share their layers")
     for key in ("num_key_value_heads", "num_attention_heads"):

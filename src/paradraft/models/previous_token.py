@@ -31,6 +31,7 @@ from paradraft.formats.head import Head, file_of
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, RANK
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.correction import NativeCorrection
+from paradraft.models.output_head import check_linear, sizes_of
 from paradraft.models.target import gathered
 from paradraft.sampling.expansion import EXPANDED, expanded
 from paradraft.sampling.sampler import Sampler
@@ -85,12 +86,16 @@ def new_head(model: PreTrainedModel, rank: int, *, seed: int) -> PreviousTokenHe
         model: whose states it is to correct: a causal LM with a final norm.
         rank: X.
         seed: of its weights.
+
+    Raises:
+        ValueError: the model's logits are not linear in its states.
     """
-    body: Any = model.model
-    embeddings, norm = body.embed_tokens.weight, body.norm.weight
-    with torch.random.fork_rng(devices=[]), torch.device("meta" if norm.is_meta else "cpu"):
+    check_linear(model.config, f"previous_token_rank={rank}")
+    is_meta = model.device.type == "meta"
+    embeddings, states = (1.0, 1.0) if is_meta else (max(size, 1e-6) for size in sizes_of(model))
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if is_meta else "cpu"):
         torch.manual_seed(seed)
-        return PreviousTokenHead(embeddings.shape[1], rank, states=_size(norm), embeddings=_size(embeddings))
+        return PreviousTokenHead(model.config.hidden_size, rank, states=states, embeddings=embeddings)
 
 
 def stored_head(head: PreviousTokenHead, config: PretrainedConfig) -> dict[str, Tensor]:
@@ -205,8 +210,3 @@ class Correction:
             return logits_BKV[:, depth, None] + self._correction(memories[0])
 
         return expanded(sampler, tree, logits_BKV[:, :1], expand, k=k)
-
-
-def _size(weight: Tensor) -> float:
-    """Root mean square; of a model without weights 1."""
-    return 1.0 if weight.is_meta else max(float(weight.detach().float().square().mean().sqrt()), 1e-6)

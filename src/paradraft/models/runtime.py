@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from paradraft.errors import is_out_of_memory
+from paradraft.models.architecture import has_experts
 
 GROUP = 32
 """Weights that share a scale in 4 bits."""
@@ -47,6 +48,8 @@ def quantize(model: PreTrainedModel, bits: int) -> None:
     Raises:
         ValueError: torchao cannot do it.
     """
+    if has_experts(model.config):
+        raise ValueError(f"dtype='int{bits}': torchao rounds linear layers, and experts are none: use bfloat16")
     quantize_, config = _torchao(bits)
     try:
         quantize_(model, config)

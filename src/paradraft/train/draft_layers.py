@@ -205,14 +205,15 @@ class Masks(nn.Module):
 
     Args:
         recipe: the run.
-        embeddings_VD: the target's; a mask begins as their mean.
+        target: a mask begins as the mean of its embeddings.
         reads_states: whether states are read at all.
     """
 
-    def __init__(self, recipe: ParallelRecipe, embeddings_VD: Tensor, *, reads_states: bool = True) -> None:
+    def __init__(self, recipe: ParallelRecipe, target: Teacher, *, reads_states: bool = True) -> None:
         super().__init__()
         masks = max(recipe.k - 1, 1) if recipe.distinct_masks else 1
-        mean_D = embeddings_VD.detach().float().mean(0)
+        embed = target.model.get_input_embeddings()
+        mean_D = embed.weight.detach().float().mean(0) * getattr(embed, "scalar_embed_scale", 1.0)  # Gemma's
         self.embeddings = nn.Parameter(mean_D.repeat(masks, 1))
         is_learned = reads_states and recipe.mask_state == "learned"
         self.state = nn.Parameter(torch.zeros_like(mean_D)) if is_learned else None

@@ -23,7 +23,7 @@ from paradraft.formats.head import Head, TargetIdentity, read_checkpoint, write_
 from paradraft.models.architecture import context_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.loading import load_model, load_skeleton, locate
-from paradraft.models.output_head import logits_of
+from paradraft.models.output_head import logits_of, sizes_of
 from paradraft.models.runtime import Runtime, store_in_nf4
 from paradraft.models.target import Target
 from paradraft.train import memory
@@ -172,13 +172,8 @@ def states_before(batch: TrainingBatch, read_SND: Tensor) -> Tensor:
 
 def embedding_scale(target: Teacher) -> float:
     """How many times larger the target's last states are than its embeddings, which beside them would hardly count."""
-    model: Any = target.model
-    return _size(model.model.norm.weight) / _size(model.get_input_embeddings().weight)
-
-
-def _size(weight: Tensor) -> float:
-    """Root mean square."""
-    return float(weight.detach().float().square().mean().sqrt())
+    embeddings, states = sizes_of(target.model)
+    return states / embeddings
 
 
 def by_depth(parts: list[Tensor], batch: TrainingBatch, like_SRD: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
-from paradraft.models.architecture import context_of
+from paradraft.models.architecture import context_of, has_experts
 from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.models.previous_token import load_head, stored_head
 from paradraft.models.runtime import DTYPES, Runtime
@@ -33,7 +33,8 @@ def narrow(model: PreTrainedModel, size: int) -> None:
         size: neurons to keep in each layer, at most as many as there are.
     """
     for layer in model.model.layers:
-        mlp, scale = layer.mlp, layer.post_attention_layernorm.weight.float()
+        mlp, norm = layer.mlp, getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
+        scale = norm.weight.float() + (model.config.model_type == "gemma3_text")  # whose norms multiply by 1 + weight
         gates, ups = ((linear.weight.float() * scale).norm(dim=1) for linear in (mlp.gate_proj, mlp.up_proj))
         writes = gates * ups * mlp.down_proj.weight.float().norm(dim=0)
         kept = writes.topk(size).indices.sort().values
@@ -156,6 +157,9 @@ def _cut(name: str, folder: str, kept: tuple[int, ...], dtype: str) -> PreTraine
     config = model.config
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = [config.layer_types[index] for index in kept]
+    if has_experts(config):
+        dense = (index for index, layer in enumerate(model.model.layers) if not hasattr(layer.mlp, "experts"))
+        config.mlp_only_layers, config.decoder_sparse_step = list(dense), 1
     if getattr(config, "max_window_layers", None) is not None:
         config.max_window_layers = sum(index < config.max_window_layers for index in kept)
     config.num_hidden_layers = len(kept)

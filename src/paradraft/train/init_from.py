@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from paradraft.formats.pard import CONFIG_KEYS
+from paradraft.models.architecture import has_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,14 @@ class PrunedTarget:
         return tuple((index * (number - 1) + gaps // 2) // gaps for index in range(wanted))
 
     def check_narrower(self, target: PretrainedConfig) -> None:
-        """Raises ValueError if more neurons are to be kept than a layer of the target has."""
+        """Raises ValueError if more neurons are to be kept than a layer of the target has, or its layers have no MLP of
+        three matrices."""
         there = target.intermediate_size
+        if self.intermediate_size is not None and target.model_type in ("phi3", "qwen3_moe"):
+            raise ValueError(
+                f"intermediate_size={self.intermediate_size}: the MLPs of {target.model_type} models cannot be cut: "
+                "leave it out"
+            )
         if self.intermediate_size is not None and self.intermediate_size > there:
             raise ValueError(
                 f"intermediate_size={self.intermediate_size}: the target's layers have {there}, keep at most that many"
@@ -133,6 +140,10 @@ class RandomInit:
             "head_dim": self.hidden_size // self.heads,
             "tie_word_embeddings": True,
         }
+        if target.model_type == "gemma3_text":
+            settings["layer_types"] = ["full_attention"] * self.layers
+        if has_experts(target):
+            settings["mlp_only_layers"] = list(range(self.layers))  # a small draft has none
         return type(target).from_dict(settings)
 
 

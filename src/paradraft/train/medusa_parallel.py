@@ -49,8 +49,7 @@ class MedusaParallel(LayersObjective):
         super().__init__(target, recipe, on_gpu=on_gpu, bf16=bf16)
         self.reads_states = recipe.reads == "state"
         self.scale = embedding_scale(target) if self.reads_states else 1.0
-        embeddings_VD = target.model.get_input_embeddings().weight
-        self.masks = Masks(recipe, embeddings_VD, reads_states=self.reads_states)
+        self.masks = Masks(recipe, target, reads_states=self.reads_states)
 
     def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
         """The embedding, and the state if it is read."""

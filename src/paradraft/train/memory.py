@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from paradraft.models.architecture import has_experts
 from paradraft.models.kv_cache import free_bytes, head_size
 from paradraft.models.loading import load_skeleton, locate
 from paradraft.models.runtime import computes_bf16
@@ -110,11 +111,15 @@ def estimate(
 def kept_by_layers(recipe: Recipe, config: PretrainedConfig, *, bf16: bool) -> float:
     """Bytes that a row keeps for the backward pass in the layers of a causal LM."""
     size = 2 if bf16 else 4
-    # Counted on Llama's and Qwen's layers: around both norms, in float32; queries and what attention gives; keys and
-    # values; and the MLP.
+    # Counted on the layers of Llama, Qwen, Gemma and mixtures of experts: around norms, in float32; queries and what
+    # attention gives; keys and values; and the MLP.
     heads = (config.num_attention_heads, config.num_key_value_heads)
     queries, keys = (number * head_size(config) for number in heads)
-    layer = 4 * 6 * config.hidden_size + size * (6 * queries + 8 * keys + 4 * config.intermediate_size)
+    norms, mlp = (10 if config.model_type == "gemma3_text" else 6), size * 4 * config.intermediate_size
+    if has_experts(config):  # of each that a token goes through; in float32, because grouped products are not cast
+        expert = 4 * config.moe_intermediate_size + 3 * config.hidden_size
+        mlp = max(mlp, 4 * config.num_experts_per_tok * expert)
+    layer = 4 * norms * config.hidden_size + size * (6 * queries + 8 * keys) + mlp
     if recipe.gradient_checkpointing:
         return config.num_hidden_layers * 4.0 * config.hidden_size + layer
     return float(config.num_hidden_layers * layer)

@@ -24,6 +24,7 @@ from paradraft.formats.pard import (
 )
 from paradraft.models.architecture import context_of
 from paradraft.models.loading import load_draft_lm, load_model, load_skeleton, locate
+from paradraft.models.output_head import check_linear
 from paradraft.models.previous_token import MOST_RANK, PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -209,6 +210,8 @@ def drafter_skeleton(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, dev
 def _ready(
     model: PreTrainedModel, recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, *, on_gpu: bool
 ) -> InitialDrafter:
+    if recipe.draft_temperature != 1.0:
+        check_linear(model.config, f"draft_temperature={recipe.draft_temperature}")
     previous = _previous(model, recipe)
     if recipe.k > 1:
         first = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks)
@@ -287,7 +290,8 @@ def cool(model: PreTrainedModel, previous: PreviousTokenHead | None, temperature
         temperature: above 0.
     """
     body: Any = model.model
-    body.norm.weight.div_(temperature)
+    offset = 1.0 if model.config.model_type == "gemma3_text" else 0.0  # its norms multiply by 1 + weight
+    body.norm.weight.add_(offset).div_(temperature).sub_(offset)
     if previous is not None:
         previous.state.weight.mul_(temperature)
         previous.correction.weight.div_(temperature)

@@ -25,6 +25,7 @@ from transformers import DynamicCache
 
 from paradraft.data.samples import Sample
 from paradraft.drafters.ppd import MOST_PROMPTS
+from paradraft.models.architecture import has_experts
 from paradraft.models.kv_cache import head_size
 from paradraft.models.loading import load_config, locate
 from paradraft.train import memory
@@ -127,10 +128,10 @@ class PpdObjective(HeadObjective):
     def __init__(self, target: Teacher, recipe: PpdRecipe, *, bf16: bool = False) -> None:
         super().__init__(target, recipe, bf16=bf16)
         self.recipe = recipe
-        config, embeddings_VD = target.model.config, target.model.get_input_embeddings().weight
+        config, embed = target.model.config, target.model.get_input_embeddings()
         generator = torch.Generator().manual_seed(recipe.seed)
         ids = torch.randint(target.vocab_size, (recipe.k, recipe.copies), generator=generator)
-        begun = embeddings_VD.detach().float()[ids.to(embeddings_VD.device)]
+        begun = embed(ids.to(embed.weight.device)).detach().float()
         self.prompts = nn.ParameterDict({"embeddings": nn.Parameter(begun.clone())})
         if recipe.aggregation == "weights":
             self.prompts["weights"] = nn.Parameter(torch.full((recipe.k, recipe.copies), 1 / recipe.copies))
@@ -300,6 +301,8 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
         raise ValueError(
             "gradient_checkpointing=true: prompt tokens are read with a cache, which it excludes: leave it out"
         )
+    if recipe.nf4 and has_experts(config):
+        raise ValueError("nf4=true: torchao stores linear layers, and experts are none: leave it out")
     if recipe.exits > (most := config.num_hidden_layers):
         raise ValueError(f"exits={recipe.exits}: model {recipe.model!r} has {most} layers")
     trained = recipe.k * recipe.copies * config.hidden_size + recipe.own_head * config.vocab_size * config.hidden_size

@@ -19,6 +19,7 @@ from paradraft.models.presets import random_model
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
 from tests.conftest import tiny_model
+from tests.support.kinds import model_of
 
 CPU = torch.device("cpu")
 PROMPT = "helloworld"
@@ -54,6 +55,19 @@ def test_bytes_of_a_pass_by_hand() -> None:
     assert found.last_bytes == 2 * (2 * 32 * 32 + 3 * 32 * 48)  # all products of a layer but keys and values
     unread = found.head_bytes + found.last_bytes
     assert found.cost(decode, Known()).bytes - found.cost(prefill, Known()).bytes == unread
+
+
+def test_a_token_goes_through_a_few_experts() -> None:
+    """Guards the floor of mixtures of experts: with all experts read, passes would be faster than it."""
+    few, all_of_them = (
+        Size.of(model_of("qwen3_moe", torch.float32, num_experts_per_tok=number, mlp_only_layers=[]))
+        for number in (2, 5)
+    )
+    experts, expert = 3 * 4, 3 * 24 * 32  # those that are left out in 4 layers
+    assert all_of_them.body_weights - few.body_weights == experts * expert
+    assert all_of_them.body_bytes - few.body_bytes == 4 * experts * expert
+    assert all_of_them.last_weights - few.last_weights == 3 * expert
+    assert few.last_weights == 2 * 32 * 32 + 5 * 32 + 2 * expert  # queries, output, router
 
 
 def test_an_untied_head_is_not_read_as_an_embedding() -> None:

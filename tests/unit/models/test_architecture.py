@@ -11,7 +11,7 @@ import torch
 from transformers import CohereConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from paradraft.loader import load
-from paradraft.models.architecture import ARCHITECTURES, check_architecture
+from paradraft.models.architecture import ARCHITECTURES, check_architecture, context_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_config, load_model
 from paradraft.models.runtime import Runtime
@@ -29,6 +29,7 @@ LONGROPE = {
     "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4, "factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+GEMMA = {"model_type": "gemma3_text", "sliding_window_pattern": 2}
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 each_kind = pytest.mark.parametrize("kind", CONFIGS)
 
@@ -51,6 +52,13 @@ def test_static_ropes_are_served(kind: str, rope: dict[str, Any] | None) -> None
     config = config_of(kind, rope_parameters=rope)
     check_architecture(config, "some/model")
     assert config.rope_parameters["rope_type"] == (rope or {}).get("rope_type", "default")
+
+
+@pytest.mark.parametrize("rope", [None, LINEAR, LLAMA3_ROPE])
+def test_gemmas_ropes_are_served(tmp_path: Path, rope: dict[str, Any] | None) -> None:
+    """Guards Gemma 3 as it is published: windows have angles of their own, and long texts linear ones."""
+    config = load_config(folder_of(tmp_path / "model", **GEMMA, rope_scaling=rope, sliding_window=64))
+    assert context_of(config) == 64 and set(config.rope_parameters) == {"full_attention", "sliding_attention"}
 
 
 @each_kind
@@ -160,6 +168,13 @@ def test_rope_settings_that_cannot_be_computed(tmp_path: Path, rope: dict[str, A
             "logits_scaling is 0.0 in its config.json, where a number above",
         ),
         ({"model_type": "granite", "embedding_multiplier": -1.0}, "embedding_multiplier is -1.0"),
+        ({"model_type": "gemma3_text", "hidden_activation": "no_such"}, "no activation hidden_activation='no_such'"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "lets tokens see later ones"),
+        (GEMMA | {"rope_scaling": DYNAMIC}, "rotary embedding of the type 'dynamic'"),
+        (GEMMA | {"rope_scaling": LINEAR | {"factor": 0}}, "do not give finite angles"),
+        ({"model_type": "gemma3_text", "rope_local_base_freq": -1.0}, "rope_theta is -1.0"),
+        ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts is 0"),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5 .*, of 4"),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paradraft.loader import load
-from paradraft.models.architecture import ARCHITECTURES, context_of
+from paradraft.models.architecture import ARCHITECTURES, context_of, has_experts
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.pipeline import split
@@ -89,7 +89,26 @@ def test_texts_are_those_of_generate(kind: str, tmp_path: Path) -> None:
             engine.generate(prompt, max_new_tokens=32)
 
 
-@pytest.mark.parametrize("kind", ["granite"])
+@pytest.mark.parametrize("kind", ["granite", "gemma3_text with a softcap", "gemma3_text with windows", "qwen3_moe"])
+def test_float32_texts_are_those_of_generate(kind: str, tmp_path: Path) -> None:
+    """Guards the dtype that such models are run in, in which experts are computed by other products than in float64,
+    with prompts of several lengths in a batch."""
+    model_of(kind, torch.float32).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    runtime = Runtime(device="cpu", dtype="float32")
+    target = str(tmp_path / "target")
+    engine = load(target, drafter="autoregressive", draft=target, k=3, tree=6, runtime=runtime)
+    model = engine.target.lm.model
+    assert not engine.target.lm.is_native
+    assert not has_experts(model.config) or model.config._experts_implementation == "grouped_mm"
+    prompts = [[7, 3, 9, 7, 3], [5], [1, 2, 1, 2, 1, 2, 1, 2]]
+    settings = {"max_new_tokens": 20, "do_sample": False, "suppress_tokens": list(range(VOCAB, VOCAB + 8))}
+    for prompt, answer in zip(prompts, engine.generate(prompts, max_new_tokens=20), strict=True):
+        whole = model.generate(torch.tensor([prompt]), eos_token_id=list(engine.target.eos_ids), **settings)
+        assert answer.tokens == whole[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma3_text with windows", "qwen3_moe"])
 def test_stages_are_the_whole(kind: str) -> None:
     """Guards what a stage is told: the states that it reads are no embeddings, and its layers are not the first."""
     lms = []
@@ -125,7 +144,7 @@ SHOWN = [
     ("granite", "eagle_parallel"), ("granite", "medusa"), ("olmo2", "eagle"), ("phi3", "medusa_parallel"),
     ("smollm3", "ppd"), ("mistral", "eagle_parallel"),
 ]  # fmt: skip
-WHOLE = [kind for kind in KINDS if "windows" not in kind and kind != "ministral"]
+WHOLE = [kind for kind in KINDS if " with " not in kind and kind != "ministral"]
 TRAINED = ["medusa", "hydra", "eagle", "medusa_parallel", "eagle_parallel", "ppd"]
 
 

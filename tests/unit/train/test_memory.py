@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paradraft.data.samples import Sample
 from paradraft.models.loading import load_skeleton, load_tokenizer
@@ -20,17 +21,29 @@ from tests.unit.train.test_trainer import recipe_for
 N, VOCAB, SAMPLES = 200, 500, 2
 
 
-def model_of(**sizes: int) -> Qwen3ForCausalLM:
-    config = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, **sizes}
-    return Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=VOCAB, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, **config)
-    )
+def model_of(kind: str = "qwen3", **sizes: Any) -> PreTrainedModel:
+    config = {
+        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    found = AutoConfig.for_model(kind, vocab_size=VOCAB, tie_word_embeddings=True, **config | sizes)
+    return AutoModelForCausalLM.from_config(found)
+
+
+FULL = {"kind": "gemma3_text", "layer_types": ["full_attention"] * 4}
+EXPERTS = {"kind": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 40}
 
 
 @pytest.mark.parametrize(
-    "sizes", [{}, {"hidden_size": 128, "intermediate_size": 512}, {"num_hidden_layers": 12}, {"intermediate_size": 32}]
-)
-def test_what_a_pass_keeps_is_what_was_estimated(sizes: dict[str, int]) -> None:
+    "sizes",
+    [
+        {}, {"hidden_size": 128, "intermediate_size": 512}, {"num_hidden_layers": 12}, {"intermediate_size": 32},
+        {"kind": "granite"}, FULL, FULL | {"hidden_size": 128, "intermediate_size": 32},
+        EXPERTS, EXPERTS | {"num_experts_per_tok": 8, "moe_intermediate_size": 16, "hidden_size": 128},
+        EXPERTS | {"num_experts_per_tok": 2, "moe_intermediate_size": 160},
+    ],
+)  # fmt: skip
+def test_what_a_pass_keeps_is_what_was_estimated(sizes: dict[str, Any]) -> None:
     """Guards the estimate against the memory that autograd really holds on to: never less, and not twice as much. The
     mask and the logits, which are counted apart, are left out."""
     model = model_of(**sizes)

@@ -44,7 +44,7 @@ def predictions(model: torch.nn.Module, batch: TrainingBatch, **settings: object
     return torch.cat(seen), list(map(len, seen))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "granite"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "granite", "gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("r", [1.0, 0.6])
 def test_training_predicts_what_decoding_computes(kind: str, r: float, packed: bool) -> None:

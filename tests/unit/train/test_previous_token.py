@@ -17,6 +17,7 @@ from paradraft.decode.generation import Generation
 from paradraft.drafters.pard import PardDrafter
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
 from paradraft.loader import load
+from paradraft.models.output_head import sizes_of
 from paradraft.models.previous_token import PreviousTokenHead
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.candidates import Candidates
@@ -29,7 +30,8 @@ from paradraft.train.pard import PardRecipe
 from paradraft.train.previous_token import chain_probabilities, corrected
 from paradraft.train.rows import attention_mask
 from paradraft.train.teacher import Teacher
-from tests.conftest import VOCAB, tiny_model
+from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+from tests.support.kinds import model_of
 
 WIDTH, RANK = 6, 4
 
@@ -306,6 +308,40 @@ def test_a_damaged_head_is_one_line(family: Path, tmp_path: Path, damage: str) -
     with pytest.raises(ValueError, match=f"{PREVIOUS_TOKEN_HEAD} cannot be read .*train it again") as raised:
         load(str(family / "target"), drafter="pard", draft=str(tmp_path / "out"), k=4)
     assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma3_text", "olmo2"])
+@torch.no_grad()
+def test_every_norm_can_cool_a_drafter(kind: str) -> None:
+    """Guards norms that multiply by 1 + weight, and logits that are divided again."""
+    model, tokens = model_of(kind), torch.tensor([[5, 3, 8]])
+    before = model(tokens).logits
+    pard.cool(model, None, 0.5)
+    torch.testing.assert_close(model(tokens).logits, before / 0.5, rtol=1e-5, atol=1e-5)
+
+
+def test_squeezed_logits_are_neither_cooled_nor_corrected(tmp_path: Path) -> None:
+    """Guards drafts of Gemma models with a softcap: a correction of a state is no sum of logits there."""
+    model = model_of("gemma3_text with a softcap", torch.float32)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    for setting in ("previous_token_rank=6", "draft_temperature=0.5"):
+        name, value = setting.split("=")
+        recipe = PardRecipe.model_validate(
+            {"model": str(tmp_path), "data": ["d"], "out": "o", "steps": 1, name: float(value)}
+        )
+        with pytest.raises(ValueError, match=rf"{setting}: this model squeezes its logits \(final_logit_softcapping=4"):
+            pard.drafter_skeleton(recipe, tiny_tokenizer(), "cpu")
+
+
+def test_sizes_are_what_the_modules_make() -> None:
+    """Guards heads that begin as if Gemma's embeddings were not scaled, and its norms multiplied by almost nothing."""
+    model, tokens = model_of("gemma3_text"), torch.arange(VOCAB + 8)
+    embeddings, states = sizes_of(model)
+    made = model.model.embed_tokens(tokens)
+    assert embeddings == pytest.approx(made.square().mean().sqrt().item(), rel=1e-5)
+    weight = model.model.norm.weight
+    assert states == pytest.approx((1 + weight).square().mean().sqrt().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

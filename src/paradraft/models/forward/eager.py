@@ -16,6 +16,7 @@ from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from paradraft.models import kv_cache
+from paradraft.models.architecture import ropes_of
 from paradraft.models.forward import FINAL_NORM, ForwardOut, NotFiniteError
 from paradraft.models.output_head import logits_of
 from paradraft.models.runtime import stored_bytes
@@ -93,8 +94,13 @@ def layer_by_layer(body: Any, vectors_BND: Tensor, settings: dict[str, Any]) -> 
     """
     multiplier = getattr(body, "embedding_multiplier", None)  # Granite's
     states = {0: vectors_BND if multiplier is None else vectors_BND * multiplier}
-    angles = body.rotary_emb(vectors_BND, settings["position_ids"])
+    # Gemma 3 rotates by other angles where layers have windows.
+    by_type = {
+        layer_type: body.rotary_emb(states[0], settings["position_ids"], *([layer_type] if layer_type else []))
+        for layer_type in ropes_of(body.config)
+    }
     for number, layer in enumerate(body.layers, 1):
+        angles = by_type[layer.self_attn.layer_type if None not in by_type else None]
         states[number] = layer(states[number - 1], position_embeddings=angles, **settings)
     return states | {FINAL_NORM: body.norm(states[len(body.layers)])}
 

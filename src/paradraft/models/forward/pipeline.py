@@ -74,6 +74,8 @@ def _part(model: PreTrainedModel, first: int, stop: int, device: torch.device) -
     whole = model.model
     config = copy(model.config)
     config.num_hidden_layers = stop - first
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[first:stop]
     if first and getattr(config, "embedding_multiplier", None) is not None:
         config.embedding_multiplier = 1.0  # it reads states, which Granite does not multiply
     with torch.device("meta"):

@@ -1,0 +1,85 @@
+"""Mixtures of experts: what a token gets beside other tokens, and what does not know them is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paradraft.audit.audit import PASS, TIES, audit, findings
+from paradraft.loader import load
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.loading import load_model, load_shard
+from paradraft.models.runtime import Runtime, quantize
+from paradraft.sampling_params import GREEDY
+from paradraft.train.init_draft import make
+from paradraft.train.init_from import PrunedTarget, RandomInit
+from tests.conftest import VOCAB, tiny_tokenizer
+from tests.support.kinds import model_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose third layer of four is dense."""
+    found = tmp_path_factory.mktemp("experts")
+    model_of("qwen3_moe", torch.float32).save_pretrained(found)
+    tiny_tokenizer().save_pretrained(found)
+    return str(found)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_other_tokens_change_no_more_than_rounding(implementation: str) -> None:
+    """Guards the promise: there is no capacity that tokens of other rows could use up, and no expert is chosen for
+    several tokens together. The control is another row."""
+    model = model_of("qwen3_moe", torch.float32)
+    model.set_experts_implementation(implementation)
+    lm = CausalLM(model, vocab_size=VOCAB, compiled=False)
+    alone, together = [], []
+    rows = torch.randint(VOCAB, (9, 6), generator=torch.Generator().manual_seed(0))
+    for some, found in ((rows[:1], alone), (rows, together)):
+        lm.start()
+        lm.join(len(some))
+        found.append(lm.forward(some).logits)
+    torch.testing.assert_close(together[0][:1], alone[0], rtol=1e-4, atol=1e-4)
+    assert (together[0][1] - alone[0][0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_the_audit_passes(folder: str, dtype: str) -> None:
+    """Guards the measure of rounding, in which experts have a part, and that the audit leaves the model as it was."""
+    engine = load(folder, drafter="ngram", k=3, runtime=Runtime(device="cpu", dtype=dtype))
+    implementation = "eager" if dtype == "float64" else "grouped_mm"
+    report = audit(
+        engine, ["helloworld", "abcabcabcabc", "a"], sampling=GREEDY, seeds=1, max_new_tokens=16, batch_size=2,
+        report=lambda _: None,
+    )  # fmt: skip
+    assert report.verdict in (PASS, TIES), findings(report)
+    assert engine.target.lm.model.config._experts_implementation == implementation
+
+
+def test_what_knows_no_experts_is_refused(folder: str) -> None:
+    """Guards against "int8" that leaves most weights whole, and shares of layers that nobody has tried."""
+    with pytest.raises(ValueError, match="dtype='int8': torchao rounds linear layers, and experts are none"):
+        quantize(load_model(folder, Runtime(device="cpu", dtype="float32")), 8)
+    with pytest.raises(ValueError, match="mixtures of experts are not shared out"):
+        load_shard(folder, Runtime(device="cpu", dtype="float32"), 2)
+    with pytest.raises(ValueError, match="intermediate_size=8: the MLPs of qwen3_moe models cannot be cut"):
+        PrunedTarget(intermediate_size=8).check_narrower(model_of("qwen3_moe").config)
+
+
+def test_drafts_are_made(folder: str, tmp_path: Path) -> None:
+    """Guards configs of drafts: which of the kept layers are dense, and that a small draft has no experts."""
+    make(folder, tmp_path / "cut", PrunedTarget(layers=2))
+    make(folder, tmp_path / "cut more", PrunedTarget(every=2))
+    make(folder, tmp_path / "fresh", RandomInit(layers=1, hidden_size=16, heads=2, intermediate_size=24))
+    runtime = Runtime(device="cpu", dtype="float32")
+    cut, more, fresh = (load_model(str(tmp_path / name), runtime) for name in ("cut", "cut more", "fresh"))
+    assert [hasattr(layer.mlp, "experts") for layer in cut.model.layers] == [True, True]
+    assert [hasattr(layer.mlp, "experts") for layer in more.model.layers] == [True, False, True]
+    assert not any(hasattr(layer.mlp, "experts") for layer in fresh.model.layers)
+    engine = load(folder, drafter="autoregressive", draft=str(tmp_path / "fresh"), k=2, runtime=runtime)
+    assert (
+        engine.generate("abc", max_new_tokens=4).tokens
+        == load(folder, runtime=runtime).generate("abc", max_new_tokens=4).tokens
+    )
