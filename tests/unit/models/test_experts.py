@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from paradraft.audit.audit import PASS, TIES, audit, findings
+from paradraft.audit.recording import Case, Recording
+from paradraft.audit.reference import own_logits
 from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_model, load_shard
@@ -56,6 +58,19 @@ def test_the_audit_passes(folder: str, dtype: str) -> None:
     )  # fmt: skip
     assert report.verdict in (PASS, TIES), findings(report)
     assert engine.target.lm.model.config._experts_implementation == implementation
+
+
+def test_rounding_is_measured_in_experts_too(folder: str) -> None:
+    """Guards an audit that measures rounding of everything but the experts, which are most of such a model."""
+    engine = load(folder, drafter="none", runtime=Runtime(device="cpu", dtype="float32"))
+    lm, answer = engine.target.lm, Recording(tokens=[5, 6, 7, 8], logits=torch.empty(0))
+    case = Case(number=0, prompt=[1, 2, 3], sampling=GREEDY)
+    finer = load_model(folder, Runtime(device="cpu", dtype="float64"))
+    with torch.no_grad():
+        expected = finer(torch.tensor([[1, 2, 3, 5, 6, 7]])).logits[0, 2:, :VOCAB]
+    found = own_logits(lm, case, answer, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert (own_logits(lm, case, answer) - expected).abs().max() > 1e-8
 
 
 def test_what_knows_no_experts_is_refused(folder: str) -> None:

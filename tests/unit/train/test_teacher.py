@@ -9,8 +9,10 @@ from paradraft.data.samples import Sample
 from paradraft.models.runtime import Runtime
 from paradraft.train.batch import Drop, collate
 from paradraft.train.losses import IMPOSSIBLE
+from paradraft.train.medusa import MedusaHeads, MedusaRecipe
 from paradraft.train.teacher import Teacher, load_teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+from tests.support.kinds import model_of
 
 ROWS = VOCAB + 8
 TEXTS = [[7, 3, 0, 9, 9, 2, 5, 1, 0, 4, 6, 8], [1, 2, 3, 2, 1]]
@@ -39,6 +41,22 @@ def test_a_teacher_answers_for_the_token_of_each_label(width: int, mask_id: int 
             torch.testing.assert_close(answer[allowed], logits[allowed].float())
             assert len(answer) == width
             assert (answer <= IMPOSSIBLE).sum() == width - len(allowed)
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma3_text with a softcap"])
+def test_what_teachers_and_heads_expect_is_the_models_own(kind: str) -> None:
+    """Guards logits that a model divides or squeezes after its head."""
+    model, tokens = model_of(kind), torch.tensor([[5, 3, 8]])
+    with torch.no_grad():
+        expected, states = model(tokens).logits[0], model.model(tokens).last_hidden_state[0]
+        teacher = Teacher(model, vocab_size=ROWS, mask_id=None)
+        torch.testing.assert_close(teacher.expects(states, ROWS), expected.float())
+        recipe = MedusaRecipe(model="m", data=["d"], out="o", steps=1, k=2)
+        heads, own = (MedusaHeads(teacher, recipe.model_copy(update={"own_heads": own})) for own in (False, True))
+        torch.testing.assert_close(heads.head(states, torch.zeros(3, dtype=torch.long)), expected)
+        if kind == "granite":  # heads of their own begin as the model's
+            begun = own.double().head(states, torch.zeros(3, dtype=torch.long))
+            torch.testing.assert_close(begun, expected, rtol=1e-5, atol=1e-5)
 
 
 def load_for(family: Path, longest: int, name: str | None = None) -> Teacher:
