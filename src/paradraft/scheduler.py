@@ -143,7 +143,9 @@ class Scheduler:
                 all_watched = list(self._watched)
             try:
                 self._wait_until(partial(_have_news, all_watched))
-            except Exception as error:  # it is everybody's who waits here
+            except BaseException as error:  # all who wait here would wait for ever
+                if not isinstance(error, Exception):
+                    error = RuntimeError(f"{type(error).__name__} while decoding: {error}")
                 for watched in all_watched:
                     watched.generation.fail(error)
                     watched.generation.is_told = True
@@ -202,7 +204,7 @@ class Scheduler:
             batch.leave([generation for generation in batch.generations if generation.is_cancelled])
             while self._waiting:
                 joining.append(self._waiting.popleft())
-            joining = [generation for generation in joining if not generation.is_cancelled]
+            joining = [generation for generation in joining if not (generation.is_cancelled or generation.is_finished)]
             rows += joining
             if joining:
                 batch.leave([generation for generation in batch.generations if generation.is_finished])
@@ -249,4 +251,3 @@ class Scheduler:
             generation.stats.append(self._batch.clock.end(generation.request.id))
         self._batch.clear()
         self._waiting.extendleft(reversed(unfinished))
-        self._waiting = deque(generation for generation in self._waiting if not generation.is_finished)

@@ -27,6 +27,7 @@ from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% if m.role == 'wrong' %}{{ m.content + 3 }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>"
     "{{ '0' if short is defined and short else '' }}{% endif %}"
 )
@@ -78,6 +79,8 @@ def test_a_conversation_is_asked_through_the_template(engine: Engine) -> None:
             "the last message is the assistant's",
         ),
         ([{"role": "tool", "content": "a"}], "template refuses this conversation: no tools here"),
+        ([{"role": "wrong", "content": "a"}], "template fails at this conversation (TypeError: "),
+        ([{"role": "user", "content": "ab\ud800"}], "message 1 is not UTF-8 text: look at its character 3"),
     ],
 )
 def test_conversations_that_cannot_be_asked(engine: Engine, messages: list[dict[str, str]], named: str) -> None:
@@ -279,3 +282,13 @@ def test_colours(settings: dict[str, str], wanted: bool, monkeypatch: pytest.Mon
     assert not has_styles(stream)
     stream.isatty = lambda: True
     assert has_styles(stream) == wanted
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-"])
+def test_without_input_or_output(chatting: Path, closed: str) -> None:
+    """Guards whatever starts the program without them: a traceback."""
+    command = f"{sys.executable} -m paradraft chat --target {chatting} {closed}"
+    found = subprocess.run(
+        ["bash", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+    assert (found.returncode, found.stderr) == (0, "")

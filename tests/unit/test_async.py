@@ -126,13 +126,15 @@ def test_beside_other_threads(engine: Engine) -> None:
     assert found == [wanted[number % 8] for number in range(24)]
 
 
-def test_a_round_that_fails(engine: Engine) -> None:
-    """Guards clients against waiting for ever: all who wait are told, and the next request is answered."""
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_a_round_that_fails(engine: Engine, kind: type[BaseException]) -> None:
+    """Guards clients against waiting for ever: all who wait are told, and the next request is answered. A processor
+    that called `sys.exit` had ended the thread that decodes, and no other was begun."""
     step = engine._batch.step
 
     def failing() -> object:
         engine._batch.step = step
-        raise RuntimeError("the machine is on fire")
+        raise kind("the machine is on fire")
 
     async def two() -> list[object]:
         return await asyncio.gather(streamed(engine, 0), streamed(engine, 1), return_exceptions=True)

@@ -34,6 +34,9 @@ def _run() -> int:
     from paradraft.cli.commands import app
     from paradraft.errors import DrafterLostError, is_out_of_memory
 
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # whoever has started this has closed it
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # until the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A prompt or an answer may have characters that the terminal's encoding has not.
         sys.stdout.reconfigure(errors="backslashreplace")

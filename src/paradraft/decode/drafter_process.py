@@ -7,6 +7,7 @@ system closes however the other process has ended.
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import threading
 import time
@@ -53,7 +54,7 @@ class Server:
             if has_failed and name != "forget":
                 continue
             try:
-                getattr(self, name)(*content)
+                getattr(self, name)(*pickle.loads(content))
             except Exception as error:
                 has_failed = True
                 message = " ".join(str(error).split())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import count
 from multiprocessing.connection import Connection
@@ -137,8 +138,9 @@ class DrafterProcess:
         unused, self._unused[:] = tuple(self._unused), ()
         try:
             if unused:
-                self.channel.send((self._serial, self._question, "forget", (unused,)))
-            self.channel.send((self._serial, self._question, name, content))
+                self.channel.send((self._serial, self._question, "forget", pickle.dumps((unused,))))
+            # What cannot be read there is then an error of this message, and not of all that follow.
+            self.channel.send((self._serial, self._question, name, pickle.dumps(content)))
         except BlockingIOError:
             raise self._silent(self.placement.draft_timeout_s) from None
         except OSError:
@@ -191,8 +193,11 @@ class DrafterProcess:
     def _lost(self) -> DrafterLostError:
         if not self._end.alive:
             return DrafterLostError("the drafter's process was ended: load the models anew")
+        code = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(GRACE_S)  # its end of the channel goes a moment before it
         self.close()
-        code = None if self._process is None else self._process.returncode
         return DrafterLostError("the drafter's process has ended" + ("" if code is None else f", exit code {code}"))
 
 
@@ -266,8 +271,18 @@ class RemoteDrafter(Drafter):
         self._process.tell("start", drafting)
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """See `Drafter`; the prompts are in the requests."""
-        self._process.tell("join", list(requests))
+        """See `Drafter`; the prompts are in the requests.
+
+        Warns of processors that the other side does not have: then its drafts are made without them.
+        """
+        known = [_as_known_there(request) for request in requests]
+        if known != list(requests):
+            warnings.warn(
+                "logits processors of this program's main module, or without a name, are not known to the drafter's "
+                "process, so fewer drafts are accepted: define them in a module that can be imported",
+                stacklevel=2,
+            )
+        self._process.tell("join", known)
 
     def begin(self, lengths: Sequence[int], after: Draft | None) -> None:
         """Asks for a draft, which `take` waits for."""
@@ -309,6 +324,23 @@ class RemoteDrafter(Drafter):
         """Decoding passes of the draft model since `start`."""
         self._process.tell("passes")
         return int(self._process.answer())
+
+
+def _as_known_there(request: Request) -> Request:
+    """A request without the processors that another process does not find by their names."""
+    known = tuple(filter(_is_found_by_name, request.sampling.processors))
+    if known == request.sampling.processors:
+        return request
+    return replace(request, sampling=replace(request.sampling, processors=known))
+
+
+def _is_found_by_name(processor: Any) -> bool:
+    owner = processor if hasattr(processor, "__qualname__") else type(processor)
+    try:
+        pickle.dumps(processor)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return owner.__module__ != "__main__"
 
 
 class SavedThere:

@@ -103,8 +103,12 @@ def text_message(message: Mapping[str, Any], number: int) -> Message:
             f"message {number} has the content {reprlib.repr(content)}: give a text, or parts of type text; images and "
             "tool calls are not read"
         )
-    # As servers join them for a template that takes a text.
-    return {**message, "content": "\n".join(part["text"] for part in parts)}
+    text = "\n".join(part["text"] for part in parts)  # as servers join them for a template that takes a text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"message {number} is not UTF-8 text: look at its character {error.start + 1}") from None
+    return {**message, "content": text}
 
 
 def _is_text(part: object) -> bool:
@@ -136,6 +140,8 @@ def template_of(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
     """
     if not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so it cannot be asked conversations: ask a text")
+    if not isinstance(tokenizer.chat_template, str | dict):
+        raise ValueError(f"the model's chat template is {reprlib.repr(tokenizer.chat_template)}, and no text")
     check_variables(variables or {}, tokenizer)
     return ChatTemplate(tokenizer=tokenizer, variables=variables or {})
 
@@ -151,6 +157,9 @@ def ask_text(messages: object, template: ChatTemplate) -> str:
         return template.text(checked, ask=True)
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
+    except Exception as error:  # a template is a program, and may be wrong in any way
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the model's chat template fails at this conversation ({problem})") from None
 
 
 def ask_tokens(messages: object, template: ChatTemplate) -> list[int]:

@@ -166,6 +166,51 @@ def test_an_error_there_is_told_here_and_the_next_request_is_served(
     assert engine.generate("hello", max_new_tokens=20).tokens == expected
 
 
+def warmer(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return logits / 1.3
+
+
+class UnreadableError(Exception):
+    """What the other side finds when it reads a processor."""
+
+
+class Unreadable:
+    """A processor that can be sent, and not be read."""
+
+    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return read_by_nobody, ()
+
+
+def read_by_nobody() -> None:
+    raise UnreadableError("not here")
+
+
+def test_processors_that_the_other_side_does_not_have(
+    other_side: DrafterProcess, family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards processors that a user's script defines: the other process could not read them, and was gone for good."""
+    engine, plain = engine_of(other_side, family, "pard"), load(str(family / "target"), runtime=RUNTIME)
+    settings: dict[str, Any] = {"temperature": 0.8, "seed": 1}
+
+    def text(engine: Engine, *processors: Any) -> list[int]:
+        return engine.generate("hello", max_new_tokens=20, sampling=Sampling(processors=processors, **settings)).tokens
+
+    expected = text(plain, warmer)
+    assert text(engine, warmer) == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(warmer, "__module__", "__main__")
+        with pytest.warns(UserWarning, match="processors .* are not known to the drafter's process"):
+            assert text(engine, warmer) == expected
+    with pytest.warns(UserWarning, match="are not known"):
+        assert text(engine, lambda ids, logits: logits / 1.3) == expected
+    with pytest.raises(DrafterLostError, match="the drafter's process has failed: UnreadableError: not here"):
+        text(engine, Unreadable())
+    assert text(engine, warmer) == expected
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
