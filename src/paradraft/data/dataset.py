@@ -1,15 +1,4 @@
-"""Training samples from text and conversations.
-
-A record is `{"text": …}`, `{"prompt": …, "response": …}`, `{"messages": [{"role": …, "content": …}, …]}`,
-the same with ShareGPT's names (`conversations`, `from`, `value`) or AMD's (`conversation`, `human`,
-`assistant`), or `{"user": …, "assistant": …}`, one turn of a conversation. Of text every token is a label;
-of a prompt and its response only the response is, and the end-of-text after it; of a conversation the
-assistant's turns, all of them, as the model's chat template marks them, and their ends. A record that says
-`"finish_reason": "length"` was cut: nothing is learnt after its response or its last turn.
-
-A sample with more than `max_length` tokens is truncated or split. Split pieces of an answer begin in the middle of it,
-without the prompt that the target read there, so only plain text is split unless the recipe says so.
-"""
+"""The training samples of a run, from text and conversations; what a record becomes stands in `tokenized.py`."""
 
 from __future__ import annotations
 
@@ -18,18 +7,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.data.chat import conversation_samples, dated
-from paradraft.data.records import conversation_of, records, renamed
-from paradraft.data.samples import Sample, group_of, is_longer, pieces, truncated
+from paradraft.data.chat import dated
+from paradraft.data.samples import Sample
+from paradraft.data.token_cache import TokenCache, tokenized_records
+from paradraft.data.tokenized import Long, Tokenization, Tokenized
 from paradraft.models.chat_template import ChatTemplate, check_variables
-from paradraft.models.tokenization import encode_continuation, encode_prompt
 
-Long = Literal["auto", "truncate", "split"]
 NAMED = 5
 """How many samples a complaint names."""
 
@@ -46,6 +33,7 @@ def load_samples(
     day: date | None = None,
     end_ids: Collection[int] = (),
     skip_unlabelled: bool = False,
+    cache: TokenCache | None = None,
 ) -> list[Sample]:
     """Reads all sources; samples have at most `max_length` tokens.
 
@@ -56,14 +44,14 @@ def load_samples(
         sources: files, or Hugging Face datasets.
         tokenizer: the model's, with its chat template.
         max_length: most tokens of a sample.
-        long: what becomes of longer ones: "truncate" keeps the beginning, "split" cuts into pieces that overlap by one
-            token, "auto" splits plain text and truncates what has a prompt or turns.
+        long: what becomes of longer ones, see `Tokenization`.
         columns: what the sources call the names in `paradraft.data.records`, if otherwise.
         chat_template_kwargs: variables of the chat template.
         date_string: what the template writes as today's date, if it writes one.
         day: what it takes for today otherwise; None for the day that it is.
         end_ids: tokens that end a turn, besides the tokenizer's end-of-text.
         skip_unlabelled: leave samples out in which nothing is a label.
+        cache: where the tokens of large sources are kept; by default beside the cache of `datasets`.
 
     Raises:
         ValueError: a source does not exist or cannot be read, a record is broken (named by number), samples
@@ -75,28 +63,18 @@ def load_samples(
     check_variables(chat_template_kwargs or {}, tokenizer)
     undated = ChatTemplate(tokenizer=tokenizer, variables=chat_template_kwargs or {}, end_ids=ends)
     template = dated(undated, date_string, day)
+    how = Tokenization(template=template, max_length=max_length, long=long, columns=columns or {})
     samples: list[Sample] = []
     unlabelled: list[str] = []
     cuts = _Cuts(max_length=max_length)
     has_talks = False
     for source in sources:
-        for place, row in records(source, "training data"):
-            try:
-                record = renamed(row, columns or {})
-                found = _from_record(record, template)
-            except (ValueError, TypeError, KeyError, TemplateError) as error:
-                raise ValueError(f"{place}: {error}") from None
-            has_talks = has_talks or not _is_text(record)
-            group = group_of(found[0]) if found else 0
-            is_plain = "text" in record
-            splits = is_plain if long == "auto" else long == "split"
-            parts: list[Sample] = []
-            for sample in found:
-                cut = (pieces if splits else truncated)(sample, max_length, group=group)
-                parts += cuts.noted(sample, list(cut), place, is_plain=is_plain, splits=splits)
-            samples += parts
-            if not parts and not any(any(sample.is_label[1:]) for sample in found):
-                unlabelled.append(place)
+        for found in tokenized_records(source, how, cache or TokenCache(), day=day):
+            has_talks = has_talks or found.is_talk
+            samples += found.samples
+            cuts.note(found)
+            if found.is_unlabelled:
+                unlabelled.append(found.place)
     if unlabelled and not skip_unlabelled:
         raise ValueError(
             f"nothing is a label in {len(unlabelled)} samples ({_some(unlabelled)}): remove them, or set "
@@ -136,19 +114,14 @@ class _Cuts:
     empty: list[str] = field(default_factory=list)
     headless: int = 0
 
-    def noted(self, whole: Sample, parts: list[Sample], place: str, *, is_plain: bool, splits: bool) -> list[Sample]:
-        """Counts what becomes of one sample, and returns its parts."""
-        self.samples += 1
-        self.labels += sum(whole.is_label)
-        if is_longer(whole, self.max_length):
-            if splits:
-                begins = bool(parts) and parts[0].tokens == whole.tokens[: self.max_length]
-                self.headless += 0 if is_plain else len(parts) - begins
-            else:
-                self.lost += sum(whole.is_label) - sum(sum(part.is_label) for part in parts)
-                self.truncated += bool(parts)
-                self.empty += [] if parts else [place]
-        return parts
+    def note(self, record: Tokenized) -> None:
+        """Counts what became of one record."""
+        self.samples += record.wholes
+        self.truncated += record.truncated
+        self.labels += record.labels
+        self.lost += record.lost
+        self.empty += [record.place] * record.empty
+        self.headless += record.headless
 
     def warnings(self) -> list[str]:
         """One line for each thing that is lost."""
@@ -173,37 +146,3 @@ class _Cuts:
 
 def _some(places: list[str]) -> str:
     return ", ".join(places[:NAMED]) + (", …" if len(places) > NAMED else "")
-
-
-def _is_text(record: Mapping[str, Any]) -> bool:
-    """Whether a record, which can be read, is no conversation."""
-    return "text" in record or {"prompt", "response"} <= record.keys()
-
-
-def _from_record(record: Any, template: ChatTemplate) -> list[Sample]:
-    tokenizer, is_cut = template.tokenizer, record.get("finish_reason") == "length"
-    match record:
-        case {"text": str(text)}:
-            return [_from_text(text, tokenizer)]
-        case {"prompt": str(prompt), "response": str(response)}:
-            return [_from_response(prompt, response, tokenizer, is_cut=is_cut)]
-    if (messages := conversation_of(record)) is not None:
-        return conversation_samples(messages, template, is_cut=is_cut)
-    raise ValueError('expected {"text": …}, {"prompt": …, "response": …} or {"messages": […]}')
-
-
-def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    tokens = _ended(encode_prompt(text, tokenizer), tokenizer)
-    return Sample(tokens=tokens, is_label=[True] * len(tokens))
-
-
-def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
-    question, written = encode_prompt(prompt, tokenizer), encode_continuation(response, tokenizer)
-    answer = written if is_cut else _ended(written, tokenizer)
-    return Sample(tokens=question + answer, is_label=[False] * len(question) + [True] * len(answer))
-
-
-def _ended(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """With one end-of-text after it, which may stand in the text already."""
-    end = [tokenizer.eos_token_id]
-    return tokens if tokens[-1:] == end else tokens + end

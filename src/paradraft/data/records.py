@@ -5,6 +5,7 @@ Sources are text, JSONL, JSON, Parquet, and Hugging Face datasets.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from uuid import UUID
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
+from paradraft.digests import file_digest
 from paradraft.models.chat_template import Message
 from paradraft.models.loading import HTTPError
 
@@ -206,7 +208,7 @@ def rows(source: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
             object has several arrays that may be the records.
     """
     if not source.is_file():
-        yield from _dataset(source, what)
+        yield from _numbered(f"{source}, record", _hub_dataset(source, what))
     elif source.suffix == ".jsonl":
         yield from _lines(source, what, example)
     elif source.suffix == ".json":
@@ -281,7 +283,23 @@ def _inside(found: object, file: str) -> list[object]:
     return list(found[arrays[0]]) if arrays else [found]
 
 
-def _dataset(source: Path, what: str) -> Iterator[tuple[str, Record]]:
+def content_digest(source: Path, what: str) -> str | None:
+    """SHA-256 of what a source holds, as on this disk; None where it is held in memory alone.
+
+    Args:
+        source: as of `records`.
+        what: what it is for, for complaints.
+
+    Raises:
+        ValueError: it does not exist or cannot be read.
+    """
+    if source.is_file():
+        return file_digest(source)
+    files = [Path(file["filename"]) for file in getattr(_hub_dataset(source, what), "cache_files", [])]
+    return hashlib.sha256(" ".join(map(file_digest, files)).encode()).hexdigest() if files else None
+
+
+def _hub_dataset(source: Path, what: str) -> Any:
     is_path = source.exists() or source.is_absolute()
     if is_path or source.suffix in {".jsonl", ".json", ".parquet", ".txt", ".md", ".py"}:
         raise ValueError(f"{what} {str(source)!r} does not exist, or is not a file")
@@ -289,7 +307,7 @@ def _dataset(source: Path, what: str) -> Iterator[tuple[str, Record]]:
     owner, *rest = name.split("/")
     path, configuration = "/".join([owner, *rest[:1]]), "/".join(rest[1:]) or None
     _check_hub(path, what)
-    yield from _numbered(f"{source}, record", _loaded(path, what, configuration, split=split or "train"))
+    return _loaded(path, what, configuration, split=split or "train")
 
 
 def _check_hub(path: str, what: str) -> None:

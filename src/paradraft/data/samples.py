@@ -12,7 +12,7 @@ class Sample:
     """Tokens, and which of them are to be predicted.
 
     Both are kept as arrays, of 32-bit integers and of bytes: a list takes eight times as much, gigabytes for a large
-    data set.
+    data set. Views of such memory are kept as they are, so that samples of a file that is mapped take none.
 
     Args:
         tokens: at least two token ids.
@@ -26,8 +26,12 @@ class Sample:
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.is_label)
-        object.__setattr__(self, "tokens", array("i", self.tokens))
-        object.__setattr__(self, "is_label", array("b", self.is_label))
+        for name, kind in (("tokens", "i"), ("is_label", "b")):
+            given = getattr(self, name)
+            if isinstance(given, memoryview):
+                assert given.format == kind
+            else:
+                object.__setattr__(self, name, array(kind, given))
 
 
 def group_of(record: Sample) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -183,8 +184,9 @@ def _pack(
     texts: list[dict[str, Tensor]] = []
     before = 0
     for document, (sample, generator) in enumerate(zip(samples, generators, strict=True)):
-        real = torch.frombuffer(sample.tokens, dtype=torch.int32).long()
-        is_label = torch.frombuffer(sample.is_label, dtype=torch.bool)
+        # Copied: torch warns of memory that it may not write to, such as that of a file that is mapped.
+        real = torch.from_numpy(np.array(sample.tokens, dtype=np.int64))
+        is_label = torch.from_numpy(np.array(sample.is_label, dtype=np.bool_))
         n = len(real) - 1
         kept = conditional_drop(n, k=drop.k, r=drop.r, r_min=drop.r_min, generator=generator, may_draft=is_label[1:])
         at, depth = kept.position, kept.depth

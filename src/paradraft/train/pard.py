@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast
 
+import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -337,8 +338,8 @@ def _check_memory(recipe: PardRecipe, data: RunData) -> None:
 
 def _check_samples(recipe: PardRecipe, data: RunData, drafter: InitialDrafter) -> None:
     """Raises ValueError if samples hold the mask token, or one without a row, or do not fit into the model."""
-    masks = set(drafter.masks)
-    if any(not masks.isdisjoint(sample.tokens) for sample in data.samples):
+    masks = list(drafter.masks)
+    if any(np.isin(sample.tokens, masks).any() for sample in data.samples):
         raise ValueError(f"the mask token {drafter.masks[0]} occurs in the data: choose another mask_token_id")
     config = drafter.model.config
     check_rows(config.vocab_size, data.largest, f"model {recipe.model!r}")

@@ -16,8 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
-from paradraft.data.dataset import Long
 from paradraft.data.records import check_columns
+from paradraft.data.tokenized import Long
 from paradraft.digests import file_digest, model_digest
 from paradraft.models.loading import POCKET, pocket_folder
 from paradraft.train.losses import Reduction

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 
+import numpy as np
 import torch
 
 from paradraft.data.dataset import load_samples
@@ -151,7 +152,7 @@ def prepare(recipe: R, build: Builder[R], device: torch.device, *, processes: in
         tokenizer=tokenizer,
         samples=samples,
         longest=max(len(sample.tokens) for sample in samples),
-        largest=int(max(max(sample.tokens) for sample in samples)),
+        largest=int(max(np.asarray(sample.tokens).max() for sample in samples)),
         device=device,
         bf16=bf16,
         samples_per_pass=per_pass,

@@ -1,0 +1,157 @@
+"""What becomes of a record: its samples, and what of them is lost because they are too long.
+
+A record is `{"text": …}`, `{"prompt": …, "response": …}`, `{"messages": [{"role": …, "content": …}, …]}`,
+the same with ShareGPT's names (`conversations`, `from`, `value`) or AMD's (`conversation`, `human`,
+`assistant`), or `{"user": …, "assistant": …}`, one turn of a conversation. Of text every token is a label;
+of a prompt and its response only the response is, and the end-of-text after it; of a conversation the
+assistant's turns, all of them, as the model's chat template marks them, and their ends. A record that says
+`"finish_reason": "length"` was cut: nothing is learnt after its response or its last turn.
+
+A sample with more than `max_length` tokens is truncated or split. Split pieces of an answer begin in the middle of it,
+without the prompt that the target read there, so only plain text is split unless the recipe says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from paradraft.data.chat import conversation_samples
+from paradraft.data.records import Record, conversation_of, renamed
+from paradraft.data.samples import Sample, group_of, is_longer, pieces, truncated
+from paradraft.models.chat_template import ChatTemplate
+from paradraft.models.tokenization import encode_continuation, encode_prompt
+
+Long = Literal["auto", "truncate", "split"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenization:
+    """How records become samples.
+
+    Args:
+        template: the chat template, with the model's tokenizer.
+        max_length: most tokens of a sample.
+        long: what becomes of longer ones: "truncate" keeps the beginning, "split" cuts into pieces that overlap by one
+            token, "auto" splits plain text and truncates what has a prompt or turns.
+        columns: what the source calls the names in `paradraft.data.records`, if otherwise.
+    """
+
+    template: ChatTemplate
+    max_length: int
+    long: Long = "auto"
+    columns: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenized:
+    """What becomes of a record.
+
+    Args:
+        place: what to call it in a complaint.
+        samples: of at most `max_length` tokens, each with a label.
+        is_talk: whether it is a conversation.
+        is_unlabelled: whether nothing of it is a label, however long samples may be.
+        wholes: how many samples it had before they were cut.
+        labels: of these.
+        truncated: how many of them are truncated and have labels left.
+        lost: labels that are truncated away.
+        empty: how many of them are truncated and have no label left.
+        headless: pieces that begin after the beginning of a record with a prompt or turns.
+    """
+
+    place: str
+    samples: list[Sample]
+    is_talk: bool
+    is_unlabelled: bool
+    wholes: int
+    labels: int
+    truncated: int
+    lost: int
+    empty: int
+    headless: int
+
+
+def tokenized(place: str, row: Record, how: Tokenization) -> Tokenized:
+    """Tokenizes a record.
+
+    Args:
+        place: what to call it in a complaint.
+        row: the record, as the source has it.
+        how: what it becomes.
+
+    Raises:
+        ValueError: it is broken.
+    """
+    try:
+        record = renamed(row, how.columns)
+        found = _from_record(record, how.template)
+    except (ValueError, TypeError, KeyError, TemplateError) as error:
+        raise ValueError(f"{place}: {error}") from None
+    group = group_of(found[0]) if found else 0
+    is_plain = "text" in record
+    splits = is_plain if how.long == "auto" else how.long == "split"
+    parts: list[Sample] = []
+    shortened, lost, empty, headless = 0, 0, 0, 0
+    for whole in found:
+        cut = list((pieces if splits else truncated)(whole, how.max_length, group=group))
+        parts += cut
+        if not is_longer(whole, how.max_length):
+            continue
+        if splits:
+            begins = bool(cut) and cut[0].tokens == whole.tokens[: how.max_length]
+            headless += 0 if is_plain else len(cut) - begins
+        else:
+            lost += sum(whole.is_label) - sum(sum(part.is_label) for part in cut)
+            shortened += bool(cut)
+            empty += not cut
+    return Tokenized(
+        place=place,
+        samples=parts,
+        is_talk=not _is_text(record),
+        is_unlabelled=not parts and not any(any(whole.is_label[1:]) for whole in found),
+        wholes=len(found),
+        labels=sum(sum(whole.is_label) for whole in found),
+        truncated=shortened,
+        lost=lost,
+        empty=empty,
+        headless=headless,
+    )
+
+
+def _is_text(record: Mapping[str, Any]) -> bool:
+    """Whether a record, which can be read, is no conversation."""
+    return "text" in record or {"prompt", "response"} <= record.keys()
+
+
+def _from_record(record: Any, template: ChatTemplate) -> list[Sample]:
+    tokenizer, is_cut = template.tokenizer, record.get("finish_reason") == "length"
+    match record:
+        case {"text": str(text)}:
+            return [_from_text(text, tokenizer)]
+        case {"prompt": str(prompt), "response": str(response)}:
+            return [_from_response(prompt, response, tokenizer, is_cut=is_cut)]
+    if (messages := conversation_of(record)) is not None:
+        return conversation_samples(messages, template, is_cut=is_cut)
+    raise ValueError('expected {"text": …}, {"prompt": …, "response": …} or {"messages": […]}')
+
+
+def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    tokens = _ended(encode_prompt(text, tokenizer), tokenizer)
+    return Sample(tokens=tokens, is_label=[True] * len(tokens))
+
+
+def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, *, is_cut: bool) -> Sample:
+    question, written = encode_prompt(prompt, tokenizer), encode_continuation(response, tokenizer)
+    answer = written if is_cut else _ended(written, tokenizer)
+    return Sample(tokens=question + answer, is_label=[False] * len(question) + [True] * len(answer))
+
+
+def _ended(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """With one end-of-text after it, which may stand in the text already."""
+    end = [tokenizer.eos_token_id]
+    return tokens if tokens[-1:] == end else tokens + end
