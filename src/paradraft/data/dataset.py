@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.data.chat import dated
+from paradraft.data.mix import Source, as_source, share
 from paradraft.data.samples import Sample
 from paradraft.data.token_cache import TokenCache, tokenized_records
 from paradraft.data.tokenized import Long, Tokenization, Tokenized
@@ -22,7 +23,7 @@ NAMED = 5
 
 
 def load_samples(
-    sources: list[Path],
+    sources: Sequence[Path | Source],
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
@@ -33,6 +34,7 @@ def load_samples(
     day: date | None = None,
     end_ids: Collection[int] = (),
     skip_unlabelled: bool = False,
+    seed: int = 0,
     cache: TokenCache | None = None,
 ) -> list[Sample]:
     """Reads all sources; samples have at most `max_length` tokens.
@@ -41,7 +43,7 @@ def load_samples(
     middle of an answer.
 
     Args:
-        sources: files, or Hugging Face datasets.
+        sources: files, or Hugging Face datasets, with their part of the mix if they have one.
         tokenizer: the model's, with its chat template.
         max_length: most tokens of a sample.
         long: what becomes of longer ones, see `Tokenization`.
@@ -51,6 +53,7 @@ def load_samples(
         day: what it takes for today otherwise; None for the day that it is.
         end_ids: tokens that end a turn, besides the tokenizer's end-of-text.
         skip_unlabelled: leave samples out in which nothing is a label.
+        seed: of the choice where a source is to give at most so many samples.
         cache: where the tokens of large sources are kept; by default beside the cache of `datasets`.
 
     Raises:
@@ -68,13 +71,16 @@ def load_samples(
     unlabelled: list[str] = []
     cuts = _Cuts(max_length=max_length)
     has_talks = False
-    for source in sources:
-        for found in tokenized_records(source, how, cache or TokenCache(), day=day):
+    mix = list(map(as_source, sources))
+    for source in mix:
+        own: list[Sample] = []
+        for found in tokenized_records(source.path, how, cache or TokenCache(), day=day):
             has_talks = has_talks or found.is_talk
-            samples += found.samples
+            own += found.samples
             cuts.note(found)
             if found.is_unlabelled:
                 unlabelled.append(found.place)
+        samples += share(own, source, seed)
     if unlabelled and not skip_unlabelled:
         raise ValueError(
             f"nothing is a label in {len(unlabelled)} samples ({_some(unlabelled)}): remove them, or set "
@@ -83,7 +89,9 @@ def load_samples(
     for warning in cuts.warnings():
         warnings.warn(warning, stacklevel=2)
     if not samples:
-        raise ValueError(f"nothing to learn in {', '.join(map(str, sources))}: no sample has a token to predict")
+        raise ValueError(
+            f"nothing to learn in {', '.join(str(source.path) for source in mix)}: no sample has a token to predict"
+        )
     if chat_template_kwargs and not has_talks:
         warnings.warn("chat_template_kwargs is ignored without conversations in the data", stacklevel=2)
     if date_string is not None and (template is undated or not has_talks):

@@ -18,11 +18,13 @@ class Sample:
         tokens: at least two token ids.
         is_label: for each token whether it is a label.
         group: samples of one group are pieces of one record, or answers to one prompt.
+        weight: how many times an epoch takes it.
     """
 
     tokens: Sequence[int]
     is_label: Sequence[bool]
     group: int = field(default=0, compare=False)
+    weight: float = field(default=1.0, compare=False)
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.is_label)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradraft.data.mix import epoch_size, taken_in, weights_of
 from paradraft.data.samples import Sample
 from paradraft.train.losses import IGNORED
 from paradraft.train.rows import FILLING, Rows, conditional_drop
@@ -22,7 +23,7 @@ WINDOW = 32
 
 
 class BatchSampler:
-    """Goes through all samples once in every epoch, each time in another random order.
+    """Goes through all samples once in every epoch, or as often as they weigh, each time in another random order.
 
     Samples of like length come in one step, so that little is filled up: each epoch is shuffled,
     sorted by length within windows of some steps, and the steps of a window are shuffled again.
@@ -35,6 +36,8 @@ class BatchSampler:
 
     def __init__(self, samples: list[Sample], *, per_step: int, seed: int) -> None:
         self._lengths = torch.tensor([len(sample.tokens) for sample in samples])
+        self._weights = weights_of(samples)
+        self._per_epoch = epoch_size(samples)
         self._samples = samples
         self._per_step = per_step
         self._seed = seed
@@ -45,7 +48,7 @@ class BatchSampler:
         """The samples of a step; the last step of an epoch ends with the first samples of the next."""
         chosen = []
         for index in range(step * self._per_step, (step + 1) * self._per_step):
-            epoch, place = divmod(index, len(self._samples))
+            epoch, place = divmod(index, self._per_epoch)
             if epoch != self._epoch:
                 self._epoch, self._order = epoch, self._order_of(epoch)
             chosen.append(self._samples[self._order[place]])
@@ -54,7 +57,9 @@ class BatchSampler:
     def _order_of(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self._seed * 7919 + epoch)
         order: list[int] = []
-        for window in torch.randperm(len(self._lengths), generator=generator).split(WINDOW * self._per_step):
+        taken = taken_in(self._weights, epoch, self._seed)
+        for places in torch.randperm(len(taken), generator=generator).split(WINDOW * self._per_step):
+            window = taken[places]
             steps = window[self._lengths[window].argsort(stable=True)].split(self._per_step)
             # The rest of a window stays at its end, or all later steps would be cut across two lengths.
             whole = len(steps) if len(steps[-1]) == self._per_step else len(steps) - 1

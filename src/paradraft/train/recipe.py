@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
+from paradraft.data.mix import Entry, Source, as_source
 from paradraft.data.records import check_columns
 from paradraft.data.tokenized import Long
 from paradraft.digests import file_digest, model_digest
@@ -76,8 +77,10 @@ class Recipe(BaseModel):
     model: str = Field(
         description="the model to begin with, whose tokenizer reads the data: a Hugging Face id, a folder, or pocket"
     )
-    data: list[Path] = Field(
-        min_length=1, description="text, JSONL or Parquet files, or Hugging Face datasets: name, name:split"
+    data: list[Entry] = Field(
+        min_length=1,
+        description="text, JSONL or Parquet files, or Hugging Face datasets: name, name:split; or each with its part "
+        "of the mix, see data.path",
     )
     columns: dict[str, str] = Field(
         default={}, description="what the data calls text, prompt, response, messages, user or assistant, if otherwise"
@@ -173,7 +176,8 @@ class Recipe(BaseModel):
         for name, field in cls.model_fields.items():
             kinds = {get_origin(kind) or kind for kind in (field.annotation, *get_args(field.annotation))}
             value = found.get(name)
-            if list in kinds and isinstance(value, (str, Path, int, float)) and not isinstance(value, bool):
+            is_one = isinstance(value, (str, Path, int, float)) and not isinstance(value, bool)
+            if list in kinds and (is_one or (name == "data" and isinstance(value, (dict, Source)))):
                 found[name] = [value]
         return found
 
@@ -234,8 +238,14 @@ class Recipe(BaseModel):
         Data and models that are on this disk count by what they hold, wherever they lie.
         """
         settings = self.model_dump(mode="json", exclude=set(NOT_DECISIVE))
-        data = [self.data_hashes.get(str(file), str(file)) for file in self.data]
+        data = [self._identity_of(source) for source in map(as_source, self.data)]
         return settings | {"recipe": type(self).__name__, "data": data} | self.model_hashes
+
+    def _identity_of(self, source: Source) -> str | dict[str, Any]:
+        """What a source holds, or its name; and beside it its part of the mix, if it has one."""
+        held = self.data_hashes.get(str(source.path), str(source.path))
+        part = source.model_dump(exclude={"path"}, exclude_defaults=True)
+        return {"path": held} | part if part else held
 
     @property
     def fingerprint(self) -> str:
@@ -245,7 +255,8 @@ class Recipe(BaseModel):
     @cached_property
     def data_hashes(self) -> dict[str, str]:
         """SHA-256 of every local file of the data, by its name."""
-        return {str(file): file_digest(file) for file in self.data if file.is_file()}
+        files = [source.path for source in map(as_source, self.data)]
+        return {str(file): file_digest(file) for file in files if file.is_file()}
 
     @cached_property
     def model_hashes(self) -> dict[str, str]:

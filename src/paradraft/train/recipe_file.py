@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from paradraft.data.mix import MIXED, PLAIN
 from paradraft.train.recipe import Recipe
 
 R = TypeVar("R", bound=Recipe)
@@ -72,6 +73,8 @@ def _value(text: str) -> Any:
 
 
 def _complaint(kind: type[BaseModel], location: tuple[int | str, ...], message: str, given: object) -> str:
+    if location[:1] == ("data",):  # pydantic names which kind of entry it took it for
+        location = tuple(part for part in location if part not in (PLAIN, MIXED))
     key = ".".join(map(str, location))
     if not key:
         return message.removeprefix("Value error, ")
@@ -87,10 +90,15 @@ def groups_of(kind: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """The settings of a recipe that are groups of settings themselves, such as `lora`."""
     found: dict[str, type[BaseModel]] = {}
     for name, field in kind.model_fields.items():
-        for part in (field.annotation, *get_args(field.annotation)):
+        for part in _parts(field.annotation):
             if isinstance(part, type) and issubclass(part, BaseModel):
                 found[name] = part
     return found
+
+
+def _parts(annotation: Any) -> list[Any]:
+    """A type and all types in its brackets."""
+    return [annotation, *(inner for part in get_args(annotation) for inner in _parts(part))]
 
 
 def settings_of(kind: type[Recipe]) -> dict[str, FieldInfo]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from paradraft.data.dataset import load_samples
+from paradraft.data.mix import epoch_size
 from paradraft.data.samples import Sample, hold_out
 from paradraft.environment import is_main_process
 from paradraft.models.architecture import context_of
@@ -55,15 +56,18 @@ class Preparation:
     @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return _steps(self.recipe, len(self.samples))
+        return _steps(self.recipe, epoch_size(self.samples))
 
     @property
     def in_words(self) -> str:
         """What the run will do, in a line."""
         recipe, trainee, tokens = self.recipe, self.trainee, sum(len(sample.tokens) for sample in self.samples)
         held_out = f", {len(self.held_out):,} more held out" if self.held_out else ""
+        taken = epoch_size(self.samples)
+        weighed = "" if taken == len(self.samples) else f", {taken:,} taken in an epoch"
         return (
-            f"{trainee.drafter}, K = {trainee.k}: {len(self.samples):,} samples of {tokens:,} tokens{held_out}; "
+            f"{trainee.drafter}, K = {trainee.k}: "
+            f"{len(self.samples):,} samples of {tokens:,} tokens{weighed}{held_out}; "
             f"{self.steps:,} steps of {recipe.samples_per_step} samples in {'bfloat16' if self.bf16 else 'float32'}"
         )
 
@@ -142,9 +146,10 @@ def prepare(recipe: R, build: Builder[R], device: torch.device, *, processes: in
         day=date.fromisoformat(began) if began else None,
         end_ids=named_ends(load_config(base), load_generation_config(base)),
         skip_unlabelled=recipe.skip_unlabelled,
+        seed=recipe.seed,
     )
     learnt, held_out = hold_out(samples, recipe.held_out)
-    for complaint in ignored_settings(recipe, steps=_steps(recipe, len(learnt))) if is_main_process() else ():
+    for complaint in ignored_settings(recipe, steps=_steps(recipe, epoch_size(learnt))) if is_main_process() else ():
         warnings.warn(complaint, stacklevel=4)
     bf16 = computes_bf16(device) if recipe.bf16 is None else recipe.bf16
     per_pass = min(recipe.samples_per_pass or recipe.samples_per_step, recipe.samples_per_step // processes)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from paradraft.data.mix import Source
 from paradraft.train.pard import PardRecipe
 from paradraft.train.recipe_file import load_recipe
 
@@ -34,6 +35,8 @@ def test_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
         ("long=split", "long", "split"),
         ("loss=cross_entropy", "loss", "cross_entropy"), ("out=elsewhere/e=1", "out", Path("elsewhere/e=1")),
         ("data=[c.txt]", "data", [Path("c.txt")]), ("data=c.txt", "data", [Path("c.txt")]),
+        ("data={path: c.txt, weight: 2}", "data", [Source(path=Path("c.txt"), weight=2)]),
+        ("data=[c.txt, {path: d.txt, most: 5}]", "data", [Path("c.txt"), Source(path=Path("d.txt"), most=5)]),
         ("report_to=wandb", "report_to", ["wandb"]),
         ("mask_token_id=null", "mask_token_id", None), ("k=12", "k", 12),
     ],
@@ -90,6 +93,13 @@ def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
         ("max_grad_norm=-1", "'max_grad_norm'"),
         ("optimizer=sgd", "'optimizer'.*muon"), ("steps=many", "'steps'"), ("steps=1.5", "'steps'"),
         ("data=[]", "'data'"),
+        ("data=[{weight: 2}]", "'data.0.path' is missing"),
+        ("data=[a, {path: b, wieght: 2}]", "unknown recipe key 'data.1.wieght'; known are path, weight, most"),
+        ("data={path: b, weight: 0}", "'data.0.weight': input should be greater than 0, not 0"),
+        ("data={path: b, weight: .inf}", "'data.0.weight': input should be"),
+        ("data={path: b, most: 0}", "'data.0.most': input should be greater than or equal to 1, not 0"),
+        ("data=[[a]]", "'data.0': input is not a valid path"),
+        ("columns={file: a}", "columns: 'file' is none of"), ("columns={file: 3}", "'columns.file'"),
         ("steps", "'steps': write overrides as key=value"), ("out=[a", "'out=.a'"), ("max_length=1", "'max_length'"),
     ],
 )  # fmt: skip
@@ -123,6 +133,8 @@ def test_fingerprint_tells_runs_apart(tmp_path: Path) -> None:
         "k=9",
         "model=m",
         "data=[a.txt]",
+        "data=[a.txt, {path: b.jsonl, weight: 2}]",
+        "data=[a.txt, {path: b.jsonl, most: 2}]",
         "r=0.71",
         "betas=[0.9, 0.99]",
         "schedule=constant",

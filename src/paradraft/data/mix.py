@@ -1,0 +1,92 @@
+"""Mixes of data: how much of each source a run learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from paradraft.data.samples import Sample
+
+
+class Source(BaseModel):
+    """A source and its part of the mix."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    path: Path = Field(description="of a mix, written {path: FILE, weight: 2, most: 50000}: a file or a dataset")
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        le=1000,
+        description="how many times each of its samples is taken in an epoch; with 0.5 every other one, in the next "
+        "epoch the others",
+    )
+    most: int | None = Field(
+        default=None, ge=1, description="at most so many of its samples, chosen by seed; by default all"
+    )
+
+
+PLAIN, MIXED = "file", "mixed"
+Entry = Annotated[
+    Annotated[Path, Tag(PLAIN)] | Annotated[Source, Tag(MIXED)],
+    Discriminator(lambda given: MIXED if isinstance(given, (dict, Source)) else PLAIN),
+]
+"""What a recipe's `data` lists: sources, and those with a part of their own."""
+
+
+def as_source(entry: Path | Source) -> Source:
+    """A source with its part of the mix: all of it, once in each epoch, if nothing else is said."""
+    return entry if isinstance(entry, Source) else Source(path=entry)
+
+
+def share(samples: list[Sample], source: Source, seed: int) -> list[Sample]:
+    """What a run learns of a source's samples, in their order, each with its weight.
+
+    >>> samples = [Sample(tokens=[i, 0], is_label=[True] * 2) for i in range(9)]
+    >>> [sample.tokens[0] for sample in share(samples, Source(path="some.txt", most=3), seed=0)]
+    [0, 2, 8]
+    """
+    if source.most is not None and source.most < len(samples):
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(len(samples), generator=generator)[: source.most].sort().values
+        samples = [samples[index] for index in chosen.tolist()]
+    return samples if source.weight == 1 else [replace(sample, weight=source.weight) for sample in samples]
+
+
+def taken_in(weights: torch.Tensor, epoch: int, seed: int) -> torch.Tensor:
+    """Which samples an epoch takes, as indices: of those of weight w, w times as many as there are, and at least one.
+
+    Each epoch goes on where the one before it ended, so that the samples of one weight are taken equally often, but for
+    one time.
+
+    Args:
+        weights: `[n]` of the samples.
+        epoch: from 0.
+        seed: of the order in which the samples of a weight take turns.
+
+    >>> weights = torch.tensor([1.0, 1.0, 0.5, 0.5, 2.0])
+    >>> [taken_in(weights, epoch, seed=0).tolist() for epoch in range(2)]
+    [[0, 1, 2, 4, 4], [0, 1, 3, 4, 4]]
+    """
+    found = []
+    for weight in weights.unique().tolist():
+        alike = (weights == weight).nonzero()[:, 0]
+        number = max(round(weight * len(alike)), 1)
+        turns = torch.arange(epoch * number, (epoch + 1) * number) % len(alike)
+        order = torch.randperm(len(alike), generator=torch.Generator().manual_seed(seed))
+        found.append(alike[order[turns]])
+    return torch.cat(found).sort().values
+
+
+def epoch_size(samples: list[Sample]) -> int:
+    """How many samples an epoch takes."""
+    return len(taken_in(weights_of(samples), 0, seed=0))
+
+
+def weights_of(samples: list[Sample]) -> torch.Tensor:
+    """The weights of samples, `[n]`."""
+    return torch.tensor([sample.weight for sample in samples], dtype=torch.float64)
