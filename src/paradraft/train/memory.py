@@ -95,7 +95,8 @@ def estimate(
     config = model.config
     trained = beside + sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = 2 if bf16 else 4
-    # A block mask is made from the dense one: booleans, ten times over while it is made.
+    # A block mask is made from the dense one: booleans, ten times over while it is made. Without one the booleans are
+    # made in blocks, and become numbers once for all layers.
     mask_size = 10 if model.config._attn_implementation == FLEX else 1 + size
     return estimate_rows(
         trained=trained,

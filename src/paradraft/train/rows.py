@@ -66,6 +66,10 @@ def may_attend(
     return (document == other_document) & (real | same_chain)
 
 
+PAIRS = 2**24
+"""Pairs of rows that the rule is asked for at a time."""
+
+
 def attention_rule(rows: Rows) -> Tensor:
     """Which rows (first index) attend to which (second index), as `[…, R, R]` booleans.
 
@@ -83,9 +87,15 @@ def attention_rule(rows: Rows) -> Tensor:
             [1, 0, 0, 1, 0],
             [1, 0, 0, 1, 1]], dtype=torch.int32)
     """
-    own = (row[..., :, None] for row in (rows.anchor, rows.depth, rows.document))
-    others = (row[..., None, :] for row in (rows.position, rows.depth, rows.document))
-    return may_attend(*own, *others)
+    R = rows.position.shape[-1]
+    others = [row[..., None, :] for row in (rows.position, rows.depth, rows.document)]
+    sees = torch.empty(*rows.position.shape, R, dtype=torch.bool, device=rows.position.device)
+    # The rule makes half a dozen matrices on its way, so it is asked for some rows at a time.
+    block = max(PAIRS // max(rows.position.numel(), 1), 1)
+    for some in (slice(start, start + block) for start in range(0, R, block)):
+        own = (row[..., some, None] for row in (rows.anchor, rows.depth, rows.document))
+        sees[..., some, :] = may_attend(*own, *others)
+    return sees
 
 
 def mask_function(rows: Rows) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -149,8 +159,7 @@ def attention_mask(rows: Rows, model: PreTrainedModel) -> Tensor | BlockMask:
     """The mask of a pass over rows `[S, R]`.
 
     Returns:
-        A block mask for flex_attention; else `[S, 1, R, R]`: booleans for SDPA, numbers that are
-        added to the scores for eager attention.
+        A block mask for flex_attention; else `[S, 1, R, R]`, see `as_mask`.
     """
     implementation = model.config._attn_implementation
     if implementation == FLEX:
@@ -160,9 +169,22 @@ def attention_mask(rows: Rows, model: PreTrainedModel) -> Tensor | BlockMask:
 
 
 def as_mask(sees_SQR: Tensor, model: PreTrainedModel) -> Tensor:
-    """The mask `[S, 1, Q, R]` of a pass, of which row sees which: for eager attention, which would take booleans for 0
-    and 1, numbers that are added to the scores, else booleans."""
-    sees = sees_SQR[:, None]
-    if model.config._attn_implementation == "eager":
-        return torch.zeros_like(sees, dtype=model.dtype).masked_fill(~sees, torch.finfo(model.dtype).min)
+    """The mask `[S, 1, Q, R]` of a pass, of which row sees which: booleans, or numbers that are added to the scores.
+
+    Eager attention would take booleans for 0 and 1. SDPA makes numbers of them itself, the same as here, but every
+    layer its own, and keeps them for the backward pass; on CPUs, where masks are large, all layers get one.
+    """
+    sees, implementation = sees_SQR[:, None], model.config._attn_implementation
+    if implementation == "eager":
+        return _added(sees, model.dtype, torch.finfo(model.dtype).min)
+    if implementation == "sdpa" and sees.device.type == "cpu":
+        in_autocast = torch.is_autocast_enabled("cpu")
+        return _added(sees, torch.get_autocast_dtype("cpu") if in_autocast else model.dtype, -torch.inf)
     return sees
+
+
+def _added(sees: Tensor, dtype: torch.dtype, hidden: float) -> Tensor:
+    """0 where something is seen, and `hidden` elsewhere."""
+    return torch.where(
+        sees, torch.zeros((), dtype=dtype, device=sees.device), torch.full((), hidden, dtype=dtype, device=sees.device)
+    )
