@@ -44,6 +44,8 @@ class Result:
         stats: counts of this answer; the times are those of the batch it was in.
         accepted: for each round, how many of its tokens were drafted; one of the target's own follows
             them, but where the answer ends before it.
+        delivered_s: for each round, seconds from the request until its tokens were there. The first is the time to
+            first token (TTFT), their differences are the inter-token latencies (ITL).
     """
 
     text: str
@@ -51,6 +53,7 @@ class Result:
     finish_reason: str
     stats: Stats
     accepted: tuple[int, ...]
+    delivered_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +373,7 @@ class Engine:
             finish_reason=generation.finish_reason,
             stats=added(generation.stats),
             accepted=tuple(generation.accepted),
+            delivered_s=tuple(generation.delivered_s),
         )
 
     @contextmanager

@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from paradraft.bench.baselines import PEERS
+from paradraft.bench.latency import latencies
 from paradraft.bench.result import Answerer, BatchResult, Counts, by_round, first_length
 from paradraft.bench.result_file import KEYS, speedups
 from paradraft.bench.spec import AR, SETTINGS, Method
@@ -185,6 +186,7 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
             "tokens_per_s": {"median": statistics.median(one.tokens_per_s), "runs": one.tokens_per_s},
             **dict.fromkeys(KEYS),
             **_rounds(one),
+            **latencies(answer for run in one.runs for answer in run),
             "identical_to_ar": one.texts == reference.texts if comparable and reference else None,
             "differing_prompts": _differing(one, reference) if comparable and reference else None,
             "distinct_4grams": distinct_share(one.texts),

@@ -55,6 +55,8 @@ class BatchResult:
             one of the target's own follows them. None if the method does not tell.
         peak_rss_bytes: most resident memory of a method that has a process of its own, since its start.
         sides: of a method that drafts ahead, what each side did.
+        delivered_s: for each answer and each of its rounds, seconds from the request until its tokens were there.
+            None if the method does not tell.
     """
 
     tokens: list[list[int]]
@@ -65,6 +67,7 @@ class BatchResult:
     accepted: list[list[int]] | None = None
     peak_rss_bytes: int | None = None
     sides: Sides | None = None
+    delivered_s: list[list[float]] | None = None
 
 
 Answerer = Callable[[list[str], int, Sampling], BatchResult]

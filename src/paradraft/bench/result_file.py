@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.bench.baselines import HF
+from paradraft.bench.latency import LATENCIES
 from paradraft.bench.result import accepted_share_of_rounds, first_length
 from paradraft.bench.spec import AR
 from paradraft.models.runtime import QUANTIZED
@@ -130,7 +131,8 @@ def completed(result: dict[str, Any]) -> dict[str, Any]:
 
     Speedups are always computed anew: until 2026-11-22 `speedup_vs_ar` was against the fastest AR+ of any dtype, and is
     against that of the method's own dtype now. `acceptance_length_first_32` and `accepted_share_of_rounds` come from
-    `by_round`, and are None for methods without it (vLLM's, and those of the first files).
+    `by_round`, and are None for methods without it (vLLM's, and those of the first files). Latencies are None where
+    the file has none.
     """
     methods = result["methods"]
     ratios = speedups(methods)
@@ -140,6 +142,7 @@ def completed(result: dict[str, Any]) -> dict[str, Any]:
         derived = {
             "acceptance_length_first_32": first_length(rounds) if rounds else None,
             "accepted_share_of_rounds": accepted_share_of_rounds(rounds) if rounds else None,
+            **dict.fromkeys(LATENCIES),
         }
         found[spec] = {**derived, **figures, **ratios[spec]}
     return {**result, "methods": found}

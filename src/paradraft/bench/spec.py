@@ -219,6 +219,7 @@ def _ours(engine: Engine) -> Answerer:
             stats=stats,
             passes=passes_of(models) if engine.speculation.gamma is None else {},
             accepted=[list(result.accepted) for result in results],
+            delivered_s=[list(result.delivered_s) for result in results],
             sides=Sides.of(engine.spans, forwards(models, engine.drafter)) if engine.spans else None,
         )
 

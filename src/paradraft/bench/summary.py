@@ -10,6 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from paradraft.bench.latency import LATENCIES, TERMS, have_latencies, milliseconds
 from paradraft.bench.result_file import has_faster_baselines, mark, without_baseline
 from paradraft.drafters import split_settings
 from paradraft.files import write_output
@@ -131,6 +132,24 @@ def table(summary: Summary, title: str) -> Table:
             "-" if figures.get("share_of_floor") is None else f"{figures['share_of_floor']:.0%}",
             {True: "yes", False: "no", None: "-"}[figures["identical_to_ar"]],
         )
+    return result
+
+
+def latency_table(summary: Summary) -> Table | None:
+    """One line per method: percentiles of TTFT, TPOT and ITL; None where no method tells them."""
+    if not have_latencies(summary):
+        return None
+    result = Table(
+        title="latency, ms", caption=TERMS, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0),
+        title_justify="left", caption_justify="left",
+    )  # fmt: skip
+    names = [name for label in LATENCIES.values() for name in (f"{label} p50", "p99")]
+    for name in ("method", *names):
+        result.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+    for spec, figures in summary.items():
+        spreads = [figures.get(key) for key in LATENCIES]
+        cells = ["-" if one is None else milliseconds(one[share]) for one in spreads for share in ("p50", "p99")]
+        result.add_row(label(spec, figures), *cells)
     return result
 
 

@@ -10,6 +10,7 @@ Shape letters: B rows of a batch, N nodes of a draft, K positions.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -146,11 +147,15 @@ class SyntheticAcceptance:
             how: dict[str, Any] = {"kind": DrawnAheadBatch.of(chances_of(self.rates))} if ahead else {"verify": verify}
             batch = engine.new_batch(**how)
             tokens: list[list[int]] = [[] for _ in prompts]
+            delivered_s: list[list[float]] = [[] for _ in prompts]
             samplings = [replace(sampling, seed=_seed(prompt, sampling.seed)) for prompt in prompts]
             with engine.in_round():
-                for output in rounds(batch, prompts, max_new_tokens, samplings):
+                steps, asked_s = rounds(batch, prompts, max_new_tokens, samplings), time.perf_counter()
+                for output in steps:
+                    taken_s = time.perf_counter() - asked_s
                     for request, new in zip(output.requests, output.tokens, strict=True):
                         tokens[request] += new
+                        delivered_s[request] += [taken_s] * bool(new)
             stats = batch.clock.stats
             spans = batch.spans if isinstance(batch, AheadBatch) else ()
             return BatchResult(
@@ -159,6 +164,7 @@ class SyntheticAcceptance:
                 stats=stats,
                 passes={} if ahead else passes_of(models),
                 sides=Sides.of(spans, forwards(models, engine.drafter)) if spans else None,
+                delivered_s=delivered_s,
             )
 
         return answer

@@ -250,13 +250,15 @@ def _show(results: dict[str, dict[str, Any]], console: Console) -> tuple[dict[st
         What the file holds, with the title; and the summary, that of each task and their mean if there are several.
     """
     from paradraft.bench.profile import profile_table
-    from paradraft.bench.summary import notes, table, title_of
+    from paradraft.bench.summary import latency_table, notes, table, title_of
 
     titled = {name: {"title": title_of(one), **one} for name, one in results.items()}
     for one in titled.values():
         title, methods = one["title"], one["methods"]
         Console().print(table(methods, title))
         print("\n".join(notes(methods)))
+        if (latencies := latency_table(methods)) is not None:
+            Console().print(latencies)
         if one["arguments"]["runtime"]["compiled"] is not False:
             first = ", ".join(f"{spec} {figures['warm_up_s']:.0f} s" for spec, figures in methods.items())
             console.print(f"first answers, with what had to be compiled: {first}")

@@ -24,7 +24,7 @@ def report(
     from paradraft.bench.page.page import check_folder, read_result, write_page
     from paradraft.bench.plot import plot
     from paradraft.bench.result_file import selected
-    from paradraft.bench.summary import notes, table, title_of
+    from paradraft.bench.summary import latency_table, notes, table, title_of
     from paradraft.files import check_outputs
 
     check_folder(out)
@@ -41,3 +41,5 @@ def report(
     if out is None and plot_file is None:
         Console().print(table(found["methods"], title_of(found)))
         print("\n".join(notes(found["methods"])))
+        if (latencies := latency_table(found["methods"])) is not None:
+            Console().print(latencies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,10 @@ class Generation:
         """For each round, how many of its tokens were drafted."""
         self.round_ends: list[int] = []
         """For each round, how many tokens there were after it."""
+        self.asked_s = time.perf_counter()
+        """When the request came."""
+        self.delivered_s: list[float] = []
+        """For each round, how long after the request its tokens were there."""
         self.stats: list[Stats] = []
         """Counts and times, of each batch that it was in and has left."""
         self.told_rounds = 0
@@ -107,6 +112,8 @@ class Generation:
         self.tokens += new
         self.accepted.append(min(accepted, len(new)))
         self.round_ends.append(len(self.tokens))
+        # The tokens are on the host, so a GPU has been waited for.
+        self.delivered_s.append(time.perf_counter() - self.asked_s)
         if reason is None and len(self.tokens) == self.request.max_new_tokens:
             reason = "length"
         if reason is not None and self._text is not None:

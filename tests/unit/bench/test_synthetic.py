@@ -116,6 +116,8 @@ def test_answers_have_their_length_and_the_rounds_of_their_prompts(family: Path,
     rounds = [one.stats.rounds for one in alone if one.stats is not None]
     assert together.stats.rounds == sum(rounds)
     assert len(set(rounds)) > 1, "all prompts have the same verdicts"
+    assert together.delivered_s is not None and [len(row) for row in together.delivered_s] == rounds
+    assert all(row == sorted(row) and 0 < row[0] for row in together.delivered_s)
     assert set(together.passes) == {"target", "draft"}
 
 

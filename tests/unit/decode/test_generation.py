@@ -64,6 +64,17 @@ def test_an_answer_that_has_ended_takes_nothing_more() -> None:
     answer.emit([7, 1], 1)
     assert answer.emit([1, 2, 3], 2) == []
     assert (answer.tokens, answer.accepted, answer.round_ends) == ([7], [1], [1])
+    assert len(answer.delivered_s) == 1
+
+
+def test_every_round_tells_when_its_tokens_were_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards latencies: from the request, not from the round before, and one for each round."""
+    now_s = iter([10.0, 10.5, 11.25])
+    monkeypatch.setattr("paradraft.decode.generation.time.perf_counter", lambda: next(now_s))
+    answer = generation(5, 7)
+    answer.emit([1, 2, 3], 2)
+    answer.emit([4, 5, 6], 2)
+    assert (answer.delivered_s, answer.round_ends) == ([0.5, 1.25], [3, 5])
 
 
 def test_token_zero_is_a_token() -> None:

@@ -71,20 +71,26 @@ def _answerer(target: Target, settings: dict[str, object], assistant: PreTrained
         config = GenerationConfig(
             max_new_tokens=max_new_tokens, eos_token_id=eos_ids or None, pad_token_id=0, **chosen, **settings
         )
-        rounds = _Rounds() if drafts else None
-        with nullcontext() if rounds is None else _widths(model, rounds.widths):
+        rounds = _Rounds()
+        with _widths(model, rounds.widths) if drafts else nullcontext():
             began_s = time.perf_counter()
             answered = model.generate(
                 tokens, attention_mask=mask, generation_config=config, assistant_model=assistant, streamer=rounds
             )[:, width:].tolist()
             total_s = time.perf_counter() - began_s
         answers = [up_to_end(row, eos_ids) for row in answered]
-        if rounds is None:
+        arrived_s = [moment_s - began_s for moment_s in rounds.moments_s]
+        if not drafts:
             passes = plain_passes(len(rows), width, len(answered[0]))
-            return BatchResult(tokens=answers, total_s=total_s, stats=None, passes=passes)
+            # Each pass gives every row a token; what comes after the end of an answer is filling.
+            delivered_s = [arrived_s[: len(answer)] for answer in answers]
+            return BatchResult(tokens=answers, total_s=total_s, stats=None, passes=passes, delivered_s=delivered_s)
         drafted = [wide - 1 for wide in [rounds.widths[0] - width + 1, *rounds.widths[1:]]]
         counts = Counts.of(len(answers[0]), drafted, rounds.accepted)
-        return BatchResult(tokens=answers, total_s=total_s, stats=None, counts=counts, accepted=[rounds.accepted])
+        return BatchResult(
+            tokens=answers, total_s=total_s, stats=None, counts=counts, accepted=[rounds.accepted],
+            delivered_s=[arrived_s],
+        )  # fmt: skip
 
     return answer
 
@@ -95,14 +101,19 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 
 
 class _Rounds(BaseStreamer):
-    """Hears of the new tokens of each round, and of the tokens that each pass of the target read."""
+    """Hears of the new tokens of each round, and of the tokens that each pass of the target read.
+
+    `generate` hands tokens over on the host, so a GPU has been waited for, as it is in each step without a streamer.
+    """
 
     def __init__(self) -> None:
         self.widths: list[int] = []
         self._sizes: list[int] = []
+        self._moments_s: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
         self._sizes.append(value.numel())
+        self._moments_s.append(time.perf_counter())
 
     def end(self) -> None:
         pass
@@ -111,6 +122,11 @@ class _Rounds(BaseStreamer):
     def accepted(self) -> list[int]:
         """For each round, how many of its tokens were drafted. What comes first is the prompt."""
         return [size - 1 for size in self._sizes[1:]]
+
+    @property
+    def moments_s(self) -> list[float]:
+        """For each round, when its tokens came."""
+        return self._moments_s[1:]
 
 
 @contextmanager

@@ -140,6 +140,7 @@ def page(result: dict[str, Any]) -> str:
         sections.speeds(result),
         sections.acceptance(result),
         sections.rounds(result),
+        sections.latency(result),
         sections.timeline(result),
         sections.roofline(result),
         example(result),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paradraft.bench.baselines import HF
+from paradraft.bench.latency import LATENCIES, TERMS, have_latencies
 from paradraft.bench.page.charts import Bar, bars, key, lanes, lines
 from paradraft.bench.page.html import (
     FAMILIES,
@@ -168,6 +169,23 @@ def rounds(result: dict[str, Any]) -> Element | None:
         bars(drawn),
         legend(list(PARTS), PARTS),
     )
+
+
+def latency(result: dict[str, Any]) -> Element | None:
+    """How long a reader waits: TTFT, TPOT and ITL, as servers report them."""
+    methods = result["methods"]
+    if not have_latencies(methods):
+        return None
+    head = ["", *(f"{name} {share}" for name in LATENCIES.values() for share in ("p50", "p99"))]
+    rows = [
+        [
+            name_of(spec, one),
+            *(number((one.get(key) or {}).get(share), ".2f", " ms") for key in LATENCIES for share in ("p50", "p99")),
+        ]
+        for spec, one in methods.items()
+    ]
+    words = "In milliseconds, from the request; all prompts of a batch are asked at the same time. "
+    return section("Latency", f"{words}{TERMS}.", table("Latency", head, rows))
 
 
 def timeline(result: dict[str, Any]) -> Element | None:

@@ -42,6 +42,10 @@ def test_peers_give_the_tokens_of_plain_decoding(engine: Engine, spec: str) -> N
     for prompt in PROMPTS:
         found = answer(engine, spec, prompt)
         assert found.tokens == [engine.generate(prompt, max_new_tokens=TOKENS).tokens]
+        assert found.delivered_s is not None
+        (arrived_s,) = found.delivered_s
+        assert arrived_s == sorted(arrived_s) and 0 < arrived_s[0] and arrived_s[-1] <= found.total_s
+        assert len(arrived_s) == (len(found.tokens[0]) if spec == "hf" else len(found.accepted[0]))  # type: ignore[index]
         if spec == "hf":
             assert found.counts is None and found.accepted is None
             continue
@@ -74,6 +78,19 @@ def test_an_answer_ends_at_its_end(engine: Engine) -> None:
             assert answer(engine, spec, PROMPTS[0]).tokens == [expected]
     finally:
         engine.target.lm.model.generation_config.eos_token_id = 0
+
+
+def test_every_row_of_a_batch_tells_when_its_tokens_came(engine: Engine) -> None:
+    """Guards latencies in batches, where one row ends before the other and is filled up."""
+    whole = [engine.generate(prompt, max_new_tokens=TOKENS).tokens for prompt in PROMPTS]
+    engine.target.lm.model.generation_config.eos_token_id = whole[0][5]
+    try:
+        plain = Method.parse("hf:batch=2").answerer(engine.target, engine.drafter)
+        found = plain(PROMPTS, TOKENS, GREEDY)
+    finally:
+        engine.target.lm.model.generation_config.eos_token_id = 0
+    assert found.delivered_s is not None and len({len(answer) for answer in found.tokens}) == 2
+    assert [len(row) for row in found.delivered_s] == [len(answer) for answer in found.tokens]
 
 
 def test_sampled_answers_have_rounds_too(engine: Engine) -> None:
