@@ -41,6 +41,9 @@ def test_plan_from_a_benchmark(
     assert last["chosen"].keys() == {"2"}
     assert last["chains"] == plan["chains"]
     assert set(plan["costs_ms"]["2"]) == {"plain", "k=1", "k=2"}
+    # At the beginning, after the one batch size, and after the check.
+    assert len(plan["steadiness"]["plain_round_ms"]) == 3
+    assert plan["steadiness"]["is_steady"] == ("unsteady machine" not in outcome.out)
     assert {one["way"] for one in plan["predictions"] if one["measured"]} >= {"plain", "k=2"}
     assert plan["acceptance"]["k=1"]["report"] == "bench.json"
     assert str(tmp_path) not in json.dumps(plan["acceptance"])

@@ -7,8 +7,9 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paradraft.bench.labels import label
 from paradraft.bench.result_file import has_faster_baselines, mark
-from paradraft.bench.summary import label, title_of
+from paradraft.bench.summary import title_of
 from paradraft.files import write_output
 
 if TYPE_CHECKING:

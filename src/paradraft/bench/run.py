@@ -19,6 +19,7 @@ from paradraft.bench.roofline import Size, added, reached, speeds_for
 from paradraft.bench.setup import Preparation, Workload, check, prepare
 from paradraft.bench.sides import of_sides
 from paradraft.bench.spec import AR, Benchmark, Method
+from paradraft.bench.steadiness import steadiness
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds
 from paradraft.digests import model_digest
 from paradraft.engine import Engine
@@ -42,9 +43,9 @@ def run_benchmark(
 
     Returns:
         For each work a report of plain values: `machine`, `arguments`, `speeds` (of the machine), `methods` (the
-        summary), `profile` if it was asked for, `answers` with every raw time, the tokens of the first run and how
-        many each target pass gave, and `example`: the first prompt, and for each method that tells how its tokens
-        came the pieces of its answer, see `paradraft.bench.result`.
+        summary), `steadiness` of the machine, `profile` if it was asked for, `answers` with every raw time, the
+        tokens of the first run and how many each target pass gave, and `example`: the first prompt, and for each
+        method that tells how its tokens came the pieces of its answer, see `paradraft.bench.result`.
 
     Raises:
         ValueError: a model cannot be loaded, two methods are the same, prompts do not fit, or shapes are to accept
@@ -94,10 +95,12 @@ def _result(
     for method in prepared.engines if benchmark.profiled else ():
         report(f"profiling {method.spec}")
         profiles[method.spec] = _profile(benchmark, prepared.engines[method], prompts[: method.batch], limit)
+    methods = _summary(benchmark, measured, prepared, speeds)
     return {
         "arguments": {**benchmark.as_json(), "num_prompts": len(prompts), "max_new_tokens": limit},
         "speeds": speeds.as_json(),
-        "methods": _summary(benchmark, measured, prepared, speeds),
+        "methods": methods,
+        "steadiness": steadiness(methods),
         **({"profile": profiles} if benchmark.profiled else {}),
         "answers": _answers(measured),
         "timeline": {

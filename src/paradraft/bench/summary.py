@@ -10,11 +10,11 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from paradraft.bench.labels import label
 from paradraft.bench.latency import LATENCIES, TERMS, have_latencies, milliseconds
 from paradraft.bench.result_file import has_faster_baselines, mark, without_baseline
-from paradraft.drafters import split_settings
+from paradraft.bench.steadiness import unsteady_runs
 from paradraft.files import write_output
-from paradraft.verify import LOSSY, rule_name
 
 MEAN_CAPTION = (
     "tokens/s, and speedup against AR+ of the same dtype, of each task · mean: mean tokens/s, and its ratio to AR+'s"
@@ -84,11 +84,6 @@ def _all(values: list[bool | None]) -> bool | None:
 
 
 Summary = dict[str, dict[str, Any]]
-LABELS = {
-    "hf": "AR", "ar": "AR+", "autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram",
-    "hf-assisted": "assisted", "hf-prompt-lookup": "lookup",
-    "vllm": "vLLM", "vllm-draft": "vLLM VSD", "vllm-pard": "vLLM PARD", "vllm-ngram": "vLLM n-gram",
-}  # fmt: skip
 CAPTION = (
     "AR, assisted, lookup: generate of transformers · AR+: ours without a drafter · VSD: an ordinary draft model · "
     "PEARL: the draft is made while the target verifies · "
@@ -99,9 +94,6 @@ CAPTION = (
 )
 FASTEST = "vs **: against the fastest AR+ with whole weights, marked **"
 DRAWN = "SYNTHETIC ACCEPTANCE: verdicts are drawn, texts are not the target's"
-_EVIDENT = ("dtype=", "draft=", "verify=", "lengths=", "target_stages=")
-"""Settings whose value says what it is."""
-_CPUS = ("target_cpus=", "draft_cpus=")
 
 
 def table(summary: Summary, title: str) -> Table:
@@ -154,13 +146,15 @@ def latency_table(summary: Summary) -> Table | None:
 
 
 def notes(summary: Summary) -> list[str]:
-    """What has to be known to read a table, a line each: how far answers repeat themselves, and missing baselines."""
+    """What has to be known to read a table, a line each: a machine that was not steady, answers that repeat themselves,
+    and missing baselines."""
     shares: dict[str, list[str]] = {}
     for spec, figures in summary.items():
         shares.setdefault(f"{figures['distinct_4grams']:.0%}", []).append(label(spec, figures))
     usual = max(shares, key=lambda share: len(shares[share]))
     others = [f"{share} of {'; '.join(names)}" for share, names in shares.items() if share != usual]
-    found = [f"distinct 4-grams of the answers: {usual}" + (f" (but {', '.join(others)})" if others else "")]
+    found = [unsteady] if (unsteady := unsteady_runs(summary)) is not None else []
+    found += [f"distinct 4-grams of the answers: {usual}" + (f" (but {', '.join(others)})" if others else "")]
     for lacking, specs in without_baseline(summary).items():
         names = "; ".join(label(spec, summary[spec]) for spec in specs)
         found.append(f"no {lacking} in this run, so nothing stands under vs AR+ for: {names}")
@@ -191,22 +185,6 @@ def marked(title: str, arguments: dict[str, Any]) -> str:
     """
     rates = arguments.get("synthetic_acceptance")
     return title if rates is None else f"SYNTHETIC ACCEPTANCE {', '.join(f'{rate:.3g}' for rate in rates)}: {title}"
-
-
-def label(spec: str, figures: dict[str, Any]) -> str:
-    """A method's name for readers: its kind, and the settings that its spec names."""
-    name = LABELS.get(figures["method"], figures["method"])
-    if figures.get("gamma"):
-        name = "PEARL" if figures["method"] == "autoregressive" else f"PEARL + {name}"
-    _, settings = split_settings(spec)
-    for key in _EVIDENT:
-        settings = [setting.removeprefix(key) for setting in settings]
-    cpus = [setting for setting in settings if setting.startswith(_CPUS)]
-    if cpus:
-        settings = [setting for setting in settings if setting not in cpus]
-        settings.append("CPUs " + " and ".join(setting.partition("=")[2] for setting in sorted(cpus, reverse=True)))
-    is_lossy = rule_name(figures.get("verify") or "match") in LOSSY
-    return ", ".join([name, *settings, *["not lossless"] * is_lossy])
 
 
 def _number(value: float | None) -> str:

@@ -87,6 +87,7 @@ def plan(
     from paradraft.plan.plan import DRAFT, run_plan
     from paradraft.plan.report import plot, table
     from paradraft.plan.sizes import SIZES, SizeTask
+    from paradraft.plan.steadiness import unsteady_plan
     from paradraft.plan.task import Task, doubts, known_of, ways_of
 
     found = None if acceptance is None else (read_result_file(acceptance, PARTS), acceptance.name)
@@ -146,6 +147,8 @@ def plan(
     if found is not None:
         title = marked(title, found[0]["arguments"])
     Console().print(table(result, title))
+    if (unsteady := unsteady_plan(result)) is not None:
+        print(unsteady)
     print("\n".join(lines(result["chains"], speculation.drafter, speculation.draft or DRAFT)))
     output.write(result)
     if plot_file is not None:
@@ -158,6 +161,7 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: Js
     from paradraft.drafters.ppd import PLANS, Plan, read_plans, write_plan
     from paradraft.models.loading import locate
     from paradraft.plan.sizes import run_size_plan, table
+    from paradraft.plan.steadiness import unsteady_plan
 
     speculation = task.speculation
     speculation.check_models(task.target)
@@ -174,6 +178,8 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: Js
     title = f"{task.target} with {speculation.drafter}, {len(task.prompts)} prompts x {task.max_new_tokens} tokens"
     lossy = ", not lossless" if rule_name(speculation.verify) in LOSSY else ""
     Console().print(table(result, f"{title}, {chance}{lossy}"))
+    if (unsteady := unsteady_plan(result)) is not None:
+        print(unsteady)
     if result["speedup"] < 1:
         print(f"no size pays: the best is {result['speedup']:.2f}x plain decoding here")
     memory = result["memory_bytes"]

@@ -22,6 +22,7 @@ from paradraft.models.target import Target
 from paradraft.plan.acceptance import Acceptance
 from paradraft.plan.costs import Costs, measure_rounds
 from paradraft.plan.predict import PLAIN, Prediction, Way, best, predict
+from paradraft.plan.steadiness import Watch
 from paradraft.plan.task import Task, ways_of
 from paradraft.preflight import fitted
 
@@ -53,7 +54,7 @@ def run_plan(
 
     Returns:
         Plain values: `machine`, `arguments`, `acceptance`, `costs_ms`, `predictions`, `chosen`,
-        `chains` (K by batch size), and what `vllm` and `tensorrt_llm` are to be told.
+        `chains` (K by batch size), what `vllm` and `tensorrt_llm` are to be told, and `steadiness` of the machine.
 
     Raises:
         ValueError: a model cannot be loaded, or the prompts do not fit into it.
@@ -67,9 +68,11 @@ def run_plan(
     _engine(task, PLAIN, target, drafter).check(
         task.prompts, max_new_tokens=task.max_new_tokens, sampling=task.sampling
     )
+    watch = Watch(_engine(task, PLAIN, target, drafter), task.prompts[0], task.sampling)
+    watch.look()
     if known is None:
         known = _measure_acceptance(task, target, drafter, report)
-    costs = _measure_costs(task, list(known), target, drafter, report)
+    costs = _measure_costs(task, list(known), target, drafter, report, watch)
     predictions = _predictions(known, costs, fewest_rows=target.lm.min_rows)
     chosen = {batch: best(predictions, batch) for batch in task.batches}
     chains = {batch: best([one for one in predictions if not one.way.tree], batch).way.k for batch in task.batches}
@@ -78,6 +81,7 @@ def run_plan(
         ways = {one.way for one in chosen.values()} | {Way(k=k) for k in chains.values()}
         ways.add(max(known, key=lambda way: (way.tree is None, way.k)))
         checked = _check(task, ways - {PLAIN}, target, drafter, runtime.dtype, check_runs, report)
+        watch.look()
     return {
         "machine": describe_machine(runtime.device),
         "arguments": {
@@ -106,6 +110,7 @@ def run_plan(
         "chains": chains,
         "vllm": vllm_config(chains, speculation.drafter, speculation.draft or DRAFT),
         "tensorrt_llm": tensorrt_config(chains, speculation.drafter, speculation.draft or DRAFT),
+        "steadiness": watch.as_json(),
     }
 
 
@@ -140,7 +145,7 @@ def _measure_acceptance(task: Task, target: Target, drafter: Drafter, report: Re
 
 
 def _measure_costs(
-    task: Task, ways: list[Way], target: Target, drafter: Drafter, report: Report
+    task: Task, ways: list[Way], target: Target, drafter: Drafter, report: Report, watch: Watch
 ) -> dict[int, dict[Way, Costs]]:
     """What every way's rounds take at every batch size, plain decoding's too."""
     chains = tuple(way.k for way in ways if way.tree is None)
@@ -162,6 +167,7 @@ def _measure_costs(
         )
         of_way = {way: found["chains" if way.tree is None else way.name] for way in ways}
         costs[batch] = of_way | {PLAIN: found[PLAIN.name]}
+        watch.look()
     return costs
 
 

@@ -39,6 +39,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.plan.costs import measure_rounds
 from paradraft.plan.replay import RANKS, UNKNOWN, Ranks, accuracy_of, random_trees, replayed, static_trees
+from paradraft.plan.steadiness import Watch
 from paradraft.preflight import fitted
 from paradraft.request import requests_of
 from paradraft.sampling.sparse_tree import StateTree, best_trees, rate
@@ -180,7 +181,7 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
 
     Returns:
         Plain values: `machine`, `arguments`, `accuracy`, `sizes` with what each is predicted to yield, `chosen`,
-        `plan`, which `paradraft.drafters.ppd` reads, and `checked`.
+        `plan`, which `paradraft.drafters.ppd` reads, `checked`, and `steadiness` of the machine.
 
     Raises:
         ValueError: a model cannot be loaded, or the prompts do not fit into it.
@@ -196,12 +197,15 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
     sizes = [size for size in task.sizes if size >= copies]
     if not sizes:
         raise ValueError(f"sizes up to {max(task.sizes)}: each prompt token has {copies} copies, plan larger ones")
+    plain = Engine(target, NoDrafter(), Speculation())
+    watch = Watch(plain, task.prompts[0], task.sampling)
+    watch.look()
     report("counting right guesses")
     answers = count_ranks(task, target, head, config.prompts)
     accuracy = accuracy_of(answers)
     trees = {size: best_trees(accuracy, size, prompts=config.prompts, copies=copies) for size in sizes}
     engines: dict[str, tuple[Engine, tuple[int, ...]]] = {
-        "plain": (Engine(target, NoDrafter(), Speculation()), (0,)),
+        "plain": (plain, (0,)),
     }
     drafters = {}
     for size in sizes:
@@ -211,6 +215,7 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
     costs = measure_rounds(
         engines, task.checking, batch=1, max_new_tokens=task.max_new_tokens, sampling=task.sampling, report=report
     )
+    watch.look()
     plain_s = costs["plain"].rounds[0].total_s
     rows: dict[int, dict[str, Any]] = {}
     for size in sizes:
@@ -234,6 +239,7 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
         temperature=task.sampling.temperature, size=best, accuracy=accuracy,
     )  # fmt: skip
     checked = _check(task, target, drafters[best], rows[best], runtime, check_runs, report) if check_runs else None
+    watch.look()
     return {
         "machine": describe_machine(runtime.device),
         "arguments": {
@@ -256,6 +262,7 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
         "lossless": rule_name(task.speculation.verify) not in LOSSY,
         "plan": asdict(plan),
         "checked": checked,
+        "steadiness": watch.as_json(),
     }
 
 

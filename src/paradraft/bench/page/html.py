@@ -7,9 +7,9 @@ import re
 from typing import Any, Self
 
 from paradraft.bench.baselines import PEERS, is_vllm
+from paradraft.bench.labels import label
 from paradraft.bench.result_file import mark
 from paradraft.bench.spec import AR
-from paradraft.bench.summary import label
 
 VOID = ("meta", "br", "link")
 """Elements that have no end."""

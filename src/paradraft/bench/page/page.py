@@ -6,11 +6,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from paradraft.bench.labels import label
 from paradraft.bench.page import sections
 from paradraft.bench.page.html import Element, joined, section
 from paradraft.bench.result import Piece
 from paradraft.bench.result_file import ADVICE, completed, read_result_file
-from paradraft.bench.summary import label, title_of
+from paradraft.bench.summary import title_of
 from paradraft.files import check_outputs, write_output
 
 DEEPEST = 8

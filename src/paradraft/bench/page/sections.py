@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paradraft.bench.baselines import HF
+from paradraft.bench.labels import LABELS, label
 from paradraft.bench.latency import LATENCIES, TERMS, have_latencies
 from paradraft.bench.page.charts import Bar, bars, key, lanes, lines
 from paradraft.bench.page.html import (
@@ -26,7 +27,7 @@ from paradraft.bench.page.html import (
 from paradraft.bench.result import FIRST
 from paradraft.bench.result_file import has_faster_baselines, without_baseline
 from paradraft.bench.spec import AR
-from paradraft.bench.summary import LABELS, label
+from paradraft.bench.steadiness import unsteady_runs
 
 PARTS = {
     "draft": "drafting",
@@ -98,6 +99,8 @@ def speeds(result: dict[str, Any]) -> Element:
         )
         for missing, specs in without_baseline(methods).items()
     ]  # fmt: skip
+    if (unsteady := unsteady_runs(methods)) is not None:
+        skipped.append(Element.of("p", f"{unsteady[0].upper()}{unsteady[1:]}.", class_="note warning"))
     return section("Tokens per second", words, bars(drawn), legend(families, FAMILIES), *lacking, *skipped)
 
 
