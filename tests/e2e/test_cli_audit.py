@@ -44,6 +44,8 @@ def test_audit_passes(family: Path, paradraft: Paradraft, tmp_path: Path, option
     last = json.loads(outcome.out.splitlines()[-1])
     assert {key: written[key] for key in last} == last
     assert last["verdict"] == "PASS" and last["tokens"] == last["positions"]
+    assert written["arguments"]["prompts"].endswith("prompts.jsonl")
+    assert "\n  asked: 2 prompts of prompts.jsonl\n" in outcome.out
     assert written["arguments"]["k"] == 4 and written["machine"]["cpu_capability"]
     assert last["own_pass"]["drafted"]["largest"] <= last["own_pass"]["allowed"]["largest"]
     assert last["own_pass"]["places"] == last["tokens"]

@@ -132,6 +132,7 @@ def test_shapes_need_no_rates_without_a_drafter(paradraft: Paradraft, tmp_path: 
     assert found.code == 0, found.err
     report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert "SYNTHETIC" not in report["title"] + found.out
+    assert "1 random prompts × 9 tokens" in report["title"]
     assert report["methods"]["ar"]["synthetic_acceptance"] is None
     assert {report["methods"]["ar"][setting] for setting in ("k", "tree", "verify", "lengths")} == {None}
     assert report["methods"]["hf"]["decode_share_of_floor"] is None
@@ -191,3 +192,5 @@ def test_a_report_tells_which_weights_were_measured(family: Path, paradraft: Par
     assert plain == {"target": model_digest(family / "target")[:16]}
     assert drafted == plain | {"draft": model_digest(family / "pard")[:16]}
     assert report["machine"]["git_revision"] != ""
+    assert report["arguments"]["prompts"] == str(tmp_path / "prompts.jsonl")
+    assert "1 prompts of prompts.jsonl × 4 tokens" in report["title"]

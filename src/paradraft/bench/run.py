@@ -76,7 +76,7 @@ def run_benchmark(
     machine = describe_machine(benchmark.runtime.device)
     machine["versions"] |= versions
     return [
-        _result(benchmark, prepared, texts, work.max_new_tokens, found, speeds, report) | {"machine": machine}
+        _result(benchmark, prepared, work, texts, found, speeds, report) | {"machine": machine}
         for work, texts, found in zip(works, prompts, measured, strict=True)
     ]
 
@@ -84,8 +84,8 @@ def run_benchmark(
 def _result(
     benchmark: Benchmark,
     prepared: Preparation,
+    work: Workload,
     prompts: list[str],
-    limit: int,
     measured: list[Measured],
     speeds: Speeds,
     report: Callable[[str], None],
@@ -94,10 +94,13 @@ def _result(
     profiles = {}
     for method in prepared.engines if benchmark.profiled else ():
         report(f"profiling {method.spec}")
-        profiles[method.spec] = _profile(benchmark, prepared.engines[method], prompts[: method.batch], limit)
+        profiles[method.spec] = _profile(
+            benchmark, prepared.engines[method], prompts[: method.batch], work.max_new_tokens
+        )
     methods = _summary(benchmark, measured, prepared, speeds)
+    asked = {"prompts": work.source, "num_prompts": len(prompts), "max_new_tokens": work.max_new_tokens}
     return {
-        "arguments": {**benchmark.as_json(), "num_prompts": len(prompts), "max_new_tokens": limit},
+        "arguments": {**benchmark.as_json(), **asked},
         "speeds": speeds.as_json(),
         "methods": methods,
         "steadiness": steadiness(methods),

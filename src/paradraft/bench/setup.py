@@ -15,7 +15,7 @@ from paradraft.bench.roofline import models_of
 from paradraft.bench.spec import AR, Benchmark, Method, TargetKey
 from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.core import Drafter
-from paradraft.data.prompts import read_prompts, texts_of
+from paradraft.data.prompts import DEFAULT, RANDOM, read_prompts, texts_of
 from paradraft.decode.channel import launched
 from paradraft.drafters import check_draft, drafter_names, takes_draft
 from paradraft.drafters.none import NoDrafter
@@ -42,17 +42,19 @@ class Workload:
         max_new_tokens: most tokens of an answer.
         prompts: what they are, given what asks the target; some hold its own answers to others.
         name: of the task, if it is one.
+        source: where the prompts are from, see `paradraft.data.prompts.counted`; None for a task.
     """
 
     count: int
     max_new_tokens: int
     prompts: Callable[[Answers], list[str]]
     name: str = ""
+    source: str | None = None
 
     @classmethod
-    def of(cls, prompts: list[str], max_new_tokens: int) -> Workload:
+    def of(cls, prompts: list[str], max_new_tokens: int, source: str | None = None) -> Workload:
         """Texts that are known."""
-        return cls(count=len(prompts), max_new_tokens=max_new_tokens, prompts=lambda _: prompts)
+        return cls(count=len(prompts), max_new_tokens=max_new_tokens, prompts=lambda _: prompts, source=source)
 
 
 def held_out_prompts(number: int, file: Path | None, target: str) -> list[str]:
@@ -68,6 +70,11 @@ def held_out_prompts(number: int, file: Path | None, target: str) -> list[str]:
     if not 1 <= number <= len(records):
         raise ValueError(f"num_prompts={number}: use 1 to {len(records)}, which is how many {file.name} has")
     return texts_of(records[:number], lambda: load_tokenizer(locate(target, "target")))
+
+
+def source_of(file: Path | None, target: str) -> str:
+    """Where the prompts of a run are from: a file, random tokens for a shape, or those of the pocket family."""
+    return RANDOM if is_shape(target) else DEFAULT if file is None else str(file)
 
 
 def prompts_for(target: str, number: int, *, tokens: int, file: Path | None) -> list[str]:

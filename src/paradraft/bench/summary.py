@@ -14,6 +14,7 @@ from paradraft.bench.labels import label
 from paradraft.bench.latency import LATENCIES, TERMS, have_latencies, milliseconds
 from paradraft.bench.result_file import has_faster_baselines, mark, without_baseline
 from paradraft.bench.steadiness import unsteady_runs
+from paradraft.data.prompts import counted
 from paradraft.files import write_output
 
 MEAN_CAPTION = (
@@ -171,7 +172,8 @@ def title_of(result: dict[str, Any]) -> str:
     arguments = result["arguments"]
     temperature = arguments["sampling"]["temperature"]
     title = f"{result['task']['name']}: " if "task" in result else ""
-    title += f"{arguments['target']}, {arguments['num_prompts']} prompts × {arguments['max_new_tokens']} tokens, "
+    prompts = counted(arguments["num_prompts"], arguments.get("prompts"))
+    title += f"{arguments['target']}, {prompts} × {arguments['max_new_tokens']} tokens, "
     title += f"temperature {temperature:g}" if temperature else "greedy"
     return marked(title, arguments)
 

@@ -26,7 +26,7 @@ def audit(
     *,
     target: options.Target,
     speculation: Annotated[Speculation, options.Offer(defaults={"drafter": options.REQUIRED})],
-    prompts: options.Prompts = None,
+    prompts: options.MeasuredPrompts = None,
     num_prompts: options.NumPrompts = 8,
     seeds: Annotated[int, typer.Option(min=1, help="Answers per prompt, when sampling.")] = 4,
     max_new_tokens: options.NewTokens = 64,
@@ -51,7 +51,8 @@ def audit(
     JSON.
     """
     from paradraft.audit.audit import PASS, TIES, audit, check_may_be_lossless, findings
-    from paradraft.bench.setup import held_out_prompts
+    from paradraft.bench.setup import held_out_prompts, source_of
+    from paradraft.data.prompts import counted
     from paradraft.environment import describe_machine
 
     check_may_be_lossless(speculation.verify)
@@ -78,13 +79,15 @@ def audit(
             engine, texts, sampling=sampling, seeds=seeds, max_new_tokens=max_new_tokens, batch_size=batch_size,
             report=status.update,
         )  # fmt: skip
+    source = source_of(prompts, target)
     arguments = {
-        "target": target, **asdict(speculation), "num_prompts": num_prompts, "seeds": seeds, "batch_size": batch_size,
-        "max_new_tokens": max_new_tokens, "sampling": asdict(sampling), "runtime": asdict(runtime),
-        "placement": asdict(placement),
+        "target": target, **asdict(speculation), "prompts": source, "num_prompts": num_prompts, "seeds": seeds,
+        "batch_size": batch_size, "max_new_tokens": max_new_tokens, "sampling": asdict(sampling),
+        "runtime": asdict(runtime), "placement": asdict(placement),
     }  # fmt: skip
     for line in findings(report, engine.target.tokenizer):
         print(line)
+    print(f"  asked: {counted(num_prompts, source) if prompts else f'{num_prompts} {source}'}")
     output.write(report.as_json() | {"arguments": arguments, "machine": describe_machine(runtime.device)})
     output.end_with(report.as_json())
     if report.verdict not in (PASS, TIES):

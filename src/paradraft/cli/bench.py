@@ -123,7 +123,7 @@ def bench(
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer; by default 128, or the task's.")
     ] = None,
-    prompts: options.Prompts = None,
+    prompts: options.MeasuredPrompts = None,
     task: Annotated[
         str | None,
         typer.Option(
@@ -173,7 +173,7 @@ def bench(
     from paradraft.bench.page.page import check_folder, write_page
     from paradraft.bench.plot import plot
     from paradraft.bench.run import run_benchmark
-    from paradraft.bench.setup import Workload, prompts_for
+    from paradraft.bench.setup import Workload, prompts_for, source_of
     from paradraft.bench.spec import Benchmark, Method
     from paradraft.bench.synthetic import SyntheticAcceptance
 
@@ -191,7 +191,7 @@ def bench(
     if task is None:
         number = 16 if num_prompts is None else num_prompts
         texts = prompts_for(target, number, tokens=prompt_tokens, file=prompts)
-        works = [Workload.of(texts, max_new_tokens or 128)]
+        works = [Workload.of(texts, max_new_tokens or 128, source_of(prompts, target))]
     else:
         check_alone(task, target, prompts, drawn=(plot_file, page_folder))
         asked = questions_for(

@@ -20,6 +20,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import torch
 import typer
 
+from paradraft.data.prompts import DEFAULT
 from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import drafter_class, drafter_names
 from paradraft.models.runtime import PRECISIONS, Runtime
@@ -97,10 +98,12 @@ def given(context: typer.Context, names: Collection[str]) -> list[str]:
 
 Target = Annotated[str, typer.Option("--target", help="Hugging Face id, folder, or pocket (the shipped family).")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(help='JSONL file with one {"prompt": …} or {"messages": […]} per line; - is the standard input.'),
+_PROMPTS = 'JSONL file with one {"prompt": …} or {"messages": […]} per line; - is the standard input.'
+Prompts = Annotated[Path | None, typer.Option(help=_PROMPTS)]
+MeasuredPrompts = Annotated[
+    Path | None, typer.Option("--prompts", help=f"{_PROMPTS} By default {DEFAULT}.", show_default=False)
 ]
+"""The prompts of commands that measure, which have some of their own."""
 TemplateVariables = Annotated[
     str | None,
     typer.Option(

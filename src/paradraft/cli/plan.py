@@ -65,7 +65,7 @@ def plan(
             "that do.",
         ),
     ] = None,
-    prompts: options.Prompts = None,
+    prompts: options.MeasuredPrompts = None,
     num_prompts: options.NumPrompts = 16,
     max_new_tokens: options.NewTokens = 128,
     sampling: Annotated[Sampling, options.Offer(without=("min_p", *options.PENALTIES))],
@@ -80,8 +80,9 @@ def plan(
 ) -> None:
     """Choose how many tokens to draft at each batch size. The last line of the output is JSON."""
     from paradraft.bench.result_file import read_result_file
-    from paradraft.bench.setup import held_out_prompts
+    from paradraft.bench.setup import held_out_prompts, source_of
     from paradraft.bench.summary import marked
+    from paradraft.data.prompts import counted
     from paradraft.export.engines import lines
     from paradraft.plan.acceptance import PARTS, asked_of
     from paradraft.plan.plan import DRAFT, run_plan
@@ -112,7 +113,7 @@ def plan(
         return _plan_sizes(
             SizeTask(
                 target=target, speculation=speculation, sizes=budgets or SIZES, prompts=texts,
-                max_new_tokens=max_new_tokens, sampling=sampling,
+                max_new_tokens=max_new_tokens, sampling=sampling, source=source_of(prompts, target),
             ),
             runtime, check_runs=runs if check else 0, output=output,
         )  # fmt: skip
@@ -122,7 +123,7 @@ def plan(
         batches=tuple(size for size in sizes if batch_sizes is not None or len(texts) % size == 0),
         ks=None if k is None else _numbers("--k", k),
         trees=budgets,
-        prompts=texts, max_new_tokens=max_new_tokens, sampling=sampling,
+        prompts=texts, max_new_tokens=max_new_tokens, sampling=sampling, source=source_of(prompts, target),
     )  # fmt: skip
     known = None if found is None else known_of(task, *found, runtime.dtype)
     for doubt in () if found is None or known is None else doubts(task, known, *found):
@@ -141,7 +142,7 @@ def plan(
             task, runtime, known=known, source=None if found is None else found[1], check_runs=runs if check else 0,
             report=status.update if console.is_terminal else console.print,
         )  # fmt: skip
-    title = f"{target} with {speculation.drafter}, {len(texts)} prompts x {max_new_tokens} tokens, " + (
+    title = f"{target} with {speculation.drafter}, {counted(len(texts), task.source)} × {max_new_tokens} tokens, " + (
         "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
     )
     if found is not None:
@@ -158,6 +159,7 @@ def plan(
 
 def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: JsonOutput) -> None:
     """Plans for a drafter whose prompt tokens ride in the target's pass, and writes the plan beside its checkpoint."""
+    from paradraft.data.prompts import counted
     from paradraft.drafters.ppd import PLANS, Plan, read_plans, write_plan
     from paradraft.models.loading import locate
     from paradraft.plan.sizes import run_size_plan, table
@@ -175,7 +177,8 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: Js
         report = status.update if console.is_terminal else console.print
         result = run_size_plan(task, runtime, check_runs=check_runs, report=report)
     chance = "greedy" if task.sampling.is_greedy else f"temperature {task.sampling.temperature:g}"
-    title = f"{task.target} with {speculation.drafter}, {len(task.prompts)} prompts x {task.max_new_tokens} tokens"
+    prompts = counted(len(task.prompts), task.source)
+    title = f"{task.target} with {speculation.drafter}, {prompts} × {task.max_new_tokens} tokens"
     lossy = ", not lossless" if rule_name(speculation.verify) in LOSSY else ""
     Console().print(table(result, f"{title}, {chance}{lossy}"))
     if (unsteady := unsteady_plan(result)) is not None:

@@ -89,6 +89,7 @@ def run_plan(
             "drafter": speculation.drafter,
             "draft": speculation.draft,
             "verify": speculation.verify,
+            "prompts": task.source,
             "num_prompts": len(task.prompts),
             "max_new_tokens": task.max_new_tokens,
             "sampling": asdict(task.sampling),

@@ -66,6 +66,7 @@ class SizeTask:
         prompts: texts; the first half calibrates, the second half checks.
         max_new_tokens: most tokens of an answer.
         sampling: how they are chosen.
+        source: where the prompts are from, see `paradraft.data.prompts.counted`.
 
     Raises:
         ValueError: there are fewer than two prompts.
@@ -77,6 +78,7 @@ class SizeTask:
     prompts: list[str]
     max_new_tokens: int
     sampling: Sampling
+    source: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompts) < 2:
@@ -247,6 +249,7 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
             "drafter": task.speculation.drafter,
             "draft": task.speculation.draft,
             "verify": task.speculation.verify,
+            "prompts": task.source,
             "num_prompts": len(task.prompts),
             "max_new_tokens": task.max_new_tokens,
             "sampling": asdict(task.sampling),

@@ -31,6 +31,7 @@ class Task:
         prompts: texts, in the order of the report's answers.
         max_new_tokens: most tokens of an answer.
         sampling: how they are chosen.
+        source: where the prompts are from, see `paradraft.data.prompts.counted`.
 
     Raises:
         ValueError: the drafter drafts nothing, as much as its own settings say, or no trees, a draft model is missing
@@ -45,6 +46,7 @@ class Task:
     prompts: list[str]
     max_new_tokens: int
     sampling: Sampling
+    source: str | None = None
 
     def __post_init__(self) -> None:
         drafter = self.speculation.drafter

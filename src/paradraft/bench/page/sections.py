@@ -28,6 +28,7 @@ from paradraft.bench.result import FIRST
 from paradraft.bench.result_file import has_faster_baselines, without_baseline
 from paradraft.bench.spec import AR
 from paradraft.bench.steadiness import unsteady_runs
+from paradraft.data.prompts import DEFAULT
 
 PARTS = {
     "draft": "drafting",
@@ -50,6 +51,7 @@ def heading(result: dict[str, Any], title: str) -> Element:
     compared = [same for same in compared if same is not None]
     if compared:
         tiles.append(tile(f"{sum(compared)} of {len(compared)}", f"methods give the very tokens of {LABELS[AR]}"))
+    asked = f" The prompts are {DEFAULT}." if result["arguments"].get("prompts") == DEFAULT else ""
     return Element.of(
         "header",
         Element.of("p", "paradraft bench", class_="kicker"),
@@ -57,7 +59,7 @@ def heading(result: dict[str, Any], title: str) -> Element:
         Element.of(
             "p",
             "All methods answered the same prompts on one machine, taking turns. Times include reading the prompt and "
-            "the first draft; only tokens that were emitted count.",
+            f"the first draft; only tokens that were emitted count.{asked}",
             class_="lead",
         ),
         Element.of("ul", *tiles, class_="tiles"),

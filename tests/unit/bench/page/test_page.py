@@ -16,6 +16,7 @@ import pytest
 
 from paradraft.bench.page.html import Element
 from paradraft.bench.page.page import page, read_result, write_page
+from paradraft.data.prompts import DEFAULT
 from tests.support.bench_result import LENGTHS, UNTOLD, ahead, figures, result
 
 ROOT = Path(__file__).parents[4]
@@ -186,6 +187,16 @@ def test_the_chart_has_all_rounds_in_its_denominator() -> None:
     assert "at least 1, 2, … drafted tokens" in text and "The file does not tell" not in text
     given["methods"]["vllm-pard:k=4"]["accepted_share_of_rounds"] = None
     assert "The file does not tell of: vLLM PARD, k=4." in page(given)
+
+
+def test_default_prompts_are_named() -> None:
+    """Guards against figures of Python code that are taken for those of any text."""
+    found = result()
+    assert "Python" not in read(found).text.replace("Python 3", "")
+    found["arguments"]["prompts"] = DEFAULT
+    text = read(found).text
+    assert "pocket, 2 Python functions to complete × 64 tokens, greedy" in text
+    assert "The prompts are Python functions to complete, held-out modules of the pocket family." in text
 
 
 def test_made_up_acceptance_is_in_the_title() -> None:
