@@ -1,7 +1,11 @@
-"""Names of methods for readers: their kind, and the settings that their specs name."""
+"""Names of methods for readers: their kind, and the settings that their specs name.
+
+Long folders are shortened, each so far that it stays unlike the others; `full_paths` says what they stand for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from paradraft.drafters import split_settings
@@ -15,14 +19,57 @@ LABELS = {
 _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=", "target_stages=")
 """Settings whose value says what it is."""
 _CPUS = ("target_cpus=", "draft_cpus=")
+_PATHS = ("draft", "prompts")
+"""Settings that may be folders."""
+LONGEST_PATH = 24
+"""Characters of a folder that a label has room for."""
+KEPT_PARTS = 2
+"""The last parts of a folder, which tell readers what it is."""
 
 
-def label(spec: str, figures: dict[str, Any]) -> str:
-    """A method's name for readers: its kind, and the settings that its spec names."""
+def labels(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The names of the methods of a result, by their specs."""
+    short = _shortened(_paths(methods))
+    return {spec: _label(spec, figures, short) for spec, figures in methods.items()}
+
+
+def full_paths(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """For each folder that the labels shorten, a line that says what it is in full."""
+    return [f"{short}: {path}" for path, short in _shortened(_paths(methods)).items() if short != path]
+
+
+def _paths(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    pairs = [setting.partition("=") for spec in methods for setting in split_settings(spec)[1]]
+    return list(dict.fromkeys(value for key, _, value in pairs if key in _PATHS))
+
+
+def _shortened(paths: Collection[str]) -> dict[str, str]:
+    """What stands for each folder: its last parts, as many as it takes to be unlike the others; short ones stay.
+
+    >>> for short in _shortened(["/home/me/first/pard/step-400", "/home/me/second/pard/step-400"]).values():
+    ...     print(short)
+    …/first/pard/step-400
+    …/second/pard/step-400
+    """
+    found = {path: path for path in paths}
+    for path in paths:
+        parts = path.rstrip("/").split("/")
+        for kept in range(KEPT_PARTS, len(parts) if len(path) > LONGEST_PATH else 0):
+            end = "/".join(parts[-kept:])
+            if not any(other != path and f"/{other}".rstrip("/").endswith(f"/{end}") for other in paths):
+                found[path] = f"…/{end}"
+                break
+    return found
+
+
+def _label(spec: str, figures: Mapping[str, Any], short: Mapping[str, str]) -> str:
     name = LABELS.get(figures["method"], figures["method"])
     if figures.get("gamma"):
         name = "PEARL" if figures["method"] == "autoregressive" else f"PEARL + {name}"
-    _, settings = split_settings(spec)
+    settings = []
+    for setting in split_settings(spec)[1]:
+        key, equals, value = setting.partition("=")
+        settings.append(f"{key}{equals}{short.get(value, value) if key in _PATHS else value}")
     for key in _EVIDENT:
         settings = [setting.removeprefix(key) for setting in settings]
     cpus = [setting for setting in settings if setting.startswith(_CPUS)]

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paradraft.bench.labels import label
+from paradraft.bench.labels import full_paths, labels
 from paradraft.bench.result_file import has_faster_baselines, mark
 from paradraft.bench.summary import title_of
 from paradraft.files import write_output
@@ -48,7 +48,8 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 def description(methods: dict[str, dict[str, Any]]) -> str:
     """The names and figures of the bars, a line each."""
-    return "\n".join(f"{label(spec, one)}: {_figures(one)}" for spec, one in methods.items())
+    names = labels(methods)
+    return "\n".join(f"{names[spec]}: {_figures(one)}" for spec, one in methods.items())
 
 
 def _small(image: io.BytesIO, text: str) -> bytes:
@@ -77,7 +78,7 @@ def draw(result: dict[str, Any]) -> Figure:
     names = {one["method"] for one in methods.values()}
     words = " · ".join(text for name, text in WORDS.items() if name in names)
     words += " · PEARL: drafts while the target verifies" * any(one.get("gamma") for one in methods.values())
-    small = [line for text in (_conditions(result), words) for line in textwrap.wrap(text, 165)]
+    small = [line for text in (_conditions(result), words, *full_paths(methods)) for line in textwrap.wrap(text, 165)]
     figure.supxlabel("\n".join(small), fontsize=7.5, color=SOFT)
     rows = [["speed", "acceptance"], *[["lanes", "lanes"]] * bool(lanes)]
     ratios = (above, below) if lanes else (1,)
@@ -126,12 +127,12 @@ def _colours(methods: dict[str, dict[str, Any]]) -> dict[str, str]:
 def _draw_speeds(axes: Axes, methods: dict[str, dict[str, Any]], colours: dict[str, str]) -> None:
     """A bar for each method, with the figures of the table after it."""
     marks = {spec: mark(spec, methods) for spec in methods}
-    labels = [textwrap.fill(label(spec, one), 26) + BASELINES[marks[spec]] for spec, one in methods.items()]
+    names = [textwrap.fill(name, 26) + BASELINES[marks[spec]] for spec, name in labels(methods).items()]
     values = [one["tokens_per_s"]["median"] for one in methods.values()]
     places = range(len(methods))
     bars = axes.barh(places, values, color=list(colours.values()), height=0.72)
     axes.bar_label(bars, [_figures(one) for one in methods.values()], padding=4, fontsize=9)
-    axes.set_yticks(places, labels, fontsize=9)
+    axes.set_yticks(places, names, fontsize=9)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#e5e5e5")
@@ -150,7 +151,7 @@ def _draw_lanes(
     for spec, pieces in lanes.items():
         for side, colour in (("target", COLOURS[2]), ("draft", COLOURS[0])):
             place = len(names) + 0.4 * (len(names) // 2)
-            names.append((place, f"{textwrap.shorten(label(spec, methods[spec]), 40)}: {side}"))
+            names.append((place, f"{textwrap.shorten(labels(methods)[spec], 40)}: {side}"))
             spans = [(begin, end - begin) for which, begin, end in pieces if which == side]
             axes.broken_barh(spans, (place - 0.4, 0.8), facecolors=colour)
     axes.set_yticks([place for place, _ in names], [name for _, name in names], fontsize=8)
@@ -180,7 +181,7 @@ def _draw_acceptance(axes: Axes, methods: dict[str, dict[str, Any]], colours: di
         axes.plot(
             range(1, len(shares) + 1), [100 * share for share in shares], color=colours[spec], linewidth=1.8,
             linestyle="-" if number < len(COLOURS) else "--", marker=MARKERS[number % len(MARKERS)], markersize=5,
-            label=f"{label(spec, one)}: {one['acceptance_length']:.2f}",
+            label=f"{labels(methods)[spec]}: {one['acceptance_length']:.2f}",
         )  # fmt: skip
     axes.set(ylim=(0, 100), xticks=range(1, deepest + 1, 1 + deepest // 16))
     axes.grid(axis="y", color="#e5e5e5")

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -174,8 +174,14 @@ def _silenced_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-def profile_table(found: dict[str, dict[str, Any] | None], title: str) -> Table:
-    """One line per method: the shares of a round's time."""
+def profile_table(found: dict[str, dict[str, Any] | None], title: str, names: Mapping[str, str]) -> Table:
+    """One line per method: the shares of a round's time.
+
+    Args:
+        found: by spec, from `profile`.
+        title: of the table.
+        names: of the methods, by spec.
+    """
     kinds = [*KINDS, REST, SYNC, WAITING]
     caption = (
         "shares of a round under the profiler, which slows it down; compiled: passes in C++ or through torch.compile"
@@ -185,8 +191,8 @@ def profile_table(found: dict[str, dict[str, Any] | None], title: str) -> Table:
         table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for spec, figures in found.items():
         if figures is None:
-            table.add_row(spec, "-", *["-"] * len(kinds))
+            table.add_row(names[spec], "-", *["-"] * len(kinds))
         else:
             shares = [f"{figures['shares'][kind]:.0%}" for kind in kinds]
-            table.add_row(spec, f"{figures['round_ms']:.1f}", *shares)
+            table.add_row(names[spec], f"{figures['round_ms']:.1f}", *shares)
     return table

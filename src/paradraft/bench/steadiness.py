@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paradraft.bench.labels import label
+from paradraft.bench.labels import labels
 
 UNSTEADY = 0.15
 """Largest spread that a steady machine has. In the results that this project ships the runs of a method differ by 2 to
@@ -51,7 +51,7 @@ def unsteady_runs(methods: Mapping[str, Mapping[str, Any]]) -> str | None:
         return None
     one = methods[found["method"]]
     slow, fast = min(_runs(one)), max(_runs(one))
-    name = label(found["method"], dict(one))
+    name = labels(methods)[found["method"]]
     apart = percent(found["spread"])
     return f"unsteady machine: runs of {name} gave {slow:.0f} to {fast:.0f} tokens/s ({apart}); {ADVICE}"
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from paradraft.bench.labels import label
+from paradraft.bench.labels import full_paths, labels
 from paradraft.bench.latency import LATENCIES, TERMS, have_latencies, milliseconds
 from paradraft.bench.result_file import has_faster_baselines, mark, without_baseline
 from paradraft.bench.steadiness import unsteady_runs
@@ -55,9 +55,10 @@ def mean_table(tasks: dict[str, Summary], mean: Summary, title: str) -> Table:
     result.add_column("method", overflow="fold")
     for name in (*tasks, "mean"):
         result.add_column(name, justify="right", overflow="fold")
+    names = labels(mean)
     for spec, one in mean.items():
         cells = [_cell(_speed(summary[spec]), summary[spec]["speedup_vs_ar"]) for summary in tasks.values()]
-        result.add_row(label(spec, one), *cells, _cell(one["tokens_per_s"], one["speedup_vs_ar"]))
+        result.add_row(names[spec], *cells, _cell(one["tokens_per_s"], one["speedup_vs_ar"]))
     return result
 
 
@@ -102,7 +103,7 @@ def table(summary: Summary, title: str) -> Table:
 
     The speed against the fastest AR+ has a column where the run has AR+ in several dtypes.
     """
-    marks = {spec: mark(spec, summary) for spec in summary}
+    marks, shown = {spec: mark(spec, summary) for spec in summary}, labels(summary)
     has_several = has_faster_baselines(summary)
     is_drawn = any(figures.get("synthetic_acceptance") for figures in summary.values())
     caption = " · ".join([DRAWN] * is_drawn + [CAPTION] + [FASTEST] * has_several)
@@ -114,7 +115,7 @@ def table(summary: Summary, title: str) -> Table:
         parts = [_share(figures, key) for key in ("draft_s", "verify_s")]
         parts.append(_share(figures, "prefill_s", "other_s"))
         result.add_row(
-            f"{label(spec, figures)} {marks[spec]}".rstrip(),
+            f"{shown[spec]} {marks[spec]}".rstrip(),
             f"{figures['tokens_per_s']['median']:.0f}",
             _times(figures["speedup_vs_hf"]),
             _times(figures["speedup_vs_ar"]),
@@ -139,25 +140,27 @@ def latency_table(summary: Summary) -> Table | None:
     names = [name for label in LATENCIES.values() for name in (f"{label} p50", "p99")]
     for name in ("method", *names):
         result.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+    shown = labels(summary)
     for spec, figures in summary.items():
         spreads = [figures.get(key) for key in LATENCIES]
         cells = ["-" if one is None else milliseconds(one[share]) for one in spreads for share in ("p50", "p99")]
-        result.add_row(label(spec, figures), *cells)
+        result.add_row(shown[spec], *cells)
     return result
 
 
 def notes(summary: Summary) -> list[str]:
-    """What has to be known to read a table, a line each: a machine that was not steady, answers that repeat themselves,
-    and missing baselines."""
-    shares: dict[str, list[str]] = {}
+    """What has to be known to read a table, a line each: folders that labels shorten, a machine that was not steady,
+    answers that repeat themselves, and missing baselines."""
+    shares, shown = dict[str, list[str]](), labels(summary)
     for spec, figures in summary.items():
-        shares.setdefault(f"{figures['distinct_4grams']:.0%}", []).append(label(spec, figures))
+        shares.setdefault(f"{figures['distinct_4grams']:.0%}", []).append(shown[spec])
     usual = max(shares, key=lambda share: len(shares[share]))
     others = [f"{share} of {'; '.join(names)}" for share, names in shares.items() if share != usual]
-    found = [unsteady] if (unsteady := unsteady_runs(summary)) is not None else []
+    found = full_paths(summary)
+    found += [unsteady] if (unsteady := unsteady_runs(summary)) is not None else []
     found += [f"distinct 4-grams of the answers: {usual}" + (f" (but {', '.join(others)})" if others else "")]
     for lacking, specs in without_baseline(summary).items():
-        names = "; ".join(label(spec, summary[spec]) for spec in specs)
+        names = "; ".join(shown[spec] for spec in specs)
         found.append(f"no {lacking} in this run, so nothing stands under vs AR+ for: {names}")
     return found
 

@@ -249,6 +249,7 @@ def _show(results: dict[str, dict[str, Any]], console: Console) -> tuple[dict[st
     Returns:
         What the file holds, with the title; and the summary, that of each task and their mean if there are several.
     """
+    from paradraft.bench.labels import labels
     from paradraft.bench.profile import profile_table
     from paradraft.bench.summary import latency_table, notes, table, title_of
 
@@ -260,10 +261,11 @@ def _show(results: dict[str, dict[str, Any]], console: Console) -> tuple[dict[st
         if (latencies := latency_table(methods)) is not None:
             Console().print(latencies)
         if one["arguments"]["runtime"]["compiled"] is not False:
-            first = ", ".join(f"{spec} {figures['warm_up_s']:.0f} s" for spec, figures in methods.items())
+            shown = labels(methods)
+            first = "; ".join(f"{shown[spec]}: {figures['warm_up_s']:.0f} s" for spec, figures in methods.items())
             console.print(f"first answers, with what had to be compiled: {first}")
         if "profile" in one:
-            Console().print(profile_table(one["profile"], f"where a round's time goes: {title}"))
+            Console().print(profile_table(one["profile"], f"where a round's time goes: {title}", labels(methods)))
     return report_mean(titled) if len(titled) > 1 else (one, methods)
 
 

@@ -7,7 +7,7 @@ import re
 from typing import Any, Self
 
 from paradraft.bench.baselines import PEERS, is_vllm
-from paradraft.bench.labels import label
+from paradraft.bench.labels import labels
 from paradraft.bench.result_file import mark
 from paradraft.bench.spec import AR
 
@@ -86,9 +86,9 @@ def number(value: float | None, form: str, unit: str = "") -> Element:
     return Element.of("data", shown + unit, value=repr(value))
 
 
-def name_of(spec: str, one: Figures) -> Element:
+def name_of(spec: str, methods: dict[str, Figures]) -> Element:
     """A method as readers know it, its settings small."""
-    name, _, settings = label(spec, one).partition(", ")
+    name, _, settings = labels(methods)[spec].partition(", ")
     return joined([Element.of("span", name), *([Element.of("small", f" {settings}")] if settings else ())])
 
 
@@ -96,7 +96,7 @@ def marked_name(spec: str, methods: dict[str, Figures]) -> Element:
     """The same, with a word that says whether it is a baseline."""
     words = {"*": "baseline", "**": "fastest baseline"}.get(mark(spec, methods))
     badge = [Element(" "), Element.of("span", words, class_="badge")] if words else []
-    return joined([name_of(spec, methods[spec]), *badge])
+    return joined([name_of(spec, methods), *badge])
 
 
 def tile(value: str, words: str) -> Element:

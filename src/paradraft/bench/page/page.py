@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from paradraft.bench.labels import label
+from paradraft.bench.labels import labels
 from paradraft.bench.page import sections
 from paradraft.bench.page.html import Element, joined, section
 from paradraft.bench.result import Piece
@@ -27,10 +27,8 @@ def example(result: dict[str, Any]) -> Element | None:
     speed = {spec: result["methods"][spec]["tokens_per_s"]["median"] for spec in answers}
     drafting = [spec for spec, pieces in answers.items() if any(origin for _, origin in pieces)]
     shown = max(drafting or speed, key=lambda spec: speed[spec])
-    told = [
-        _answer(label(spec, result["methods"][spec]), found["prompt"], pieces, is_open=spec == shown)
-        for spec, pieces in answers.items()
-    ]
+    names = labels(result["methods"])
+    told = [_answer(names[spec], found["prompt"], pieces, is_open=spec == shown) for spec, pieces in answers.items()]
     deepest = max((origin for pieces in answers.values() for _, origin in pieces), default=0)
     return section("One answer", "The answer to the first prompt, token by token.", _legend(deepest), *told)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paradraft.bench.baselines import HF
-from paradraft.bench.labels import LABELS, label
+from paradraft.bench.labels import LABELS, full_paths, labels
 from paradraft.bench.latency import LATENCIES, TERMS, have_latencies
 from paradraft.bench.page.charts import Bar, bars, key, lanes, lines
 from paradraft.bench.page.html import (
@@ -42,7 +42,7 @@ def heading(result: dict[str, Any], title: str) -> Element:
     methods = result["methods"]
     best, figures = max(methods.items(), key=lambda item: item[1]["tokens_per_s"]["median"])
     speed = figures["tokens_per_s"]["median"]
-    tiles = [tile(number(speed, ".0f"), f"tokens/s with {label(best, figures)}, the fastest of {len(methods)}")]
+    tiles = [tile(number(speed, ".0f"), f"tokens/s with {labels(methods)[best]}, the fastest of {len(methods)}")]
     for name, words in ((AR, "decoding without a drafter, in the same dtype"), (HF, "generate of transformers")):
         times = figures[f"speedup_vs_{name}"]
         if times is not None and figures["method"] != name:
@@ -96,11 +96,12 @@ def speeds(result: dict[str, Any]) -> Element:
     ]
     lacking = [
         Element.of(
-            "p", f"No {missing} in this run, so no speedup of: {'; '.join(label(s, methods[s]) for s in specs)}.",
+            "p", f"No {missing} in this run, so no speedup of: {'; '.join(labels(methods)[s] for s in specs)}.",
             class_="note warning",
         )
         for missing, specs in without_baseline(methods).items()
     ]  # fmt: skip
+    skipped += [Element.of("p", one, class_="note") for one in full_paths(methods)]
     if (unsteady := unsteady_runs(methods)) is not None:
         skipped.append(Element.of("p", f"{unsteady[0].upper()}{unsteady[1:]}.", class_="note warning"))
     return section("Tokens per second", words, bars(drawn), legend(families, FAMILIES), *lacking, *skipped)
@@ -114,7 +115,7 @@ def acceptance(result: dict[str, Any]) -> Element | None:
     found = {spec: values for spec, values in shares.items() if values}
     if not found:
         return None
-    names = {spec: label(spec, methods[spec]) for spec in found}
+    names = {spec: name for spec, name in labels(methods).items() if spec in found}
     chart = lines(
         {names[spec]: values for spec, values in found.items()},
         title="Accepted tokens of a round",
@@ -141,7 +142,7 @@ def acceptance(result: dict[str, Any]) -> Element | None:
         f"included; beside it the same over the first {FIRST} tokens of each answer, because later on greedy "
         "answers of small models repeat themselves."
     )
-    if untold := [label(spec, methods[spec]) for spec in drafting if spec not in found]:
+    if untold := [labels(methods)[spec] for spec in drafting if spec not in found]:
         words += f" The file does not tell of: {'; '.join(untold)}."
     return section("Accepted tokens of a round", words, chart, table("Accepted tokens of a round", head, rows))
 
@@ -166,7 +167,7 @@ def rounds(result: dict[str, Any]) -> Element | None:
             ]
         )
         shares = {part: time_ms / most for part, time_ms in times.items()}
-        drawn.append(Bar(name=name_of(spec, one), value=value, family="", parts=shares))
+        drawn.append(Bar(name=name_of(spec, result["methods"]), value=value, family="", parts=shares))
     return section(
         "Time of a round",
         "Milliseconds of one round, of a batch per row, and how many tokens it yields on average. Reading the prompt "
@@ -184,7 +185,7 @@ def latency(result: dict[str, Any]) -> Element | None:
     head = ["", *(f"{name} {share}" for name in LATENCIES.values() for share in ("p50", "p99"))]
     rows = [
         [
-            name_of(spec, one),
+            name_of(spec, methods),
             *(number((one.get(key) or {}).get(share), ".2f", " ms") for key in LATENCIES for share in ("p50", "p99")),
         ]
         for spec, one in methods.items()
@@ -201,7 +202,7 @@ def timeline(result: dict[str, Any]) -> Element | None:
             continue
         one = result["methods"][spec]
         busy = "".join(f", {side} {share:.0%}" for side, share in (one["sides"] or {"busy": {}})["busy"].items())
-        name = label(spec, one)
+        name = labels(result["methods"])[spec]
         drawn.append(Element.of("p", Element.of("strong", name), Element.of("small", f" at work{busy} of the time")))
         drawn.append(lanes(pieces, title=f"When both sides of {name} were at work", unit="ms"))
     if not drawn:
@@ -221,7 +222,7 @@ def roofline(result: dict[str, Any]) -> Element | None:
         return None
     drawn = [
         Bar(
-            name=name_of(spec, one), value=joined([number(one["share_of_floor"], ".0%"), _seconds(one)]),
+            name=name_of(spec, result["methods"]), value=joined([number(one["share_of_floor"], ".0%"), _seconds(one)]),
             family=family(one["method"]), parts={"": one["share_of_floor"]},
         )
         for spec, one in found.items()
@@ -259,7 +260,7 @@ def figures(result: dict[str, Any]) -> Element:
     methods = result["methods"]
     rows = [[marked_name(spec, methods), *(show(one) for show in columns.values())] for spec, one in methods.items()]
     differing = [
-        f"{label(spec, one)} in {len(one['differing_prompts'])}"
+        f"{labels(methods)[spec]} in {len(one['differing_prompts'])}"
         for spec, one in methods.items()
         if one["differing_prompts"]
     ]
