@@ -18,12 +18,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch does not export it
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 
+from paradraft.bench.folding import FoldingTable, columns
 from paradraft.core import RoundOutput
 from paradraft.models.forward.cpu.model import PROFILED_AS
 
@@ -174,7 +173,7 @@ def _silenced_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-def profile_table(found: dict[str, dict[str, Any] | None], title: str, names: Mapping[str, str]) -> Table:
+def profile_table(found: dict[str, dict[str, Any] | None], title: str, names: Mapping[str, str]) -> FoldingTable:
     """One line per method: the shares of a round's time.
 
     Args:
@@ -186,9 +185,7 @@ def profile_table(found: dict[str, dict[str, Any] | None], title: str, names: Ma
     caption = (
         "shares of a round under the profiler, which slows it down; compiled: passes in C++ or through torch.compile"
     )
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("method", "ms", *kinds):
-        table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+    table = FoldingTable(title, columns("method", "ms", *kinds), legend=[caption])
     for spec, figures in found.items():
         if figures is None:
             table.add_row(names[spec], "-", *["-"] * len(kinds))

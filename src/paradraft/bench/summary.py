@@ -7,12 +7,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
-from paradraft.bench.labels import full_paths, labels
+from paradraft.bench.baselines import ASSISTED, HF, LOOKUP
+from paradraft.bench.folding import Column, FoldingTable, columns
+from paradraft.bench.labels import LABELS, full_paths, labels
 from paradraft.bench.latency import LATENCIES, TERMS, have_latencies, milliseconds
 from paradraft.bench.result_file import has_faster_baselines, mark, without_baseline
+from paradraft.bench.spec import AR
 from paradraft.bench.steadiness import unsteady_runs
 from paradraft.data.prompts import counted
 from paradraft.files import write_output
@@ -49,13 +49,9 @@ def mean_of(tasks: dict[str, Summary]) -> Summary:
     }
 
 
-def mean_table(tasks: dict[str, Summary], mean: Summary, title: str) -> Table:
+def mean_table(tasks: dict[str, Summary], mean: Summary, title: str) -> FoldingTable:
     """One line per method: its speed and speedup in each task, and the mean."""
-    result = Table(title=title, caption=MEAN_CAPTION, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    result.add_column("method", overflow="fold")
-    for name in (*tasks, "mean"):
-        result.add_column(name, justify="right", overflow="fold")
-    names = labels(mean)
+    result, names = FoldingTable(title, columns("method", *tasks, "mean"), legend=[MEAN_CAPTION]), labels(mean)
     for spec, one in mean.items():
         cells = [_cell(_speed(summary[spec]), summary[spec]["speedup_vs_ar"]) for summary in tasks.values()]
         result.add_row(names[spec], *cells, _cell(one["tokens_per_s"], one["speedup_vs_ar"]))
@@ -86,38 +82,29 @@ def _all(values: list[bool | None]) -> bool | None:
 
 
 Summary = dict[str, dict[str, Any]]
-CAPTION = (
-    "AR, assisted, lookup: generate of transformers · AR+: ours without a drafter · VSD: an ordinary draft model · "
-    "PEARL: the draft is made while the target verifies · "
-    "vs AR: against the fastest AR · vs AR+: against AR+ of the same dtype and batch size, marked * · "
-    "len: tokens per target pass · 1-32: the same over the first 32 tokens of each answer · "
-    "draft, verify, rest: shares of the time · "
-    "floor: least time that its passes can take here / time they took, both with prefill · same: the tokens of AR+"
-)
-FASTEST = "vs **: against the fastest AR+ with whole weights, marked **"
 DRAWN = "SYNTHETIC ACCEPTANCE: verdicts are drawn, texts are not the target's"
 
 
-def table(summary: Summary, title: str) -> Table:
+def table(summary: Summary, title: str) -> FoldingTable:
     """One line per method: speed, acceptance length, and the shares of drafting, verifying and the rest of its time.
 
-    The speed against the fastest AR+ has a column where the run has AR+ in several dtypes.
+    The speed against `generate` has a column where that ran, and the speed against the fastest AR+ where the run has
+    AR+ in several dtypes.
     """
     marks, shown = {spec: mark(spec, summary) for spec in summary}, labels(summary)
     has_several = has_faster_baselines(summary)
+    has_hf = any(figures["speedup_vs_hf"] is not None for figures in summary.values())
     is_drawn = any(figures.get("synthetic_acceptance") for figures in summary.values())
-    caption = " · ".join([DRAWN] * is_drawn + [CAPTION] + [FASTEST] * has_several)
-    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    names = ["tok/s", "vs AR", "vs AR+", *["vs **"] * has_several, "len", "1-32", "draft", "verify", "rest"]
-    for name in ("method", *names, "floor", "same"):
-        result.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+    ratios = [*["vs AR"] * has_hf, "vs AR+", *["vs **"] * has_several]
+    names = ["tok/s", *ratios, "len", "1-32", "draft", "verify", "rest", "floor", "same"]
+    result = FoldingTable(title, columns("method", *names), legend=[DRAWN] * is_drawn + [legend(summary)])
     for spec, figures in summary.items():
         parts = [_share(figures, key) for key in ("draft_s", "verify_s")]
         parts.append(_share(figures, "prefill_s", "other_s"))
         result.add_row(
             f"{shown[spec]} {marks[spec]}".rstrip(),
             f"{figures['tokens_per_s']['median']:.0f}",
-            _times(figures["speedup_vs_hf"]),
+            *[_times(figures["speedup_vs_hf"])] * has_hf,
             _times(figures["speedup_vs_ar"]),
             *[_times(figures["speedup_vs_fastest_ar"])] * has_several,
             _number(figures["acceptance_length"]),
@@ -129,21 +116,42 @@ def table(summary: Summary, title: str) -> Table:
     return result
 
 
-def latency_table(summary: Summary) -> Table | None:
+def legend(summary: Summary) -> str:
+    """What the words of a table mean, of those that occur in it; at most four lines of 80 characters."""
+    kinds = {figures["method"] for figures in summary.values()}
+    peers = [LABELS[name] for name in (HF, ASSISTED, LOOKUP) if name in kinds]
+
+    def tells(key: str) -> bool:
+        return any(figures.get(key) is not None for figures in summary.values())
+
+    marks = ["* baseline"] * tells("baseline") + ["** fastest"] * has_faster_baselines(summary)
+    words = {
+        f"{', '.join(peers)}: generate of transformers": bool(peers),
+        "AR+: ours, no drafter" + (f" ({', '.join(marks)})" if marks else ""): AR in kinds,
+        "VSD: ordinary draft model": "autoregressive" in kinds,
+        "PEARL: drafts ahead": tells("gamma"),
+        "k: tokens drafted per round": any(":k=" in spec for spec in summary),
+        "len: tokens per target pass, 1-32: of the first 32": tells("acceptance_length"),
+        "draft, verify, rest: of time": tells("draft_s"),
+        "floor: least possible time / time": tells("share_of_floor"),
+        "same: as AR+": tells("identical_to_ar"),
+    }
+    return " · ".join(text for text, occurs in words.items() if occurs)
+
+
+def latency_table(summary: Summary) -> FoldingTable | None:
     """One line per method: percentiles of TTFT, TPOT and ITL; None where no method tells them."""
     if not have_latencies(summary):
         return None
-    result = Table(
-        title="latency, ms", caption=TERMS, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0),
-        title_justify="left", caption_justify="left",
-    )  # fmt: skip
-    names = [name for label in LATENCIES.values() for name in (f"{label} p50", "p99")]
-    for name in ("method", *names):
-        result.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
-    shown = labels(summary)
-    for spec, figures in summary.items():
-        spreads = [figures.get(key) for key in LATENCIES]
-        cells = ["-" if one is None else milliseconds(one[share]) for one in spreads for share in ("p50", "p99")]
+    figures = [
+        Column(name=f"{name} p50" if share == "p50" else share, long=f"{name} {share}")
+        for name in LATENCIES.values()
+        for share in ("p50", "p99")
+    ]
+    result, shown = FoldingTable("latency, ms", [*columns("method"), *figures], legend=[TERMS]), labels(summary)
+    for spec, one in summary.items():
+        spreads = [one.get(key) for key in LATENCIES]
+        cells = ["-" if known is None else milliseconds(known[share]) for known in spreads for share in ("p50", "p99")]
         result.add_row(shown[spec], *cells)
     return result
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from paradraft.cli import options
 from paradraft.cli.json_output import JsonOutput, json_option
+from paradraft.cli.terminal import console
 from paradraft.files import check_outputs
 from paradraft.loader import load_engine
 from paradraft.models.loading import settled
@@ -73,8 +73,7 @@ def audit(
         options.with_gamma(speculation),
         options.without_process(placement),
     )
-    console = Console(stderr=True, highlight=False)
-    with console.status("preparing") as status:
+    with console(stderr=True).status("preparing") as status:
         report = audit(
             engine, texts, sampling=sampling, seeds=seeds, max_new_tokens=max_new_tokens, batch_size=batch_size,
             report=status.update,

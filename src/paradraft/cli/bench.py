@@ -13,6 +13,7 @@ from rich.console import Console
 
 from paradraft.cli import options
 from paradraft.cli.json_output import JsonOutput, json_option
+from paradraft.cli.terminal import console, news
 from paradraft.files import check_outputs
 from paradraft.models.loading import load_config, load_tokenizer, locate, room, settled
 from paradraft.models.presets import is_shape
@@ -95,7 +96,7 @@ def report_mean(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dic
     title = marked(f"{', '.join(results)}: {arguments['target']}", arguments)
     summaries = {name: result["methods"] for name, result in results.items()}
     mean = mean_of(summaries)
-    Console().print(mean_table(summaries, mean, title))
+    console().print(mean_table(summaries, mean, title))
     return {"title": title, "tasks": results, "mean": mean}, {**summaries, "mean": mean}
 
 
@@ -218,18 +219,18 @@ def bench(
         target=target, methods=chosen, sampling=sampling, runs=runs, acceptance=acceptance, profiled=profile,
         runtime=runtime, vllm_python=vllm_python,
     )  # fmt: skip
-    console = Console(stderr=True, highlight=False)
-    with console.status("preparing") as status:
-        found = run_benchmark(benchmark, works, status.update if console.is_terminal else console.print)
+    aside = console(stderr=True)
+    with news(aside, "preparing") as tell:
+        found = run_benchmark(benchmark, works, tell)
     results = {work.name: {**one, "skipped": skipped} for work, one in zip(works, found, strict=True)}
     for question in asked:
         results[question.task.name]["task"] = question.as_json()
-    whole, summary = _show(results, console)
+    whole, summary = _show(results, aside)
     output.write(whole)
     if plot_file is not None:
         plot(whole, plot_file)
     if page_folder is not None:
-        console.print(f"report: {write_page(page_folder, whole)}")
+        aside.print(f"report: {write_page(page_folder, whole)}")
     output.end_with(summary)
 
 
@@ -239,12 +240,12 @@ def _unused(chosen: list[Method]) -> list[str]:
     return [name for name in (*options.OPTIONS[Speculation], "dtype") if name.removesuffix("_budget") not in taken]
 
 
-def _show(results: dict[str, dict[str, Any]], console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Prints what was measured, on the console what is beside the figures.
+def _show(results: dict[str, dict[str, Any]], aside: Console) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Prints what was measured, and aside what is no figure.
 
     Args:
         results: of each work, by its name.
-        console: for what is no result.
+        aside: for what is no result.
 
     Returns:
         What the file holds, with the title; and the summary, that of each task and their mean if there are several.
@@ -256,16 +257,17 @@ def _show(results: dict[str, dict[str, Any]], console: Console) -> tuple[dict[st
     titled = {name: {"title": title_of(one), **one} for name, one in results.items()}
     for one in titled.values():
         title, methods = one["title"], one["methods"]
-        Console().print(table(methods, title))
+        console().print(table(methods, title))
         print("\n".join(notes(methods)))
         if (latencies := latency_table(methods)) is not None:
-            Console().print(latencies)
+            print()
+            console().print(latencies)
         if one["arguments"]["runtime"]["compiled"] is not False:
             shown = labels(methods)
             first = "; ".join(f"{shown[spec]}: {figures['warm_up_s']:.0f} s" for spec, figures in methods.items())
-            console.print(f"first answers, with what had to be compiled: {first}")
+            aside.print(f"first answers, with what had to be compiled: {first}")
         if "profile" in one:
-            Console().print(profile_table(one["profile"], f"where a round's time goes: {title}", labels(methods)))
+            console().print(profile_table(one["profile"], f"where a round's time goes: {title}", labels(methods)))
     return report_mean(titled) if len(titled) > 1 else (one, methods)
 
 

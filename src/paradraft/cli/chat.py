@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from paradraft.cli import options
-from paradraft.cli.terminal import GREEN, StatusLine, write
+from paradraft.cli.terminal import GREEN, StatusLine, console, write
 from paradraft.data.records import read_object
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Chunk, Engine
@@ -51,7 +50,7 @@ def chat(
     Questions are read from the standard input, one per line. /help lists what can be done meanwhile.
     """
     variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
-    with Console(stderr=True).status("loading; the first time passes are built for this CPU"):
+    with console(stderr=True).status("loading; the first time passes are built for this CPU"):
         runtime = replace(runtime, width=speculation.pass_width)
         engine = load_engine(target, speculation, kept_rows=1, runtime=runtime, placement=placement)
     template_of(engine.target.tokenizer, variables)  # raises ValueError

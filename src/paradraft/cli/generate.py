@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from paradraft.cli import options
-from paradraft.cli.terminal import stream_answer
+from paradraft.cli.terminal import console, stream_answer
 from paradraft.data.prompts import read_prompts
 from paradraft.data.records import read_object
 from paradraft.engine import Result
@@ -59,7 +58,7 @@ def generate(
         raise ValueError("--system is what a chat begins with: give --chat too")
     asked = [_messages(record, chat=chat, system=system) for record in records]
     variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
-    with Console(stderr=True).status("loading; the first time passes are built for this CPU"):
+    with console(stderr=True).status("loading; the first time passes are built for this CPU"):
         runtime = replace(runtime, width=speculation.pass_width)
         engine = load_engine(target, speculation, runtime=runtime, placement=placement)
     if placement.tensor_parallel and not is_main_process():
@@ -86,7 +85,7 @@ def generate(
     )
     size = min(batch_size, len(texts)) if as_json else 1
     if engine.target.lm.warm_up_rounds:
-        with Console(stderr=True).status("compiling (a minute or two)"):
+        with console(stderr=True).status("compiling (a minute or two)"):
             engine.warm_up(size)
     is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
     for start in range(0, len(records), size):

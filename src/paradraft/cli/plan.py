@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from paradraft.cli import options
 from paradraft.cli.json_output import JsonOutput, json_option
+from paradraft.cli.terminal import console, news
 from paradraft.drafters import split_settings
 from paradraft.files import check_outputs
 from paradraft.models.loading import POCKET, settled
@@ -136,18 +136,17 @@ def plan(
         options.without_chance(sampling.is_greedy and found is None),
         (not check, "without --check", ("runs",)),
     )
-    console = Console(stderr=True, highlight=False)
-    with console.status("preparing") as status:
+    with news(console(stderr=True), "preparing") as tell:
         result = run_plan(
             task, runtime, known=known, source=None if found is None else found[1], check_runs=runs if check else 0,
-            report=status.update if console.is_terminal else console.print,
+            report=tell,
         )  # fmt: skip
     title = f"{target} with {speculation.drafter}, {counted(len(texts), task.source)} × {max_new_tokens} tokens, " + (
         "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
     )
     if found is not None:
         title = marked(title, found[0]["arguments"])
-    Console().print(table(result, title))
+    console().print(table(result, title))
     if (unsteady := unsteady_plan(result)) is not None:
         print(unsteady)
     print("\n".join(lines(result["chains"], speculation.drafter, speculation.draft or DRAFT)))
@@ -172,15 +171,13 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: Js
     if is_written:
         check_outputs(Path(draft) / PLANS, output.file)
         read_plans(draft)  # so that one that cannot be read is told now
-    console = Console(stderr=True, highlight=False)
-    with console.status("preparing") as status:
-        report = status.update if console.is_terminal else console.print
-        result = run_size_plan(task, runtime, check_runs=check_runs, report=report)
+    with news(console(stderr=True), "preparing") as tell:
+        result = run_size_plan(task, runtime, check_runs=check_runs, report=tell)
     chance = "greedy" if task.sampling.is_greedy else f"temperature {task.sampling.temperature:g}"
     prompts = counted(len(task.prompts), task.source)
     title = f"{task.target} with {speculation.drafter}, {prompts} × {task.max_new_tokens} tokens"
     lossy = ", not lossless" if rule_name(speculation.verify) in LOSSY else ""
-    Console().print(table(result, f"{title}, {chance}{lossy}"))
+    console().print(table(result, f"{title}, {chance}{lossy}"))
     if (unsteady := unsteady_plan(result)) is not None:
         print(unsteady)
     if result["speedup"] < 1:

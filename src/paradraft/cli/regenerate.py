@@ -17,6 +17,7 @@ from rich import progress as bars
 from rich.console import Console
 
 from paradraft.cli import options
+from paradraft.cli.terminal import console
 from paradraft.data.records import read_object
 from paradraft.data.regenerate import Progress
 from paradraft.files import check_outputs
@@ -35,7 +36,7 @@ EVERY_S = 10.0
 @contextmanager
 def shown(console: Console) -> Iterator[Callable[[Progress], None]]:
     """Gives a report for `regenerate`: a bar on a terminal, elsewhere a line now and then."""
-    if console.is_terminal:
+    if console.is_terminal and not console.is_dumb_terminal:
         with bars.Progress(bars.BarColumn(), bars.TextColumn("{task.description}"), console=console) as bar:
             task = bar.add_task("")
             yield lambda progress: bar.update(
@@ -172,14 +173,14 @@ def regenerate(
         options.with_own_tree(speculation),
         without_conversations,
     )
-    console = Console(stderr=True, highlight=False, markup=False)
+    aside = console(stderr=True)
     try:
-        with shown(console) as report:
+        with shown(aside) as report:
             progress = regenerate(answerer, questions, out, report)
     except KeyboardInterrupt:
-        console.print(f"stopped; {out} keeps what was written, and the same command goes on from there", soft_wrap=True)
+        aside.print(f"stopped; {out} keeps what was written, and the same command goes on from there", soft_wrap=True)
         raise
-    _summarize(progress, out, console)
+    _summarize(progress, out, aside)
 
 
 def _summarize(progress: Progress, out: Path, console: Console) -> None:

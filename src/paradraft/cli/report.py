@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.terminal import console
 
 
 def report(
@@ -19,8 +20,6 @@ def report(
     plot_file: options.Plot = None,
 ) -> None:
     """Show a result of paradraft bench again: as an HTML page, as a picture, or without either as the table."""
-    from rich.console import Console
-
     from paradraft.bench.page.page import check_folder, read_result, write_page
     from paradraft.bench.plot import plot
     from paradraft.bench.result_file import selected
@@ -39,7 +38,8 @@ def report(
     if out is not None:
         print(write_page(out, found))
     if out is None and plot_file is None:
-        Console().print(table(found["methods"], title_of(found)))
+        console().print(table(found["methods"], title_of(found)))
         print("\n".join(notes(found["methods"])))
         if (latencies := latency_table(found["methods"])) is not None:
-            Console().print(latencies)
+            print()
+            console().print(latencies)

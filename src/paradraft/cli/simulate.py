@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from paradraft.bench.folding import FoldingTable, columns
 from paradraft.cli.json_output import JsonOutput, json_option
+from paradraft.cli.terminal import console
 from paradraft.files import check_outputs
 
 LEAST_MS, MOST_MS = 1e-6, 1e9
@@ -71,17 +70,18 @@ def simulate(
         print("warning: --window-ms has no effect without --parallel-acceptance", file=sys.stderr)
     parallel = None if parallel_acceptance is None else _rates("--parallel-acceptance", parallel_acceptance)
     found = predicted(times, rates, parallel)
-    table = Table(
-        title=f"predicted: target {target_ms:g} ms, draft {draft_ms:g} ms", box=box.SIMPLE_HEAD, pad_edge=False,
-        caption="K or gamma: the number of tokens that yields most · in turn: VSD, PARD · ahead, each side on its own "
-        "device: PEARL",
-    )  # fmt: skip
-    for name in ("method", "K or gamma", "tok/s", "vs AR+"):
-        table.add_column(name, justify="left" if name == "method" else "right")
+    table = FoldingTable(
+        f"predicted: target {target_ms:g} ms, draft {draft_ms:g} ms",
+        columns("method", "K or gamma", "tok/s", "vs AR+"),
+        legend=[
+            "AR+: without a drafter · VSD: an ordinary draft model · K, gamma: tokens drafted per round, as many as "
+            "yield most · in turn: VSD, PARD · ahead, each side on its own device: PEARL"
+        ],
+    )
     for one in found:
         tokens = "" if one.tokens is None else str(one.tokens)
         table.add_row(one.method, tokens, f"{one.tokens_per_s:.1f}", f"{one.speedup:.2f}x")
-    Console().print(table)
+    console().print(table)
     whole = [asdict(one) for one in found]
     output.write({"predicted": whole})
     output.end_with(whole)

@@ -6,11 +6,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 from huggingface_hub.utils.tqdm import enable_progress_bars
 from rich.console import Console
+from rich.text import Text
 from transformers.utils import logging
 
 from paradraft.engine import Engine
@@ -53,7 +55,7 @@ def stream_answer(
     finally:
         write("\n")
     stats = engine.clock.stats
-    Console(stderr=True, highlight=False).print(
+    console(stderr=True).print(
         f"{stats.tokens} tokens in {stats.total_s:.2f} s, {stats.tokens / stats.total_s:.0f} tokens/s, "
         f"acceptance length {stats.acceptance_length:.2f}"
     )
@@ -69,6 +71,29 @@ def write(text: str, style: str = "") -> None:
 def has_styles(stream: TextIO) -> bool:
     """Whether to colour: on a terminal, unless it or the user says no (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where tables and news are printed: plain where `has_styles` says so, and texts as they are."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(
+        stderr=stderr, highlight=False, markup=False, color_system="auto" if has_styles(stream) else None
+    )  # fmt: skip
+
+
+@contextmanager
+def news(console: Console, first: str) -> Iterator[Callable[[str], None]]:
+    """Tells what is going on: in a line that is replaced, or line by line where a terminal cannot do that.
+
+    Args:
+        console: where.
+        first: what is going on first.
+    """
+    if console.is_terminal and not console.is_dumb_terminal:
+        with console.status(first) as status:
+            yield lambda text: status.update(Text(text))
+    else:
+        yield console.print
 
 
 class StatusLine:

@@ -6,42 +6,48 @@ import io
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
+from paradraft.bench.folding import Column, FoldingTable
 from paradraft.files import write_output
 from paradraft.plan.predict import PLAIN
 
-CAPTION = (
-    "> the fastest of its batch size · length: tokens per target pass\n"
-    "round: ms of draft + verify + rest · vs AR+: predicted, against plain decoding\n"
-    "in batches of the same size · error: predicted / checked - 1"
+LEGEND = (
+    "> the fastest of its batch size · plain: without a drafter (AR+) · k: tokens drafted per round · length: tokens "
+    "per pass of the target · round: ms of draft + verify + rest · vs AR+: predicted, against plain decoding in "
+    "batches of the same size"
 )
+CHECKED = " · checked: vs AR+ as measured · error: predicted / checked - 1"
 
 
-def table(plan: dict[str, Any], title: str) -> Table:
+def table(plan: dict[str, Any], title: str) -> FoldingTable:
     """For each batch size plain decoding, the fastest, and what was checked by a benchmark."""
-    result = Table(title=title, caption=CAPTION, box=box.SIMPLE_HEAD, pad_edge=False)
-    result.add_column("batch", justify="right")
-    result.add_column("draft", no_wrap=True)
-    for name in ("length", "round", "tok/s", "vs AR+", "checked", "error"):
-        result.add_column(name, justify="right", no_wrap=name == "round")
+    is_checked = any(one["measured"] is not None for one in plan["predictions"])
+    result = FoldingTable(
+        title,
+        [
+            Column(name="batch"),
+            Column(name="draft", is_name=True),
+            *(Column(name=name) for name in ("length", "round", "tok/s", "vs AR+", *["checked", "error"] * is_checked)),
+        ],
+        legend=[LEGEND + CHECKED * is_checked],
+    )
     before = None
     for one in shown(plan):
         cost, measured = plan["costs_ms"][one["batch"]][one["way"]], one["measured"]
         if before not in (None, one["batch"]):
             result.add_section()
         before = one["batch"]
-        is_checked = measured is not None and one["k"]
+        way = ("> " if plan["chosen"][one["batch"]] == one["way"] else "  ") + one["way"]
+        drafts = measured is not None and one["k"]
+        checked = (f"{measured['speedup']:.2f}x", f"{one['error']:+.0%}") if drafts else ("-", "-")
         result.add_row(
             str(one["batch"]),
-            ("> " if plan["chosen"][one["batch"]] == one["way"] else "  ") + one["way"],
+            way,
             f"{one['tokens_per_pass']:.2f}",
             "+".join(f"{cost[part]:.{int(cost[part] < 10)}f}" for part in ("draft", "verify", "rest")),
             f"{one['tokens_per_s']:.0f}",
             f"{one['speedup']:.2f}x",
-            f"{measured['speedup']:.2f}x" if is_checked else "-",
-            f"{one['error']:+.0%}" if is_checked else "-",
+            *(checked if is_checked else ()),
+            name=f"batch {one['batch']}: {way.strip()}",
         )
     return result
 

@@ -19,9 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 
+from paradraft.bench.folding import FoldingTable, columns
 from paradraft.bench.harness import measure, summarize
 from paradraft.bench.spec import AR, Method
 from paradraft.core import Committed, Drafting, Request
@@ -318,16 +317,15 @@ def _check(
     }
 
 
-def table(result: dict[str, Any], title: str) -> Table:
+def table(result: dict[str, Any], title: str) -> FoldingTable:
     """All sizes, the chosen one marked."""
-    caption = (
-        "> the fastest · length: tokens per target pass, predicted; if ranks were independent; static: with as many\n"
-        "prompt tokens after every guess; random: in the mean of random trees · round: ms · vs AR+: predicted,\n"
-        "against plain decoding"
+    legend = (
+        "size: nodes of a pass, > the fastest · length: tokens per pass of the target, predicted; if ranks were "
+        "independent; static: with as many prompt tokens after every guess; random: in the mean of random trees · "
+        "round: ms · vs AR+: predicted, against plain decoding"
     )
-    found = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("size", "guesses", "prompt tokens", "length", "if independent", "static", "random", "round", "vs AR+"):
-        found.add_column(name, justify="right")
+    names = ("guesses", "prompt tokens", "length", "if independent", "static", "random", "round", "vs AR+")
+    found = FoldingTable(title, columns("size", *names), legend=[legend])
     for row in result["sizes"]:
         found.add_row(
             ("> " if row["size"] == result["chosen"] else "  ") + str(row["size"]),
