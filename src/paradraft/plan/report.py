@@ -47,7 +47,7 @@ def table(plan: dict[str, Any], title: str) -> FoldingTable:
             f"{one['tokens_per_s']:.0f}",
             f"{one['speedup']:.2f}x",
             *(checked if is_checked else ()),
-            name=f"batch {one['batch']}: {way.strip()}",
+            name=way.strip(),
         )
     return result
 

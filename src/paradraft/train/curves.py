@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from paradraft.train.progress import Evaluation, Progress, Report
+from paradraft.train.progress import Evaluation, Progress, Report, by_position
 
 HISTORY = "history.jsonl"
 PICTURE = "curves.png"
@@ -65,13 +65,14 @@ def draw(folder: Path) -> None:
     loss.plot(*_points((report.step, report.loss) for report in held_out), label="held out", marker="o")
     loss.set_title("loss")
     loss.legend()
-    by_depth: Sequence[Report] = held_out or training
-    for depth in range(min((len(report.accuracy) for report in by_depth), default=0)):
-        points = _points((report.step, report.accuracy[depth]) for report in by_depth)
-        accuracy.plot(*points, label=f"position {depth + 1}")
-    accuracy.set_title("rows predicted correctly")
+    told: Sequence[Report] = held_out or training
+    shares = by_position(told)
+    for position in range(1, 1 + min(map(len, shares), default=0)):
+        points = _points((report.step, of[position]) for report, of in zip(told, shares, strict=True))
+        accuracy.plot(*points, label=f"position {position}")
+    accuracy.set_title("right guesses by position in the draft")
     accuracy.set_ylim(0, 1)
-    if by_depth:
+    if told:
         accuracy.legend(fontsize="small", ncols=2)
     length.plot(*_points((report.step, report.acceptance_length) for report in held_out), marker="o")
     length.set_title("tokens per target pass")

@@ -78,8 +78,8 @@ class ParallelRecipe(LayersRecipe):
         ),
     )
 
-    r: float = Field(default=1.0, gt=0, le=1, description="COD: share of rows kept from depth to depth; 1 keeps all")
-    r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any depth")
+    r: float = Field(default=1.0, gt=0, le=1, description="COD: rows kept from position to position; 1 keeps all")
+    r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any position")
     distinct_masks: bool = Field(default=True, description="a mask for each place of the draft, or one for all")
     previous_token_rank: int = Field(
         default=0,

@@ -78,7 +78,8 @@ class MedusaWeights(HeadRecipe):
     """Settings of trainings whose loss is Medusa's (ParallelSpec, Eq. 2 and 3)."""
 
     depth_weights: list[float] | None = Field(
-        default=None, description="a list: what the loss of each depth weighs; by default 1, 0.8, 0.64, ..."
+        default=None,
+        description="a list: what each position of a draft weighs, from position 1 on; by default 1, 0.8, 0.64, ...",
     )
 
     @property

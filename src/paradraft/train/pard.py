@@ -78,11 +78,12 @@ class PardRecipe(Recipe):
     k: int = Field(
         default=8, ge=1, description="tokens that one draft pass learns to predict; 1 trains an ordinary draft"
     )
-    r: float = Field(default=0.7, gt=0, le=1, description="COD: share of rows kept from depth to depth")
-    r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any depth")
+    r: float = Field(default=0.7, gt=0, le=1, description="COD: share of rows kept from position to position")
+    r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any position")
     mask_token_id: int | None = Field(default=None, description="by default an unused row of the embedding")
     distinct_masks: bool = Field(
-        default=False, description="a mask token for each depth; one for all is better, and all that engines know"
+        default=False,
+        description="a mask token for each position from 2 on; one for all is better, and all that engines know",
     )
     previous_token_rank: int | None = Field(
         default=None,

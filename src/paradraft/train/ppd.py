@@ -85,6 +85,11 @@ class PpdRecipe(HeadRecipe):
         description="store the frozen model's matrices in 4 bits (NF4, through torchao): a quarter of their memory; "
         "drafts are for the model as it is",
     )
+    depth_weights: list[float] | None = Field(
+        default=None,
+        description="a list: a number for real tokens, of which nothing is learnt, then what each position of a draft "
+        "weighs; by default see decay",
+    )
     lr: float = Field(default=1e-2, gt=0, description="AdamW's highest learning rate")
     schedule: Schedule = Field(default="cosine", description="of the learning rate, see `train pard`")
     warmup_steps: int = Field(default=0, ge=0, description="linear warm-up of the learning rate")

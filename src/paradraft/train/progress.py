@@ -23,7 +23,7 @@ class Progress:
         step: steps done.
         steps: steps of the whole run.
         loss: mean loss in nats (total variation: a share).
-        accuracy: for each depth the share of rows predicted correctly.
+        accuracy: for each depth the share of rows predicted correctly; users see `by_position`.
         rows_per_s: training rows per second, on all devices together.
         left_s: estimated seconds to the end.
         grad_norm: mean norm of the gradients before they were clipped, if it is known.
@@ -61,6 +61,25 @@ class Evaluation:
 
 
 Report = Progress | Evaluation
+
+
+def by_position(reports: Sequence[Report]) -> list[dict[int, float]]:
+    """The accuracy of each report by position in the draft, counted from 1, as decoding counts.
+
+    A row of depth i drafts position i + 1: depth 0 is the ordinary row, whose real token predicts the next one, which
+    is the first drafted token. With prompt tokens (PPD) the target itself says that one, nothing is learnt at depth 0,
+    and prompt token i drafts position i.
+
+    Args:
+        reports: of one run.
+
+    >>> report = Evaluation(step=1, loss=1.0, accuracy=(0.5, 0.25), acceptance_length=None, is_best=True)
+    >>> by_position([report]), by_position([replace(report, accuracy=(0.0, 0.5, 0.25))])
+    ([{1: 0.5, 2: 0.25}], [{1: 0.5, 2: 0.25}])
+    """
+    told = [report.accuracy for report in reports if report.accuracy]
+    is_learnt = any(one[0] for one in told) or not any(any(one) for one in told)
+    return [dict(enumerate(report.accuracy[not is_learnt :], start=1)) for report in reports]
 
 
 @dataclass(frozen=True, kw_only=True)

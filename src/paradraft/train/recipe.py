@@ -97,9 +97,13 @@ class Recipe(BaseModel):
     out: Path = Field(description="where the drafter goes")
 
     average: Reduction = Field(
-        default="token_mean", description="token_mean, over all rows, or per_depth, then over the depths (Eq. 8)"
+        default="token_mean",
+        description="token_mean, over all rows, or per_depth: over those of each position of a draft, then over the "
+        "positions (Eq. 8)",
     )
-    depth_weights: list[float] | None = Field(default=None, description="a list: what each depth weighs; by default 1")
+    depth_weights: list[float] | None = Field(
+        default=None, description="a list: what each position of a draft weighs, from position 1 on; by default 1"
+    )
 
     steps: int | None = Field(default=None, ge=1, description="optimizer steps; give these or epochs")
     epochs: float | None = Field(default=None, gt=0, description="times through the data")

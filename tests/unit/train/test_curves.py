@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,24 @@ def test_a_stop_while_forgetting_loses_nothing(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ZeroDivisionError):
         curves.forget_after(tmp_path, 4, is_evaluated=True)
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_the_picture_counts_positions_from_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards one way to count: what decoding calls position 1 is depth 0 of a row, but depth 1 of a prompt token."""
+    from matplotlib.axes import Axes
+
+    drawn: list[tuple[list[float], str]] = []
+    plot = Axes.plot
+    monkeypatch.setattr(
+        Axes, "plot", lambda axes, x, y, **how: drawn.append((y, how.get("label", ""))) or plot(axes, x, y, **how)
+    )
+    for accuracy in ((0.4, 0.2), (0.0, 0.4, 0.2)):
+        drawn.clear()
+        curves.forget_after(tmp_path, 0)
+        curves.append(tmp_path, replace(evaluation(1, None), accuracy=accuracy))
+        curves.draw(tmp_path)
+        assert [line for line in drawn if line[1].startswith("pos")] == [([0.4], "position 1"), ([0.2], "position 2")]
+        assert not any("depth" in label for _, label in drawn)
 
 
 def test_the_picture_is_drawn_whatever_was_measured(tmp_path: Path) -> None:
