@@ -53,10 +53,20 @@ def test_generate(family: Path, paradraft: Paradraft, options: list[object], exp
 
 def test_audit(family: Path, paradraft: Paradraft, prompts: Path) -> None:
     """Guards the options that audit has beyond those of generate."""
-    asked = [*drafting(family, "ngram"), "--prompts", prompts, "--num-prompts", 1, "--max-new-tokens", 40, "--seeds", 2]
+    asked = [
+        *drafting(family, "ngram"),
+        "--prompts",
+        prompts,
+        "--num-prompts",
+        1,
+        "--max-new-tokens",
+        40,
+        "--samples",
+        2,
+    ]
     outcome = paradraft("audit", *asked)
     assert outcome.code == 0
-    assert outcome.err == "warning: --seeds has no effect at temperature 0\n"
+    assert outcome.err == "warning: --samples has no effect at temperature 0\n"
     assert paradraft("audit", *asked, "--temperature", 0.7).err == ""
 
 

@@ -106,7 +106,7 @@ def test_a_lossy_plan_says_so_and_ignored_options_are_told(
         (["--k", "4-2"], "--k 4-2"),
         (["--k", "1,,2"], "--k 1,,2"),
         (["--k", "300"], "k=300"),
-        (["--tree-budgets", "8,x"], "--tree-budgets 8,x"),
+        (["--tree-budget", "8,x"], "--tree-budget 8,x"),
         (["--tree-budgets", "8"], "chains only"),
         (["--batch-size", "1,none"], "--batch-size 1,none"),
         (["--batch-size", 2], "batches of 2"),

@@ -28,7 +28,9 @@ def audit(
     speculation: Annotated[Speculation, options.Offer(defaults={"drafter": options.REQUIRED})],
     prompts: options.MeasuredPrompts = None,
     num_prompts: options.NumPrompts = 8,
-    seeds: Annotated[int, typer.Option(min=1, help="Answers per prompt, when sampling.")] = 4,
+    seeds: Annotated[
+        int, typer.Option("--samples", "--seeds", min=1, help="Answers per prompt, each with a seed of its own.")
+    ] = 4,
     max_new_tokens: options.NewTokens = 64,
     sampling: Annotated[Sampling, options.Offer(without=("logit_bias",))],
     batch_size: Annotated[

@@ -104,7 +104,7 @@ def report_mean(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dic
 def bench(
     context: typer.Context,
     *,
-    target: Annotated[str, typer.Option(help="Hugging Face id, folder, pocket, or shape:NAME with random weights.")],
+    target: Annotated[str, typer.Option(help=f"{options.TARGET}; or shape:NAME with random weights.")],
     methods: Annotated[
         str,
         typer.Option(
@@ -117,8 +117,8 @@ def bench(
     num_prompts: Annotated[
         int | None,
         typer.Option(
-            help="How many prompts of the file to use, or questions of each task, evenly spread; by default 16 "
-            "prompts, or 80 questions.",
+            help="How many of the prompts to use, from the first, or questions of each task, evenly spread; by default "
+            "16 prompts, or 80 questions.",
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -139,7 +139,7 @@ def bench(
             "repeated. By default it comes from Hugging Face."
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="The system message of a task's questions.")] = None,
+    system: Annotated[str | None, typer.Option(help="With --task: what the model is told first.")] = None,
     speculation: Annotated[Speculation, options.Offer(without=("drafter", "tree_paths", "gamma"))],
     sampling: Annotated[Sampling, options.Offer(without=("min_p", *options.PENALTIES))],
     batch_sizes: Annotated[

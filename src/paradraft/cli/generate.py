@@ -43,9 +43,7 @@ def generate(
     max_new_tokens: options.NewTokens = 128,
     sampling: Sampling,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be repeated.")] = None,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="With --prompts and --json: prompts that are answered together.")
-    ] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="With --prompts and --json: prompts answered together.")] = 8,
     runtime: Runtime,
     placement: Placement,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer, with statistics.")] = False,

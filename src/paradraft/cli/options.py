@@ -96,7 +96,8 @@ def given(context: typer.Context, names: Collection[str]) -> list[str]:
     return [options[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
-Target = Annotated[str, typer.Option("--target", help="Hugging Face id, folder, or pocket (the shipped family).")]
+TARGET = "Hugging Face id, folder, or pocket (the shipped family)"
+Target = Annotated[str, typer.Option("--target", help=f"{TARGET}.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 _PROMPTS = 'JSONL file with one {"prompt": …} or {"messages": […]} per line; - is the standard input.'
 Prompts = Annotated[Path | None, typer.Option(help=_PROMPTS)]
@@ -111,7 +112,7 @@ TemplateVariables = Annotated[
         help='JSON object of variables of the chat template, such as {"enable_thinking": false}.',
     ),
 ]
-NumPrompts = Annotated[int, typer.Option(help="How many prompts of the file to use.")]
+NumPrompts = Annotated[int, typer.Option(help="How many of the prompts to use, from the first.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")]
 DRAFTERS = f"one of {', '.join(drafter_names())}; its settings follow it, as in ngram:max_ngram=5."
@@ -120,7 +121,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
     Speculation: {
         "drafter": typer.Option(help=f"The drafter, {DRAFTERS}"),
         "draft": typer.Option(help="Draft model; the pocket target brings its own."),
-        "k": typer.Option("-k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}."),
+        "k": typer.Option("-k", "--k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}."),
         "verify": typer.Option(
             help="match: the same tokens as without a drafter; typical, or typical:epsilon=0.09:delta=0.3: not "
             "lossless; rejection: the same distribution."

@@ -46,23 +46,25 @@ def plan(
     k: Annotated[
         str | None,
         typer.Option(
-            "--k",
             "-k",
+            "--k",
             help="Lengths of chains, such as 1-12 or 2,4,8. By default all that the acceptance file tells of.",
         ),
     ] = None,
     tree_budgets: Annotated[
         str | None,
         typer.Option(
-            help="Budgets of trees, such as 8,16. By default those in the acceptance file. Of ppd, sizes of passes."
+            "--tree-budget",
+            "--tree-budgets",
+            help="Budgets of trees, such as 8,16. By default those in the acceptance file. Of ppd, sizes of passes.",
         ),
     ] = None,
     batch_sizes: Annotated[
         str | None,
         typer.Option(
             "--batch-size",
-            help="Batch sizes to plan for, which divide the number of prompts. By default those of 1, 2, 4, 8 and 16 "
-            "that do.",
+            help="Prompts answered together; several sizes with commas between them, which divide the number of "
+            "prompts. By default those of 1, 2, 4, 8 and 16 that do.",
         ),
     ] = None,
     prompts: options.MeasuredPrompts = None,
@@ -101,7 +103,7 @@ def plan(
     output = JsonOutput(json_file)
     check_outputs(output.file, plot_file)
     options.check_png(plot_file)
-    budgets = None if tree_budgets is None else _numbers("--tree-budgets", tree_budgets)
+    budgets = None if tree_budgets is None else _numbers("--tree-budget", tree_budgets)
     if split_settings(speculation.drafter)[0] == "ppd":
         wanted = {"--acceptance": acceptance, "--k": k, "--batch-size": batch_sizes, "--plot": plot_file}
         for option, value in wanted.items():

@@ -105,7 +105,7 @@ def regenerate(
         Speculation,
         options.Offer(without=("verify", "tree_paths"), helps={"drafter": f"With --target: {options.DRAFTERS}"}),
     ],
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are answered together.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 8,
     runtime: Runtime,
     model: Annotated[str | None, typer.Option(help="With --endpoint: the model's name there.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 32,
