@@ -24,7 +24,7 @@ NARROWEST = 9
 UNKNOWN = "-"
 """A cell that says nothing; blocks leave it out."""
 GAP = 2
-"""Between two columns."""
+"""Between two columns, or figures of a block; where that is too much for columns, one less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,22 +80,24 @@ class FoldingTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Called by rich."""
         yield Text(self.title, style="bold")
-        room = options.max_width - self._figures_width()
         names = max((cell_len(cells[0]) for cells, _ in self._rows), default=0)
-        yield self._table(room) if room >= min(NARROWEST, names) else self._blocks(options.max_width)
+        rooms = {gap: options.max_width - self._figures_width() - gap * (len(self._columns) - 1) for gap in (GAP, 1)}
+        fitting = [gap for gap, room in rooms.items() if room >= min(NARROWEST, names)]
+        yield self._table(rooms[fitting[0]], fitting[0]) if fitting else self._blocks(options.max_width)
         for paragraph in self._legend:
             yield Text(paragraph, style="dim")
 
     def _figures_width(self) -> int:
-        """Of all columns but those that may fold, and of the gaps."""
-        width = GAP * (len(self._columns) - 1)
+        """Of all columns but those that may fold, without gaps."""
+        width = 0
         for place, column in enumerate(self._columns):
             if not column.is_name:
                 width += max(cell_len(column.name), *(cell_len(cells[place]) for cells, _ in self._rows))
         return width
 
-    def _table(self, room: int) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    def _table(self, room: int, gap: int) -> Table:
+        # The box itself has a space between columns.
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
         for column in self._columns:
             table.add_column(
                 Text(column.name),

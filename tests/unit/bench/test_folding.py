@@ -46,7 +46,8 @@ def test_a_wide_terminal_has_a_table_and_a_narrow_one_blocks() -> None:
     assert shown(found, 30) == [
         "title", "method    tok/s   len", "─" * 21, "a method   1234     -", "b             5  3.37",
     ]  # fmt: skip
-    assert shown(found, 18) == ["title", "a method", "  tok/s 1234", "b", "  tok/s 5", "  len 3.37"]
+    assert shown(found, 20)[1] == "method   tok/s  len", "closer together, before it is no table"
+    assert shown(found, 17) == ["title", "a method", "  tok/s 1234", "b", "  tok/s 5", "  len 3.37"]
 
 
 def test_brackets_are_no_markup() -> None:
