@@ -81,7 +81,7 @@ def test_the_picture_counts_positions_from_one(tmp_path: Path, monkeypatch: pyte
     )
     for accuracy in ((0.4, 0.2), (0.0, 0.4, 0.2)):
         drawn.clear()
-        curves.forget_after(tmp_path, 0)
+        curves.forget_after(tmp_path, 0, is_evaluated=True)
         curves.append(tmp_path, replace(evaluation(1, None), accuracy=accuracy))
         curves.draw(tmp_path)
         assert [line for line in drawn if line[1].startswith("pos")] == [([0.4], "position 1"), ([0.2], "position 2")]
