@@ -62,6 +62,7 @@ class TableTrainee:
     depths = 1
     drafter = "table"
     k = 4
+    notes = ()
 
     def __init__(self, objective: Table, max_tokens: int) -> None:
         self.objective = objective

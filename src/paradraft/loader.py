@@ -16,7 +16,7 @@ from paradraft.drafters import drafter_class, load_drafter
 from paradraft.engine import Engine
 from paradraft.errors import one_line
 from paradraft.models.loading import load_target, settled
-from paradraft.models.runtime import Runtime
+from paradraft.models.runtime import AUTO, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Placement, on_cpus
 from paradraft.preflight import fitted
@@ -38,6 +38,8 @@ def load(
     lengths: str = "fixed",
     gamma: int | Literal["auto"] | None = None,
     kept_rows: int = 0,
+    device: str = AUTO,
+    dtype: str = AUTO,
     runtime: Runtime = BY_MODEL,
     placement: Placement = HERE,
 ) -> Engine:
@@ -56,7 +58,10 @@ def load(
         gamma: draft while the target verifies (PEARL), this many tokens ahead; "auto": as many as are fastest here.
         kept_rows: of how many answers, the last ones, the caches are kept: a prompt that begins with such an answer and
             its prompt, as the next turn of a conversation does, is read from its end on.
-        runtime: device, dtype, compilation; by default a GPU if there is one, and the dtype of the target's checkpoint.
+        device: "cpu", "cuda", "cuda:1" and the like; "auto": a GPU if there is one.
+        dtype: "bfloat16", "float16", "float32", "float64", or weights in "int8" or "int4"; "bf16", "fp16" and "fp32" are
+            understood; "auto": that of the target's checkpoint.
+        runtime: compilation, widths and capacity; device and dtype too, unless they are given above.
         placement: where each side computes; by default both in this process.
 
     Raises:
@@ -65,6 +70,16 @@ def load(
     shape = tree if tree is None or isinstance(tree, Tree) else Tree(budget=tree)
     speculation = Speculation(
         drafter=drafter, draft=draft, k=k, verify=verify, tree=shape, lengths=lengths, gamma=gamma
+    )
+    if not isinstance(runtime, Runtime):
+        raise ValueError(f"runtime={one_line(runtime)}: use a Runtime, such as Runtime(capacity=8192)")
+    for name, value in (("device", device), ("dtype", dtype)):
+        if value != AUTO and (other := getattr(runtime, name)) not in (AUTO, value):
+            raise ValueError(f"{name}={value!r}: runtime says {other!r}, give it once")
+    runtime = replace(
+        runtime,
+        device=runtime.device if device == AUTO else device,
+        dtype=runtime.dtype if dtype == AUTO else dtype,
     )
     return load_engine(target, speculation, kept_rows=kept_rows, runtime=runtime, placement=placement)
 
@@ -86,8 +101,6 @@ def load_engine(
         ValueError: see `load`.
     """
     speculation.check_models(target)
-    if not isinstance(runtime, Runtime):
-        raise ValueError(f"runtime={one_line(runtime)}: use a Runtime, such as Runtime(dtype='bfloat16')")
     if not isinstance(placement, Placement):
         raise ValueError(f"placement={one_line(placement)}: use a Placement, such as Placement(draft_cpus=(1,))")
     placement.check(speculation.gamma)

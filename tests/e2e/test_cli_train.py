@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -10,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from rich.live import Live
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paradraft.cli import train
+from paradraft.data.mix import Source
 from paradraft.train.pard import Lora, PardRecipe
-from paradraft.train.progress import Progress
+from paradraft.train.progress import Evaluation, Progress
 from tests.conftest import VOCAB
 from tests.e2e.conftest import EXACT, INTERRUPTED, MISTAKE, Paradraft, assert_mistake
 
@@ -33,7 +37,9 @@ def test_all_settings_are_listed(paradraft: Paradraft) -> None:
     outcome = paradraft("train", "pard", "--settings")
     assert outcome.code == 0
     listed = [line.split(" (")[0] for line in outcome.out.splitlines()]
-    assert listed == [*PardRecipe.model_fields, *(f"lora.{name}" for name in Lora.model_fields)]
+    inner = {"data": Source, "lora": Lora}
+    expected = [f"{group}.{name}" for group, kind in inner.items() for name in kind.model_fields]
+    assert listed == [*PardRecipe.model_fields, *expected]
     assert "k (8): tokens that one draft pass" in outcome.out and "None" not in outcome.out
 
 
@@ -121,10 +127,12 @@ def test_a_run_says_what_it_will_do_and_what_to_do_next(
     trained = paradraft(*asked)
     assert trained.code == 0, trained.err
     lines = trained.out.splitlines()
-    assert lines[0].startswith("pard, K = 3: 3 samples of ") and lines[0].endswith(
-        f" more held out; {STEPS} steps of 2 samples in float32 on cpu"
-    )
-    assert next(line for line in lines if line.startswith("kept: step ")).count(f" of {STEPS}, ") == 1
+    assert lines[0].startswith("pard, K = 3: 3 samples of ")
+    assert f" more held out; {STEPS} steps of 2 samples in float32; mask token {VOCAB}, about " in lines[0]
+    assert lines[0].endswith(" GiB of memory on cpu")
+    assert lines[1].startswith("before training: held-out loss ") and "tokens per target pass" in lines[1]
+    kept = next(line for line in lines if line.startswith("kept: step "))
+    assert kept.count(f" of {STEPS}, ") == 1 and kept.count("(before training ") == 2
     assert lines[-4] == "try it, measure it, serve it:"
     generate, bench, serve = map(shlex.split, lines[-3:])
     assert generate[0] == bench[0] == "paradraft"
@@ -137,6 +145,38 @@ def test_a_run_says_what_it_will_do_and_what_to_do_next(
     config = json.loads(serve[-1])
     assert (config["model"], config["num_speculative_tokens"], config["parallel_drafting"]) == (str(out), 3, True)
     assert paradraft(*asked).out.splitlines()[-4:] == lines[-4:]
+
+
+def test_the_folder_has_a_model_card(paradraft: Paradraft, recipe: Path, family: Path, tmp_path: Path) -> None:
+    """Guards a drafter that is given to others: the card says what it guesses, how well, and the lines that use it."""
+    out = tmp_path / "out"
+    assert paradraft("train", "pard", recipe, f"out={out}", f"target={family / 'target'}", "held_out=1").code == 0
+    card, record = (out / "README.md").read_text(), json.loads((out / "train_command.json").read_text())
+    assert card.startswith("---\nlibrary_name: paradraft\n") and "base_model" not in card, "no path of this machine"
+    best, first = record["best"], record["before_training"]
+    assert f"| {best['acceptance_length']:.2f} (before: {first['acceptance_length']:.2f}) |" in card
+    assert " ".join(f"{share:.2f}" for share in best["by_position"]) in card and len(best["by_position"]) == 3
+    lines = [shlex.split(line) for line in card.splitlines() if line.startswith(("paradraft ", "vllm "))]
+    assert [line[1] for line in lines] == ["generate", "bench", "serve"]
+    asked = [str(out) if word == "DRAFTER" else word for word in lines[0][1:-1]]
+    assert paradraft(*asked, "abc", "--max-new-tokens", 4, *EXACT).code == 0
+
+
+def test_a_terminal_shows_a_bar_and_lines_that_fit(recipe: Path, family: Path, tmp_path: Path) -> None:
+    """Guards narrow terminals: a table of nine columns had been cut to dots."""
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None, height=20)
+    progress = Progress(
+        step=3, steps=6, loss=2.5, accuracy=(0.6,) + (0.25,) * 7, rows_per_s=9.0, left_s=65.0, grad_norm=1.0
+    )
+    held_out = Evaluation(step=3, loss=2.0, accuracy=(0.5, 0.2), acceptance_length=1.75, is_best=True)
+    with Live(console=terminal, auto_refresh=False) as live:
+        screen = train._Screen(live)
+        for report in (progress, held_out, progress):
+            screen.show(report)
+    shown = terminal.file.getvalue()
+    assert "step 3: held-out loss 2.000, 1.75 tokens per target pass, best so far" in shown
+    assert "step 3/6" in shown and "1:05 left" in shown
+    assert "loss 2.500  right by position .60 .25 .25 .25 .25 .25 .25" in shown
 
 
 def test_without_a_target_there_is_a_word_to_replace(paradraft: Paradraft, recipe: Path, tmp_path: Path) -> None:

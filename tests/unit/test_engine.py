@@ -127,3 +127,16 @@ def test_passes_are_as_wide_as_drafts_need(family: Path) -> None:
     assert engine.generate("hello", max_new_tokens=30).tokens == plain.generate("hello", max_new_tokens=30).tokens
     with pytest.raises(ValueError, match=r"^runtime='cpu': use a Runtime"):
         load(str(family / "target"), runtime="cpu")
+
+
+def test_device_and_dtype_stand_beside_the_model(family: Path) -> None:
+    """Guards the two settings that most users have, and that they are not said twice."""
+    folder = str(family / "target")
+    engine = load(folder, drafter="ngram:max_ngram=5", device="cpu", dtype="fp32", runtime=Runtime(capacity=50))
+    assert engine.target.lm.model.dtype == torch.float32 and engine.target.capacity == 50
+    assert load(folder, dtype="float64", runtime=Runtime(dtype="float64")).target.lm.model.dtype == torch.float64
+    with pytest.raises(ValueError, match=r"^dtype='bf16': runtime says 'float64', give it once"):
+        load(folder, dtype="bf16", runtime=Runtime(dtype="float64"))
+    for setting in ({"dtype": "float17"}, {"device": "abacus"}):
+        with pytest.raises(ValueError, match="float17|abacus"):
+            load(folder, **setting)

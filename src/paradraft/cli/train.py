@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import json
-import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Group
 from rich.live import Live
-from rich.table import Table
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
 
+from paradraft.cli import terminal
 from paradraft.environment import is_main_process
 from paradraft.train import recipe_class, trainee_module, trainee_names
 
 if TYPE_CHECKING:
-    from paradraft.train.progress import Evaluation, Progress, Report
-    from paradraft.train.recipe import Recipe
+    from paradraft.train.progress import Evaluation, Report
     from paradraft.train.trainee import Builder, R
 
 
 def run_with_display(recipe: R, build: Builder[R]) -> None:
-    """Trains, showing loss, per-depth accuracy and time left; says so if it was done before.
+    """Trains, showing loss, right guesses by position and time left; says so if it was done before.
 
-    On a terminal one table is kept up to date; elsewhere every report is a line.
+    On a terminal a bar is kept up to date; elsewhere every report is a line.
 
     Raises:
         ValueError, OSError, StoppedError: see `paradraft.train.launch.train`.
@@ -35,9 +36,10 @@ def run_with_display(recipe: R, build: Builder[R]) -> None:
     from paradraft.train.provenance import read_record
     from paradraft.train.stopping import StoppedError
 
-    console = Console(highlight=False, quiet=not is_main_process())
+    console = terminal.console()
+    console.quiet = not is_main_process()
     try:
-        if console.is_terminal:
+        if console.is_terminal and not console.is_dumb_terminal:
             with Live(console=console, auto_refresh=False) as live:
                 is_new = launch.train(recipe, build, _Screen(live).show, announce=live.console.print)
         else:
@@ -68,88 +70,70 @@ def run_with_display(recipe: R, build: Builder[R]) -> None:
 
 
 def _kept(record: dict[str, Any]) -> str | None:
-    """Which of the drafters of a run was kept; None if none was measured."""
-    best = record.get("best")
+    """Which of the drafters of a run was kept, and what it was before; None if none was measured."""
+    best, first = record.get("best"), record.get("before_training")
     if best is None:
         return None
-    length = best["acceptance_length"]
-    said = "" if length is None else f", {length:.2f} tokens per target pass"
-    return f"kept: step {best['step']} of {record['steps_done']}{said}, held-out loss {best['held_out_loss']:.3f}"
-
-
-def next_steps(name: str, recipe: Recipe) -> list[str]:
-    """Lines to paste: they answer with the drafter that was trained, measure it, and serve it where vLLM can.
-
-    Args:
-        name: of what was trained, which is the drafter's too.
-        recipe: of the run.
-    """
-    from paradraft.drafters import drafter_config
-    from paradraft.export.engines import vllm_config
-
-    target, out = recipe.measured_with or "TARGET", str(recipe.out)
-    k = getattr(recipe, "k", None)
-    has_own_tree = getattr(drafter_config(name, out), "tree", None) is not None
-    depth = None if has_own_tree else k
-    models = f"--target {shlex.quote(target)}"
-    method = f"{name}:draft={out}" if depth is None else f"{name}:k={depth}:draft={out}"
-    drafter = f"--drafter {name}" if depth is None else f"--drafter {name} -k {depth}"
-    lines = [
-        f"paradraft generate {models} {drafter} --draft {shlex.quote(out)} --prompt 'Once upon a time'",
-        f"paradraft bench {models} --methods {shlex.quote(f'ar,{method}')}",
-    ]
-    if k is not None and (config := vllm_config({1: k}, name, out)) is not None:
-        del config["num_speculative_tokens_per_batch_size"]
-        lines.append(f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(config))}")
-    return lines
+    figures = [("{:.2f} tokens per target pass", "acceptance_length"), ("held-out loss {:.3f}", "held_out_loss")]
+    parts = [f"kept: step {best['step']} of {record['steps_done']}"]
+    for words, key in figures:
+        if best[key] is not None:
+            before = "" if first is None else f" (before training {first[key]:.4g})"
+            parts.append(words.format(best[key]) + before)
+    return ", ".join(parts)
 
 
 def _line(report: Report) -> str:
     from paradraft.train.progress import Evaluation
 
-    accuracy = " ".join(f"{share:.2f}" for share in report.accuracy)
     if isinstance(report, Evaluation):
-        length = report.acceptance_length
-        said = "" if length is None else f"  {length:.2f} tokens per target pass"
-        best = "  (best so far)" if report.is_best else ""
-        return f"step {report.step}: held-out loss {report.loss:.3f}  accuracy by depth {accuracy}{said}{best}"
+        return f"{_evaluated(report)}  right by position {_shares(report)}"
     norm = "" if report.grad_norm is None else f"gradient norm {report.grad_norm:.1f}  "
     return (
-        f"step {report.step}/{report.steps}  loss {report.loss:.3f}  accuracy by depth {accuracy}  {norm}"
+        f"step {report.step}/{report.steps}  loss {report.loss:.3f}  right by position {_shares(report)}  {norm}"
         f"{report.rows_per_s:.0f} rows/s  {_minutes(report.left_s)} left"
     )
 
 
+def _evaluated(report: Evaluation) -> str:
+    """An evaluation in fewer than 80 characters."""
+    when = f"step {report.step}" if report.step else "before training"
+    length = "" if report.acceptance_length is None else f", {report.acceptance_length:.2f} tokens per target pass"
+    best = ", best so far" if report.is_best and report.step else ""
+    return f"{when}: held-out loss {report.loss:.3f}{length}{best}"
+
+
+def _shares(report: Report) -> str:
+    """Which shares of the guesses are right, from position 1 on: ".62 .35"."""
+    from paradraft.train.progress import by_position
+
+    (shares,) = by_position([report])
+    return " ".join(f"{share:.2f}".removeprefix("0") for share in shares.values())
+
+
 class _Screen:
-    """One table, kept up to date: the last report and the last evaluation."""
+    """A bar and a line that are kept up to date; each evaluation leaves a line above them."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
-        self._progress: Progress | None = None
-        self._evaluation: Evaluation | None = None
+        self._bar = Bar(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(None),
+            TextColumn("{task.description}"),
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=None, visible=False)
 
     def show(self, report: Report) -> None:
         from paradraft.train.progress import Evaluation
 
         if isinstance(report, Evaluation):
-            self._evaluation = report
-        else:
-            self._progress = report
-        self._live.update(self._table(), refresh=True)
-
-    def _table(self) -> Table:
-        table = Table()
-        shown = [report for report in (self._progress, self._evaluation) if report is not None]
-        for name in ("", "loss", *(f"depth {depth}" for depth in range(len(shown[0].accuracy))), "tokens per pass"):
-            table.add_column(name, justify="right")
-        if (progress := self._progress) is not None:
-            table.title = f"step {progress.step}/{progress.steps} · {_minutes(progress.left_s)} left"
-            table.add_row("training", f"{progress.loss:.3f}", *(f"{share:.0%}" for share in progress.accuracy))
-        if (held_out := self._evaluation) is not None:
-            length = "" if held_out.acceptance_length is None else f"{held_out.acceptance_length:.2f}"
-            accuracy = (f"{share:.0%}" for share in held_out.accuracy)
-            table.add_row(f"held out, step {held_out.step}", f"{held_out.loss:.3f}", *accuracy, length)
-        return table
+            self._live.console.print(_evaluated(report), soft_wrap=True)
+            return
+        left = f"{_minutes(report.left_s)} left"
+        self._bar.update(self._task, completed=report.step, total=report.steps, description=left, visible=True)
+        line = Text(f"loss {report.loss:.3f}  right by position {_shares(report)}", no_wrap=True, overflow="ellipsis")
+        self._live.update(Group(self._bar, line), refresh=True)
 
 
 def _minutes(seconds: float) -> str:
@@ -172,6 +156,7 @@ def train_drafter(
     Ctrl-C and SIGTERM write a checkpoint after the current step and leave, with exit code 130 or 143; a second Ctrl-C
     leaves at once.
     """
+    from paradraft.train.model_card import next_steps
     from paradraft.train.recipe_file import load_recipe, settings_of
     from paradraft.train.stopping import StoppedError
 
@@ -190,4 +175,5 @@ def train_drafter(
         raise typer.Exit(128 + stop.number) from None
     if is_main_process():
         unknown = "" if wanted.measured_with else ", with the model whose text it is to guess as TARGET"
-        print("\n".join(["", f"try it, measure it, serve it{unknown}:", *next_steps(name, wanted)]))
+        lines = next_steps(name, wanted, wanted.out, str(wanted.out))
+        print("\n".join(["", f"try it, measure it, serve it{unknown}:", *lines]))

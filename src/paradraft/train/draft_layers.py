@@ -267,7 +267,7 @@ def layers_trainee(
         trained += rank * (3 * config.hidden_size + rank)
     rows = sum(max(drop.r**depth, drop.r_min) for depth in range(drop.k))
     kept = memory.kept_by_layers(recipe, shape.config, bf16=data.bf16) + 4.0 * 6 * config.hidden_size
-    check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=rows, attended_per_token=rows)
+    needed = check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=rows, attended_per_token=rows)
     objective = build(frozen_target(recipe, data)).to(data.device)
     told = {
         "hidden_size": config.hidden_size,
@@ -281,4 +281,4 @@ def layers_trainee(
         told |= {"distinct_masks": recipe.distinct_masks}
         if objective.previous is not None:
             told |= {"previous_token_rank": recipe.previous_token_rank}
-    return HeadTrainee(drafter, recipe, objective, told | settings(objective.target), drop)
+    return HeadTrainee(drafter, recipe, objective, told | settings(objective.target), drop, needed)

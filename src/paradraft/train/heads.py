@@ -194,14 +194,22 @@ class HeadTrainee:
         objective: what is trained.
         config: what of the recipe the checkpoint's config holds.
         drop: which rows samples become.
+        needed: the memory that it takes.
     """
 
     def __init__(
-        self, drafter: str, recipe: HeadRecipe, objective: HeadObjective, config: dict[str, Any], drop: Drop
+        self,
+        drafter: str,
+        recipe: HeadRecipe,
+        objective: HeadObjective,
+        config: dict[str, Any],
+        drop: Drop,
+        needed: memory.Estimate,
     ) -> None:
         self.drafter, self.k, self.depths = drafter, recipe.k, recipe.depths
         self.objective = objective
         self.max_tokens = context_of(objective.target.model.config)
+        self.notes = (needed.in_words,)
         if recipe.start is not None:
             begin_with(objective, drafter, recipe.start)
         self._recipe = recipe
@@ -287,8 +295,8 @@ def check_memory(
     rows_per_token: float,
     attended_per_token: float = 1.0,
     nf4: bool = False,
-) -> None:
-    """Raises ValueError if the device has not the memory that a run takes; no weights are loaded.
+) -> memory.Estimate:
+    """Estimates the memory that a run takes, before any weights are loaded.
 
     Args:
         recipe: the run.
@@ -298,6 +306,9 @@ def check_memory(
         rows_per_token: training rows for each token of a sample.
         attended_per_token: how many of them one attention mask is about.
         nf4: whether the target's matrices are stored in 4 bits.
+
+    Raises:
+        ValueError: the device has not so much.
     """
     cached, host = recipe.feature_cache_gb, psutil.virtual_memory().total / 1e9
     if cached > host:
@@ -317,3 +328,4 @@ def check_memory(
         is_taught=recipe.loss != "cross_entropy",
     )
     needed.check(data.device)
+    return needed

@@ -76,7 +76,7 @@ def build(recipe: HydraRecipe, data: RunData) -> HeadTrainee:
     config = load_config(locate(recipe.model, "target"))
     width = config.hidden_size
     trained = sum((depth + 2) * width**2 + width for depth in range(recipe.k))
-    check_memory(recipe, data, trained=trained, kept=4.0 * width * (recipe.k + 5), rows_per_token=recipe.k)
+    needed = check_memory(recipe, data, trained=trained, kept=4.0 * width * (recipe.k + 5), rows_per_token=recipe.k)
     objective = HydraHeads(frozen_target(recipe, data), recipe, bf16=data.bf16).to(data.device)
     settings = {"hidden_size": width, "num_heads": recipe.k, "embedding_scale": objective.scale}
-    return HeadTrainee("hydra", recipe, objective, settings, Drop(k=recipe.k, r=1.0, r_min=1.0, mask_id=0))
+    return HeadTrainee("hydra", recipe, objective, settings, Drop(k=recipe.k, r=1.0, r_min=1.0, mask_id=0), needed)

@@ -110,7 +110,7 @@ def build(recipe: MedusaRecipe, data: RunData) -> HeadTrainee:
     """
     config = load_config(locate(recipe.model, "target"))
     kept = 4.0 * config.hidden_size * (2 + 3 * recipe.layers)
-    check_memory(recipe, data, trained=_parameters(recipe, config), kept=kept, rows_per_token=recipe.k)
+    needed = check_memory(recipe, data, trained=_parameters(recipe, config), kept=kept, rows_per_token=recipe.k)
     objective = MedusaHeads(frozen_target(recipe, data), recipe, bf16=data.bf16).to(data.device)
     settings = {
         "architectures": ["MedusaModel"],
@@ -122,4 +122,4 @@ def build(recipe: MedusaRecipe, data: RunData) -> HeadTrainee:
         "original_lm_head": not recipe.own_heads,
     }
     drop = Drop(k=recipe.k, r=1.0, r_min=1.0, mask_id=0)
-    return HeadTrainee("medusa", recipe, objective, settings, drop)
+    return HeadTrainee("medusa", recipe, objective, settings, drop, needed)

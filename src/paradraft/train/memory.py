@@ -51,6 +51,11 @@ class Estimate:
         """All of it."""
         return self.models + self.optimizer + self.rows + self.mask + self.logits
 
+    @property
+    def in_words(self) -> str:
+        """How much it is."""
+        return f"about {self.total / 2**30:.1f} GiB of memory"
+
     def check(self, device: torch.device) -> None:
         """Raises ValueError if the device has not so much memory."""
         free = free_bytes(device)

@@ -246,16 +246,23 @@ class PardTrainee:
         tokenizer: the draft's.
         drafter: what learns.
         objective: its loss.
+        needed: the memory that it takes.
     """
 
     def __init__(
-        self, recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, drafter: InitialDrafter, objective: Objective
+        self,
+        recipe: PardRecipe,
+        tokenizer: PreTrainedTokenizerBase,
+        drafter: InitialDrafter,
+        objective: Objective,
+        needed: memory.Estimate,
     ) -> None:
         self.objective = objective
         self.depths = recipe.k
         self.drafter, self.k = ("pard", recipe.k) if recipe.k > 1 else ("autoregressive", ORDINARY_K)
         self.max_tokens = context_of(drafter.model.config)
         self.masks = drafter.masks
+        self.notes = (*(f"mask token {mask}" for mask in drafter.masks[:1]), needed.in_words)
         self._recipe = recipe
         self._tokenizer = tokenizer
 
@@ -305,7 +312,7 @@ def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
     Raises:
         ValueError: model or teacher cannot be used, the settings do not fit them, or there is not enough memory.
     """
-    _check_memory(recipe, data)
+    needed = _check_memory(recipe, data)
     drafter = initial_drafter(recipe, data.tokenizer, str(data.device))
     _check_samples(recipe, data, drafter)
     teacher = None if recipe.teacher is None else _load_teacher(recipe.teacher, data, drafter)
@@ -320,11 +327,11 @@ def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
         chain_weight=recipe.chain_weight,
         bf16=data.bf16,
     )
-    return PardTrainee(recipe, data.tokenizer, drafter, objective)
+    return PardTrainee(recipe, data.tokenizer, drafter, objective, needed)
 
 
-def _check_memory(recipe: PardRecipe, data: RunData) -> None:
-    """Raises ValueError if the device has not the memory that the run takes; no weights are loaded."""
+def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
+    """The memory that a run takes; ValueError if the device has not so much. No weights are loaded."""
     drafter = drafter_skeleton(recipe, data.tokenizer, str(data.device))
     model, beside = drafter.model, 0 if drafter.previous is None else memory.parameters_of(drafter.previous)
     others = [] if recipe.teacher is None else [load_skeleton(teacher_folder(recipe.teacher))]
@@ -335,6 +342,7 @@ def _check_memory(recipe: PardRecipe, data: RunData) -> None:
         recipe, model, weights=weights, rows=rows, passes=groups, bf16=data.bf16, is_taught=bool(others), beside=beside
     )
     needed.check(data.device)
+    return needed
 
 
 def _check_samples(recipe: PardRecipe, data: RunData, drafter: InitialDrafter) -> None:

@@ -313,7 +313,7 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
     trained = recipe.k * recipe.copies * config.hidden_size + recipe.own_head * config.vocab_size * config.hidden_size
     prompts = recipe.anchors * recipe.k * recipe.copies
     kept = memory.kept_by_layers(recipe, config, bf16=data.bf16) * prompts / (1 + prompts)
-    check_memory(
+    needed = check_memory(
         recipe,
         data,
         trained=trained,
@@ -333,7 +333,7 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
         "is_decoded": recipe.is_decoded,
     }
     drop = Drop(k=recipe.depths, r=recipe.anchors, r_min=recipe.anchors, mask_id=0)
-    trainee = PpdTrainee("ppd", recipe, objective, settings, drop)
+    trainee = PpdTrainee("ppd", recipe, objective, settings, drop, needed)
     # Measured in passes of a size that does not depend on what was planned.
     trainee.drafter = f"ppd:size={max(MEASURED_SIZE, recipe.copies)}:prompts={min(recipe.k, MOST_PROMPTS)}"
     return trainee

@@ -68,7 +68,8 @@ class Preparation:
         return (
             f"{trainee.drafter}, K = {trainee.k}: "
             f"{len(self.samples):,} samples of {tokens:,} tokens{weighed}{held_out}; "
-            f"{self.steps:,} steps of {recipe.samples_per_step} samples in {'bfloat16' if self.bf16 else 'float32'}"
+            f"{self.steps:,} steps of {recipe.samples_per_step} samples in {'bfloat16' if self.bf16 else 'float32'}; "
+            + ", ".join(trainee.notes)
         )
 
     def batches(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[TrainingBatch]:

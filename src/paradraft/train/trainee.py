@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -70,6 +71,10 @@ class Trainee(Protocol):
     @property
     def max_tokens(self) -> int:
         """Most tokens of a text that the drafter can read."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is said before the first step, besides the recipe: the mask token, the memory that it takes."""
 
     def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> TrainingBatch:
         """The rows of some samples; it may run in another thread.

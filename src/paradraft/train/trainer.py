@@ -25,6 +25,7 @@ from paradraft.train.acceptance import AcceptanceMeter
 from paradraft.train.batch import BatchSampler, TrainingBatch
 from paradraft.train.checkpoint import Checkpoints, State
 from paradraft.train.losses import row_weights
+from paradraft.train.model_card import CARD, model_card
 from paradraft.train.optimizers import Optimizers
 from paradraft.train.progress import BestSoFar, Evaluation, Meter, Report, Score, shares
 from paradraft.train.provenance import write_record
@@ -167,7 +168,13 @@ class Loop:
             curves.draw(out)
             results = {"steps_done": done, "best": best and asdict(best), "before_training": first and asdict(first)}
             write_record(self.recipe, str(self.device), **self._origin, **results)
-            put_in_place(self.checkpoints.drafter(done if best is None else best.step), out)
+            drafter = self.checkpoints.drafter(done if best is None else best.step)
+            card = model_card(
+                self.prepared.trainee.drafter, self.recipe, drafter, self.prepared.learnt, self._standing,
+                done=done, steps=self.steps,
+            )  # fmt: skip
+            (drafter / CARD).write_text(card, encoding="utf-8")
+            put_in_place(drafter, out)
             self.checkpoints.delete()
 
     @property

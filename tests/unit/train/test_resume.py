@@ -61,6 +61,7 @@ def result(out: Path) -> dict[str, object]:
     found: dict[str, object] = {
         str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()
     }
+    found["README.md"] = (out / "README.md").read_text().replace(str(out), "OUT")
     lines = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     found["history.jsonl"] = [{k: v for k, v in line.items() if k not in ("rows_per_s", "left_s")} for line in lines]
     record = json.loads((out / "train_command.json").read_text())
