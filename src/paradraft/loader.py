@@ -59,8 +59,8 @@ def load(
         kept_rows: of how many answers, the last ones, the caches are kept: a prompt that begins with such an answer and
             its prompt, as the next turn of a conversation does, is read from its end on.
         device: "cpu", "cuda", "cuda:1" and the like; "auto": a GPU if there is one.
-        dtype: "bfloat16", "float16", "float32", "float64", or weights in "int8" or "int4"; "bf16", "fp16" and "fp32" are
-            understood; "auto": that of the target's checkpoint.
+        dtype: "bfloat16", "float16", "float32", "float64", or weights in "int8" or "int4"; "auto": that of the target's
+            checkpoint.
         runtime: compilation, widths and capacity; device and dtype too, unless they are given above.
         placement: where each side computes; by default both in this process.
 

@@ -362,6 +362,33 @@ def test_bad_recipe_file(paradraft: Paradraft, tmp_path: Path, content: bytes, n
     assert_mistake(paradraft("train", "pard", file), named)
 
 
+def test_a_recipe_to_begin_with(paradraft: Paradraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards whoever has the package and not its sources: the recipe is written, says how to use it, and can be read;
+    a file of the user's stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    outcome = paradraft("train", "pard", "--template", "qwen3")
+    assert outcome.code == 0 and outcome.out.startswith("pard-qwen3.yaml is written: ")
+    text = Path("pard-qwen3.yaml").read_text()
+    assert "# paradraft train pard pard-qwen3.yaml data=FILE.jsonl" in text and "a card of 24 GB" in text
+    assert_mistake(paradraft("train", "pard", "--template", "qwen3"), "pard-qwen3.yaml exists")
+    assert paradraft("train", "eagle", "mine.yaml", "--template", "qwen3").code == 0
+    assert "# paradraft train eagle mine.yaml " in Path("mine.yaml").read_text()
+    assert_mistake(paradraft("train", "pard", "--template", "gpt2"), "--template gpt2", "use deepseek-r1-")
+    assert_mistake(paradraft("train", "pard", "x.yaml", "k=2", "--template", "qwen3"), "'k=2' is for the training")
+    assert not Path("x.yaml").exists()
+
+
+def test_the_shipped_text_needs_no_path(paradraft: Paradraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first training of somebody who has only installed the package."""
+    monkeypatch.chdir(tmp_path)
+    assert paradraft("train", "pard", "--template", "pocket").code == 0
+    few = ["steps=1", "samples_per_step=1", "held_out=0", "max_length=256", "warmup_steps=1", "device=cpu"]
+    outcome = paradraft("train", "pard", "pard-pocket.yaml", "out=out", *few)
+    assert outcome.code == 0, outcome.err
+    record = json.loads(Path("out/train_command.json").read_text())
+    assert [Path(name).name for name in record["data_sha256"]] == ["text.jsonl"]
+
+
 def test_recipe_does_not_exist(paradraft: Paradraft, tmp_path: Path) -> None:
     """Guards against an error that does not say which file."""
     assert_mistake(paradraft("train", "pard", tmp_path / "none.yaml"), tmp_path / "none.yaml")

@@ -48,7 +48,7 @@ def cut(arguments: list[str]) -> list[str]:
             result[index] = f"{key}={min(int(value), AT_MOST[key])}"
         elif argument in AT_MOST:
             result[index + 1] = str(min(int(arguments[index + 1]), AT_MOST[argument]))
-    if arguments[0] == "train":
+    if arguments[0] == "train" and "--template" not in arguments:
         result += TRAINING
     for option, size in BY_DEFAULT.get(arguments[0], {}).items():
         result += [option, str(size)] if option not in arguments else []

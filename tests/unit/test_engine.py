@@ -138,5 +138,5 @@ def test_device_and_dtype_stand_beside_the_model(family: Path) -> None:
     with pytest.raises(ValueError, match=r"^dtype='bf16': runtime says 'float64', give it once"):
         load(folder, dtype="bf16", runtime=Runtime(dtype="float64"))
     for setting in ({"dtype": "float17"}, {"device": "abacus"}):
-        with pytest.raises(ValueError, match="float17|abacus"):
+        with pytest.raises(ValueError, match=r"float17|abacus"):
             load(folder, **setting)

@@ -150,6 +150,13 @@ def train_drafter(
     settings: Annotated[
         bool, typer.Option("--settings", help="List all settings of a recipe for NAME, and exit.")
     ] = False,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            help="Write a recipe to begin with, such as qwen3, to RECIPE or NAME-TEMPLATE.yaml, and exit; pocket is "
+            "for the shipped family."
+        ),
+    ] = None,
 ) -> None:
     """Train a drafter from a recipe. Run the same command again to resume.
 
@@ -157,7 +164,7 @@ def train_drafter(
     leaves at once.
     """
     from paradraft.train.model_card import next_steps
-    from paradraft.train.recipe_file import load_recipe, settings_of
+    from paradraft.train.recipe_file import load_recipe, settings_of, write_template
     from paradraft.train.stopping import StoppedError
 
     module = trainee_module(name)
@@ -166,8 +173,15 @@ def train_drafter(
             default = "required" if field.is_required() else json.dumps(field.default).strip('"')
             print(f"{key} ({default}): {field.description}")
         return
+    if template is not None:
+        if overrides:
+            raise ValueError(f"--template {template}: {overrides[0]!r} is for the training, leave it out")
+        file = recipe or Path(f"{name}-{template}.yaml")
+        write_template(name, template, file)
+        print(f"{file} is written: set model, data and out in it, then paradraft train {name} {file}")
+        return
     if recipe is None:
-        raise ValueError(f"train {name}: name a recipe, a YAML file; --settings lists what it may say")
+        raise ValueError(f"train {name}: name a recipe, a YAML file; --template writes one, --settings explains it")
     try:
         wanted = load_recipe(recipe_class(module), recipe, overrides or [])
         run_with_display(wanted, module.build)

@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from paradraft.data.samples import Sample
+from paradraft.models.loading import POCKET, pocket_folder
 
 
 class Source(BaseModel):
@@ -39,8 +40,14 @@ Entry = Annotated[
 
 
 def as_source(entry: Path | Source) -> Source:
-    """A source with its part of the mix: all of it, once in each epoch, if nothing else is said."""
-    return entry if isinstance(entry, Source) else Source(path=entry)
+    """A source with its part of the mix: all of it, once in each epoch, if nothing else is said.
+
+    The source "pocket" is the text that is shipped.
+    """
+    source = entry if isinstance(entry, Source) else Source(path=entry)
+    if str(source.path) == POCKET:
+        return source.model_copy(update={"path": pocket_folder("text.jsonl")})
+    return source
 
 
 def share(samples: list[Sample], source: Source, seed: int) -> list[Sample]:

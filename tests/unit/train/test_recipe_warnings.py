@@ -8,7 +8,7 @@ from examples.demo import FULL, SHORT, recipe
 from paradraft.train import recipe_class, trainee_module, trainee_names
 from paradraft.train.pard import PardRecipe
 from paradraft.train.recipe import ignored_settings
-from paradraft.train.recipe_file import load_recipe
+from paradraft.train.recipe_file import load_recipe, templates_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 BASE = {"model": "m", "data": ["d"], "out": "o", "steps": 100}
@@ -44,8 +44,9 @@ def test_what_was_given_and_is_ignored_is_named(settings: dict[str, object], com
 def test_our_own_recipes_say_nothing_in_vain() -> None:
     """Guards the recipes that people copy."""
     trained = [file for file in RECIPES.rglob("*.yaml") if file.parent.name != "tables"]
-    assert len(trained) > 4
-    for file in trained:
+    shipped = [file for name in trainee_names() for file in templates_of(name).values()]
+    assert len(trained) > 4 and len(shipped) > 10
+    for file in trained + shipped:
         named = [name for name in (file.stem, file.parent.name) if name in trainee_names()]
         name = named[0] if named else "pard"
         kind = recipe_class(trainee_module(name))
