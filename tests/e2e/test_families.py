@@ -1,4 +1,4 @@
-"""Each published family whose recipe stands in `recipes/`, as small random models with the same kinds of config.
+"""Each published family that has a recipe, as small random models with the same kinds of config.
 
 The configs are the published ones, key for key as `transformers` 4 wrote them, but for their sizes and special ids. The
 published weights are far too large to be tested here.
@@ -22,11 +22,10 @@ from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train.pard import PardRecipe
-from paradraft.train.recipe_file import load_recipe
+from paradraft.train.recipe_file import load_recipe, templates_of
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.training import train_pard
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 EXACT = Runtime(dtype="float64")
 BOS, EOT, RESERVED = VOCAB, VOCAB + 1, VOCAB + 2
 TEMPLATE = "{% for m in messages %}<|bos|>{{ m.content }}<|endoftext|>{% endfor %}"
@@ -62,7 +61,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3",
 }  # fmt: skip
 FAMILIES = {
-    "llama-3.2-1b": Family(
+    "llama-3.2": Family(
         lr=1e-5,
         config={
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False,
@@ -72,7 +71,7 @@ FAMILIES = {
         pard_token=RESERVED + 1, rows=(RESERVED + 4, RESERVED + 4), adds_bos=True, ends=[0, EOT, RESERVED + 3],
         tensors={"lm_head.weight": False},
     ),
-    "qwen2.5-0.5b": Family(
+    "qwen2.5": Family(
         lr=3e-5,
         config={
             "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_window_layers": 21,
@@ -82,7 +81,7 @@ FAMILIES = {
         pard_token=RESERVED, rows=(RESERVED + 6, RESERVED + 14), ends=[EOT, 0],
         tensors={"lm_head.weight": False, "model.layers.0.self_attn.q_proj.bias": True},
     ),
-    "qwen3-0.6b": Family(
+    "qwen3": Family(
         lr=3e-5,
         config={
             "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 16,
@@ -92,7 +91,7 @@ FAMILIES = {
         pard_token=RESERVED, rows=(RESERVED + 6, RESERVED + 6), ends=[EOT, 0],
         tensors={"model.layers.1.self_attn.q_norm.weight": True, "model.layers.1.self_attn.k_norm.weight": True},
     ),
-    "deepseek-r1-distill-qwen-1.5b": Family(
+    "deepseek-r1-distill-qwen": Family(
         lr=8e-5, max_length=1024,
         config={
             "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_window_layers": 21,
@@ -175,7 +174,7 @@ def assert_lossless(root: Path, draft: Path) -> Engine:
 @each_family
 def test_the_recipe_is_the_papers(name: str) -> None:
     """Guards against a recipe that cannot be read, and against settings that left the paper (section 4.1)."""
-    recipe = load_recipe(PardRecipe, RECIPES / f"{name}.yaml", [])
+    recipe = load_recipe(PardRecipe, templates_of("pard")[name], [])
     assert (recipe.k, recipe.r, recipe.r_min, recipe.average) == (8, 0.7, 0.2, "token_mean")
     assert (recipe.epochs, recipe.samples_per_step, recipe.loss) == (4, 64, None)
     assert (recipe.max_length, recipe.optimizer, recipe.device) == (FAMILIES[name].max_length, "adamw", "auto")
@@ -194,10 +193,10 @@ def test_a_family_trains_and_decodes(models: tuple[str, Path], tmp_path: Path) -
         data.write_text(json.dumps({"messages": turns}) + "\n", encoding="utf-8")
     smaller = [f"model={root / 'draft'}", f"data=[{data}]", f"out={tmp_path / 'pard'}", "device=cpu"]
     smaller += ["epochs=null", "steps=2", "samples_per_step=2", "samples_per_pass=2", "held_out=0"]
-    as_published = load_recipe(PardRecipe, RECIPES / f"{name}.yaml", [])
+    as_published = load_recipe(PardRecipe, templates_of("pard")[name], [])
     if as_published.mask_token_id is not None:
         smaller.append(f"mask_token_id={family.pard_token}")
-    recipe: PardRecipe = load_recipe(PardRecipe, RECIPES / f"{name}.yaml", [*smaller, "bf16=false"])
+    recipe: PardRecipe = load_recipe(PardRecipe, templates_of("pard")[name], [*smaller, "bf16=false"])
     train_pard(recipe, lambda progress: None)
     config = AutoConfig.from_pretrained(recipe.out)
     assert (config.mask_token_id, config.vocab_size) == (family.pard_token, family.rows[0])
@@ -228,7 +227,7 @@ def test_rotary_scaling_is_read_from_a_published_config(models: tuple[str, Path]
     plain = tmp_path / "plain"
     shutil.copytree(root / "target", plain)
     config = json.loads((plain / "config.json").read_text())
-    changed = {"rope_scaling": None} if name == "llama-3.2-1b" else {"rope_theta": 37.0}
+    changed = {"rope_scaling": None} if name == "llama-3.2" else {"rope_theta": 37.0}
     (plain / "config.json").write_text(json.dumps(config | changed))
     texts = torch.arange(60)[None] % VOCAB
     logits = [AutoModelForCausalLM.from_pretrained(folder)(texts).logits for folder in (root / "target", plain)]

@@ -264,12 +264,15 @@ def test_processes_at_the_same_time_do_no_harm(new_machine: Path, compiled: byte
 
 
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("fma3", False), reason="of CPUs that fuse, in that way")
-@pytest.mark.parametrize("flags", [("-march=haswell", "-mtune=znver2"), ("-mno-amx-bf16", "-mno-amx-tile")])
+@pytest.mark.parametrize(
+    "flags", [("-march=haswell", "-mtune=znver2"), ("-mno-amx-bf16", "-mno-amx-tile"), ("-DPORTABLE", "-fno-openmp")]
+)
 def test_other_cpus_compute_the_same_and_in_one_order(
     kept: None, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     """Guards CPUs with half as many registers and no products of bfloat16, those with such products and no tiles, and
-    equal bits on those for which GCC fuses products and sums in some loops and not in others."""
+    equal bits on those for which GCC fuses products and sums in some loops and not in others; and systems without
+    futex, CPU sets and OpenMP."""
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
     for dtype, are_rounded in itertools.product([torch.float32, torch.bfloat16], [False, True]):
         model = random_model()
@@ -300,7 +303,21 @@ def test_without_a_compiler(new_machine: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_compiler_has_nothing_to_say() -> None:
     """Guards the C++ as a linter guards the Python."""
-    command = ["g++", *build.FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
     files = [Path(build.__file__).with_name(name) for name in build.SOURCES if name.endswith(".cpp")]
-    done = subprocess.run([*command, *files], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    for more in (build.openmp_flags()[0], (*build.openmp_flags()[-1], "-DPORTABLE")):
+        command = ["g++", *build.FLAGS, *more, "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+        done = subprocess.run([*command, *files], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_compiler_that_knows_openmp_by_another_name(
+    new_machine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Guards Macs: Apple's clang refuses `-fopenmp`, and what is left is built without, not left out."""
+    script = tmp_path / "clang"
+    script.write_text(
+        '#!/bin/sh\nfor flag; do [ "$flag" = -fopenmp ] && { echo "unsupported" >&2; exit 1; }; done\nexec g++ "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    assert isinstance(CausalLM(random_model(), vocab_size=60, compiled=True)._compute, NativePass)

@@ -21,12 +21,13 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 SOURCES = ("forward.cpp", "correction.cpp", "tree.cpp", "attention.h", "gemm.h", "team.h", "simd.h")
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-march=native",
-    "-fopenmp",
+    "-mcpu=native" if (platform.system(), platform.machine()) == ("Darwin", "arm64") else "-march=native",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=off",
@@ -37,6 +38,17 @@ SECONDS = 300
 """How long the compiler may take; on a slow core it takes ten."""
 DIGEST_BYTES = 32
 """Of the digest at the end of a library's file."""
+
+
+def openmp_flags() -> list[tuple[str, ...]]:
+    """What asks a compiler for OpenMP, in the order in which it is tried; the last does without.
+
+    Apple's clang has OpenMP and neither its option nor its library: torch brings that one. Without it weights are
+    packed by one thread, once; passes have threads of their own.
+    """
+    torchs = Path(torch.__file__).parent / "lib" / "libomp.dylib"
+    apples = [("-Xpreprocessor", "-fopenmp", str(torchs))] if torchs.is_file() else []
+    return [("-fopenmp",), *apples, ("-Wno-unknown-pragmas",)]
 
 
 class CannotBuildError(Exception):
@@ -202,11 +214,14 @@ def _compiled(compiler: list[str]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "pass.so"
         files = [str(Path(__file__).parent / name) for name in SOURCES if name.endswith(".cpp")]
-        command = [*compiler, *FLAGS, *files, "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
-        if done.returncode:
-            raise CannotBuildError((done.stderr.strip().splitlines() or [f"{compiler[0]} failed"])[0])
-        return made.read_bytes()
+        complaints: list[str] = []
+        for openmp in openmp_flags():
+            command = [*compiler, *FLAGS, *openmp, *files, "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+            if not done.returncode:
+                return made.read_bytes()
+            complaints += done.stderr.strip().splitlines() or [f"{compiler[0]} failed"]
+        raise CannotBuildError(complaints[0])
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -9,7 +9,6 @@
 // its outputs a pass knows only the tokens that are there, row after row.
 //
 // Shape letters as in causal_lm.py: B rows of a batch, N tokens of each, R rows whose logits are wanted; C tokens there are.
-#include <omp.h>
 
 #include <algorithm>
 #include <vector>
@@ -399,6 +398,16 @@ int64_t multiply_all(
     });
     return 0;
 }
+
+#ifdef _OPENMP
+extern "C" { // as in omp.h, which does not come with every compiler that has OpenMP
+int omp_get_max_threads();
+void omp_set_num_threads(int);
+}
+#else
+static int omp_get_max_threads() { return 1; }
+static void omp_set_num_threads(int) {}
+#endif
 
 /// How many threads OpenMP gives to operations of the calling thread; returns how many it gave before.
 int set_openmp_threads(int threads) {

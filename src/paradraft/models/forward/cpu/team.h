@@ -8,13 +8,16 @@
 // A pass takes a free team, so that passes in several threads do not meet; together they use as many CPUs as one alone.
 #pragma once
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <sys/syscall.h>
 #include <time.h>
+
+#if defined(__linux__) && !defined(PORTABLE)
+#include <linux/futex.h>
+#include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -50,9 +53,42 @@ static inline void spin_once() {
 #endif
 }
 
-static inline void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
-    syscall(SYS_futex, (uint32_t*)&word, operation, value, nullptr, nullptr, 0);
+#if defined(__linux__) && !defined(PORTABLE)
+/// Sleeps while a word has a value; returns at once if it has another.
+static inline void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+    syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
+
+static inline void wake_all(std::atomic<uint32_t>& word) {
+    syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+/// The CPUs that a thread may run on.
+struct Cpus {
+    cpu_set_t set = {};
+
+    static Cpus own() {
+        Cpus found;
+        sched_getaffinity(0, sizeof found.set, &found.set);
+        return found;
+    }
+    bool operator==(const Cpus& other) const { return CPU_EQUAL(&set, &other.set); }
+};
+#else
+constexpr long NAP_NS = 100'000; // between two looks at the word
+
+static inline void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+    for (timespec nap = {0, NAP_NS}; word.load() == value;) nanosleep(&nap, nullptr);
+}
+
+static inline void wake_all(std::atomic<uint32_t>&) {} // sleepers look by themselves
+
+/// Threads are not bound to CPUs here.
+struct Cpus {
+    static Cpus own() { return {}; }
+    bool operator==(const Cpus&) const { return true; }
+};
+#endif
 
 /// The chunks `next` to `end` of step number `step` that a worker still has; in one word, so that it changes at once.
 struct Range {
@@ -155,12 +191,12 @@ class Team {
         /// The team that was given back last: its helpers are the likeliest to be awake. Where they are to take part, one
         /// whose helpers run on the CPUs of the caller.
         Team& take(bool wants_helpers) {
-            cpu_set_t cpus = {};
-            if (wants_helpers) sched_getaffinity(0, sizeof cpus, &cpus);
+            Cpus cpus;
+            if (wants_helpers) cpus = Cpus::own();
             std::lock_guard lock(mutex);
             for (size_t i = free.size(); i-- > 0;) {
                 Team* team = free[i];
-                if (wants_helpers && team->helpers && !CPU_EQUAL(&team->cpus, &cpus)) continue;
+                if (wants_helpers && team->helpers && !(team->cpus == cpus)) continue;
                 free.erase(free.begin() + i);
                 return *team;
             }
@@ -181,7 +217,7 @@ class Team {
     uint32_t step = 0;
     int64_t ordered = 0; // chunks of all steps so far
     int64_t lost_ns = 0; // in this pass
-    cpu_set_t cpus = {}; // of the helpers, which are those of the thread that hired them first
+    Cpus cpus; // of the helpers, which are those of the thread that hired them first
 
     /// Begins a pass with `wanted` threads.
     void open(int wanted) {
@@ -194,12 +230,12 @@ class Team {
 
     void wake() {
         bell.fetch_add(1);
-        if (asleep.load()) futex(bell, FUTEX_WAKE_PRIVATE, INT_MAX);
+        if (asleep.load()) wake_all(bell);
     }
 
     /// Starts the helpers that are missing, or as many as the system gives. Signals are not for them.
     void hire() {
-        if (!helpers) sched_getaffinity(0, sizeof cpus, &cpus);
+        if (!helpers) cpus = Cpus::own();
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -258,7 +294,7 @@ class Team {
                 continue;
             }
             asleep.fetch_add(1);
-            futex(bell, FUTEX_WAIT_PRIVATE, rung); // returns at once if a pass has begun since
+            sleep_while(bell, rung); // returns at once if a pass has begun since
             asleep.fetch_sub(1);
         }
     }
