@@ -53,6 +53,7 @@ COMMANDS = {
     "report": Place(module="report", function="report", help="Show a result of paradraft bench again."),
     "plan": Place(module="plan", function="plan", help="Choose how many tokens to draft at each batch size."),
     "simulate": Place(module="simulate", function="simulate", help="Predict speeds from the times of passes."),
+    "export": Place(module="export", function="export", help="Write a drafter as an engine that serves loads it."),
     "audit": Place(module="audit", function="audit", help="Check that a drafter changes nothing."),
 }
 """In the order of the help."""

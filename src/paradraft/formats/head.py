@@ -162,6 +162,15 @@ def read_identity(name: str, kind: str) -> TargetIdentity | None:
         return _read_config(name, kind)[1] if isinstance(config, dict) and TARGET in config else None
 
 
+def is_head(name: str) -> bool:
+    """Whether a folder or a Hugging Face id is a checkpoint of this format, by its config; False if there is none."""
+    try:
+        config = json.loads(file_of(name, CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and TARGET in config
+
+
 def _read_config(name: str, kind: str | None) -> tuple[dict[str, Any], TargetIdentity]:
     config: dict[str, Any] = json.loads(file_of(name, CONFIG).read_bytes())
     if not isinstance(config, dict) or not isinstance(identity := config.pop(TARGET, None), dict | None):

@@ -26,6 +26,7 @@ from paradraft.models.loading import load_model, load_skeleton, locate
 from paradraft.models.output_head import logits_of, sizes_of
 from paradraft.models.runtime import Runtime, store_in_nf4
 from paradraft.models.target import Target
+from paradraft.models.vocabulary import check_rows, used_rows
 from paradraft.train import memory
 from paradraft.train.batch import Drop, TrainingBatch, collate
 from paradraft.train.features import FeatureCache
@@ -34,7 +35,6 @@ from paradraft.train.objective import LOGITS, loss_of_rows, set_up_passes
 from paradraft.train.recipe import Recipe
 from paradraft.train.teacher import Teacher
 from paradraft.train.trainee import RunData
-from paradraft.train.vocabulary import check_rows, used_rows
 
 DECAY = 0.8
 """Medusa's λ_k is its k-th power in the official code; a factor for all heads changes nothing."""

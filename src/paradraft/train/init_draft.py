@@ -17,8 +17,8 @@ from paradraft.models.architecture import context_of, has_experts
 from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.models.previous_token import load_head, stored_head
 from paradraft.models.runtime import DTYPES, Runtime
+from paradraft.models.vocabulary import end_ids, free_id, of_one_family, resize, used_rows
 from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
-from paradraft.train.vocabulary import end_ids, free_id, of_one_family, resize, used_rows
 
 
 @torch.no_grad()

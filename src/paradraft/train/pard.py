@@ -30,6 +30,7 @@ from paradraft.models.previous_token import MOST_RANK, PreviousTokenHead, load_h
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.tokenization import text_of
+from paradraft.models.vocabulary import check_rows, end_ids, free_id, resize, set_to_mean, used_rows
 from paradraft.train import memory
 from paradraft.train.batch import Drop, TrainingBatch, collate
 from paradraft.train.losses import Divergence
@@ -37,7 +38,6 @@ from paradraft.train.objective import Objective, set_up_passes
 from paradraft.train.recipe import Part, Recipe
 from paradraft.train.teacher import Teacher, load_teacher, teacher_folder
 from paradraft.train.trainee import RunData
-from paradraft.train.vocabulary import check_rows, end_ids, free_id, resize, set_to_mean, used_rows
 
 ORDINARY_K = 4
 """Tokens per round when an ordinary draft is measured."""

@@ -18,12 +18,12 @@ from paradraft.environment import is_main_process
 from paradraft.models.architecture import context_of
 from paradraft.models.loading import load_config, load_generation_config, load_tokenizer, locate
 from paradraft.models.runtime import Runtime, computes_bf16
+from paradraft.models.vocabulary import check_rows, named_ends
 from paradraft.train.acceptance import AcceptanceMeter, prompt_of
 from paradraft.train.batch import TrainingBatch, pack
 from paradraft.train.provenance import Learnt, learnt_of
 from paradraft.train.recipe import Recipe, ignored_settings
 from paradraft.train.trainee import Builder, R, RunData, Trainee
-from paradraft.train.vocabulary import check_rows, named_ends
 
 MOST_ROOM = 4096
 """Most tokens of a prompt and its answer when acceptance lengths are measured."""

@@ -24,10 +24,10 @@ from paradraft.models.forward.eager import layer_by_layer
 from paradraft.models.loading import load_model, load_tokenizer, locate
 from paradraft.models.output_head import logits_of
 from paradraft.models.runtime import Runtime
+from paradraft.models.vocabulary import check_rows, of_one_family
 from paradraft.train.batch import Texts
 from paradraft.train.losses import IMPOSSIBLE
 from paradraft.train.rows import Rows, attention_mask
-from paradraft.train.vocabulary import check_rows, of_one_family
 
 
 class Teacher:

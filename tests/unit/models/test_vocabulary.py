@@ -5,8 +5,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from paradraft.models.vocabulary import end_ids, free_id, of_one_family, resize, used_rows
 from paradraft.train.pard import add_mask_token
-from paradraft.train.vocabulary import end_ids, free_id, of_one_family, resize, used_rows
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 
 

@@ -1,0 +1,61 @@
+"""`paradraft export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paradraft.cli import options
+from paradraft.cli.terminal import console, news
+from paradraft.models.loading import settled
+from paradraft.models.runtime import Runtime
+
+if TYPE_CHECKING:
+    from paradraft.export.handoff import Measured
+
+
+@options.with_options
+def export(
+    draft: Annotated[str, typer.Argument(metavar="DRAFT", help="The drafter: a folder, a Hugging Face id, or pocket.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it is empty or does not exist.")],
+    *,
+    target: options.Target,
+    engine: Annotated[str, typer.Option("--to", help="vllm, sglang, tensorrt-llm or transformers.")],
+    k: Annotated[int, typer.Option("-k", min=1, help="Tokens drafted per round.")] = 8,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure/--no-measure", help="Decode with the folder, and say in its card what it yields."),
+    ] = True,
+    prompts: options.MeasuredPrompts = None,
+    num_prompts: options.NumPrompts = 8,
+    max_new_tokens: options.NewTokens = 128,
+    runtime: Annotated[Runtime, options.Offer(without=("compiled",))],
+) -> None:
+    """Write a drafter as an engine that serves loads it.
+
+    The folder has the target's tokenizer, as many rows as the target, and a model card with the command that starts the
+    engine.
+    """
+    from paradraft.bench.setup import held_out_prompts
+    from paradraft.export.handoff import hand_off
+
+    texts = held_out_prompts(num_prompts, prompts, target) if measure else []
+    with news(console(stderr=True), f"writing {out}"):
+        done = hand_off(
+            draft, target, engine, out, k=k, prompts=texts, max_new_tokens=max_new_tokens,
+            runtime=settled(runtime, target),
+        )  # fmt: skip
+    print(f"written to {out}")
+    for note in done.notes:
+        print(f"note: {note}")
+    if done.measured is not None:
+        print(_in_words(done.measured))
+    print(f"\n{done.launch}")
+
+
+def _in_words(measured: Measured) -> str:
+    shares = " ".join(f"{share:.2f}".removeprefix("0") for share in measured.by_position)
+    same = "" if measured.is_lossless else "; TEXTS DIFFER from plain decoding, run paradraft audit"
+    return f"{measured.length:.2f} tokens per target pass here, accepted by position {shares}{same}"

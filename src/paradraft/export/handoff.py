@@ -1,0 +1,249 @@
+"""A drafter's folder as an engine loads it: its tokens are the target's, and a model card says how to start the engine.
+
+vLLM and TensorRT-LLM draft in parallel with a PARD model, without the head that may stand beside it. SGLang and
+`transformers` have no mask tokens: to them the folder is an ordinary draft model, which a PARD model still is.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from paradraft.drafters.none import NoDrafter
+from paradraft.engine import Engine
+from paradraft.export.engines import tensorrt_config, vllm_config
+from paradraft.formats.folder import save_model, whole_folder
+from paradraft.formats.head import is_head
+from paradraft.formats.pard import CONFIG_KEYS, RANK, declare_masks, declared_mask_id
+from paradraft.loader import load_engine
+from paradraft.models.loading import POCKET, load_config, load_generation_config, load_model, load_tokenizer, locate
+from paradraft.models.runtime import Runtime
+from paradraft.models.vocabulary import of_one_family, resize, used_rows
+from paradraft.speculation import Speculation
+
+VLLM, SGLANG, TENSORRT, TRANSFORMERS = ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers")
+PARALLEL = (VLLM, TENSORRT)
+"""Engines that draft all tokens in one pass."""
+CARD, TENSORRT_FILE = "README.md", "speculative.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the exported folder yields in our own loop, greedily.
+
+    Args:
+        prompts: how many answers there were.
+        length: tokens per pass of the target.
+        by_position: for each position of the drafts, the share that is accepted.
+        is_lossless: whether all texts are those of plain decoding.
+    """
+
+    prompts: int
+    length: float
+    by_position: tuple[float, ...]
+    is_lossless: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handoff:
+    """A folder for an engine.
+
+    Args:
+        engine: one of `ENGINES`.
+        drafter: as what the engine drafts with it: "pard", or "autoregressive" where it drafts token by token.
+        k: tokens drafted per round.
+        launch: the command, or the code, that starts it.
+        notes: what else whoever serves it should know.
+        measured: what it yields; None if it was not measured.
+    """
+
+    engine: str
+    drafter: str
+    k: int
+    launch: str
+    notes: tuple[str, ...]
+    measured: Measured | None
+
+
+def hand_off(
+    draft: str,
+    target: str,
+    engine: str,
+    out: Path,
+    *,
+    k: int,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    runtime: Runtime,
+) -> Handoff:
+    """Writes a drafter as an engine loads it.
+
+    Args:
+        draft: a PARD model or an ordinary draft model: a folder, a Hugging Face id, or "pocket".
+        target: whose text it guesses.
+        engine: one of `ENGINES`.
+        out: the folder to write; it is empty or does not exist.
+        k: tokens drafted per round.
+        prompts: what the acceptance is measured on; none measures nothing.
+        max_new_tokens: most tokens of an answer when it is measured.
+        runtime: how it is measured.
+
+    Raises:
+        ValueError: the engine cannot serve it, its tokens are not the target's, or `out` holds something.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"--to {engine}: use one of {', '.join(ENGINES)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{str(out)!r} is not empty: delete it, or choose another folder")
+    folder, of_target = locate(draft, "pard"), locate(target, "target")
+    _check_format(folder, draft, engine)
+    config, wanted = load_config(folder), load_config(of_target)
+    mask, masks = declared_mask_id(config), getattr(config, "pard_masks", 1)
+    if mask is not None and masks > 1 and engine in PARALLEL:
+        raise ValueError(
+            f"{draft!r} has {masks} mask tokens, and {engine} knows one: train a drafter without distinct_masks"
+        )
+    tokenizer, theirs = load_tokenizer(of_target), load_tokenizer(folder)
+    if not of_one_family(tokenizer.get_vocab(), theirs.get_vocab()):
+        raise ValueError(f"{draft!r} has another vocabulary than {target!r}, which padding cannot mend: use one family")
+    needed = max(used_rows(theirs), 0 if mask is None else mask + 1)
+    rows = wanted.vocab_size
+    if rows < min(needed, config.vocab_size):
+        what = f"mask token {mask}" if mask is not None and mask >= rows else f"{needed} rows"
+        raise ValueError(
+            f"{draft!r} uses {what}, and {target!r} has an embedding of {rows} rows, while engines want as many in "
+            "both: train with mask_token_id set to a token of the target that no text holds"
+        )
+    is_parallel = mask is not None and engine in PARALLEL
+    drafter = "pard" if is_parallel else "autoregressive"
+    notes = _notes(config.vocab_size, rows, engine, has_masks=mask is not None, has_head=hasattr(config, RANK))
+    model = load_model(folder, Runtime(device="cpu", dtype=str(config.dtype or torch.float32).removeprefix("torch.")))
+    resize(model, rows, used_rows(theirs))
+    for key in CONFIG_KEYS:
+        if hasattr(model.config, key):
+            delattr(model.config, key)
+    if mask is not None:
+        declare_masks(model.config, mask, masks)
+    model.generation_config = load_generation_config(of_target)
+    with whole_folder(out) as new:
+        save_model(new / "model", model.eval(), tokenizer)
+        for file in (new / "model").iterdir():
+            file.rename(new / file.name)
+        (new / "model").rmdir()
+        measured = _measure(new, drafter, target, k, prompts, max_new_tokens, runtime) if prompts else None
+        done = Handoff(
+            engine=engine, drafter=drafter, k=k, notes=notes, measured=measured,
+            launch=_launch(engine, drafter, of_target if target == POCKET else target, str(out), k),
+        )  # fmt: skip
+        (new / CARD).write_text(card(done, draft, target), encoding="utf-8")
+        if engine == TENSORRT:
+            (new / TENSORRT_FILE).write_text(_tensorrt_yaml(drafter, str(out), k), encoding="utf-8")
+    return done
+
+
+def _check_format(folder: str, draft: str, engine: str) -> None:
+    """Raises ValueError for a drafter that reads the target's states, which engines know in forms of their own."""
+    if is_head(folder):
+        raise ValueError(
+            f"{draft!r} reads the states of its target, and {engine} has no way to load it: serve it with paradraft, "
+            "or train a PARD drafter"
+        )
+
+
+def _notes(own: int, rows: int, engine: str, *, has_masks: bool, has_head: bool) -> tuple[str, ...]:
+    found = []
+    if own != rows:
+        found.append(f"Its embedding had {own} rows and has {rows} now, as the target's: engines want as many in both.")
+    if has_head:
+        found.append("Its head, which tells masks the tokens before them, is left out: only paradraft reads it.")
+    if has_masks and engine not in PARALLEL:
+        found.append(f"{engine} has no mask tokens: there it drafts one token a pass, as any draft model.")
+    if engine == VLLM:
+        found.append("Its tensor parallel size is the target's. At a temperature above 0, compare on GPUs only.")
+    return tuple(found)
+
+
+def _measure(
+    folder: Path, drafter: str, target: str, k: int, prompts: Sequence[str], max_new_tokens: int, runtime: Runtime
+) -> Measured:
+    speculation = Speculation(drafter=drafter, draft=str(folder), k=k)
+    runtime = replace(runtime, width=max(runtime.width, speculation.pass_width))
+    with load_engine(target, speculation, runtime=runtime) as engine:
+        answers = engine.generate(list(prompts), max_new_tokens=max_new_tokens)
+        stats = [answer.stats for answer in answers]
+        plain = Engine(engine.target, NoDrafter(engine.drafter.reserved_tokens), Speculation(k=1))
+        expected = plain.generate(list(prompts), max_new_tokens=max_new_tokens)
+    accepted = [sum(each) for each in zip(*(one.accepted for one in stats), strict=True)]
+    drafted = [sum(each) for each in zip(*(one.drafted for one in stats), strict=True)]
+    return Measured(
+        prompts=len(answers),
+        length=sum(one.tokens for one in stats) / sum(one.rounds for one in stats),
+        by_position=tuple(kept / made for kept, made in zip(accepted, drafted, strict=True) if made),
+        is_lossless=[one.tokens for one in answers] == [one.tokens for one in expected],
+    )
+
+
+def _launch(engine: str, drafter: str, target: str, draft: str, k: int) -> str:
+    """What starts an engine."""
+    named, folder = shlex.quote(target), shlex.quote(draft)
+    if engine == VLLM:
+        config = vllm_config({1: k}, drafter, draft)
+        assert config is not None
+        del config["num_speculative_tokens_per_batch_size"]
+        return f"vllm serve {named} --speculative-config {shlex.quote(json.dumps(config))}"
+    if engine == TENSORRT:
+        return f"trtllm-serve {named} --config {shlex.quote(f'{draft}/{TENSORRT_FILE}')}"
+    if engine == SGLANG:
+        return (
+            f"python -m sglang.launch_server --model-path {named} --speculative-algorithm STANDALONE "
+            f"--speculative-draft-model-path {folder} --speculative-num-steps {k} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {k + 1}"
+        )
+    return (
+        f"model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained({draft!r}), "
+        f"num_assistant_tokens={k})"
+    )
+
+
+def _tensorrt_yaml(drafter: str, draft: str, k: int) -> str:
+    config = tensorrt_config({1: k}, drafter, draft)
+    assert config is not None
+    del config["draft_len_schedule"]
+    lines = [f"  {key}: {json.dumps(value)}" for key, value in config.items()]
+    return "\n".join(["speculative_config:", *lines, ""])
+
+
+def card(done: Handoff, draft: str, target: str) -> str:
+    """The card of a folder that was handed off, in Markdown."""
+    found = done.measured
+    table = ["Its acceptance was not measured."]
+    if found is not None:
+        shares = " ".join(f"{share:.2f}" for share in found.by_position)
+        same = "the same text as without it" if found.is_lossless else "**other texts than without it**: audit it"
+        table = [
+            f"Measured in paradraft's own loop with these files, on {found.prompts} answers, greedily: {same}.",
+            "",
+            "| | |",
+            "|---|---|",
+            f"| tokens per pass of the target | {found.length:.2f} |",
+            f"| accepted at position 1, 2, … | {shares} |",
+            "",
+            "The engine should accept as much. vLLM counts an acceptance length of 1 + accepted / drafts.",
+        ]
+    tag = "python" if done.engine == TRANSFORMERS else "bash"
+    return "\n".join([
+        "---", "library_name: paradraft", "pipeline_tag: text-generation",
+        f"tags: [speculative-decoding, {done.drafter}, {done.engine}]", "---", "",
+        f"# A draft model for {target}, for {done.engine}", "",
+        f"Made of `{draft}` by paradraft {version('paradraft')}. It drafts {done.k} tokens a round"
+        + (" in one pass." if done.drafter == "pard" else ", one a pass."), "",
+        f"```{tag}", done.launch, "```", "",
+        *table, "",
+        *(f"- {note}" for note in done.notes), "",
+    ])  # fmt: skip
