@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from paradraft.decode.stats import Stats
     from paradraft.engine import Chunk, Engine, Result
     from paradraft.errors import DrafterLostError
+    from paradraft.hf_generate import custom_generate
     from paradraft.loader import load
     from paradraft.models.runtime import Runtime
     from paradraft.placement import Placement, Stage
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 __version__: str
 __all__ = [
     "Chunk", "DrafterLostError", "Engine", "Placement", "Result", "Runtime", "Sampling", "Speculation", "Stage",
-    "Stats", "Tree", "load",
+    "Stats", "Tree", "custom_generate", "load",
 ]  # fmt: skip
 _HOMES = {
     "Chunk": "engine", "DrafterLostError": "errors", "Engine": "engine", "Placement": "placement", "Result": "engine",
     "Runtime": "models.runtime", "Sampling": "sampling_params", "Speculation": "speculation", "Stage": "placement",
-    "Stats": "decode.stats", "Tree": "tree", "load": "loader",
+    "Stats": "decode.stats", "Tree": "tree", "custom_generate": "hf_generate", "load": "loader",
 }  # fmt: skip
 
 
