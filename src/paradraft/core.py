@@ -33,6 +33,7 @@ class Request:
         max_new_tokens: most tokens of its answer, at least 1.
         eos_ids: tokens that end its answer.
         answered: how many of `tokens`, the last ones, belong to the answer already: a request that is resumed.
+        k: most tokens drafted for it per round, if fewer than for others; 0 drafts none.
     """
 
     id: int = 0
@@ -41,6 +42,7 @@ class Request:
     max_new_tokens: int = NO_LIMIT
     eos_ids: frozenset[int] = frozenset()
     answered: int = 0
+    k: int | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens, "a prompt has at least one token"

@@ -24,7 +24,7 @@ from paradraft.models.forward.cpu.threads import one_torch_thread, torch_threads
 from paradraft.models.target import Target
 from paradraft.models.tokenization import Detokenizer
 from paradraft.placement import on_cpus
-from paradraft.request import Prompt, Prompts, requests_of, rows_of
+from paradraft.request import Prompt, Prompts, requests_of, rows_of, tokens_of
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.scheduler import Scheduler
 from paradraft.speculation import Speculation
@@ -65,12 +65,16 @@ class Chunk:
         own_text: the text of the target's own token.
         tokens: the ids of both.
         accepted: how many of them, from the first, were drafted.
+        drafted: how many tokens were drafted in the round, side branches included.
+        finish_reason: of the last piece, as in a `Result`; None before.
     """
 
     drafted_text: str
     own_text: str
     tokens: list[int]
     accepted: int
+    drafted: int = 0
+    finish_reason: str | None = None
 
     @property
     def text(self) -> str:
@@ -81,10 +85,19 @@ class Chunk:
 def _rounds_of(generation: Generation, first: int, last: int) -> Iterator[Chunk]:
     """What the rounds from `first` to before `last` have given."""
     begin = generation.round_ends[first - 1] if first else 0
-    for accepted, end in zip(generation.accepted[first:last], generation.round_ends[first:last], strict=True):
+    reason = None if generation.error is not None else generation.finish_reason
+    rounds = len(generation.round_ends)  # read after the reason, which is there after the last of them
+    for number in range(first, last):
+        accepted, end = generation.accepted[number], generation.round_ends[number]
         pieces = generation.pieces[begin:end]
-        drafted, own = "".join(pieces[:accepted]), "".join(pieces[accepted:])
-        yield Chunk(drafted_text=drafted, own_text=own, tokens=generation.tokens[begin:end], accepted=accepted)
+        yield Chunk(
+            drafted_text="".join(pieces[:accepted]),
+            own_text="".join(pieces[accepted:]),
+            tokens=generation.tokens[begin:end],
+            accepted=accepted,
+            drafted=generation.drafted[number],
+            finish_reason=reason if number == rounds - 1 else None,
+        )
         begin = end
 
 
@@ -254,6 +267,14 @@ class Engine:
         tokens = self.chat_tokens(messages, chat_template_kwargs)
         return self.generate(tokens, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
 
+    def prompt_tokens(self, prompt: Prompt) -> list[int]:
+        """What the model reads of a prompt: token ids, which `generate` and `stream` take in its place.
+
+        Raises:
+            ValueError: it is neither a text nor token ids.
+        """
+        return tokens_of(self.target, prompt)
+
     def chat_tokens(
         self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
@@ -290,17 +311,35 @@ class Engine:
         max_new_tokens: int = 128,
         sampling: Sampling = GREEDY,
         stop: str | Sequence[str] = (),
+        k: int | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for an event loop: `async for chunk in engine.astream(…)`.
 
         All requests of all event loops are decoded together by one thread. Leaving the loop early, or the end of its
         task, ends the request.
 
+        Args:
+            prompt: see `generate`, as the others.
+            max_new_tokens: most tokens of the answer.
+            sampling: greedy by default.
+            stop: strings that end the answer.
+            k: most tokens drafted for it per round, if fewer than the engine drafts; 0 drafts none.
+
         Raises:
-            ValueError: as `generate`; at once.
+            ValueError: as `generate`; or k is not for this engine; at once.
         """
         (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
+        self._check_k(k)
+        request = replace(request, k=k)
         return self._achunks(self._generation(request, self._strings(stop)))
+
+    def _check_k(self, k: int | None) -> None:
+        if k is None:
+            return
+        if self.speculation.gamma is not None:
+            raise ValueError(f"k={k}: an engine that drafts ahead drafts alike for all requests, leave k out")
+        if not 0 <= whole_number("k", k) <= self.speculation.k:
+            raise ValueError(f"k={k}: this engine drafts at most {self.speculation.k} tokens per round, use 0 to that")
 
     async def agenerate(
         self,
@@ -431,8 +470,10 @@ class Engine:
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
         stop: str | Sequence[str] = (),
+        k: int | None = None,
     ) -> None:
-        """Raises the ValueError that `generate` would, without answering."""
+        """Raises the ValueError that `generate` or `astream` would, without answering."""
+        self._check_k(k)
         requests_of(self.target, rows_of(prompts)[0], max_new_tokens, sampling)
         self._strings(stop)
 

@@ -75,14 +75,19 @@ def requests_of(
     requests = []
     for number, (prompt, limit, chosen) in enumerate(zip(prompts, limits, samplings, strict=True), start=1):
         name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-        tokens = _tokens(target, prompt, name)
+        tokens = tokens_of(target, prompt, name)
         _check(tokens, limit, chosen, target, name)
         request = Request(id=number - 1, tokens=tokens, sampling=chosen, max_new_tokens=limit, eos_ids=target.eos_ids)
         requests.append(request)
     return requests
 
 
-def _tokens(target: Target, prompt: object, name: str) -> list[int]:
+def tokens_of(target: Target, prompt: object, name: str = "the prompt") -> list[int]:
+    """What a target reads of a prompt.
+
+    Raises:
+        ValueError: it is neither a text nor token ids; the message names it as `name` says.
+    """
     prompt = _plain(prompt)
     if isinstance(prompt, list):
         return _token_ids(prompt, name)

@@ -40,6 +40,7 @@ class Place:
 COMMANDS = {
     "generate": Place(module="generate", function="generate", help="Answer prompts."),
     "chat": Place(module="chat", function="chat", help="Talk with a model."),
+    "serve": Place(module="serve", function="serve", help="Answer requests over HTTP, as OpenAI's servers do."),
     "init-draft": Place(
         module="init_draft", function="init_draft", help="Make a draft to train for a target that has no small sibling."
     ),

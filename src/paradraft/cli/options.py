@@ -26,6 +26,7 @@ from paradraft.drafters import drafter_class, drafter_names
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.placement import Placement, cpus_of, stages_of
 from paradraft.sampling_params import Sampling
+from paradraft.serve.limits import Limits
 from paradraft.speculation import MOST_DRAFTED, Speculation, gamma_of
 from paradraft.tree import Tree
 
@@ -171,6 +172,14 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "draft_cpus": typer.Option(help="With --gamma: CPUs of the drafter, which then has a process of its own."),
         "draft_device": typer.Option(help="With --gamma: a torch device for the drafter in a process of its own."),
         "draft_timeout_s": typer.Option(help="Seconds after which a drafter's process that says nothing is given up."),
+    },
+    Limits: {
+        "max_batch": typer.Option(help="Most answers that are decoded together; n answers of a request are n."),
+        "max_queue": typer.Option(help="Most answers that wait for their turn; more are refused (429)."),
+        "max_new_tokens": typer.Option(help="Most tokens of an answer."),
+        "max_body_bytes": typer.Option(help="Most bytes of a request."),
+        "timeout_s": typer.Option(help="Seconds after which a request is given up, waiting included."),
+        "drain_s": typer.Option(help="Seconds that requests have to end when the server is told to."),
     },
 }
 """For each of the dataclasses its options, in the order of the help."""

@@ -199,7 +199,7 @@ class Batch:
         A tree that grows to its budget takes another shape if it is shallower, so it is drafted whole and cut later.
         """
         pairs = zip(self.lengths.next(), self.generations, strict=True)
-        self._most = [min(length, max(generation.room - 1, 0)) for length, generation in pairs]
+        self._most = [min(length, generation.draftable) for length, generation in pairs]
         tree = self.drafting.tree
         is_grown = tree is not None and tree.budget is not None
         return [self.lengths.k if most else 0 for most in self._most] if is_grown else self._most
@@ -219,7 +219,7 @@ class Batch:
         rows = zip(self.generations, *(part.tolist() for part in parts), strict=True)
         for generation, committed, kept, path, guessed, parents in rows:
             depth = [] if generation.is_finished else depths_of_row(guessed, parents)
-            new = generation.emit([token for token in committed if token != ABSENT], kept)
+            new = generation.emit([token for token in committed if token != ABSENT], kept, sum(map(bool, depth)))
             # Deeper in the draft a processor may have forbidden every token, after a guess that does not become text.
             if new and any(token == INVALID and parent < 0 for token, parent in zip(guessed, parents, strict=True)):
                 generation.fail(ValueError(NOT_NUMBERS.format(model="draft model")))

@@ -37,6 +37,8 @@ class Generation:
         """The new tokens."""
         self.accepted: list[int] = []
         """For each round, how many of its tokens were drafted."""
+        self.drafted: list[int] = []
+        """For each round, how many tokens were drafted, side branches included."""
         self.round_ends: list[int] = []
         """For each round, how many tokens there were after it."""
         self.asked_s = time.perf_counter()
@@ -80,12 +82,19 @@ class Generation:
         """Ends the answer without a result."""
         self.error, self.finish_reason = error, "error"
 
-    def emit(self, committed: list[int], accepted: int) -> list[int]:
+    @property
+    def draftable(self) -> int:
+        """Most tokens that are worth drafting: the target's own follows them."""
+        room = max(self.room - 1, 0)
+        return room if self.request.k is None else min(room, self.request.k)
+
+    def emit(self, committed: list[int], accepted: int, drafted: int = 0) -> list[int]:
         """Takes in the tokens of a round.
 
         Args:
             committed: the accepted tokens, then the target's own; `INVALID` where none could be chosen.
             accepted: how many of them were drafted.
+            drafted: how many tokens were drafted for the round.
 
         Returns:
             Those that belong to the answer; none if it had ended before, or if it fails.
@@ -111,6 +120,7 @@ class Generation:
             return []
         self.tokens += new
         self.accepted.append(min(accepted, len(new)))
+        self.drafted.append(drafted)
         self.round_ends.append(len(self.tokens))
         # The tokens are on the host, so a GPU has been waited for.
         self.delivered_s.append(time.perf_counter() - self.asked_s)

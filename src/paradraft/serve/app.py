@@ -1,0 +1,83 @@
+"""The application: which address is answered by what."""
+
+from __future__ import annotations
+
+import time
+from importlib.resources import files
+
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from paradraft.engine import Engine
+from paradraft.serve.admission import Admission, ending
+from paradraft.serve.answers import Answers
+from paradraft.serve.chat import Chat
+from paradraft.serve.completions import Completions
+from paradraft.serve.endpoint import Endpoint
+from paradraft.serve.forms import Form
+from paradraft.serve.guard import Guard
+from paradraft.serve.limits import Limits
+from paradraft.serve.metrics import Metrics
+from paradraft.serve.replies import ApiError, JsonReply
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+
+
+def new_app(engine: Engine, *, model: str, limits: Limits, key: str | None = None) -> tuple[FastAPI, Admission]:
+    """An application that answers requests with an engine, and who lets them in.
+
+    Args:
+        engine: answers; other threads may use it too.
+        model: the name under which it is served.
+        limits: how much at once.
+        key: what requests must have.
+    """
+    admission = Admission(limits)
+    metrics = Metrics(model, admission)
+    answers = Answers(engine, admission, metrics)
+    # Their pages take scripts from elsewhere.
+    app = FastAPI(title="paradraft", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, key=key)
+    forms: dict[str, Form] = {"/v1/completions": Completions(), "/v1/chat/completions": Chat()}
+    for path, form in forms.items():
+        app.router.routes.append(Route(path, Endpoint(form, answers, model, limits), methods=["POST"]))
+    created = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        served = {
+            "id": model,
+            "object": "model",
+            "created": created,
+            "owned_by": "paradraft",
+            "max_model_len": engine.target.capacity,
+        }
+        return JsonReply({"object": "list", "data": [served]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return ending().reply if admission.is_closing else Response()
+
+    @app.get("/metrics")
+    async def counts() -> Response:
+        return Response(metrics.text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.get("/")
+    async def page() -> Response:
+        text = files("paradraft.serve").joinpath("page.html").read_text(encoding="utf-8")
+        return HTMLResponse(text, headers={"Content-Security-Policy": POLICY})
+
+    @app.exception_handler(HTTPException)
+    async def complain(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = ascii(request.url.path)
+        told = {404: f"there is nothing at {path}", 405: f"{path} is not asked by {request.method}"}
+        message = told.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).reply
+
+    return app, admission

@@ -1,0 +1,177 @@
+"""Answers one request: reads it, has it decoded, and sends what comes, until the end or until the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import traceback
+from collections.abc import Awaitable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from paradraft.serve.answers import Answers
+from paradraft.serve.forms import Answer, Form, piece, usage, whole
+from paradraft.serve.limits import Limits
+from paradraft.serve.questions import Choice, choices_of, mistake
+from paradraft.serve.replies import DONE, ApiError, JsonReply, event
+from paradraft.serve.schemas import Asked, read
+
+LOG = logging.getLogger("paradraft.serve")
+STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer."""
+
+
+class Exchange:
+    """One request and its response, as far as both have come."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope, self._receive, self._send = scope, receive, send
+        self.arrived_s = time.perf_counter()
+        self.is_begun = False
+        """Whether something of the response is sent."""
+
+    async def body(self, most_bytes: int) -> bytes:
+        """The body of the request.
+
+        Raises:
+            ApiError: it is too long, or not JSON.
+            ClientGoneError: it does not come.
+        """
+        headers = dict(self.scope["headers"])
+        if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
+            # What a page of another site may send without asking has another type.
+            raise ApiError(415, "the body has another type than JSON: send Content-Type: application/json")
+        told = ApiError(413, f"the body is longer than {most_bytes} bytes: send less", headers={"Connection": "close"})
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > most_bytes:
+            raise told
+        parts, size, is_more = [], 0, True
+        while is_more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            parts.append(message.get("body", b""))
+            size, is_more = size + len(parts[-1]), message.get("more_body", False)
+            if size > most_bytes:
+                raise told
+        return b"".join(parts)
+
+    async def while_connected(self, work: Awaitable[None]) -> None:
+        """Does some work; it is cancelled when the client goes.
+
+        Raises:
+            ClientGoneError: the client has gone before the work was done.
+        """
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGoneError
+            await task
+        finally:
+            for each in (task, gone):
+                each.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def send(self, message: Message) -> None:
+        """Sends a part of the response."""
+        self.is_begun = True
+        await self._send(message)
+
+    async def reply(self, body: object) -> None:
+        """Sends a response in JSON."""
+        await JsonReply(body)(self.scope, self._receive, self.send)
+
+    async def event(self, data: bytes, *, is_last: bool = False) -> None:
+        """Sends a part of a stream, which begins with it if nothing is sent yet."""
+        if not self.is_begun:
+            await self.send({"type": "http.response.start", "status": 200, "headers": STREAM})
+        await self.send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async def fail(self, error: ApiError) -> None:
+        """Sends an error: as the response, or as the last event of a stream."""
+        if self.is_begun:
+            await self.event(event(error.body), is_last=True)
+        else:
+            await error.reply(self.scope, self._receive, self.send)
+
+
+class Endpoint:
+    """Answers requests of one form, as an ASGI application.
+
+    Args:
+        form: of the requests.
+        answers: decodes.
+        model: the name under which it is served.
+        limits: of each request.
+    """
+
+    def __init__(self, form: Form, answers: Answers, model: str, limits: Limits) -> None:
+        self._form, self._answers, self._model, self._limits = form, answers, model, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        exchange = Exchange(scope, receive, send)
+        try:
+            async with self._answers.admission.request():
+                body = await exchange.body(self._limits.max_body_bytes)
+                await exchange.while_connected(self._answer(body, exchange))
+        except ClientGoneError:
+            return
+        except ApiError as error:
+            await exchange.fail(error)
+        except Exception as error:
+            # Not what the error says, which may have something of a prompt.
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            LOG.error("%s while answering a request\n%s", type(error).__name__, frames)
+            await exchange.fail(ApiError(500, "the answer has failed: the server's log says where", code="failed"))
+
+    async def _answer(self, body: bytes, exchange: Exchange) -> None:
+        asked = read(body, self._form.schema)
+        if asked.model not in (None, self._model):
+            message = f"model: {asked.model!a} is not served here, which is {self._model!a}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        try:
+            rows = self._form.prompts(asked)
+        except ValueError as error:
+            raise mistake(error, asked, self._form.prompts_name) from None
+        with self._answers.admission.reserve(len(rows) * asked.n) as reservation:
+            prompts, choices = await asyncio.to_thread(self._choices, asked, rows)
+            stream = self._answers.stream(choices, reservation, exchange.arrived_s)
+            answers = [Answer() for _ in choices]
+            created = int(time.time())
+            envelope = {"id": self._form.id_prefix + secrets.token_hex(12), "created": created, "model": self._model}
+            async with aclosing(stream):
+                async for choice, chunk in stream:
+                    answers[choice.index].add(chunk)
+                    if asked.stream:
+                        told = piece(self._form, envelope, choice, chunk, answers[choice.index], asked)
+                        await exchange.event(event(told))
+        used = usage(prompts, answers)
+        if not asked.stream:
+            await exchange.reply(whole(self._form, envelope, answers, used))
+            return
+        if asked.stream_options is not None and asked.stream_options.include_usage:
+            last = {**envelope, "object": self._form.piece_name, "choices": [], "usage": used}
+            await exchange.event(event(last))
+        await exchange.event(DONE, is_last=True)
+
+    def _choices(self, asked: Asked, rows: list[Any]) -> tuple[list[list[int]], list[Choice]]:
+        """Prompts as tokens, and what is asked of the engine; in a thread, for a long text takes its time."""
+        form, engine = self._form, self._answers.engine
+        try:
+            prompts = [form.tokens(row, asked, engine) for row in rows]
+        except ValueError as error:
+            raise mistake(error, asked, form.prompts_name) from None
+        return prompts, choices_of(asked, prompts, engine, self._limits, form.prompts_name)

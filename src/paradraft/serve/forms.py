@@ -1,0 +1,116 @@
+"""How answers are written: as texts, or as messages of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from paradraft.engine import Chunk, Engine
+from paradraft.serve.answers import REASONS
+from paradraft.serve.questions import Choice
+from paradraft.serve.schemas import Asked
+
+
+class Form(Protocol):
+    """What differs between the two kinds of requests."""
+
+    @property
+    def schema(self) -> type[Asked]:
+        """What such a request may ask for."""
+
+    prompts_name: str
+    """The parameter that has the prompts."""
+    id_prefix: str
+    whole_name: str
+    """What `object` says of an answer."""
+    piece_name: str
+    """What `object` says of a piece of one."""
+
+    def prompts(self, asked: Any) -> list[object]:
+        """The prompts of a request, not yet looked at.
+
+        Raises:
+            ValueError: there is none.
+        """
+
+    def tokens(self, prompt: Any, asked: Any, engine: Engine) -> list[int]:
+        """What the model reads of one of them.
+
+        Raises:
+            ValueError: it is not a prompt.
+        """
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """The text of a whole answer, as it stands in a choice."""
+
+    def piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
+        """The text of a piece, as it stands in a choice."""
+
+
+@dataclass
+class Answer:
+    """An answer as it grows.
+
+    Args:
+        tokens: how many it has.
+        texts: its pieces.
+        finish_reason: why it has ended.
+    """
+
+    tokens: int = 0
+    texts: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Another piece."""
+        self.tokens += len(chunk.tokens)
+        self.texts.append(chunk.text)
+        if chunk.finish_reason is not None:
+            self.finish_reason = REASONS[chunk.finish_reason]
+
+
+def usage(prompts: Sequence[list[int]], answers: Sequence[Answer]) -> dict[str, int]:
+    """How many tokens were read and written; a prompt counts once, however many answers it has."""
+    read, written = sum(map(len, prompts)), sum(answer.tokens for answer in answers)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def whole(
+    form: Form, envelope: Mapping[str, Any], answers: Sequence[Answer], used: Mapping[str, int]
+) -> dict[str, Any]:
+    """The body of a response that has all answers."""
+    choices = [
+        {
+            "index": index,
+            **form.whole("".join(answer.texts)),
+            "logprobs": None,
+            "finish_reason": answer.finish_reason,
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return {**envelope, "object": form.whole_name, "choices": choices, "usage": used}
+
+
+def piece(
+    form: Form, envelope: Mapping[str, Any], choice: Choice, chunk: Chunk, answer: Answer, asked: Asked
+) -> dict[str, Any]:
+    """An event with what one round has added to an answer, which has it already."""
+    written = {
+        "index": choice.index,
+        **form.piece(chunk.text, is_first=len(answer.texts) == 1),
+        "logprobs": None,
+        "finish_reason": answer.finish_reason,
+    }
+    found = {**envelope, "object": form.piece_name, "choices": [written]}
+    if asked.stream_options is not None and asked.stream_options.include_usage:
+        found["usage"] = None
+    if asked.paradraft:
+        found["paradraft"] = {
+            "drafted_text": chunk.drafted_text,
+            "own_text": chunk.own_text,
+            "accepted": chunk.accepted,
+            "drafted": chunk.drafted,
+            "tokens": len(chunk.tokens),
+        }
+    return found

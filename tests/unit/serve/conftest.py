@@ -1,0 +1,32 @@
+"""A server of the tiny family, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paradraft.engine import Engine
+from paradraft.loader import load
+from paradraft.models.runtime import Runtime
+from tests.support.serving import Serving, serving
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}{{ message.content }}{% endfor %}"
+    "{% if loud is defined and loud %}X{% endif %}a"
+)
+
+
+@pytest.fixture(scope="package")
+def engine(family: Path) -> Engine:
+    folder = str(family / "target")
+    loaded = load(folder, drafter="pard", draft=str(family / "pard"), k=4, runtime=Runtime(dtype="float64"))
+    loaded.target.tokenizer.chat_template = TEMPLATE
+    return loaded
+
+
+@pytest.fixture(scope="package")
+def running(engine: Engine) -> Iterator[Serving]:
+    with serving(engine, max_batch=3, max_queue=40, max_body_bytes=20_000, max_new_tokens=100) as found:
+        yield found

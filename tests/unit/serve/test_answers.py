@@ -1,0 +1,158 @@
+"""Answers over HTTP are those of the engine, by OpenAI's own client."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from paradraft.engine import Engine, Result
+from paradraft.sampling_params import Sampling
+from tests.support.serving import MODEL, Serving
+
+PROMPTS = ["hello", "a", "abcabc", "The", "xyz", "B5C6"]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 5},
+    {"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": 0.3},
+    {"seed": 11, "top_p": 0.9, "extra_body": {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1}},
+    {"seed": 12, "temperature": 0.8, "logit_bias": {"5": 3.0, "7": -100}},
+]
+REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+def offline(
+    engine: Engine, prompt: object, settings: dict[str, Any], tokens: int = 24, number: int = 0, stop: object = ()
+) -> Result:
+    plain = {key: value for key, value in settings.items() if key not in ("extra_body", "logit_bias")}
+    plain |= settings.get("extra_body", {})
+    biases = {int(token): bias for token, bias in settings.get("logit_bias", {}).items()}
+    seed = plain.pop("seed", 0) + number
+    sampling = Sampling(**{"temperature": 1.0} | plain, logit_bias=biases, seed=seed)
+    return engine.generate(prompt, max_new_tokens=tokens, sampling=sampling, stop=stop)
+
+
+@pytest.fixture(scope="module")
+def client(running: Serving) -> OpenAI:
+    return running.client()
+
+
+def test_many_at_once(engine: Engine, client: OpenAI) -> None:
+    """Guards the text of each of many requests that join and leave one batch of three rows, streamed and not."""
+
+    def answer(number: int) -> tuple[str, str | None]:
+        asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPTS[number % 6], "max_tokens": 24}
+        asked |= SETTINGS[number % len(SETTINGS)]
+        if number % 2:
+            (choice,) = client.completions.create(**asked).choices
+            return choice.text, choice.finish_reason
+        chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+        assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        return "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(answer, range(30)))
+    wanted = [offline(engine, PROMPTS[number % 6], SETTINGS[number % len(SETTINGS)]) for number in range(30)]
+    assert found == [(result.text, REASONS[result.finish_reason]) for result in wanted]
+    assert len({text for text, _ in found}) > 10, "the settings change nothing, so the equality shows little"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices(engine: Engine, client: OpenAI, stream: bool) -> None:
+    """Guards n and lists of prompts: seeds go up from that of the request, choices are numbered prompt by prompt."""
+    settings: dict[str, Any] = {"temperature": 1.1, "seed": 40}
+    asked: Any = {"model": MODEL, "prompt": [[5, 6, 7], [9]], "n": 3, "max_tokens": 20, "stream": stream, **settings}
+    if stream:
+        texts = [""] * 6
+        *chunks, last = client.completions.create(**asked, stream_options={"include_usage": True})
+        for chunk in chunks:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+            assert chunk.usage is None
+        assert last.choices == []
+    else:
+        last = client.completions.create(**asked)
+        assert [choice.index for choice in last.choices] == [0, 1, 2, 3, 4, 5]
+        texts = [choice.text for choice in last.choices]
+    wanted = [offline(engine, ids, settings, 20, number) for ids in ([5, 6, 7], [9]) for number in range(3)]
+    assert texts == [result.text for result in wanted] and len({*texts}) == 6
+    written = sum(len(result.tokens) for result in wanted)
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.total_tokens) == (
+        4,
+        written,
+        4 + written,
+    )
+
+
+def test_seeds_of_its_own(client: OpenAI) -> None:
+    """Guards against equal answers where no seed is given."""
+    asked: Any = {"model": MODEL, "prompt": "hello", "n": 2, "max_tokens": 20, "temperature": 1.3}
+    texts = {choice.text for _ in range(2) for choice in client.completions.create(**asked).choices}
+    assert len(texts) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(engine: Engine, client: OpenAI, stream: bool) -> None:
+    whole = offline(engine, "hello", {"temperature": 0}).text
+    stop = [whole[5:7], "nothing"]
+    asked: Any = {"model": MODEL, "prompt": "hello", "max_tokens": 24, "temperature": 0}
+    for given in (stop, stop[0]):
+        if stream:
+            chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, stop=given, stream=True)]
+            text, reason = "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason
+        else:
+            (choice,) = client.completions.create(**asked, stop=given).choices
+            text, reason = choice.text, choice.finish_reason
+        assert (text, reason) == (whole[: whole.index(stop[0])], "stop")
+
+
+def test_chat(engine: Engine, client: OpenAI) -> None:
+    messages: Any = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
+    asked: Any = {"model": MODEL, "messages": messages, "temperature": 0.7, "seed": 3, "max_completion_tokens": 20}
+    for variables in ({}, {"loud": True}):
+        ids = engine.chat_tokens(messages, variables)
+        wanted = offline(engine, ids, {"temperature": 0.7, "seed": 3}, 20)
+        extra = {"chat_template_kwargs": variables}
+        whole = client.chat.completions.create(**asked, extra_body=extra)
+        assert (whole.object, whole.choices[0].message.role) == ("chat.completion", "assistant")
+        assert whole.choices[0].message.content == wanted.text
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, extra_body=extra, stream=True)]
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == wanted.text
+        assert [chunk.delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+        assert len(chunks) == len(wanted.accepted), "one event for each round"
+
+
+def test_an_answer_as_long_as_there_is_room_for(engine: Engine, client: OpenAI) -> None:
+    """Guards chats without a limit of their own: the server's, or what the model has room for."""
+    for asked_for, most in ((10, 100), (60, engine.target.capacity - 62)):
+        messages: Any = [{"role": "user", "content": "b" * asked_for}]
+        answer = client.chat.completions.create(model=MODEL, messages=messages, seed=1)
+        assert answer.usage is not None and answer.choices[0].finish_reason == "length"
+        assert answer.usage.completion_tokens == most
+
+
+@pytest.mark.parametrize("speculation", ["off", 0, 2, 4])
+def test_speculation(engine: Engine, client: OpenAI, speculation: object) -> None:
+    """Guards the draft length of one request: its text is the same, and it drafts no more than it should."""
+    extra = {"speculation": speculation, "paradraft": True}
+    asked: Any = {"model": MODEL, "prompt": "hello", "max_tokens": 24, "temperature": 0, "stream": True}
+    chunks = list(client.completions.create(**asked, extra_body=extra))
+    rounds = [chunk.model_extra["paradraft"] for chunk in chunks]
+    wanted = offline(engine, "hello", {"temperature": 0})
+    assert "".join(told["drafted_text"] + told["own_text"] for told in rounds) == wanted.text
+    most = 0 if speculation == "off" else speculation
+    assert max(told["drafted"] for told in rounds) == most
+    if speculation == 4:
+        assert tuple(told["accepted"] for told in rounds) == wanted.accepted
+        assert sum(wanted.accepted), "nothing was accepted, so this shows little"
+
+
+def test_no_extension_without_asking(client: OpenAI) -> None:
+    asked: Any = {"model": MODEL, "prompt": "hello", "max_tokens": 4, "stream": True}
+    assert all("paradraft" not in (chunk.model_extra or {}) for chunk in client.completions.create(**asked))
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
