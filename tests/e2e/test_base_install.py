@@ -29,7 +29,7 @@ IN_BASE_ANYWAY = {"filelock", "httpx2", "paradraft", "pydantic", "pyyaml"}
 def extras() -> set[str]:
     """Libraries that the extras for users name and the base install does not bring."""
     wanted = [Requirement(line) for line in requires("paradraft") or ()]
-    of_users = ("train", "bench", "quantized")
+    of_users = ("train", "bench", "quantized", "serve")
     named = {
         one.name for one in wanted if one.marker and any(one.marker.evaluate({"extra": name}) for name in of_users)
     }
@@ -39,7 +39,7 @@ def extras() -> set[str]:
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
     """The environment of a process in which no extra is installed."""
-    assert {"accelerate", "datasets", "matplotlib", "peft", "torchao"} <= extras()
+    assert {"accelerate", "datasets", "fastapi", "matplotlib", "peft", "torchao", "uvicorn"} <= extras()
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=extras()), encoding="utf-8")
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
@@ -80,6 +80,7 @@ def test_what_is_missing_is_named_with_its_extra(env: dict[str, str], tmp_path: 
     """Guards against work that ends in a traceback, or is found to lack a library only when all is done."""
     for arguments, said in [
         (("train", "pard", "recipe.yaml"), "accelerate is not installed: pip install 'paradraft[train]'"),
+        (("serve", "--target", "pocket"), "fastapi is not installed: pip install 'paradraft[serve]'"),
         (
             ("bench", "--methods", "ar", "--plot", tmp_path / "a.png", *MEASURED),
             "matplotlib draws it, pip install 'paradraft[bench]'",

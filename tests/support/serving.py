@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import httpx2
 from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 from paradraft.engine import Engine
 from paradraft.serve.admission import Admission
@@ -32,14 +34,20 @@ class Serving:
     def client(self, key: str = "none") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
 
-    def post(self, path: str, body: object, **settings: object) -> httpx2.Response:
-        return httpx2.post(f"{self.url}{path}", json=body, timeout=20, **settings)
+    def post(self, path: str, body: object, **headers: str) -> httpx2.Response:
+        headers |= {"Content-Type": "application/json"}
+        return httpx2.post(f"{self.url}{path}", content=json.dumps(body), timeout=20, headers=headers)
 
-    def counts(self) -> dict[str, float]:
-        """The samples of /metrics by their names, without the model's."""
-        lines = httpx2.get(f"{self.url}/metrics").text.splitlines()
-        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-        return {name.replace(f'model_name="{MODEL}"', "").replace("{}", ""): float(value) for name, value in pairs}
+    def counts(self, **labels: str) -> dict[str, float]:
+        """The samples of /metrics with these labels beside the model's, by their names."""
+        wanted = labels | {"model_name": MODEL}
+        families = text_string_to_metric_families(httpx2.get(f"{self.url}/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return {sample.name: sample.value for sample in samples if sample.labels == wanted}
+
+    def ended(self, reason: str) -> float:
+        """How many answers have ended for a reason."""
+        return self.counts(finished_reason=reason).get("vllm:request_success_total", 0)
 
 
 @contextmanager

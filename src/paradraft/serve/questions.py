@@ -117,14 +117,16 @@ def _limit(asked: Asked, prompt: int, engine: Engine, limits: Limits, name: str)
     if asked.limit is None:
         return min(room, limits.max_new_tokens)
     if asked.limit > limits.max_new_tokens:
-        message = f"max_tokens={asked.limit}: this server gives at most {limits.max_new_tokens} tokens an answer"
-        raise ApiError(400, message, param="max_tokens")
+        message = (
+            f"{asked.limit_name}={asked.limit}: this server gives at most {limits.max_new_tokens} tokens an answer"
+        )
+        raise ApiError(400, message, param=asked.limit_name)
     if asked.limit > room:
         raise ApiError(
             400,
-            f"the model has room for {engine.target.capacity} tokens: the prompt has {prompt} and max_tokens is "
-            f"{asked.limit}, shorten the prompt or lower max_tokens",
-            param="max_tokens",
+            f"the model has room for {engine.target.capacity} tokens, the prompt has {prompt}, and "
+            f"{asked.limit_name}={asked.limit}: shorten the prompt or ask for fewer",
+            param=asked.limit_name,
             code="context_length_exceeded",
         )
     return asked.limit

@@ -77,6 +77,11 @@ class Asked(BaseModel):
         """Most tokens of an answer; None for as many as there is room for."""
         return self.max_tokens
 
+    @property
+    def limit_name(self) -> str:
+        """The parameter that says so."""
+        return "max_tokens"
+
 
 class AskedText(Asked):
     """A request to go on with a text."""
@@ -110,6 +115,11 @@ class AskedChat(Asked):
         """Most tokens of an answer, by its new name or by its old one."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def limit_name(self) -> str:
+        """The parameter that says so."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
 
 AskedT = TypeVar("AskedT", bound=Asked)
 
@@ -131,6 +141,9 @@ def read(body: bytes, schema: type[AskedT]) -> AskedT:
         if name in given and not any(_same(given[name], value) for value in harmless):
             raise ApiError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
         given.pop(name, None)
+    if (unknown := next((name for name in given if name not in schema.model_fields), None)) is not None:
+        name = _param([unknown])
+        raise ApiError(400, f"{name}: there is no such parameter", param=name, code="unknown_parameter")
     if isinstance(messages := given.get("messages"), list):
         given["messages"] = [without_nulls(each) if isinstance(each, dict) else each for each in messages]
     try:
@@ -166,10 +179,8 @@ def _complaint(error: ValidationError) -> ApiError:
         }
         return ApiError(400, f"{place[0]}: {allowed[place[0]]}", param=place[0])
     param = _param(place)
-    told = {"extra_forbidden": "there is no such parameter", "missing": "it is missing"}.get(kind, first["msg"])
-    return ApiError(
-        400, f"{param}: {told}", param=param, code="unknown_parameter" if kind == "extra_forbidden" else None
-    )
+    told = {"extra_forbidden": "there is no such key", "missing": "it is missing"}.get(kind, first["msg"])
+    return ApiError(400, f"{param}: {told}", param=param)
 
 
 def _param(place: list[int | str]) -> str:

@@ -1,0 +1,56 @@
+"""`paradraft serve`: what it refuses to start with, and a process from its start to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.e2e.conftest import Paradraft, assert_mistake, drafting
+
+
+def test_mistakes(family: Path, paradraft: Paradraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a traceback, and against minutes of loading before a mistake is told."""
+    monkeypatch.setattr("paradraft.cli.serve.load_engine", lambda *_, **__: pytest.fail("it was loaded"))
+    serve = ["serve", *drafting(family, "pard")]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert_mistake(paradraft(*serve, "--port", port), f"--port {port}", "in use")
+    assert_mistake(paradraft(*serve, "--host", "0.0.0.0"), "0.0.0.0", "--api-key-env")
+    assert_mistake(paradraft(*serve, "--host", "no.such.host.invalid", "--api-key-env", "HOME"), "--host")
+    assert_mistake(paradraft(*serve, "--api-key-env", "NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE")
+    assert_mistake(paradraft(*serve, "--max-batch", 0), "max_batch=0")
+    assert_mistake(paradraft(*serve, "--port", 65536), "--port")
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_process(family: Path, kind: signal.Signals) -> None:
+    """Guards the whole of it: it says where it is, answers, and at a signal ends what it has begun, with exit code 0;
+    nothing of the prompt is on its standard error."""
+    command = [sys.executable, "-m", "paradraft", "serve", *map(str, drafting(family, "pard")), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}) as process:
+        try:
+            assert process.stderr is not None
+            lines = iter(process.stderr.readline, "")
+            url = next(found[0] for line in lines if (found := re.search(r"http://[\d.:]+", line)))
+            body = {"prompt": "hello", "max_tokens": 100, "stream": True, "logit_bias": {"0": -100}}
+            with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+                events = answer.iter_lines()
+                first = next(events)
+                process.send_signal(kind)
+                rest = [first, *filter(None, events)]
+            assert rest[-1] == "data: [DONE]"
+            told = [json.loads(line.removeprefix("data: ")) for line in rest[:-1]]
+            assert told[-1]["choices"][0]["finish_reason"] == "length"
+            assert process.wait(10) == 0
+            assert "hello" not in process.stderr.read()
+        finally:
+            process.kill()

@@ -1,0 +1,51 @@
+"""What /metrics says is what was done."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from paradraft.engine import Engine
+from paradraft.sampling_params import Sampling
+from tests.support.serving import serving
+
+
+def test_counts(engine: Engine) -> None:
+    """Guards counters against the statistics of the engine, which counts for itself."""
+    body: dict[str, Any] = {"prompt": ["hello", "abc"], "max_tokens": 25, "temperature": 0.8, "seed": 3, "n": 2}
+    samplings = [Sampling(temperature=0.8, seed=seed) for seed in (3, 4)]
+    wanted = [
+        engine.generate(prompt, max_new_tokens=25, sampling=sampling)
+        for prompt in ("hello", "abc")
+        for sampling in samplings
+    ]
+    plain = engine.generate("a", max_new_tokens=5, sampling=Sampling(logit_bias={0: -100}))
+    with serving(engine) as running:
+        assert running.counts()["vllm:generation_tokens_total"] == 0
+        begun_s = time.perf_counter()
+        assert running.post("/v1/completions", body).status_code == 200
+        last = {"prompt": "a", "max_tokens": 5, "temperature": 0, "logit_bias": {"0": -100}, "speculation": "off"}
+        assert running.post("/v1/completions", last | {"stream": True}).status_code == 200
+        assert running.post("/v1/completions", {"prompt": ""}).status_code == 400
+        took_s = time.perf_counter() - begun_s
+        counts = running.counts()
+        tokens = sum(len(result.tokens) for result in wanted) + len(plain.tokens)
+        assert counts["vllm:prompt_tokens_total"] == 2 * 5 + 2 * 3 + 1
+        assert counts["vllm:generation_tokens_total"] == tokens
+        drafted = [sum(result.stats.drafted[place] for result in wanted) for place in range(4)]
+        accepted = [sum(result.stats.accepted[place] for result in wanted) for place in range(4)]
+        assert counts["vllm:spec_decode_num_drafts_total"] == drafted[0] > 0
+        assert counts["vllm:spec_decode_num_draft_tokens_total"] == sum(drafted)
+        assert counts["vllm:spec_decode_num_accepted_tokens_total"] == sum(accepted) > 0
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        assert [running.counts(position=str(place)).get(name, 0) for place in range(4)] == accepted
+        rounds = sum(len(result.accepted) for result in wanted) + 5
+        assert counts["vllm:time_to_first_token_seconds_count"] == 5
+        assert counts["vllm:inter_token_latency_seconds_count"] == rounds - 5
+        assert counts["vllm:e2e_request_latency_seconds_count"] == 5
+        assert 0 < counts["vllm:time_to_first_token_seconds_sum"] < counts["vllm:e2e_request_latency_seconds_sum"]
+        assert counts["vllm:e2e_request_latency_seconds_sum"] < 5 * took_s
+        ended = [result.finish_reason for result in wanted]
+        assert running.ended("length") == ended.count("length") + 1
+        assert running.ended("stop") == ended.count("eos")
+        assert (counts["vllm:num_requests_running"], counts["vllm:num_requests_waiting"]) == (0, 0)
