@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.engine import Engine
+from paradraft.engine import Chunk, Engine
 from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
@@ -157,3 +157,37 @@ def test_an_engine_that_is_let_go_of_goes(family: Path) -> None:
     del engine
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("drafter", "settings"), [("pard", {}), ("pard", {"tree": 6}), ("ngram", {}), ("lookahead", {})], ids=str
+)
+def test_draft_lengths_of_requests(family: Path, drafter: str, settings: dict[str, int]) -> None:
+    """Guards rows that draft less than those beside them: their text is the same, and their drafts are no longer."""
+    draft = str(family / "pard") if drafter == "pard" else None
+    loaded = load(str(family / "target"), drafter=drafter, draft=draft, k=4, dtype="float64", **settings)
+
+    async def chunks(k: int | None) -> list[Chunk]:
+        return [chunk async for chunk in loaded.astream("abcabcabc", max_new_tokens=30, k=k)]
+
+    async def all_of_them() -> list[list[Chunk]]:
+        return await asyncio.gather(*map(chunks, (None, 0, 2, 4)))
+
+    wanted = loaded.generate("abcabcabc", max_new_tokens=30)
+    found = asyncio.run(all_of_them())
+    assert [[token for chunk in each for token in chunk.tokens] for each in found] == [wanted.tokens] * 4
+    assert [sum(chunk.drafted for chunk in each) for each in (found[0], found[1])] == [wanted.stats.nodes, 0]
+    assert max(chunk.accepted for chunk in found[2]) <= 2
+    if drafter == "pard" and not settings:
+        assert max(chunk.drafted for chunk in found[2]) == 2
+    for each in found:
+        assert [chunk.finish_reason for chunk in each] == [None] * (len(each) - 1) + [wanted.finish_reason]
+
+
+def test_draft_lengths_that_there_are_not(engine: Engine, family: Path) -> None:
+    for k in (-1, 5, True):
+        with pytest.raises(ValueError, match=f"k={k}"):
+            engine.astream("a", max_new_tokens=4, k=k)
+    ahead = load(str(family / "target"), drafter="pard", draft=str(family / "pard"), gamma=2, dtype="float64")
+    with pytest.raises(ValueError, match="ahead"):
+        ahead.astream("a", max_new_tokens=4, k=1)
