@@ -34,6 +34,8 @@ class Request:
         eos_ids: tokens that end its answer.
         answered: how many of `tokens`, the last ones, belong to the answer already: a request that is resumed.
         k: most tokens drafted for it per round, if fewer than for others; 0 drafts none.
+        logprobs: how many of the likeliest tokens are told for each of its own, with their probabilities; None tells
+            none, and no probabilities either.
     """
 
     id: int = 0
@@ -43,6 +45,7 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     answered: int = 0
     k: int | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens, "a prompt has at least one token"

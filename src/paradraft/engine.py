@@ -14,6 +14,7 @@ from paradraft.core import Drafter, Request
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.draft_length import POLICIES, Fixed, LengthPolicy
 from paradraft.decode.generation import AnswerText, Generation, StopStrings, stop_strings
+from paradraft.decode.logprobs import TokenLogprobs
 from paradraft.decode.pearl import AheadBatch, best_gamma
 from paradraft.decode.remote import Span
 from paradraft.decode.stats import Clock, Stats, added
@@ -29,6 +30,9 @@ from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.scheduler import Scheduler
 from paradraft.speculation import Speculation
 from paradraft.verify import LOSSY, Verify, rule_name
+
+MOST_LOGPROBS = 20
+"""Most of the likeliest tokens that are told for each token of an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,7 @@ class Chunk:
         accepted: how many of them, from the first, were drafted.
         drafted: how many tokens were drafted in the round, side branches included.
         finish_reason: of the last piece, as in a `Result`; None before.
+        logprobs: how likely the target finds the tokens, where that was asked for.
     """
 
     drafted_text: str
@@ -75,6 +80,7 @@ class Chunk:
     accepted: int
     drafted: int = 0
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def text(self) -> str:
@@ -97,6 +103,7 @@ def _rounds_of(generation: Generation, first: int, last: int) -> Iterator[Chunk]
             accepted=accepted,
             drafted=generation.drafted[number],
             finish_reason=reason if number == rounds - 1 else None,
+            logprobs=tuple(generation.logprobs[begin:end]),
         )
         begin = end
 
@@ -312,6 +319,7 @@ class Engine:
         sampling: Sampling = GREEDY,
         stop: str | Sequence[str] = (),
         k: int | None = None,
+        logprobs: int | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for an event loop: `async for chunk in engine.astream(…)`.
 
@@ -324,21 +332,24 @@ class Engine:
             sampling: greedy by default.
             stop: strings that end the answer.
             k: most tokens drafted for it per round, if fewer than the engine drafts; 0 drafts none.
+            logprobs: tell how likely the target finds each token, and this many of the likeliest in its place; it is
+                the target's own probability, before `sampling` changes it.
 
         Raises:
-            ValueError: as `generate`; or k is not for this engine; at once.
+            ValueError: as `generate`; or `k` or `logprobs` is not for this engine; at once.
         """
         (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
-        self._check_k(k)
-        request = replace(request, k=k)
+        self._check_round(k, logprobs)
+        request = replace(request, k=k, logprobs=logprobs)
         return self._achunks(self._generation(request, self._strings(stop)))
 
-    def _check_k(self, k: int | None) -> None:
-        if k is None:
-            return
-        if self.speculation.gamma is not None:
-            raise ValueError(f"k={k}: an engine that drafts ahead drafts alike for all requests, leave k out")
-        if not 0 <= whole_number("k", k) <= self.speculation.k:
+    def _check_round(self, k: int | None, logprobs: int | None) -> None:
+        for name, value in (("k", k), ("logprobs", logprobs)):
+            if value is not None and self.speculation.gamma is not None:
+                raise ValueError(f"{name}={value}: an engine that drafts ahead does not have it, leave {name} out")
+        if logprobs is not None and not 0 <= whole_number("logprobs", logprobs) <= MOST_LOGPROBS:
+            raise ValueError(f"logprobs={logprobs}: use 0 to {MOST_LOGPROBS}")
+        if k is not None and not 0 <= whole_number("k", k) <= self.speculation.k:
             raise ValueError(f"k={k}: this engine drafts at most {self.speculation.k} tokens per round, use 0 to that")
 
     async def agenerate(
@@ -471,9 +482,10 @@ class Engine:
         sampling: Sampling = GREEDY,
         stop: str | Sequence[str] = (),
         k: int | None = None,
+        logprobs: int | None = None,
     ) -> None:
         """Raises the ValueError that `generate` or `astream` would, without answering."""
-        self._check_k(k)
+        self._check_round(k, logprobs)
         requests_of(self.target, rows_of(prompts)[0], max_new_tokens, sampling)
         self._strings(stop)
 

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from paradraft.engine import Chunk, Engine
 from paradraft.loader import load
@@ -188,6 +190,46 @@ def test_draft_lengths_that_there_are_not(engine: Engine, family: Path) -> None:
     for k in (-1, 5, True):
         with pytest.raises(ValueError, match=f"k={k}"):
             engine.astream("a", max_new_tokens=4, k=k)
+    for logprobs in (-1, 21, True):
+        with pytest.raises(ValueError, match=f"logprobs={logprobs}"):
+            engine.astream("a", max_new_tokens=4, logprobs=logprobs)
     ahead = load(str(family / "target"), drafter="pard", draft=str(family / "pard"), gamma=2, dtype="float64")
-    with pytest.raises(ValueError, match="ahead"):
-        ahead.astream("a", max_new_tokens=4, k=1)
+    for setting in ({"k": 1}, {"logprobs": 1}):
+        with pytest.raises(ValueError, match="ahead"):
+            ahead.astream("a", max_new_tokens=4, **setting)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tree": 6}, {"verify": "rejection"}], ids=str)
+def test_log_probabilities(family: Path, settings: dict[str, object]) -> None:
+    """Guards them against one pass of the model over the whole text, in a batch whose other rows ask for none, for
+    drafted tokens and the target's own, and whatever else the request asks for."""
+    folder = family / "target"
+    loaded = load(str(folder), drafter="pard", draft=str(family / "pard"), k=4, dtype="float64", **settings)
+    sampling = Sampling(temperature=0.8, seed=3, frequency_penalty=0.5, logit_bias={5: 2.0}, top_k=30)
+
+    async def chunks(logprobs: int | None) -> list[Chunk]:
+        stream = loaded.astream("abcabc", max_new_tokens=30, sampling=sampling, logprobs=logprobs)
+        return [chunk async for chunk in stream]
+
+    async def all_of_them() -> list[list[Chunk]]:
+        return await asyncio.gather(*map(chunks, (None, 3, 0)))
+
+    none, three, zero = asyncio.run(all_of_them())
+    assert not any(chunk.logprobs for chunk in none)
+    assert sum(chunk.accepted for chunk in three), "nothing was accepted, so this shows little"
+    tokens = [token for chunk in three for token in chunk.tokens]
+    prompt = loaded.prompt_tokens("abcabc")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1, : loaded.target.vocab_size]
+    wanted = logits.log_softmax(-1)
+    found = [each for chunk in three for each in chunk.logprobs]
+    assert [each.token for each in found] == tokens
+    assert [each.logprob for each in found] == pytest.approx(wanted[torch.arange(len(tokens)), tokens].tolist())
+    for each, row in zip(found, wanted, strict=True):
+        values, ids = row.topk(3)
+        assert [token for token, _ in each.likeliest] == ids.tolist()
+        assert [logprob for _, logprob in each.likeliest] == pytest.approx(values.tolist())
+    if not settings.get("verify"):
+        assert [each.logprob for chunk in zero for each in chunk.logprobs] == pytest.approx([e.logprob for e in found])
+    assert not any(each.likeliest for chunk in zero for each in chunk.logprobs)

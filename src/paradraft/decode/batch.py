@@ -7,16 +7,17 @@ and the rows of a cache have lengths of their own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paradraft.core import INVALID, Draft, Drafter, Drafting, RequestError, RoundOutput, Verdict
+from paradraft.core import INVALID, Draft, Drafter, Drafting, RequestError, RoundOutput, TargetOut, Verdict
 from paradraft.decode.draft_length import LengthPolicy
 from paradraft.decode.generation import NOT_NUMBERS, Generation
+from paradraft.decode.logprobs import TokenLogprobs, logprobs_of
 from paradraft.decode.sequential import decode_round
 from paradraft.decode.stats import Clock
 from paradraft.models.causal_lm import SavedRow
@@ -212,14 +213,34 @@ class Batch:
         is_kept_BN = depths(draft.parents) < upload(self._most, draft.tokens.device)[:, None]
         return draft if is_kept_BN.all() else draft.where(is_kept_BN)
 
-    def emit(self, draft: Draft, verdict: Verdict) -> RoundOutput:
+    def logprobs(self, out: TargetOut, verdict: Verdict) -> dict[int, list[TokenLogprobs]]:
+        """How likely the target finds the committed tokens of a round, by request, of those that ask for it."""
+        found = {}
+        for row, generation in enumerate(self.generations):
+            if (most := generation.request.logprobs) is None or generation.is_finished:
+                continue
+            kept = int(verdict.accepted[row])
+            tokens = [token for token in verdict.tokens[row, : kept + 1].tolist() if token >= 0]
+            places = [0, *(node + 1 for node in verdict.path[row, :kept].tolist())][: len(tokens)]
+            found[generation.request.id] = logprobs_of(out.logits[row, places], tokens, most)
+        return found
+
+    def emit(
+        self, draft: Draft, verdict: Verdict, logprobs: Mapping[int, list[TokenLogprobs]] | None = None
+    ) -> RoundOutput:
         """Hands the committed tokens of a round to the requests; a request whose logits are not numbers fails."""
+        told = logprobs or {}
         tokens, accepted, drafted, nodes, paths = [], [], [], [], []
         parts = (verdict.tokens, verdict.accepted, verdict.path, draft.tokens, draft.parents)
         rows = zip(self.generations, *(part.tolist() for part in parts), strict=True)
         for generation, committed, kept, path, guessed, parents in rows:
             depth = [] if generation.is_finished else depths_of_row(guessed, parents)
-            new = generation.emit([token for token in committed if token != ABSENT], kept, sum(map(bool, depth)))
+            new = generation.emit(
+                [token for token in committed if token != ABSENT],
+                kept,
+                drafted=sum(map(bool, depth)),
+                logprobs=told.get(generation.request.id, ()),
+            )
             # Deeper in the draft a processor may have forbidden every token, after a guess that does not become text.
             if new and any(token == INVALID and parent < 0 for token, parent in zip(guessed, parents, strict=True)):
                 generation.fail(ValueError(NOT_NUMBERS.format(model="draft model")))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paradraft.core import INVALID, Request
+from paradraft.decode.logprobs import TokenLogprobs
 from paradraft.decode.stats import Stats
 from paradraft.errors import one_line
 from paradraft.models.tokenization import REPLACEMENT, GrowingText
@@ -39,6 +40,8 @@ class Generation:
         """For each round, how many of its tokens were drafted."""
         self.drafted: list[int] = []
         """For each round, how many tokens were drafted, side branches included."""
+        self.logprobs: list[TokenLogprobs] = []
+        """Of the tokens, for a request that asks for them."""
         self.round_ends: list[int] = []
         """For each round, how many tokens there were after it."""
         self.asked_s = time.perf_counter()
@@ -88,13 +91,16 @@ class Generation:
         room = max(self.room - 1, 0)
         return room if self.request.k is None else min(room, self.request.k)
 
-    def emit(self, committed: list[int], accepted: int, drafted: int = 0) -> list[int]:
+    def emit(
+        self, committed: list[int], accepted: int, drafted: int = 0, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> list[int]:
         """Takes in the tokens of a round.
 
         Args:
             committed: the accepted tokens, then the target's own; `INVALID` where none could be chosen.
             accepted: how many of them were drafted.
             drafted: how many tokens were drafted for the round.
+            logprobs: of `committed`, for a request that asks for them.
 
         Returns:
             Those that belong to the answer; none if it had ended before, or if it fails.
@@ -121,6 +127,7 @@ class Generation:
         self.tokens += new
         self.accepted.append(min(accepted, len(new)))
         self.drafted.append(drafted)
+        self.logprobs += logprobs[: len(new)]
         self.round_ends.append(len(self.tokens))
         # The tokens are on the host, so a GPU has been waited for.
         self.delivered_s.append(time.perf_counter() - self.asked_s)

@@ -75,6 +75,7 @@ class Answers:
                     sampling=choice.sampling,
                     stop=choice.stop,
                     k=choice.k,
+                    logprobs=choice.logprobs,
                 )
                 async with aclosing(chunks):
                     async for chunk in chunks:

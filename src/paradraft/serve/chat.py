@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from paradraft.engine import Engine
 from paradraft.serve.schemas import AskedChat
+from paradraft.serve.shown_tokens import ShownToken
 
 
 class Chat:
@@ -28,6 +30,17 @@ class Chat:
         """A message."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
+    def logprobs(self, tokens: Sequence[ShownToken], begin: int) -> dict[str, Any]:
+        """An object for each token."""
+        written = [
+            {**_written(token), "top_logprobs": [_written(each) for each in token.likeliest]} for token in tokens
+        ]
+        return {"content": written, "refusal": None}
+
     def piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
         """A piece of a message; the first one says whose it is."""
         return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
+
+
+def _written(token: ShownToken) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": token.bytes}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from paradraft.engine import Engine
 from paradraft.request import rows_of
 from paradraft.serve.schemas import AskedText
+from paradraft.serve.shown_tokens import ShownToken
 
 
 class Completions:
@@ -28,6 +31,19 @@ class Completions:
     def whole(self, text: str) -> dict[str, Any]:
         """A text."""
         return {"text": text}
+
+    def logprobs(self, tokens: Sequence[ShownToken], begin: int) -> dict[str, Any]:
+        """Lists with an entry for each token."""
+        lengths = [len(token.text) for token in tokens]
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            # Of several tokens with the same text the likeliest.
+            "top_logprobs": [
+                dict(reversed([(each.text, each.logprob) for each in token.likeliest])) for token in tokens
+            ],
+            "text_offset": list(accumulate(lengths[:-1], initial=begin)),
+        }
 
     def piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
         """A text."""

@@ -13,12 +13,14 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
+from paradraft.serve.admission import ending
 from paradraft.serve.answers import Answers
 from paradraft.serve.forms import Answer, Form, piece, usage, whole
 from paradraft.serve.limits import Limits
 from paradraft.serve.questions import Choice, choices_of, mistake
 from paradraft.serve.replies import DONE, ApiError, JsonReply, event
 from paradraft.serve.schemas import Asked, read
+from paradraft.serve.shown_tokens import shown_tokens
 
 LOG = logging.getLogger("paradraft.serve")
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -129,6 +131,8 @@ class Endpoint:
                 await exchange.while_connected(self._answer(body, exchange))
         except ClientGoneError:
             return
+        except asyncio.CancelledError:  # the server has been told twice to end
+            await exchange.fail(ending())
         except ApiError as error:
             await exchange.fail(error)
         except Exception as error:
@@ -154,7 +158,7 @@ class Endpoint:
             envelope = {"id": self._form.id_prefix + secrets.token_hex(12), "created": created, "model": self._model}
             async with aclosing(stream):
                 async for choice, chunk in stream:
-                    answers[choice.index].add(chunk)
+                    answers[choice.index].add(chunk, shown_tokens(chunk, choice, self._answers.engine))
                     if asked.stream:
                         told = piece(self._form, envelope, choice, chunk, answers[choice.index], asked)
                         await exchange.event(event(told))

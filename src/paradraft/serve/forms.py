@@ -10,6 +10,7 @@ from paradraft.engine import Chunk, Engine
 from paradraft.serve.answers import REASONS
 from paradraft.serve.questions import Choice
 from paradraft.serve.schemas import Asked
+from paradraft.serve.shown_tokens import ShownToken
 
 
 class Form(Protocol):
@@ -47,6 +48,9 @@ class Form(Protocol):
     def piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
         """The text of a piece, as it stands in a choice."""
 
+    def logprobs(self, tokens: Sequence[ShownToken], begin: int) -> dict[str, Any]:
+        """How likely tokens are, as it stands in a choice; the first begins at a place of the answer's text."""
+
 
 @dataclass
 class Answer:
@@ -55,15 +59,20 @@ class Answer:
     Args:
         tokens: how many it has.
         texts: its pieces.
+        shown: its tokens with their probabilities, if these are asked for.
         finish_reason: why it has ended.
     """
 
     tokens: int = 0
     texts: list[str] = field(default_factory=list)
+    shown: list[ShownToken] | None = None
     finish_reason: str | None = None
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk, shown: Sequence[ShownToken] | None) -> None:
         """Another piece."""
+        if shown is not None:
+            self.shown = self.shown or []
+            self.shown += shown
         self.tokens += len(chunk.tokens)
         self.texts.append(chunk.text)
         if chunk.finish_reason is not None:
@@ -84,7 +93,7 @@ def whole(
         {
             "index": index,
             **form.whole("".join(answer.texts)),
-            "logprobs": None,
+            "logprobs": None if answer.shown is None else form.logprobs(answer.shown, 0),
             "finish_reason": answer.finish_reason,
         }
         for index, answer in enumerate(answers)
@@ -96,10 +105,14 @@ def piece(
     form: Form, envelope: Mapping[str, Any], choice: Choice, chunk: Chunk, answer: Answer, asked: Asked
 ) -> dict[str, Any]:
     """An event with what one round has added to an answer, which has it already."""
+    logprobs = None
+    if answer.shown is not None:
+        before, new = answer.shown[: -len(chunk.tokens)], answer.shown[-len(chunk.tokens) :]
+        logprobs = form.logprobs(new, sum(len(each.text) for each in before))
     written = {
         "index": choice.index,
         **form.piece(chunk.text, is_first=len(answer.texts) == 1),
-        "logprobs": None,
+        "logprobs": logprobs,
         "finish_reason": answer.finish_reason,
     }
     found = {**envelope, "object": form.piece_name, "choices": [written]}

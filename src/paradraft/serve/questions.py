@@ -27,6 +27,7 @@ class Choice:
         max_new_tokens: most tokens of it.
         stop: strings that end it.
         k: most tokens drafted for it per round, if fewer than for others.
+        logprobs: how many of the likeliest tokens to tell for each token; None tells no probabilities.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Choice:
     max_new_tokens: int
     stop: str | list[str]
     k: int | None
+    logprobs: int | None
 
 
 def choices_of(asked: Asked, prompts: Sequence[list[int]], engine: Engine, limits: Limits, name: str) -> list[Choice]:
@@ -64,8 +66,16 @@ def choices_of(asked: Asked, prompts: Sequence[list[int]], engine: Engine, limit
                     max_new_tokens=max_new_tokens,
                     stop=asked.stop,
                     k=k,
+                    logprobs=asked.most_logprobs,
                 )
-                engine.check(tokens, max_new_tokens=max_new_tokens, sampling=sampling, stop=asked.stop, k=k)
+                engine.check(
+                    tokens,
+                    max_new_tokens=max_new_tokens,
+                    sampling=sampling,
+                    stop=asked.stop,
+                    k=k,
+                    logprobs=choice.logprobs,
+                )
                 choices.append(choice)
     except ValueError as error:
         raise mistake(error, asked, name) from None

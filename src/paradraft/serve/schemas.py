@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from paradraft.engine import MOST_LOGPROBS
 from paradraft.errors import one_line
 from paradraft.serve.replies import ApiError
 
@@ -21,7 +22,6 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "logprobs": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
@@ -33,7 +33,6 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -73,6 +72,11 @@ class Asked(BaseModel):
     paradraft: bool = False
 
     @property
+    def most_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told for each token; None tells no probabilities."""
+        return None
+
+    @property
     def limit(self) -> int | None:
         """Most tokens of an answer; None for as many as there is room for."""
         return self.max_tokens
@@ -87,6 +91,12 @@ class AskedText(Asked):
     """A request to go on with a text."""
 
     prompt: Any
+    logprobs: int | None = None
+
+    @property
+    def most_logprobs(self) -> int | None:
+        """See `Asked`."""
+        return self.logprobs
 
     @property
     def limit(self) -> int | None:
@@ -109,6 +119,13 @@ class AskedChat(Asked):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def most_logprobs(self) -> int | None:
+        """See `Asked`."""
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def limit(self) -> int | None:
@@ -201,5 +218,7 @@ def _check(asked: Asked) -> None:
     wrong = next((key for key in asked.logit_bias if not re.fullmatch(r"[0-9]{1,10}", key)), None)
     if wrong is not None:
         raise ApiError(400, f"logit_bias: {one_line(wrong)} is no token id", param="logit_bias")
+    if isinstance(asked, AskedChat) and asked.top_logprobs and not asked.logprobs:
+        raise ApiError(400, "top_logprobs is for logprobs: set logprobs too", param="top_logprobs")
     if isinstance(asked, AskedChat) and asked.max_completion_tokens is not None and asked.max_tokens is not None:
         raise ApiError(400, "max_tokens is the old name of max_completion_tokens: give one of them", param="max_tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -156,3 +157,35 @@ def test_no_extension_without_asking(client: OpenAI) -> None:
 
 def test_models(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_log_probabilities(engine: Engine, client: OpenAI) -> None:
+    """Guards how they are written, whole and in pieces; tests/unit/test_async.py compares them with a pass."""
+
+    async def of_engine() -> list[Any]:
+        stream = engine.astream("hello", max_new_tokens=20, logprobs=2)
+        return [each async for chunk in stream for each in chunk.logprobs]
+
+    wanted = asyncio.run(of_engine())
+    texts = [engine.target.tokenizer.decode([each.token]) for each in wanted]
+    asked: Any = {"model": MODEL, "prompt": "hello", "max_tokens": 20, "temperature": 0, "logprobs": 2}
+    whole = client.completions.create(**asked).choices[0].logprobs
+    assert whole is not None and whole.tokens == texts
+    assert whole.token_logprobs == pytest.approx([each.logprob for each in wanted])
+    assert whole.text_offset == [sum(map(len, texts[:place])) for place in range(len(texts))]
+    assert whole.top_logprobs is not None
+    assert [list(each.values()) for each in whole.top_logprobs] == [
+        pytest.approx(sorted((logprob for _, logprob in each.likeliest))) for each in wanted
+    ]
+    pieces = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [each for piece in pieces for each in getattr(piece, name)] == getattr(whole, name)
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "temperature": 0, "max_tokens": 8}
+    (choice,) = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2).choices
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert "".join(each.token for each in choice.logprobs.content) == choice.message.content
+    first = choice.logprobs.content[0]
+    assert (first.token, first.logprob) == (first.top_logprobs[0].token, first.top_logprobs[0].logprob)
+    assert first.bytes == list(first.token.encode()) and len(first.top_logprobs) == 2
+    (plain,) = client.chat.completions.create(**asked).choices
+    assert plain.logprobs is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -49,6 +50,8 @@ def gate(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     found = Gate(engine, monkeypatch)
     yield found
     found.open()
+    # What was cancelled while the gate was closed still takes its round.
+    until(lambda: engine._scheduler._watcher is None)
 
 
 def error_of(response: httpx2.Response) -> dict[str, Any]:
@@ -242,4 +245,18 @@ def test_the_end_does_not_wait_for_ever(engine: Engine, gate: Gate) -> None:
         assert answer.result().status_code == 503
         running.thread.join(5)
         assert not running.thread.is_alive() and time.monotonic() - begun_s < 4
+    gate.open()
+
+
+def test_a_second_signal_ends_it_at_once(engine: Engine, gate: Gate) -> None:
+    with serving(engine, drain_s=60) as running, ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(running.post, "/v1/completions", LONG)
+        until(lambda: running.admission.running == 1)
+        running.server.handle_exit(signal.SIGTERM, None)
+        until(lambda: running.admission.is_closing)
+        assert running.thread.is_alive()
+        running.server.handle_exit(signal.SIGTERM, None)
+        running.thread.join(5)
+        assert not running.thread.is_alive()
+        assert answer.result().status_code == 503
     gate.open()
