@@ -111,12 +111,18 @@ def _joined(turns: Iterable[Turn]) -> list[Sample]:
 def _answer(messages: list[Message], prompt: list[int], template: ChatTemplate) -> list[int]:
     """What the template puts after the prompt of the last message."""
     who, instead = f"message {len(messages)}: the chat template", "give prompt and response instead of messages"
-    whole = template.tokens(messages, ask=False)
-    if whole[: len(prompt)] != prompt:
+    whole, asked = template.tokens(messages, ask=False), template.text(messages[:-1], ask=True)
+    written = template.text(messages, ask=False)
+    is_prefix = whole[: len(prompt)] == prompt
+    if not is_prefix and not written.startswith(asked):
         raise ValueError(f"{who} does not write it after the prompt of its turn: {instead}")
-    text = template.text(messages, ask=False).removeprefix(template.text(messages[:-1], ask=True))
+    text = written.removeprefix(asked)
     if _without_spaces(messages[-1]["content"]) not in _without_spaces(text):
         raise ValueError(f"{who} leaves out a part of it, such as what the model thought: {instead}")
+    if not is_prefix:
+        # A token of the whole text spans the end of the prompt and the answer's first characters, such as its spaces.
+        # Whoever is asked has read the prompt's own tokens, and goes on after them.
+        return encode_continuation(text, template.tokenizer)
     return whole[len(prompt) :]
 
 

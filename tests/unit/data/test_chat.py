@@ -208,6 +208,18 @@ def test_a_turn_that_the_template_changes_is_refused(template: str, said: str, n
         samples_of(talk(*contents), tokenizer_of(template), is_cut=False)
 
 
+def test_an_answer_whose_beginning_joins_the_prompt() -> None:
+    """Guards code: an answer that begins with spaces or a line break shares a token with the line break before it, and
+    the whole run was refused. It is learnt as the target writes it, after the tokens that it was asked with."""
+    template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    tokenizer = tokenizer_of(template)
+    whole = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n\nb<|im_end|>\n"
+    prompt = whole[: whole.index("\n\n") + 1]
+    assert tokenizer(whole)["input_ids"][: len(tokenizer(prompt)["input_ids"])] != tokenizer(prompt)["input_ids"]
+    expected = learnt(tokenizer, prompt, whole.removeprefix(prompt))
+    assert samples_of(talk("a", "\nb"), tokenizer, is_cut=False, ends=("<|im_end|>",)) == [expected]
+
+
 @pytest.mark.parametrize("ends", [("<|im_end|>",), ("<|eos|>", "<|im_end|>")])
 def test_the_end_behind_a_mark_is_learnt(ends: tuple[str, ...]) -> None:
     """Guards against a drafter that never learns to end a turn, because the template's mark ends before the token with
