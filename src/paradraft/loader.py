@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+import torch
+
 from paradraft.core import Drafter
 from paradraft.decode.channel import launched, met
 from paradraft.decode.drafter_process import Server
@@ -39,7 +41,7 @@ def load(
     gamma: int | Literal["auto"] | None = None,
     kept_rows: int = 0,
     device: str = AUTO,
-    dtype: str = AUTO,
+    dtype: str | torch.dtype = AUTO,
     runtime: Runtime = BY_MODEL,
     placement: Placement = HERE,
 ) -> Engine:
@@ -59,14 +61,17 @@ def load(
         kept_rows: of how many answers, the last ones, the caches are kept: a prompt that begins with such an answer and
             its prompt, as the next turn of a conversation does, is read from its end on.
         device: "cpu", "cuda", "cuda:1" and the like; "auto": a GPU if there is one.
-        dtype: "bfloat16", "float16", "float32", "float64", or weights in "int8" or "int4"; "auto": that of the target's
-            checkpoint.
+        dtype: "bfloat16", "float16", "float32", "float64" or torch's names; "int8" and "int4" for the weights; "auto":
+            that of the target's checkpoint.
         runtime: compilation, widths and capacity; device and dtype too, unless they are given above.
         placement: where each side computes; by default both in this process.
 
     Raises:
         ValueError: a name or setting is unknown, or the draft does not fit the target.
     """
+    if not isinstance(target, str):
+        raise ValueError(f"target={one_line(target)}: use a Hugging Face id, a folder, or 'pocket'")
+    dtype = str(dtype).removeprefix("torch.")
     shape = tree if tree is None or isinstance(tree, Tree) else Tree(budget=tree)
     speculation = Speculation(
         drafter=drafter, draft=draft, k=k, verify=verify, tree=shape, lengths=lengths, gamma=gamma

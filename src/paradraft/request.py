@@ -92,7 +92,8 @@ def tokens_of(target: Target, prompt: object, name: str = "the prompt") -> list[
     if isinstance(prompt, list):
         return _token_ids(prompt, name)
     if not isinstance(prompt, str):
-        raise ValueError(f"{name} is {one_line(prompt)}: use a text, or a list of token ids such as [17, 4]")
+        chats = ", or engine.chat for messages" if isinstance(prompt, dict) else ""
+        raise ValueError(f"{name} is {one_line(prompt)}: use a text, or a list of token ids such as [17, 4]{chats}")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from paradraft.bench.baselines import ASSISTED, HF, LOOKUP
+from paradraft.bench.baselines import ASSISTED, HF, LOOKUP, PEERS
 from paradraft.bench.folding import Column, FoldingTable, columns
 from paradraft.bench.labels import LABELS, full_paths, labels
 from paradraft.bench.latency import LATENCIES, TERMS, have_latencies, milliseconds
@@ -166,11 +166,23 @@ def notes(summary: Summary) -> list[str]:
     others = [f"{share} of {'; '.join(names)}" for share, names in shares.items() if share != usual]
     found = full_paths(summary)
     found += [unsteady] if (unsteady := unsteady_runs(summary)) is not None else []
+    if (apart := _peers_apart(summary)) is not None:
+        found.append(apart)
     found += [f"distinct 4-grams of the answers: {usual}" + (f" (but {', '.join(others)})" if others else "")]
     for lacking, specs in without_baseline(summary).items():
         names = "; ".join(shown[spec] for spec in specs)
         found.append(f"no {lacking} in this run, so nothing stands under vs AR+ for: {names}")
     return found
+
+
+def _peers_apart(summary: Summary) -> str | None:
+    """Why peers have other texts, where all methods of ours have those of AR+."""
+    others = {spec: one for spec, one in summary.items() if one["identical_to_ar"] is False}
+    dtypes = {one.get("dtype") for one in others.values()} - {"float32", "float64"}
+    if not others or not dtypes or any(one["method"] not in PEERS for one in others.values()):
+        return None
+    names, rounded = ", ".join(labels(summary)[spec] for spec in others), "/".join(sorted(map(str, dtypes)))
+    return f"same: no for {names}, which round {rounded} in another order; compare in float32"
 
 
 def title_of(result: dict[str, Any]) -> str:

@@ -109,6 +109,11 @@ def _report(target: str, out: Path, origin: InitFrom, made: NewDraft) -> list[st
             "note        vLLM wants as many rows as the target has: set mask_token_id in the recipe to a token "
             "that no text holds"
         )
-    settings = [f"model={out}", f"teacher={target}", f"out={out.with_name(out.name + '-pard')}"]
-    lines.append(f"next        paradraft train pard RECIPE.yaml {shlex.join(settings)}")
+    model = out
+    # What was cut or begun anew learns to be a draft first, and then to read masks.
+    for name, more in ([] if isinstance(origin, PretrainedSibling) else [("ordinary", ["k=1"])]) + [("pard", [])]:
+        trained = out.with_name(f"{out.name}-{name}")
+        settings = shlex.join([f"model={model}", f"teacher={target}", f"out={trained}", *more])
+        lines.append(f"{'next' if model == out else '':<12}paradraft train pard RECIPE.yaml {settings}")
+        model = trained
     return lines

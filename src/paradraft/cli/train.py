@@ -74,12 +74,15 @@ def _kept(record: dict[str, Any]) -> str | None:
     best, first = record.get("best"), record.get("before_training")
     if best is None:
         return None
-    figures = [("{:.2f} tokens per target pass", "acceptance_length"), ("held-out loss {:.3f}", "held_out_loss")]
+    figures = [
+        ("{} tokens per target pass", "{:.2f}", "acceptance_length"),
+        ("held-out loss {}", "{:.3f}", "held_out_loss"),
+    ]
     parts = [f"kept: step {best['step']} of {record['steps_done']}"]
-    for words, key in figures:
+    for words, digits, key in figures:
         if best[key] is not None:
-            before = "" if first is None else f" (before training {first[key]:.4g})"
-            parts.append(words.format(best[key]) + before)
+            before = "" if first is None else f" (before training {digits.format(first[key])})"
+            parts.append(words.format(digits.format(best[key])) + before)
     return ", ".join(parts)
 
 

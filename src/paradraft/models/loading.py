@@ -69,6 +69,8 @@ def locate(name: str, role: str) -> str:
     elif not Path(name).is_dir():
         _check_hub(name)
     elif not (Path(name) / "config.json").is_file():
+        if (Path(name) / "checkpoint").is_dir():
+            raise ValueError(f"{name!r} is of a training that has not ended: the same `paradraft train` goes on")
         raise ValueError(f"{name!r} is not a model folder: it has no config.json")
     return name
 

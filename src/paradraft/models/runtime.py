@@ -191,7 +191,7 @@ def precision_of(name: object) -> str:
     """
     found = SHORT.get(name, name) if isinstance(name, str) else name
     if found not in (AUTO, *PRECISIONS):
-        raise ValueError(f"dtype={name!r}: use one of {', '.join((AUTO, *PRECISIONS))}")
+        raise ValueError(f"dtype={name!r}: use one of {', '.join((AUTO, *PRECISIONS, *SHORT))}")
     return str(found)
 
 

@@ -7,9 +7,10 @@ import shlex
 from importlib.metadata import version
 from pathlib import Path
 
-from paradraft.data.mix import as_source
+from paradraft.data.mix import Source
 from paradraft.drafters import drafter_config, drafter_names
 from paradraft.export.engines import vllm_config
+from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
 from paradraft.models.loading import POCKET, pocket_folder
 from paradraft.train.progress import BestSoFar, Score
 from paradraft.train.provenance import RECORD, Learnt
@@ -44,10 +45,10 @@ def next_steps(name: str, recipe: Recipe, folder: Path, draft: str) -> list[str]
     ]
     if k is not None and (config := vllm_config({1: k}, name, draft)) is not None:
         del config["num_speculative_tokens_per_batch_size"]
-        folder_of = (
-            str(pocket_folder("target")) if target == POCKET else target
-        )  # vLLM does not know the shipped family
-        lines.append(f"vllm serve {shlex.quote(folder_of)} --speculative-config {shlex.quote(json.dumps(config))}")
+        served = str(pocket_folder("target")) if target == POCKET else target  # vLLM knows no model of this name
+        without = "  # without its previous-token head" if (folder / PREVIOUS_TOKEN_HEAD).is_file() else ""
+        settings = shlex.quote(json.dumps(config))
+        lines.append(f"vllm serve {shlex.quote(served)} --speculative-config {settings}{without}")
     return lines
 
 
@@ -70,7 +71,7 @@ def model_card(
     rows = [
         ("begun as", recipe.model),
         ("guesses the text of", recipe.measured_with or "the model whose answers the data are"),
-        ("data", ", ".join(str(as_source(entry).path) for entry in recipe.data)),
+        ("data", ", ".join(str(entry.path if isinstance(entry, Source) else entry) for entry in recipe.data)),
         ("learnt", f"{learnt.samples:,} samples of {learnt.tokens:,} tokens, those held out among them"),
         ("steps", f"{done} of {steps}" + ("" if best is None else f"; these weights are those after step {best.step}")),
     ]

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from paradraft.bench.baselines import HF
+from paradraft.bench.baselines import HF, PEERS
 from paradraft.bench.labels import LABELS, full_paths, labels
 from paradraft.bench.latency import LATENCIES, TERMS, have_latencies
 from paradraft.bench.page.charts import Bar, bars, key, lanes, lines
@@ -47,10 +47,12 @@ def heading(result: dict[str, Any], title: str) -> Element:
         times = figures[f"speedup_vs_{name}"]
         if times is not None and figures["method"] != name:
             tiles.append(tile(number(times, ".2f", "×"), f"the speed of {LABELS[name]}, {words}"))
-    compared = [one["identical_to_ar"] for one in methods.values() if one["method"] != AR]
+    compared = [one["identical_to_ar"] for one in methods.values() if one["method"] not in (AR, *PEERS)]
     compared = [same for same in compared if same is not None]
     if compared:
-        tiles.append(tile(f"{sum(compared)} of {len(compared)}", f"methods give the very tokens of {LABELS[AR]}"))
+        tiles.append(
+            tile(f"{sum(compared)} of {len(compared)}", f"methods of ours give the very tokens of {LABELS[AR]}")
+        )
     asked = f" The prompts are {DEFAULT}." if result["arguments"].get("prompts") == DEFAULT else ""
     return Element.of(
         "header",
