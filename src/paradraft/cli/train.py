@@ -16,6 +16,7 @@ from rich.text import Text
 
 from paradraft.cli import terminal
 from paradraft.environment import is_main_process
+from paradraft.models.loading import POCKET
 from paradraft.train import recipe_class, trainee_module, trainee_names
 
 if TYPE_CHECKING:
@@ -181,7 +182,8 @@ def train_drafter(
             raise ValueError(f"--template {template}: {overrides[0]!r} is for the training, leave it out")
         file = recipe or Path(f"{name}-{template}.yaml")
         write_template(name, template, file)
-        print(f"{file} is written: set model, data and out in it, then paradraft train {name} {file}")
+        what = "" if template == POCKET else "set model, data and out in it, then "
+        print(f"{file} is written: {what}paradraft train {name} {file}")
         return
     if recipe is None:
         raise ValueError(f"train {name}: name a recipe, a YAML file; --template writes one, --settings explains it")
