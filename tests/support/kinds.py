@@ -43,7 +43,7 @@ def model_of(kind: str, dtype: torch.dtype = torch.float64, **settings: Any) -> 
         "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
     }  # fmt: skip
     config = AutoConfig.for_model(kind.partition(" ")[0], **sizes | KINDS[kind] | settings)
-    experts = experts_settings(torch.float64)  # which float32 has too
+    experts = experts_settings(torch.float64, config)  # which float32 has too
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **experts).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():

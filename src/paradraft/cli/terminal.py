@@ -77,7 +77,7 @@ def console(*, stderr: bool = False) -> Console:
     """Where tables and news are printed: plain where `has_styles` says so, and texts as they are."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(
-        stderr=stderr, highlight=False, markup=False, color_system="auto" if has_styles(stream) else None
+        stderr=stderr, highlight=False, markup=False, emoji=False, color_system="auto" if has_styles(stream) else None
     )  # fmt: skip
 
 

@@ -240,7 +240,7 @@ def _json(file: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         # Many published `.json` files have a record in each line. Only those begin with a line that is whole.
-        first = next((line for line in text.splitlines() if line.strip()), "")
+        first = next((line for line in text.split("\n") if line.strip()), "")
         if not _is_json(first):
             raise ValueError(f"{what} {str(file)!r} is not JSON ({error})") from None
         yield from _lines(file, what, example)

@@ -13,7 +13,9 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +36,7 @@ from paradraft.data.records import RECORD_KEYS, Record, content_digest, records
 from paradraft.data.token_table import SCHEMA, read_table, records_of, table_of
 from paradraft.data.tokenized import Tokenization, Tokenized, tokenized
 from paradraft.digests import file_digest
+from paradraft.models.chat_template import CLOCK
 
 try:
     import fcntl
@@ -90,6 +93,7 @@ def tokenized_records(
         ValueError: the source does not exist or cannot be read, or the next record is broken.
     """
     is_small = source.is_file() and source.stat().st_size <= cache.small_bytes
+    is_small = is_small or not _is_text(str(source))  # Arrow could not name its records
     digest = None if is_small else content_digest(source, WHAT)
     if digest is None:
         yield from _plain(source, how)
@@ -115,6 +119,14 @@ def tokenized_records(
     yield from records_of(table)
     if mistake is not None:
         raise mistake
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _plain(source: Path, how: Tokenization) -> Iterator[Tokenized]:
@@ -149,6 +161,7 @@ def _alone(file: Path) -> Iterator[None]:
 def _identity(source: Path, digest: str, how: Tokenization, day: date | None) -> dict[str, Any]:
     """All that decides on the tokens of a source; and its name, which complaints say."""
     template, package = how.template, Path(__file__).parent.parent
+    written = str(template.written or template.tokenizer.chat_template)
     identity = {
         "source": str(source),
         "sha256": digest,
@@ -156,8 +169,8 @@ def _identity(source: Path, digest: str, how: Tokenization, day: date | None) ->
         "template": template.written or template.tokenizer.chat_template,
         "variables": dict(template.variables),
         "end_ids": sorted(template.end_ids),
-        # Where a day is given, the template has it already.
-        "day": date.today().isoformat() if day is None else None,
+        # Where a day is given, the template has it already, unless it asks the clock in a way of its own.
+        "day": date.today().isoformat() if day is None or CLOCK in written else None,
         "columns": list(how.columns.items()),
         "max_length": how.max_length,
         "long": how.long,
@@ -171,7 +184,10 @@ def _identity(source: Path, digest: str, how: Tokenization, day: date | None) ->
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of all that a tokenizer writes when it is saved."""
     with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
+        try:
+            tokenizer.save_pretrained(folder)
+        except Exception as error:  # the library in Rust raises nothing else, where the disk is full
+            raise OSError(f"its tokenizer cannot be written to {folder}: {error}") from None
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         told = [type(tokenizer).__qualname__, *(f"{file.name} {file_digest(file)}" for file in files)]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()
@@ -206,6 +222,7 @@ def _make(
     unfinished = entry.with_name(f"{entry.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     unfinished.mkdir()
+    before = _end_in_order()
     try:
         number, mistake = _write_records(unfinished / RECORDS, source, how)
         files = _tokenize(unfinished, source, how, max(min(processes, number // SHARE), 1)) if number else []
@@ -218,6 +235,21 @@ def _make(
         return read_table(entry / file.name for file in files), None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _end_in_order() -> Any:
+    """Lets SIGTERM end the other processes and tidy up; returns what it did before, None where it is not for us."""
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
+        return None
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    return before
 
 
 def _write_records(file: Path, source: Path, how: Tokenization) -> tuple[int, ValueError | None]:
@@ -234,13 +266,20 @@ def _write_records(file: Path, source: Path, how: Tokenization) -> tuple[int, Va
     number = 0
     with pa.OSFile(str(file), "wb") as stream, pa.ipc.new_stream(stream, RAW) as writer:
         while some := list(islice(found, BATCH)):
-            packed = [pickle.dumps(record) for _, record in some]
+            packed = [_packed(place, record) for place, record in some]
             for (place, record), written in islice(zip(some, packed, strict=True), max(FIRST - number, 0)):
                 if len(written) <= FIRST_BYTES:
                     tokenized(place, record, how)
             number += len(some)
             writer.write_batch(pa.record_batch([[place for place, _ in some], packed], schema=RAW))
     return number, mistakes[0] if mistakes else None
+
+
+def _packed(place: str, record: Record) -> bytes:
+    try:
+        return pickle.dumps(record)
+    except RecursionError:
+        raise ValueError(f"{place}: it is nested too deep to be read") from None
 
 
 def _readable(source: Path, how: Tokenization, mistakes: list[ValueError]) -> Iterator[tuple[str, Record]]:
@@ -277,6 +316,8 @@ def _tokenize(folder: Path, source: Path, how: Tokenization, processes: int) -> 
             new_fingerprint=folder.stem,
             desc=f"tokenizing {source}",
         )
+    except RecursionError:
+        raise ValueError(f"{WHAT} {str(source)!r}: a record or the chat template is nested too deep") from None
     except RuntimeError as error:  # a process has died
         raise ValueError(
             f"{WHAT} {str(source)!r} cannot be tokenized in {processes} processes ({error}): free memory, or start on "
@@ -285,11 +326,19 @@ def _tokenize(folder: Path, source: Path, how: Tokenization, processes: int) -> 
     return [Path(file["filename"]) for file in made.cache_files]
 
 
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def _tokenized_batch(
     batch: dict[str, list[Any]], indices: list[int], how: Tokenization, folder: Path, parent: int
 ) -> pa.Table:
     """Tokenizes some records, up to the first broken one in the source that any process has found."""
-    if parent not in (os.getpid(), os.getppid()):
+    if not _is_running(parent):
         os._exit(1)  # it was killed, and nobody waits
     broken = "broken-"
     if any(int(file.name.removeprefix(broken)) < indices[0] for file in folder.glob(f"{broken}*")):

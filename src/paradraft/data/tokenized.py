@@ -93,7 +93,7 @@ def tokenized(place: str, row: Record, how: Tokenization) -> Tokenized:
     except (ValueError, TypeError, KeyError, TemplateError) as error:
         raise ValueError(f"{place}: {error}") from None
     group = group_of(found[0]) if found else 0
-    is_plain = "text" in record
+    is_plain = isinstance(record.get("text"), str)
     splits = is_plain if how.long == "auto" else how.long == "split"
     parts: list[Sample] = []
     shortened, lost, empty, headless = 0, 0, 0, 0
@@ -124,8 +124,8 @@ def tokenized(place: str, row: Record, how: Tokenization) -> Tokenized:
 
 
 def _is_text(record: Mapping[str, Any]) -> bool:
-    """Whether a record, which can be read, is no conversation."""
-    return "text" in record or {"prompt", "response"} <= record.keys()
+    """Whether a record, which can be read, is no conversation; a table has a null for what a row has not."""
+    return any(all(isinstance(record.get(key), str) for key in keys) for keys in (("text",), ("prompt", "response")))
 
 
 def _from_record(record: Any, template: ChatTemplate) -> list[Sample]:

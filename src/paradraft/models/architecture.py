@@ -77,10 +77,14 @@ def has_experts(config: PretrainedConfig) -> bool:
     return bool(config.model_type == "qwen3_moe")
 
 
-def experts_settings(dtype: torch.dtype) -> dict[str, Any]:
+def experts_settings(dtype: torch.dtype, config: PretrainedConfig) -> dict[str, Any]:
     """How mixtures of experts are computed, as `from_pretrained` takes it: by grouped products, as `transformers` does
-    it by itself, but for float64, in which torch has none."""
-    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    it by itself, but for float64, and for rows that are no multiple of 16 bytes, for which torch has none."""
+    if not has_experts(config):
+        return {}
+    sizes = (config.hidden_size, config.moe_intermediate_size)
+    is_grouped = dtype != torch.float64 and all(size * dtype.itemsize % 16 == 0 for size in sizes)
+    return {} if is_grouped else {"experts_implementation": "eager"}
 
 
 def ropes_of(config: PretrainedConfig) -> dict[str | None, Mapping[str, Any]]:

@@ -182,7 +182,7 @@ def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
             attn_implementation=ATTENTION,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **experts_settings(runtime.computed_in) | settings,
+            **experts_settings(runtime.computed_in, load_config(name)) | settings,
         )
     others = [f"{key} has the shape {tuple(is_)}, not {tuple(wanted)}" for key, is_, wanted in found["mismatched_keys"]]
     if wrong := sorted([*others, *(f"{key} is missing" for key in found["missing_keys"])]):

@@ -82,5 +82,5 @@ def prompt_of(sample: Sample, *, most: int) -> list[int]:
     >>> prompt_of(Sample(tokens=[5, 6, 7, 8], is_label=[True] * 4), most=9)
     [5, 6]
     """
-    first = sample.is_label.index(True)
+    first = list(sample.is_label).index(True)
     return list(sample.tokens[: first or max(min(most, len(sample.tokens) // 2), 1)])

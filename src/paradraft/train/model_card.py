@@ -37,11 +37,11 @@ def next_steps(name: str, recipe: Recipe, folder: Path, draft: str) -> list[str]
     has_own_tree = getattr(drafter_config(name, str(folder)), "tree", None) is not None
     depth = None if has_own_tree else k
     models = f"--target {shlex.quote(target)}"
-    method = f"{name}:draft={draft}" if depth is None else f"{name}:k={depth}:draft={draft}"
+    method = name if depth is None else f"{name}:k={depth}"
     drafter = f"--drafter {name}" if depth is None else f"--drafter {name} -k {depth}"
     lines = [
         f"paradraft generate {models} {drafter} --draft {shlex.quote(draft)} --prompt 'Once upon a time'",
-        f"paradraft bench {models} --methods {shlex.quote(f'ar,{method}')}",
+        f"paradraft bench {models} --methods ar,{method} --draft {shlex.quote(draft)}",
     ]
     if k is not None and (config := vllm_config({1: k}, name, draft)) is not None:
         del config["num_speculative_tokens_per_batch_size"]

@@ -382,3 +382,10 @@ def test_data_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"is not read, write \.jsonl or \.parquet"):
         load_samples([tmp_path / name], tiny_tokenizer(), max_length=9)
+
+
+def test_lines_of_a_json_file_may_hold_other_line_breaks(tmp_path: Path) -> None:
+    """Guards `.json` files that have a record in each line: the first one was cut at U+2028, and the file refused."""
+    file = tmp_path / "data.json"
+    file.write_text('{"text": "a\u2028b"}\n{"text": "c"}\n', encoding="utf-8")
+    assert len(load_samples([file], tiny_tokenizer(), max_length=9)) == 2

@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import signal
+import time
 import warnings
 from datetime import date
 from pathlib import Path
@@ -22,6 +24,7 @@ from paradraft.data import records, token_cache
 from paradraft.data.dataset import load_samples
 from paradraft.data.samples import Sample
 from paradraft.data.token_cache import TokenCache
+from paradraft.train.acceptance import prompt_of
 from paradraft.train.batch import Drop, collate
 from tests.conftest import tiny_tokenizer
 from tests.support.jsonl import write_lines
@@ -331,3 +334,79 @@ def test_mapped_samples_become_the_same_rows(tmp_path: Path, cache: TokenCache) 
         for samples in (plain, mapped)
     )
     assert torch.equal(one.tokens, other.tokens) and torch.equal(one.labels, other.labels)
+
+
+def test_what_is_kept_can_be_measured_with(tmp_path: Path, cache: TokenCache) -> None:
+    """Guards all trainings on large files: a prompt is cut from a kept sample, whose labels are in the file's memory,
+    and that was a traceback."""
+    source = tmp_path / "data.jsonl"
+    write_lines(source, RECORDS[1:2])
+    (plain,), (kept,) = (
+        load_samples([source], tokenizer_with(), max_length=64, day=MONDAY, cache=each) for each in (None, cache)
+    )
+    assert isinstance(kept.is_label, memoryview) and prompt_of(kept, most=9) == prompt_of(plain, most=9) != []
+
+
+def test_a_template_that_asks_the_clock_in_its_own_way_is_of_one_day(
+    tmp_path: Path, cache: TokenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards dates: such a template writes today's whatever day the run began, and yesterday's had been kept."""
+
+    class Later(date):
+        @classmethod
+        def today(cls) -> date:
+            return cls(2027, 1, 2)
+
+    source = tmp_path / "data.jsonl"
+    write_lines(source, [{"messages": TALK}])
+    tokenizer = tokenizer_with("{% set f = '%d' %}" + TEMPLATE.replace("strftime_now('%d')", "strftime_now(f)"))
+    outcome(source, cache, tokenizer=tokenizer)
+    first = len(entries(cache))
+    monkeypatch.setattr(token_cache, "date", Later)
+    outcome(source, cache, tokenizer=tokenizer)
+    assert (first, len(entries(cache))) == (1, 2)
+
+
+def test_a_null_is_no_text(tmp_path: Path) -> None:
+    """Guards tables with a column for each form: answers were split as plain text, without a word."""
+    source, without = tmp_path / "nulls.jsonl", tmp_path / "without.jsonl"
+    rows = [{"prompt": "ab", "response": "cdcdcdcdcdcdcd"}, {"messages": TALK}]
+    write_lines(source, [{"text": None, **row} for row in rows])
+    write_lines(without, rows)
+    assert outcome(source) == outcome(without)
+
+
+def test_what_pickles_cannot_hold_is_named(tmp_path: Path, cache: TokenCache) -> None:
+    """Guards records that are nested too deep for other processes: a traceback, or advice to free memory."""
+    source = tmp_path / "data.jsonl"
+    source.write_text('{"messages": ' + "[" * 900 + "]" * 900 + "}\n", encoding="utf-8")
+    said, _ = outcome(source, cache)
+    assert isinstance(said, str) and "line 1: " in said
+
+
+def test_a_tokenizer_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, cache: TokenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards full disks: the library that writes tokenizers raises nothing but `Exception`."""
+    source = tmp_path / "data.jsonl"
+    write_lines(source, RECORDS)
+
+    def full(*_: object, **__: object) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+    found, said = outcome(source, cache)
+    assert found == outcome(source)[0] and any("No space left on device" in line for line in said)
+
+
+def test_sigterm_while_tokens_are_made_tidies_up(
+    tmp_path: Path, cache: TokenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards clusters: the processes of a start that was ended were left, with 350 MB."""
+    source = tmp_path / "data.jsonl"
+    write_lines(source, RECORDS)
+    monkeypatch.setattr(token_cache, "_tokenize", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(5))
+    with pytest.raises(SystemExit) as ended:
+        outcome(source, cache)
+    assert ended.value.code == 128 + signal.SIGTERM and entries(cache) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

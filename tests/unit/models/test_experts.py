@@ -47,6 +47,20 @@ def test_other_tokens_change_no_more_than_rounding(implementation: str) -> None:
     assert (together[0][1] - alone[0][0]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize(
+    ("sizes", "implementation"), [((30, 16), "eager"), ((32, 10), "eager"), ((32, 16), "grouped_mm")]
+)
+def test_sizes_without_grouped_products(tmp_path: Path, sizes: tuple[int, int], implementation: str) -> None:
+    """Guards small experts: torch has no grouped products for rows that are no multiple of 16 bytes, a traceback."""
+    hidden, moe = sizes
+    model = model_of("qwen3_moe", torch.float32, hidden_size=hidden, moe_intermediate_size=moe, head_dim=8)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    engine = load(str(tmp_path), drafter="ngram", k=3, runtime=Runtime(device="cpu", dtype="float32"))
+    assert engine.target.lm.model.config._experts_implementation == implementation
+    assert len(engine.generate("helloworld", max_new_tokens=8).tokens) > 0
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_the_audit_passes(folder: str, dtype: str) -> None:
     """Guards the measure of rounding, in which experts have a part, and that the audit leaves the model as it was."""
