@@ -1,3 +1,3 @@
-"""The tests. What torchao says at import is dropped by this module, which has to come before `transformers`."""
+"""The tests. What torchao says at import is dropped by the package, which has to come before `transformers`."""
 
-import paradraft.models as paradraft_models  # noqa: F401
+import paradraft  # noqa: F401

@@ -6,6 +6,8 @@ What is here is imported when it is first used, so that `import paradraft` takes
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import paradraft.complaints  # noqa: F401  # before all that imports transformers
+
 if TYPE_CHECKING:
     from paradraft.decode.stats import Stats
     from paradraft.engine import Chunk, Engine, Result

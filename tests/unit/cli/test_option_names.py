@@ -16,6 +16,7 @@ NARROWER = {
 """Options that mean the same thing everywhere, of which a command says more, such as when it is of use."""
 OTHERS = {
     "--acceptance": "plan reads a file, simulate rates",
+    "--api-key-env": "regenerate sends the key, serve wants it",
     "--seed": "of init-draft: that of its weights",
     "--methods": "bench runs methods, report selects them",
     "--out": "init-draft writes a folder, regenerate a file",

@@ -17,6 +17,7 @@ from paradraft.cli.options import OPTIONS, REQUIRED, Offer, with_options
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
+from paradraft.serve.limits import Limits
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 
@@ -24,6 +25,7 @@ READ = {"tree": {"tree_budget", "tree_paths"}}
 """The options of a field, where they are not called like it."""
 ONLY_IN_PYTHON = {
     Speculation: {"overlap"}, Sampling: {"processors"}, Runtime: {"width", "pad_to", "cuda_graphs"}, Placement: set(),
+    Limits: set(),
 }  # fmt: skip
 OTHER = Offer(without=("k", "lengths"), defaults={"drafter": REQUIRED, "verify": "rejection"}, helps={"draft": "Dr."})
 Last = Annotated[int, typer.Option()]
