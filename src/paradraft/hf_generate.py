@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     GenerationConfig,
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
@@ -28,14 +30,14 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, MinPLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
-from paradraft.core import NO_LIMIT, Request
+from paradraft.core import Request
 from paradraft.decode.batch import run
 from paradraft.decode.generation import Generation
 from paradraft.drafters import load_drafter
 from paradraft.engine import Engine
 from paradraft.errors import one_line
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import load_tokenizer, tokens_of
+from paradraft.models.loading import load_tokenizer
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampling_params import LogitsProcessor, Sampling
@@ -48,6 +50,8 @@ STATEFUL = (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )  # fmt: skip
 """Processors that are no function of a text and its logits."""
+OF_PROMPTS = (EncoderNoRepeatNGramLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor)
+"""Processors that know all prompts of a batch, and so serve no row of one alone."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1), "penalty_alpha": (None,), "dola_layers": (None,), "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,), "typical_p": (None, 1.0), "epsilon_cutoff": (None, 0.0),
@@ -59,6 +63,21 @@ PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "l
 """What `generate` prepares for a model's forward, and nobody has asked for."""
 OURS = "_paradraft_engines"
 """The attribute of a model that holds its engines."""
+
+
+class Engines:
+    """The engines of a model, as an attribute of it; copies of the model and its pickles have none.
+
+    Args:
+        weights: where the weights were when the engines were made, and how often they had changed.
+    """
+
+    def __init__(self, weights: tuple[tuple[int, int], ...] = ()) -> None:
+        self.weights = weights
+        self.engines: dict[Speculation, Engine] = {}
+
+    def __reduce__(self) -> tuple[type[Engines], tuple[()]]:
+        return Engines, ()
 
 
 def custom_generate(
@@ -112,11 +131,14 @@ def custom_generate(
         if mask is not None and not mask[number, pad:].all():
             raise ValueError("custom_generate: prompts must be padded on the left: set tokenizer.padding_side='left'")
         asked = _sampling(generation_config, logits_processor, tuple(row[:pad]), (seed or 0) + number)
-        limit = min((generation_config.max_length or NO_LIMIT) - len(row), engine.target.capacity - len(row) + pad)
-        if limit < 1:
-            raise ValueError(f"custom_generate: the model has room for {engine.target.capacity} tokens: ask for less")
+        most = generation_config.max_length or engine.target.capacity + pad
+        if (wanted := max(most, len(row) + 1) - pad) > engine.target.capacity:
+            raise ValueError(
+                f"custom_generate: the model has room for {engine.target.capacity} tokens, and {wanted} are asked for "
+                "with the prompt: ask for less"
+            )
         ends = _ends(generation_config)
-        request = Request(id=number, tokens=row[pad:], sampling=asked, max_new_tokens=limit, eos_ids=ends)
+        request = Request(id=number, tokens=row[pad:], sampling=asked, max_new_tokens=most - len(row), eos_ids=ends)
         generations.append(Generation(request))
     answers = _decoded(engine, generations, rows, stopping_criteria, input_ids.device, streamer)
     return _joined(input_ids, answers, generation_config)
@@ -140,6 +162,8 @@ def _check(
         raise ValueError(
             f"custom_generate: {type(found).__name__} is no function of a text and its logits, and cannot be served"
         )
+    if batch_size > 1 and (found := next((one for one in processors if isinstance(one, OF_PROMPTS)), None)) is not None:
+        raise ValueError(f"custom_generate: {type(found).__name__} serves one prompt, and there are {batch_size}")
     if synced_gpus:
         raise ValueError("custom_generate: synced_gpus=True cannot be served: leave it out")
     if streamer is not None and batch_size > 1:
@@ -157,12 +181,15 @@ def _is_of_sampling(name: str) -> bool:
 
 
 def _engine_of(model: PreTrainedModel, speculation: Speculation) -> Engine:
-    """The engine for a model as it is now."""
+    """The engine for a model as it is now.
+
+    As in `generate`, every row of the embedding is a token, those that only fill it up too.
+    """
     weights = tuple((weight.data_ptr(), weight._version) for weight in model.parameters())
-    kept, before = getattr(model, OURS, ({}, weights))
-    if before != weights:
-        kept = {}
-    if speculation not in kept:
+    kept = getattr(model, OURS, None)
+    if kept is None or kept.weights != weights:
+        kept = Engines(weights)
+    if speculation not in kept.engines:
         if not model.config.name_or_path:
             raise ValueError("custom_generate: this model is from no folder, so its tokenizer cannot be found: save it")
         if (attention := model.config._attn_implementation) not in ("sdpa", "eager"):
@@ -170,12 +197,12 @@ def _engine_of(model: PreTrainedModel, speculation: Speculation) -> Engine:
         name = str(model.dtype).removeprefix("torch.")
         runtime = Runtime(device=str(model.device), dtype=name, width=speculation.pass_width)
         tokenizer = load_tokenizer(model.config.name_or_path)
-        lm = CausalLM(model, vocab_size=tokens_of(model.config, tokenizer), width=runtime.width)
+        lm = CausalLM(model, vocab_size=model.config.vocab_size, width=runtime.width)
         target = Target(lm, tokenizer)
         drafter = load_drafter(speculation.drafter, target, draft=speculation.draft, runtime=runtime)
-        kept = {**kept, speculation: Engine(target, drafter, speculation)}
-    setattr(model, OURS, (kept, weights))
-    return kept[speculation]
+        kept.engines[speculation] = Engine(target, drafter, speculation)
+    setattr(model, OURS, kept)
+    return kept.engines[speculation]
 
 
 def _ends(config: GenerationConfig) -> frozenset[int]:

@@ -69,8 +69,10 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p}: use a number above 0 and at most 1 (keep all tokens)")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p={self.min_p}: use a number from 0 (keep all tokens) to 1")
-        if not 0.0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty}: use a number above 0; 1 is no penalty")
+        if not 1e-6 <= self.repetition_penalty <= 1e6:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty}: use a number from 0.000001 to 1000000; 1 is no penalty"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             if not abs(getattr(self, name)) <= MOST_BIAS:
                 raise ValueError(

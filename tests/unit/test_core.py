@@ -19,6 +19,7 @@ from tests.support.decoding import committed, requests, started
         ("temperature", -0.1), ("temperature", float("inf")), ("temperature", float("nan")),
         ("top_k", -1), ("top_p", 0.0), ("top_p", 1.01), ("top_p", float("nan")),
         ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0.0), ("repetition_penalty", -1.0),
+        ("repetition_penalty", 1e-7), ("repetition_penalty", 1e7),
         ("presence_penalty", float("nan")), ("frequency_penalty", float("inf")), ("presence_penalty", 20000.0),
         ("top_k", 1.5), ("seed", 0.5),
         ("seed", 2**63), ("seed", -(2**63) - 1),

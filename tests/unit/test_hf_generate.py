@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,7 @@ def test_greedy_answers_are_those_of_generate(
 def test_the_passes_are_fewer(family: Path, model: PreTrainedModel) -> None:
     """Control: what comes out is also what decoding without this gives, so that it could have done nothing."""
     model.generate(**inputs_of(family), max_new_tokens=30, pad_token_id=0, **ours(family, "pard"))
-    (engine,) = getattr(model, OURS)[0].values()
+    (engine,) = getattr(model, OURS).engines.values()
     stats = engine.drafter.models[0].passes
     assert sum(stats.values()) > 0
 
@@ -124,12 +126,40 @@ def test_a_model_that_has_learnt_is_prepared_again(family: Path, model: PreTrain
     """Guards training loops that sample: passes have copies of the weights."""
     asked = {**inputs_of(family), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     before = model.generate(**asked, **ours(family))
-    engine = getattr(model, OURS)[0]
-    assert torch.equal(model.generate(**asked, **ours(family)), before) and getattr(model, OURS)[0] is engine
+    kept = getattr(model, OURS)
+    assert torch.equal(model.generate(**asked, **ours(family)), before) and getattr(model, OURS) is kept
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(-3)
     after = model.generate(**asked, **ours(family))
     assert torch.equal(after, model.generate(**asked)) and not torch.equal(after, before)
+
+
+def test_copies_of_a_model_have_no_engines(family: Path, model: PreTrainedModel) -> None:
+    """Guards moving averages, and processes that are handed a model: passes cannot be copied."""
+    asked = {**inputs_of(family), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(**asked, **ours(family))
+    kept = getattr(model, OURS)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not getattr(copied, OURS).engines
+        assert torch.equal(copied.generate(**asked, **ours(family)), before)
+    assert getattr(model, OURS) is kept and kept.engines
+
+
+def test_rows_that_only_fill_the_embedding_up(family: Path) -> None:
+    """Guards processors made for every row of the embedding: `generate` shows and chooses all of them."""
+    model = AutoModelForCausalLM.from_pretrained(family / "target", dtype=torch.float64)
+    assert model.config.vocab_size > VOCAB
+    bias = torch.linspace(0, 1, model.config.vocab_size, dtype=torch.float64)
+    processor = LogitsProcessorList([lambda ids, scores: scores + bias])
+    asked = {**inputs_of(family), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**asked, logits_processor=processor)
+    assert torch.equal(model.generate(**asked, logits_processor=processor, **ours(family)), expected)
+
+
+def test_a_processor_of_the_prompt_serves_one(family: Path, model: PreTrainedModel) -> None:
+    settings = {"max_new_tokens": 12, "pad_token_id": 0, "encoder_no_repeat_ngram_size": 2}
+    asked = {**inputs_of(family, ["abcabc"]), **settings}
+    assert torch.equal(model.generate(**asked, **ours(family)), model.generate(**asked))
 
 
 @pytest.mark.parametrize(
@@ -139,6 +169,9 @@ def test_a_model_that_has_learnt_is_prepared_again(family: Path, model: PreTrain
         ({"do_sample": True, "typical_p": 0.5}, "typical_p=0.5 cannot be served"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores=True cannot be served"),
         ({"prefix_allowed_tokens_fn": lambda row, text: [1, 2]}, "PrefixConstrainedLogitsProcessor is no function"),
+        ({"encoder_repetition_penalty": 1.2}, "EncoderRepetitionPenaltyLogitsProcessor serves one prompt, and there"),
+        ({"encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGramLogitsProcessor serves one prompt, and there are 3"),
+        ({"max_new_tokens": 100_000}, r"the model has room for \d+ tokens, and \d+ are asked for"),
         ({"k": 0}, "k=0"),
         ({"drafter": "nothing"}, "nothing"),
         ({"draft_model": "/no/such/folder"}, "/no/such/folder"),

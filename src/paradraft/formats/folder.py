@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +21,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """Gives a folder to write a drafter into; `folder` appears or changes only when all is written, the files on the
     disk and `config.json` among them."""
     folder = folder.resolve()
-    new = folder.with_name(folder.name + ".new")
-    shutil.rmtree(new, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".new", dir=folder.parent))
     try:
-        new.mkdir(parents=True)
         yield new
         # Safetensors are written for their owner alone, and a server is often another user.
         for file in new.glob("*.safetensors"):

@@ -139,7 +139,7 @@ def _outside_nucleus(logits_BNV: Tensor, p: float) -> Tensor:
     def nucleus(ordered: Tensor, total_M1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         probs = (ordered - total_M1).exp()
         reached = probs.cumsum(1)
-        size_M1 = (reached - probs < p).sum(1, keepdim=True)
+        size_M1 = (reached - probs < p).sum(1, keepdim=True).clamp(min=1)  # rounding may say none, and NaN does
         return size_M1, ordered.gather(1, size_M1 - 1), reached[:, -1] < p
 
     size_M1, least_M1, is_wider_M = nucleus(rows_MV.topk(min(LIKELIEST, rows_MV.shape[1])).values, total_M1)

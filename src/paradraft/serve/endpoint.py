@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
+from paradraft.errors import one_line
 from paradraft.serve.admission import ending
 from paradraft.serve.answers import Answers
 from paradraft.serve.forms import Answer, Form, piece, usage, whole
@@ -144,7 +145,7 @@ class Endpoint:
     async def _answer(self, body: bytes, exchange: Exchange) -> None:
         asked = read(body, self._form.schema)
         if asked.model not in (None, self._model):
-            message = f"model: {asked.model!a} is not served here, which is {self._model!a}"
+            message = f"model: {one_line(asked.model)} is not served here, which is {self._model!a}"
             raise ApiError(404, message, param="model", code="model_not_found")
         try:
             rows = self._form.prompts(asked)

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paradraft.serve.replies import ApiError
 
-LOCAL_NAMES = (b"localhost", b"127.0.0.1", b"[::1]")
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]{1,5})?")
+"""The `Host` of a request, in small letters: a name or an address, and perhaps a port."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine can reach a host.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("::1"), is_loopback("0.0.0.0")
+    (True, True, True, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def names_this_machine(host: bytes) -> bool:
+    """Whether the `Host` of a request is an address of this machine alone.
+
+    >>> names_this_machine(b"127.0.0.1:8000"), names_this_machine(b"[::1]"), names_this_machine(b"127.evil.example")
+    (True, True, False)
+    """
+    found = HOST.fullmatch(host.decode("latin-1").lower())
+    return found is not None and is_loopback(found[1].strip("[]"))
 
 
 class Guard:
@@ -22,7 +49,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self._app = app
-        self._wanted = None if key is None else b"Bearer " + key.encode()
+        self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hands a request on, or refuses it."""
@@ -33,14 +60,13 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = dict(scope["headers"])
-        if self._wanted is None:
-            host = headers.get(b"host", b"").lower()
-            name = host if host.endswith(b"]") else host.rpartition(b":")[0] or host
-            if name in LOCAL_NAMES or name.startswith(b"127."):
+        if self._key is None:
+            if names_this_machine(headers.get(b"host", b"")):
                 return None
             return ApiError(403, "this server is for its own machine: call it by 127.0.0.1 or localhost, or set a key")
         if not scope["path"].startswith("/v1"):
             return None
-        if hmac.compare_digest(headers.get(b"authorization", b""), self._wanted):
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key):
             return None
         return ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key")

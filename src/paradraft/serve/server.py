@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from types import FrameType
@@ -11,6 +10,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from paradraft.serve.admission import Admission
+from paradraft.serve.guard import is_loopback
 
 LAST_S = 2
 """Seconds for what is left when time is up: telling clients of it."""
@@ -57,20 +57,6 @@ class Server(uvicorn.Server):
         if self._admission.is_closing and self._admission.is_idle:
             self.should_exit = True
         return await super().on_tick(counter)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine can reach a host.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("::1"), is_loopback("0.0.0.0")
-    (True, True, True, False)
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def key_of(variable: str | None, host: str) -> str | None:

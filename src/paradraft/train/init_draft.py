@@ -139,9 +139,6 @@ def _check_free(out: Path) -> None:
             raise ValueError(f"{str(out)!r} is not empty: delete it, or choose another folder")
     elif out.exists():
         raise ValueError(f"{str(out)!r} is a file: choose another folder")
-    unfinished = out.resolve().with_name(out.resolve().name + ".new")
-    if unfinished.exists():
-        raise ValueError(f"{str(unfinished)!r} is in the way, where the draft is put together: delete or rename it")
     above = next(folder for folder in out.resolve().parents if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise ValueError(f"{str(out)!r} cannot be written: {str(above)!r} is no folder, or not yours")

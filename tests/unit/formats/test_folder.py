@@ -59,7 +59,16 @@ def test_a_folder_inside_is_replaced_too(tmp_path: Path) -> None:
         tokenizer.chat_template = {"default": "x", "other": text}
         save_model(tmp_path / "model", tiny_model(1), tokenizer)
         assert any(text.encode() == content for content in contents(tmp_path / "model").values())
-    assert not (tmp_path / "model.new").exists()
+    assert [folder.name for folder in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_users_folder_with_a_name_like_ours_is_kept(tmp_path: Path) -> None:
+    """Guards `out.new`, which was deleted without a word, even when it was what `out` was made from."""
+    save_model(tmp_path / "out.new", tiny_model(1), tiny_tokenizer())
+    before = contents(tmp_path / "out.new")
+    save_model(tmp_path / "out", tiny_model(1), tiny_tokenizer())
+    assert contents(tmp_path / "out.new") == before
+    assert {folder.name for folder in tmp_path.iterdir()} == {"out", "out.new"}
 
 
 def test_whoever_reads_the_config_reads_the_weights(tmp_path: Path) -> None:

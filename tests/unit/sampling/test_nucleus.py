@@ -33,3 +33,14 @@ def test_the_nucleus_is_what_its_definition_says(p: float, likeliest: int, monke
         assert set(filtered.isfinite().nonzero()[:, 0].tolist()) == {token for token in kept if row[token] > -torch.inf}
         alone = filtered_logits(row[None, None], Sampling(temperature=1.0, top_p=p))
         assert torch.equal(alone.view(-1), filtered)
+
+
+@pytest.mark.parametrize("p", [1e-320, 1e-9, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_nucleus_is_never_empty(p: float, dtype: torch.dtype) -> None:
+    """Guards servers: one request with a tiny p, or a model that breaks, ended the answers of a whole batch."""
+    logits = torch.zeros(1, 2, 50, dtype=dtype)
+    logits[0, 0, 7] = 1e4
+    logits[0, 1] = torch.nan
+    found = filtered_logits(logits, Sampling(temperature=1.0, top_p=p))
+    assert found[0, 0].isfinite().nonzero().tolist() == [[7]] and found[0, 1].isnan().all()

@@ -186,14 +186,18 @@ def test_a_key(engine: Engine) -> None:
         with pytest.raises(openai.AuthenticationError):
             running.client("wrong").models.list()
         assert running.client("s3cret").models.list().data[0].id == MODEL
+        assert (
+            running.post("/v1/completions", {**LONG, "max_tokens": 2}, Authorization="bearer s3cret").status_code == 200
+        )
         assert httpx2.get(f"{running.url}/health").status_code == 200
 
 
 def test_other_names_of_the_host(running: Serving) -> None:
     """Guards a server without a key against pages of other sites whose name has come to mean this machine."""
-    refused = httpx2.get(f"{running.url}/v1/models", headers={"Host": "evil.example"})
-    assert refused.status_code == 403 and error_of(refused)["type"] == "permission_error"
-    for name in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
+    for name in ("evil.example", "127.evil.example", "127.0.0.1.evil.example:80", "localhost:80@evil.example", "::1"):
+        refused = httpx2.get(f"{running.url}/v1/models", headers={"Host": name})
+        assert refused.status_code == 403 and error_of(refused)["type"] == "permission_error"
+    for name in ("localhost:8000", "127.0.0.1", "127.1.2.3:80", "[::1]:8000", "LocalHost"):
         assert httpx2.get(f"{running.url}/v1/models", headers={"Host": name}).status_code == 200
 
 

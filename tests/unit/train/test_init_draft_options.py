@@ -148,13 +148,13 @@ def test_parameters_are_counted_once_where_matrices_are_shared(tmp_path: Path) -
 
 
 def test_a_folder_with_the_name_of_the_unfinished_one_is_kept(tmp_path: Path) -> None:
-    """Guards a user's folder `out.new`, which is where a model is put together before it gets its name."""
+    """Guards a user's folder `out.new`: a model is put together under another name before it gets its own."""
     target, mine = write_model(tmp_path / "target"), tmp_path / "out.new" / "mine"
     mine.parent.mkdir()
     mine.write_text("mine")
-    with pytest.raises(ValueError, match=r"out\.new' is in the way"):
-        make(target, tmp_path / "out", PrunedTarget(layers=2))
-    assert mine.read_text() == "mine"
+    make(target, tmp_path / "out", PrunedTarget(layers=2))
+    assert mine.read_text() == "mine" and read(tmp_path / "out").num_parameters()
+    assert {folder.name for folder in tmp_path.iterdir()} == {"target", "out", "out.new"}
 
 
 def test_a_target_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
