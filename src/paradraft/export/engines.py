@@ -38,35 +38,58 @@ def ranges(chosen: Mapping[int, int]) -> Ranges:
     return found
 
 
-def vllm_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str, Any] | None:
+def vllm_fixed(k: int, drafter: str, draft: str) -> dict[str, Any] | None:
     """The value of vLLM's `--speculative-config`; None where nothing is to be drafted, or vLLM has no such drafter.
 
     Args:
-        chosen: K by batch size.
+        k: tokens drafted per round, at every batch size.
         drafter: its name here, with settings or without.
         draft: the draft model.
     """
-    most = max(chosen.values())
     name, _ = split_settings(drafter)
     methods: dict[str, dict[str, Any]] = {
         "pard": {"method": "draft_model", "model": draft, "parallel_drafting": True},
         "autoregressive": {"method": "draft_model", "model": draft},
         "ngram": {"method": "ngram"},
     }
-    if not most or name not in methods:
+    if not k or name not in methods:
         return None
     if name == "ngram":
         # Without these it looks for five tokens and for no fewer, and drafts less than what was planned.
         longest = drafter_settings(drafter).get("max_ngram")
         methods[name] |= {"prompt_lookup_max": longest, "prompt_lookup_min": 1}
-    return methods[name] | {
-        "num_speculative_tokens": most,
-        "num_speculative_tokens_per_batch_size": [list(one) for one in ranges(chosen)],
-    }
+    return methods[name] | {"num_speculative_tokens": k}
+
+
+def vllm_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str, Any] | None:
+    """As `vllm_fixed`, with a K for each batch size.
+
+    Args:
+        chosen: K by batch size.
+        drafter: its name here, with settings or without.
+        draft: the draft model.
+    """
+    fixed = vllm_fixed(max(chosen.values()), drafter, draft)
+    by_size = [list(one) for one in ranges(chosen)]
+    return None if fixed is None else fixed | {"num_speculative_tokens_per_batch_size": by_size}
+
+
+def tensorrt_fixed(k: int, drafter: str, draft: str) -> dict[str, Any] | None:
+    """TensorRT-LLM's `speculative_config`; None where nothing is to be drafted, or it has no such drafter.
+
+    Args:
+        k: tokens drafted per round, at every batch size.
+        drafter: its name here, with settings or without.
+        draft: the draft model.
+    """
+    name, _ = split_settings(drafter)
+    if not k or name not in TENSORRT_TYPES:
+        return None
+    return {"decoding_type": TENSORRT_TYPES[name], "max_draft_len": k, "speculative_model": draft}
 
 
 def tensorrt_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str, Any] | None:
-    """TensorRT-LLM's `speculative_config`; None where nothing is to be drafted, or it has no such drafter.
+    """As `tensorrt_fixed`, with a K for each batch size.
 
     Its first K is its largest: where larger batches are to draft more than the first, they draft as much.
 
@@ -77,15 +100,9 @@ def tensorrt_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict
     """
     found = ranges(chosen)
     most = found[0][2]
-    name, _ = split_settings(drafter)
-    if not most or name not in TENSORRT_TYPES:
-        return None
-    return {
-        "decoding_type": TENSORRT_TYPES[name],
-        "max_draft_len": most,
-        "speculative_model": draft,
-        "draft_len_schedule": {last: min(k, most) for _, last, k in found},
-    }
+    fixed = tensorrt_fixed(most, drafter, draft)
+    schedule = {last: min(k, most) for _, last, k in found}
+    return None if fixed is None else fixed | {"draft_len_schedule": schedule}
 
 
 def lines(chosen: Mapping[int, int], drafter: str, draft: str) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
-from paradraft.export.engines import tensorrt_config, vllm_config
+from paradraft.export.engines import tensorrt_fixed, vllm_fixed
 from paradraft.formats.folder import save_model, whole_folder
 from paradraft.formats.head import is_head
 from paradraft.formats.pard import CONFIG_KEYS, RANK, declare_masks, declared_mask_id
@@ -193,10 +193,8 @@ def _launch(engine: str, drafter: str, target: str, draft: str, k: int) -> str:
     """What starts an engine."""
     named, folder = shlex.quote(target), shlex.quote(draft)
     if engine == VLLM:
-        config = vllm_config({1: k}, drafter, draft)
-        assert config is not None
-        del config["num_speculative_tokens_per_batch_size"]
-        return f"vllm serve {named} --speculative-config {shlex.quote(json.dumps(config))}"
+        config = json.dumps(vllm_fixed(k, drafter, draft))
+        return f"vllm serve {named} --speculative-config {shlex.quote(config)}"
     if engine == TENSORRT:
         return f"trtllm-serve {named} --config {shlex.quote(f'{draft}/{TENSORRT_FILE}')}"
     if engine == SGLANG:
@@ -212,9 +210,8 @@ def _launch(engine: str, drafter: str, target: str, draft: str, k: int) -> str:
 
 
 def _tensorrt_yaml(drafter: str, draft: str, k: int) -> str:
-    config = tensorrt_config({1: k}, drafter, draft)
+    config = tensorrt_fixed(k, drafter, draft)
     assert config is not None
-    del config["draft_len_schedule"]
     lines = [f"  {key}: {json.dumps(value)}" for key, value in config.items()]
     return "\n".join(["speculative_config:", *lines, ""])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paradraft.data.mix import Source
 from paradraft.drafters import drafter_config, drafter_names
-from paradraft.export.engines import vllm_config
+from paradraft.export.engines import vllm_fixed
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
 from paradraft.models.loading import POCKET, pocket_folder
 from paradraft.train.progress import BestSoFar, Score
@@ -43,8 +43,7 @@ def next_steps(name: str, recipe: Recipe, folder: Path, draft: str) -> list[str]
         f"paradraft generate {models} {drafter} --draft {shlex.quote(draft)} --prompt 'Once upon a time'",
         f"paradraft bench {models} --methods ar,{method} --draft {shlex.quote(draft)}",
     ]
-    if k is not None and (config := vllm_config({1: k}, name, draft)) is not None:
-        del config["num_speculative_tokens_per_batch_size"]
+    if k is not None and (config := vllm_fixed(k, name, draft)) is not None:
         served = str(pocket_folder("target")) if target == POCKET else target  # vLLM knows no model of this name
         without = "  # without its previous-token head" if (folder / PREVIOUS_TOKEN_HEAD).is_file() else ""
         settings = shlex.quote(json.dumps(config))
