@@ -18,7 +18,7 @@ import torch
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.export.engines import tensorrt_fixed, vllm_fixed
-from paradraft.formats.folder import save_model, whole_folder
+from paradraft.formats.folder import whole_folder, write_model
 from paradraft.formats.head import is_head
 from paradraft.formats.pard import CONFIG_KEYS, RANK, declare_masks, declared_mask_id
 from paradraft.loader import load_engine
@@ -132,10 +132,7 @@ def hand_off(
         declare_masks(model.config, mask, masks)
     model.generation_config = load_generation_config(of_target)
     with whole_folder(out) as new:
-        save_model(new / "model", model.eval(), tokenizer)
-        for file in (new / "model").iterdir():
-            file.rename(new / file.name)
-        (new / "model").rmdir()
+        write_model(new, model.eval(), tokenizer)
         measured = _measure(new, drafter, target, k, prompts, max_new_tokens, runtime) if prompts else None
         done = Handoff(
             engine=engine, drafter=drafter, k=k, notes=notes, measured=measured,

@@ -48,18 +48,29 @@ def save_model(
         tokenizer: its tokenizer.
         beside: further files of tensors, by name.
     """
+    with whole_folder(folder) as new:
+        write_model(new, model, tokenizer)
+        for name, tensors in (beside or {}).items():
+            (new / name).parent.mkdir(exist_ok=True)
+            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, new / name)
+
+
+def write_model(new: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes the files of an ordinary Hugging Face folder into one that `whole_folder` gives.
+
+    Args:
+        new: the folder.
+        model: its weights and configs.
+        tokenizer: its tokenizer.
+    """
     if not model.generation_config.do_sample:
         # Published models have sampling settings without `do_sample`, which `transformers` reads but does not write.
         try:
             model.generation_config.validate(strict=True)
         except ValueError:
             model.generation_config.do_sample = True
-    with whole_folder(folder) as new:
-        model.save_pretrained(new)
-        tokenizer.save_pretrained(new)
-        for name, tensors in (beside or {}).items():
-            (new / name).parent.mkdir(exist_ok=True)
-            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, new / name)
+    model.save_pretrained(new)
+    tokenizer.save_pretrained(new)
 
 
 def put_in_place(new: Path, folder: Path) -> None:
