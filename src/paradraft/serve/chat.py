@@ -17,6 +17,7 @@ class Chat:
     prompts_name = "messages"
     id_prefix = "chatcmpl-"
     whole_name, piece_name = "chat.completion", "chat.completion.chunk"
+    has_one_prompt = True
 
     def prompts(self, asked: AskedChat) -> list[object]:
         """The one conversation."""
@@ -43,4 +44,4 @@ class Chat:
 
 
 def _written(token: ShownToken) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": token.bytes}
+    return {"token": token.name, "logprob": token.logprob, "bytes": token.bytes}

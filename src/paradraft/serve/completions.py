@@ -19,6 +19,7 @@ class Completions:
     prompts_name = "prompt"
     id_prefix = "cmpl-"
     whole_name = piece_name = "text_completion"
+    has_one_prompt = False
 
     def prompts(self, asked: AskedText) -> list[object]:
         """A text or token ids, or several of these."""
@@ -36,11 +37,11 @@ class Completions:
         """Lists with an entry for each token."""
         lengths = [len(token.text) for token in tokens]
         return {
-            "tokens": [token.text for token in tokens],
+            "tokens": [token.name for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            # Of several tokens with the same text the likeliest.
+            # Of several tokens with the same name the likeliest.
             "top_logprobs": [
-                dict(reversed([(each.text, each.logprob) for each in token.likeliest])) for token in tokens
+                dict(reversed([(each.name, each.logprob) for each in token.likeliest])) for token in tokens
             ],
             "text_offset": list(accumulate(lengths[:-1], initial=begin)),
         }

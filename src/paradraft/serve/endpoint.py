@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
+from paradraft.engine import Chunk
 from paradraft.errors import one_line
 from paradraft.serve.admission import ending
 from paradraft.serve.answers import Answers
@@ -21,7 +22,7 @@ from paradraft.serve.limits import Limits
 from paradraft.serve.questions import Choice, choices_of, mistake
 from paradraft.serve.replies import DONE, ApiError, JsonReply, event
 from paradraft.serve.schemas import Asked, read
-from paradraft.serve.shown_tokens import shown_tokens
+from paradraft.serve.shown_tokens import ShownToken, shown_tokens
 
 LOG = logging.getLogger("paradraft.serve")
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -159,18 +160,21 @@ class Endpoint:
             envelope = {"id": self._form.id_prefix + secrets.token_hex(12), "created": created, "model": self._model}
             async with aclosing(stream):
                 async for choice, chunk in stream:
-                    answers[choice.index].add(chunk, shown_tokens(chunk, choice, self._answers.engine))
+                    answers[choice.index].add(chunk, self._shown(chunk, choice, asked))
                     if asked.stream:
                         told = piece(self._form, envelope, choice, chunk, answers[choice.index], asked)
                         await exchange.event(event(told))
         used = usage(prompts, answers)
         if not asked.stream:
-            await exchange.reply(whole(self._form, envelope, answers, used))
+            await exchange.reply(whole(self._form, envelope, choices, answers, used, asked))
             return
         if asked.stream_options is not None and asked.stream_options.include_usage:
             last = {**envelope, "object": self._form.piece_name, "choices": [], "usage": used}
             await exchange.event(event(last))
         await exchange.event(DONE, is_last=True)
+
+    def _shown(self, chunk: Chunk, choice: Choice, asked: Asked) -> list[ShownToken] | None:
+        return shown_tokens(chunk, choice, self._answers.engine, by_id=asked.return_tokens_as_token_ids)
 
     def _choices(self, asked: Asked, rows: list[Any]) -> tuple[list[list[int]], list[Choice]]:
         """Prompts as tokens, and what is asked of the engine; in a thread, for a long text takes its time."""

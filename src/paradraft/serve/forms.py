@@ -27,6 +27,8 @@ class Form(Protocol):
     """What `object` says of an answer."""
     piece_name: str
     """What `object` says of a piece of one."""
+    has_one_prompt: bool
+    """Whether all answers of a request are to the same prompt."""
 
     def prompts(self, asked: Any) -> list[object]:
         """The prompts of a request, not yet looked at.
@@ -57,13 +59,13 @@ class Answer:
     """An answer as it grows.
 
     Args:
-        tokens: how many it has.
+        tokens: their ids.
         texts: its pieces.
         shown: its tokens with their probabilities, if these are asked for.
         finish_reason: why it has ended.
     """
 
-    tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     shown: list[ShownToken] | None = None
     finish_reason: str | None = None
@@ -73,7 +75,7 @@ class Answer:
         if shown is not None:
             self.shown = self.shown or []
             self.shown += shown
-        self.tokens += len(chunk.tokens)
+        self.tokens += chunk.tokens
         self.texts.append(chunk.text)
         if chunk.finish_reason is not None:
             self.finish_reason = REASONS[chunk.finish_reason]
@@ -81,24 +83,41 @@ class Answer:
 
 def usage(prompts: Sequence[list[int]], answers: Sequence[Answer]) -> dict[str, int]:
     """How many tokens were read and written; a prompt counts once, however many answers it has."""
-    read, written = sum(map(len, prompts)), sum(answer.tokens for answer in answers)
+    read, written = sum(map(len, prompts)), sum(len(answer.tokens) for answer in answers)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 def whole(
-    form: Form, envelope: Mapping[str, Any], answers: Sequence[Answer], used: Mapping[str, int]
+    form: Form,
+    envelope: Mapping[str, Any],
+    choices: Sequence[Choice],
+    answers: Sequence[Answer],
+    used: Mapping[str, int],
+    asked: Asked,
 ) -> dict[str, Any]:
     """The body of a response that has all answers."""
-    choices = [
+    written = [
         {
-            "index": index,
+            "index": choice.index,
             **form.whole("".join(answer.texts)),
             "logprobs": None if answer.shown is None else form.logprobs(answer.shown, 0),
             "finish_reason": answer.finish_reason,
         }
-        for index, answer in enumerate(answers)
+        for choice, answer in zip(choices, answers, strict=True)
     ]
-    return {**envelope, "object": form.whole_name, "choices": choices, "usage": used}
+    found = {**envelope, "object": form.whole_name, "choices": written, "usage": used}
+    if asked.return_token_ids:
+        for choice, answer in zip(choices, answers, strict=True):
+            _tell_ids(form, found, choice.index, answer.tokens, choice.tokens)
+    return found
+
+
+def _tell_ids(form: Form, found: dict[str, Any], index: int, tokens: list[int], prompt: list[int] | None) -> None:
+    """Puts the ids of tokens into a response where vLLM has them."""
+    choice = found["choices"][index]
+    choice["token_ids"] = tokens
+    if prompt is not None:
+        (found if form.has_one_prompt else choice)["prompt_token_ids"] = prompt
 
 
 def piece(
@@ -116,6 +135,8 @@ def piece(
         "finish_reason": answer.finish_reason,
     }
     found = {**envelope, "object": form.piece_name, "choices": [written]}
+    if asked.return_token_ids:
+        _tell_ids(form, found, 0, chunk.tokens, choice.tokens if len(answer.texts) == 1 else None)
     if asked.stream_options is not None and asked.stream_options.include_usage:
         found["usage"] = None
     if asked.paradraft:

@@ -68,6 +68,8 @@ class Asked(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     speculation: Literal["off"] | int | None = None
     paradraft: bool = False
 

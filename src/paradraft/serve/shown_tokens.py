@@ -17,11 +17,13 @@ class ShownToken:
     """A token, and how likely it is.
 
     Args:
+        name: its text, or "token_id:" and its id.
         text: decoded alone, special tokens too.
         logprob: the natural logarithm of its probability.
         likeliest: the likeliest tokens in its place.
     """
 
+    name: str
     text: str
     logprob: float
     likeliest: tuple[ShownToken, ...] = ()
@@ -32,14 +34,22 @@ class ShownToken:
         return None if REPLACEMENT in self.text else list(self.text.encode())
 
 
-def shown_tokens(chunk: Chunk, choice: Choice, engine: Engine) -> list[ShownToken] | None:
-    """The tokens of a piece; None if their probabilities are not asked for."""
+def shown_tokens(chunk: Chunk, choice: Choice, engine: Engine, *, by_id: bool) -> list[ShownToken] | None:
+    """The tokens of a piece; None if their probabilities are not asked for.
+
+    Args:
+        chunk: the piece.
+        choice: whose it is.
+        engine: has decoded it.
+        by_id: whether they are named by their ids, which texts do not always tell.
+    """
     if choice.logprobs is None:
         return None
 
     def shown(token: int, logprob: float, likeliest: tuple[ShownToken, ...] = ()) -> ShownToken:
         text = str(engine.target.tokenizer.decode([token]))
-        return ShownToken(text=text, logprob=max(logprob, LEAST), likeliest=likeliest)
+        name = f"token_id:{token}" if by_id else text
+        return ShownToken(name=name, text=text, logprob=max(logprob, LEAST), likeliest=likeliest)
 
     return [
         shown(each.token, each.logprob, tuple(shown(token, logprob) for token, logprob in each.likeliest))

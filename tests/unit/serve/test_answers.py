@@ -189,3 +189,33 @@ def test_log_probabilities(engine: Engine, client: OpenAI) -> None:
     assert first.bytes == list(first.token.encode()) and len(first.top_logprobs) == 2
     (plain,) = client.chat.completions.create(**asked).choices
     assert plain.logprobs is None
+
+
+def test_token_ids(engine: Engine, running: Serving, client: OpenAI) -> None:
+    """Guards programs that need ids, where texts do not tell them, as vLLM gives them: streamed or not, chats too."""
+    (wanted,) = engine.generate(["hello"], max_new_tokens=20)
+    prompt = engine.prompt_tokens("hello")
+    more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "temperature": 0, "extra_body": more}
+    choice = client.completions.create(**asked, prompt="hello", logprobs=2).choices[0].model_dump()
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == (wanted.tokens, prompt)
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in wanted.tokens]
+    assert all(
+        name in best
+        for name, best in zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True)
+    )
+    chunks = [each.choices[0].model_dump() for each in client.completions.create(**asked, prompt="hello", stream=True)]
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == wanted.tokens
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [prompt] + [None] * (len(chunks) - 1)
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 5,
+        "temperature": 0,
+        "logprobs": True,
+        **more,
+    }
+    told = running.post("/v1/chat/completions", body).json()
+    assert told["prompt_token_ids"] == engine.chat_tokens(body["messages"])
+    assert [entry["token"] for entry in told["choices"][0]["logprobs"]["content"]] == [
+        f"token_id:{token}" for token in told["choices"][0]["token_ids"]
+    ]
