@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.audit.audit import PASS, audit
+from paradraft.audit.audit import audit
+from paradraft.audit.verdict import PASS
 from paradraft.drafters import branches, drafter_class, drafter_names
 from paradraft.engine import Engine
 from paradraft.sampling_params import Sampling

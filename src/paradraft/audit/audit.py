@@ -19,6 +19,7 @@ from paradraft.audit.divergence import Comparison, Divergence, compare, rounding
 from paradraft.audit.recording import Case, NotNumbersError, Recorder, Recording, record
 from paradraft.audit.reference import MEASURED, OwnPass, own_logits, own_pass
 from paradraft.audit.uniformity import Uniformity, place_of_tokens, uniformity
+from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.core import Draft, Request, TargetOut, Verdict
 from paradraft.decode.batch import Batch
 from paradraft.decode.draft_length import Fixed
@@ -77,9 +78,6 @@ def accept_all(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     last_BN1 = row_after(path)[:, :, None].expand(-1, -1, out.logits.shape[2])
     probs = sampler.probabilities(out.logits.gather(1, last_BN1))
     return Verdict.of(draft, path, sampler.draw_next(probs[:, 0]))
-
-
-PASS, TIES, FAIL, INCONCLUSIVE = "PASS", "PASS UP TO NUMERICAL TIES", "FAIL", "INCONCLUSIVE"
 
 
 @dataclass(frozen=True, kw_only=True)

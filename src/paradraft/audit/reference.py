@@ -198,9 +198,9 @@ def own_pass(
     return OwnPass(
         dtype=str(lm.model.dtype).removeprefix("torch."),
         places=sum(len(answer.tokens) for answer in drafted),
-        plain=None if plain is None else _over_all(found["plain"]),
-        drafted=_over_all(found["drafted"]),
-        rounding=_over_all(found["rounding"]) if found["rounding"] else None,
+        plain=None if plain is None else over_all(found["plain"]),
+        drafted=over_all(found["drafted"]),
+        rounding=over_all(found["rounding"]) if found["rounding"] else None,
         factor=LARGEST_FACTORS[lm.model.dtype],
         limit=Difference(largest=MOST_LARGEST * typical, root_mean_square=typical),
     )
@@ -216,8 +216,8 @@ def difference(a_NV: Tensor, b_NV: Tensor) -> Difference:
     return Difference(largest=float(apart.max()), root_mean_square=float(apart.square().mean().sqrt()))
 
 
-def _over_all(parts: Sequence[Difference]) -> Difference:
-    """Of all answers together, which have the same number of tokens."""
+def over_all(parts: Sequence[Difference]) -> Difference:
+    """Of all answers together; each counts alike, for they have the same number of tokens or nearly so."""
     squares = [part.root_mean_square**2 for part in parts]
     return Difference(
         largest=max(part.largest for part in parts), root_mean_square=math.sqrt(sum(squares) / len(squares))

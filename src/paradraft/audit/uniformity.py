@@ -94,10 +94,21 @@ def place_of_tokens(logits_NV: Tensor, request: Request, tokens: list[int], gene
     p_NV = Sampler([request], device=device).probabilities(logits_NV[None], torch.where(before, answer, ABSENT)[None])[
         0
     ]
-    p_N1 = p_NV.gather(1, answer[:, None])
-    likelier = p_NV.masked_fill(p_NV <= p_N1, 0.0).sum(1, keepdim=True)
-    index = torch.arange(p_NV.shape[1], device=device)
-    tied = (p_NV.masked_fill((p_NV != p_N1) | (index >= answer[:, None]), 0.0)).sum(1, keepdim=True)
-    chance = torch.rand(N, 1, generator=generator, dtype=torch.float64)
-    places = likelier + tied + chance.to(device) * p_N1
+    return places_of(p_NV, answer, generator)
+
+
+def places_of(p_NC: Tensor, columns_N: Tensor, generator: torch.Generator) -> Tensor:
+    """The number u of each token, `[N]` in float64; 2 where the token is impossible.
+
+    Args:
+        p_NC: `[N, C]` conditional probabilities.
+        columns_N: `[N]`, where each token stands among them.
+        generator: of the place within each token's piece.
+    """
+    p_N1 = p_NC.gather(1, columns_N[:, None])
+    likelier = p_NC.masked_fill(p_NC <= p_N1, 0.0).sum(1, keepdim=True)
+    index = torch.arange(p_NC.shape[1], device=p_NC.device)
+    tied = (p_NC.masked_fill((p_NC != p_N1) | (index >= columns_N[:, None]), 0.0)).sum(1, keepdim=True)
+    chance = torch.rand(len(columns_N), 1, generator=generator, dtype=torch.float64)
+    places = likelier + tied + chance.to(p_NC.device) * p_N1
     return places.masked_fill(p_N1 == 0, 2.0)[:, 0]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.audit_served import Asked, Given, audit_served
 from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.terminal import console
 from paradraft.files import check_outputs
@@ -19,20 +20,67 @@ from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 
+ONLY_SERVED = (
+    "draft_folder", "model", "api_key_env", "vllm_python", "reference_endpoint", "reference_model",
+    "reference_api_key_env",
+)  # fmt: skip
+"""The options that only the audit of a server has a use for."""
+ONLY_HERE = (
+    *(name for name in options.OPTIONS[Speculation] if name != "k"), *options.OPTIONS[Placement], "batch_size",
+    "shape_invariant", "capacity", "compiled",
+)  # fmt: skip
+"""The options that an audit of a server has no use for."""
+
 
 @options.with_options
 def audit(
     context: typer.Context,
+    draft_folder: Annotated[
+        str | None,
+        typer.Argument(metavar="[DRAFT]", help="With a server: what it drafts with, to compare how it drafts."),
+    ] = None,
     *,
     target: options.Target,
-    speculation: Annotated[Speculation, options.Offer(defaults={"drafter": options.REQUIRED})],
+    speculation: Speculation,
+    endpoint: Annotated[
+        str | None, typer.Option(help="Audit an OpenAI-compatible server: its address, up to /v1.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="With --endpoint: the model's name there.")] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="With --endpoint: send the key in this environment variable.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Or start this engine with --target and DRAFT, and audit it: vllm.")
+    ] = None,
+    vllm_python: Annotated[
+        Path | None, typer.Option(help="With --engine vllm: its environment's Python; by default that of `make vllm`.")
+    ] = None,
+    reference_endpoint: Annotated[
+        str | None,
+        typer.Option(help="With --endpoint: compare with this server instead of the target's weights here."),
+    ] = None,
+    reference_model: Annotated[str | None, typer.Option(help="The model's name there; by default that of --model.")] = (
+        None
+    ),
+    reference_api_key_env: Annotated[
+        str | None, typer.Option(help="Send it the key in this environment variable.")
+    ] = None,
     prompts: options.MeasuredPrompts = None,
     num_prompts: options.NumPrompts = 8,
     seeds: Annotated[
-        int, typer.Option("--samples", "--seeds", min=1, help="Answers per prompt, each with a seed of its own.")
+        int,
+        typer.Option(
+            "--samples",
+            "--seeds",
+            min=0,
+            help="Answers per prompt, each with a seed of its own; of a server beside a greedy one.",
+        ),
     ] = 4,
     max_new_tokens: options.NewTokens = 64,
-    sampling: Annotated[Sampling, options.Offer(without=("logit_bias",))],
+    sampling: Annotated[
+        Sampling,
+        options.Offer(without=("logit_bias",), helps={"temperature": "0 is greedy; a server's samples are then at 1."}),
+    ],
     batch_size: Annotated[
         int | None,
         typer.Option(min=1, help="Prompts answered together with the drafter; by default 4, or 1 if shape-invariant."),
@@ -44,32 +92,83 @@ def audit(
     placement: Annotated[Placement, options.Offer(without=("target_stages", "tensor_parallel"))],
     json_file: Annotated[Path | None, json_option("every finding")] = None,
 ) -> None:
-    """Check that a drafter changes nothing.
+    """Check that a drafter changes nothing, here or in a server that somebody else wrote.
 
-    Compares tokens and logits with those of plain decoding, and logits with those of the model's own forward pass. With
-    --verify rejection it tests the distribution instead of the tokens.
+    Here it compares tokens and logits with those of plain decoding, and logits with those of the model's own forward
+    pass. With --verify rejection it tests the distribution instead of the tokens.
+
+    With --endpoint or --engine it asks a server: its greedy tokens must be the likeliest of the target, its samples
+    must have the target's distribution, and with DRAFT it must draft as the draft does here; where not, the likely
+    cause is named.
 
     Says PASS, PASS UP TO NUMERICAL TIES, FAIL or INCONCLUSIVE; the exit code of the last two is 1. The last line is
     JSON.
     """
-    from paradraft.audit.audit import PASS, TIES, audit, check_may_be_lossless, findings
-    from paradraft.bench.setup import held_out_prompts, source_of
+    from paradraft.audit.verdict import exit_code
+    from paradraft.bench.setup import source_of
     from paradraft.data.prompts import counted
     from paradraft.environment import describe_machine
 
+    output = JsonOutput(json_file)
+    check_outputs(output.file)
+    asked = Asked(
+        target=target, prompts=prompts, num_prompts=num_prompts, seeds=seeds, max_new_tokens=max_new_tokens,
+        sampling=sampling, runtime=settled(runtime, target),
+    )  # fmt: skip
+    if endpoint is None and engine is None:
+        _refuse(context, ONLY_SERVED, "is for the audit of a server: name one by --endpoint or --engine")
+        lines, found, settings = _here(context, asked, speculation, placement, batch_size, shape_invariant)
+    else:
+        _refuse(context, ONLY_HERE, "has no meaning in the audit of a server, which decides that itself")
+        given = Given(
+            draft=draft_folder, k=speculation.k, endpoint=endpoint, model=model, api_key_env=api_key_env, engine=engine,
+            vllm_python=vllm_python, reference_endpoint=reference_endpoint, reference_model=reference_model,
+            reference_api_key_env=reference_api_key_env,
+        )  # fmt: skip
+        lines, found, settings = audit_served(asked, given)
+    source = source_of(prompts, target)
+    for line in lines:
+        print(line)
+    print(f"  asked: {counted(num_prompts, source) if prompts else f'{num_prompts} {source}'}")
+    arguments = asdict(asked) | settings | {"prompts": source}
+    output.write(found | {"arguments": arguments, "machine": describe_machine(asked.runtime.device)})
+    output.end_with(found)
+    if code := exit_code(found["verdict"]):
+        raise typer.Exit(code)
+
+
+def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
+    if unused := options.given(context, names):
+        raise ValueError(f"{unused[0]} {why}")
+
+
+def _here(
+    context: typer.Context,
+    asked: Asked,
+    speculation: Speculation,
+    placement: Placement,
+    batch_size: int | None,
+    shape_invariant: bool,
+) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """Audits the own loop: its report in words and in plain values, and its settings."""
+    from paradraft.audit.audit import audit, check_may_be_lossless, findings
+    from paradraft.bench.setup import held_out_prompts
+
+    if not options.given(context, ("drafter",)):
+        raise ValueError("--drafter: name the drafter to audit, or a server by --endpoint or --engine")
+    if not asked.seeds:
+        raise ValueError("--samples 0: only a server is asked greedily too, use at least 1")
     check_may_be_lossless(speculation.verify)
-    texts = held_out_prompts(num_prompts, prompts, target)
+    texts = held_out_prompts(asked.num_prompts, asked.prompts, asked.target)
     if shape_invariant and batch_size not in (None, 1):
         raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")
     batch_size = batch_size or (1 if shape_invariant else 4)
-    output = JsonOutput(json_file)
-    check_outputs(output.file)
     pad_to = 1 + speculation.nodes if shape_invariant else 1
-    runtime = replace(settled(runtime, target), width=speculation.pass_width, pad_to=pad_to)
-    engine = load_engine(target, speculation, runtime=runtime, placement=placement)
+    runtime = replace(asked.runtime, width=speculation.pass_width, pad_to=pad_to)
+    engine = load_engine(asked.target, speculation, runtime=runtime, placement=placement)
     options.warn_ignored(
         context,
-        options.without_chance(sampling.is_greedy),
+        options.without_chance(asked.sampling.is_greedy),
         options.without_drafter(speculation),
         options.with_own_tree(speculation),
         options.with_gamma(speculation),
@@ -77,19 +176,10 @@ def audit(
     )
     with console(stderr=True).status("preparing") as status:
         report = audit(
-            engine, texts, sampling=sampling, seeds=seeds, max_new_tokens=max_new_tokens, batch_size=batch_size,
-            report=status.update,
+            engine, texts, sampling=asked.sampling, seeds=asked.seeds, max_new_tokens=asked.max_new_tokens,
+            batch_size=batch_size, report=status.update,
         )  # fmt: skip
-    source = source_of(prompts, target)
-    arguments = {
-        "target": target, **asdict(speculation), "prompts": source, "num_prompts": num_prompts, "seeds": seeds,
-        "batch_size": batch_size, "max_new_tokens": max_new_tokens, "sampling": asdict(sampling),
-        "runtime": asdict(runtime), "placement": asdict(placement),
+    settings = {
+        **asdict(speculation), "batch_size": batch_size, "runtime": asdict(runtime), "placement": asdict(placement),
     }  # fmt: skip
-    for line in findings(report, engine.target.tokenizer):
-        print(line)
-    print(f"  asked: {counted(num_prompts, source) if prompts else f'{num_prompts} {source}'}")
-    output.write(report.as_json() | {"arguments": arguments, "machine": describe_machine(runtime.device)})
-    output.end_with(report.as_json())
-    if report.verdict not in (PASS, TIES):
-        raise typer.Exit(1)
+    return findings(report, engine.target.tokenizer), report.as_json(), settings

@@ -315,6 +315,24 @@ def biases_of(pairs: list[str]) -> dict[int, float]:
     return biases
 
 
+def key_in(variable: str | None, option: str = "--api-key-env") -> str | None:
+    """The key of a server.
+
+    Args:
+        variable: of the environment that has it; None for no key.
+        option: that has named it, for messages.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(f"{option} {variable}: there is no key in this environment variable")
+    return key
+
+
 def check_png(file: Path | None) -> None:
     """Raises ValueError if a picture would have another format than its name says, or nothing can draw it."""
     if file is None:

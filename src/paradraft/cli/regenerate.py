@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -160,7 +159,7 @@ def regenerate(
             raise ValueError("--endpoint needs --model: the name that the server knows the target by")
         answerer = Endpoint(
             url=endpoint, model=model, sampling=sampling, max_new_tokens=max_new_tokens, concurrency=concurrency,
-            retries=retries, timeout_s=timeout, api_key=_key(api_key_env),
+            retries=retries, timeout_s=timeout, api_key=options.key_in(api_key_env),
             fields=read_object(request_fields or "{}", "--request-fields", '{"repetition_penalty": 1.05}'),
             chat_template_kwargs=variables,
         )  # fmt: skip
@@ -195,12 +194,3 @@ def _summarize(progress: Progress, out: Path, console: Console) -> None:
     if progress.missing:
         console.print(f"{progress.missing} are missing; the same command asks for them again", soft_wrap=True)
         raise typer.Exit(1)
-
-
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "").strip()
-    if not key or not key.isascii() or not key.isprintable():
-        raise ValueError(f"--api-key-env {variable}: there is no key in this environment variable")
-    return key

@@ -18,6 +18,7 @@ from paradraft.data.samples import Sample
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import (
     PREVIOUS_TOKEN_HEAD,
+    TRAINED_LENGTH,
     check_ends_nothing,
     declare_masks,
     declared_mask_id,
@@ -221,6 +222,7 @@ def _ready(
     else:
         masks = range(0)
         forget_masks(model.config)  # a PARD model that learns without masks is none any more
+    setattr(model.config, TRAINED_LENGTH, recipe.max_length)
     adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, list(masks), seed=recipe.seed)
     set_up_passes(model, recipe, on_gpu=on_gpu)
     return InitialDrafter(model=model, adapted=adapted, masks=masks, previous=previous)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from paradraft.audit import audit as module
-from paradraft.audit.audit import FAIL, INCONCLUSIVE, PASS, TIES, Report, accept_all, audit, findings
+from paradraft.audit.audit import Report, accept_all, audit, findings
+from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.audit.uniformity import uniformity
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode.draft_length import Fixed

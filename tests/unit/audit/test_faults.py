@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paradraft.audit.audit import FAIL, INCONCLUSIVE, PASS, TIES, Report, audit, findings
+from paradraft.audit.audit import Report, audit, findings
+from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.engine import Engine
 from paradraft.loader import load

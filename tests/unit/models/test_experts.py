@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft.audit.audit import PASS, TIES, audit, findings
+from paradraft.audit.audit import audit, findings
+from paradraft.audit.verdict import PASS, TIES
 from paradraft.audit.recording import Case, Recording
 from paradraft.audit.reference import own_logits
 from paradraft.loader import load

@@ -1,0 +1,365 @@
+"""Does a server draft as the draft does here? If not, which fault would draft as it does?
+
+A server streams the tokens of each pass of the target together, so that the length of a chunk tells how many drafted
+tokens were accepted. What the draft model drafts at the same place is computed here, in a plain pass of `transformers`
+over the whole text; greedily, both must be the same but for near-ties. Where they are not, the same pass is made with
+each of the faults that are known from engines, one at a time, and the fault that explains the server's chunks is named.
+
+Shape letters: R rounds, N tokens of a pass, K drafted tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from paradraft.audit.endpoint import Served
+
+EQUAL = 0.9
+"""The share of rounds that must be as expected; the draft has near-ties too, and they part engines."""
+EXPLAINED = 0.85
+"""The share of rounds that a fault must explain to be named."""
+MOST_ROUNDS = 160
+"""How many rounds are computed here at most, spread over all answers."""
+SCREENED, FINALISTS = 24, 3
+"""Each fault is tried on so many rounds, and the likest of them on all."""
+TOKENS_AT_ONCE = 8192
+FEWEST_LONG = 12
+"""Of rounds on either side of the length of training rows, before they are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One pass of the target, as the server has streamed it.
+
+    Args:
+        prompt: how many tokens of `text` are the prompt.
+        text: the tokens before it.
+        following: the tokens that the answer goes on with.
+        accepted: how many drafted tokens were accepted.
+    """
+
+    prompt: int
+    text: list[int]
+    following: list[int]
+    accepted: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """How a server drafts, beside what the draft drafts here.
+
+    Args:
+        rounds: how many were compared.
+        k: tokens drafted per round.
+        length: tokens per pass of the target: accepted ones, and one.
+        expected_length: the same, going by the draft here.
+        by_position: for each position, in which share of the rounds the server has accepted it.
+        expected_by_position: the same, going by the draft here.
+        equal: in which share of the rounds as many were accepted as are expected.
+        cause: why the server drafts otherwise, as a clause; None if it does not.
+        notes: what else was seen, a sentence each.
+    """
+
+    rounds: int
+    k: int
+    length: float
+    expected_length: float
+    by_position: tuple[float, ...]
+    expected_by_position: tuple[float, ...]
+    equal: float
+    cause: str | None
+    notes: tuple[str, ...] = ()
+
+    def noted(self, note: str) -> Drafting:
+        """The same with one more note."""
+        return replace(self, notes=(*self.notes, note))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModel:
+    """A draft model, and how an engine is to use it.
+
+    Args:
+        model: a causal LM in inference.
+        k: tokens drafted per round.
+        mask_id: its mask token; None for a model that drafts one token a pass.
+        known_ids: below it ids are tokens; further rows only fill the embedding up.
+        special: further ids that an engine could take for the mask, such as the end of a text.
+        training_rows: most tokens of the rows that it was trained on; None if that is not known.
+    """
+
+    model: PreTrainedModel
+    k: int
+    mask_id: int | None
+    known_ids: int
+    special: tuple[int, ...] = ()
+    training_rows: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """One way to draft with a model: as it was trained, or with a fault.
+
+    Args:
+        mask_id: what stands for the tokens to draft; None drafts one token a pass.
+        shift: the drafts are read so many rows later, or earlier.
+        advances: whether the masks have positions one after the other.
+        reads_prompt: whether the draft model reads the prompt.
+        forbids: whether ids that are no token are never drafted.
+        changes: of the config that the model is built with.
+    """
+
+    mask_id: int | None
+    shift: int = 0
+    advances: bool = True
+    reads_prompt: bool = True
+    forbids: bool = True
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def rounds_of(served: Served, prompt: list[int]) -> list[Round]:
+    """The rounds of a greedy answer: its chunks but the first, in which nothing was drafted, and the last, which may be
+    cut."""
+    found = []
+    place = served.steps[0] if served.steps else 0
+    for size in served.steps[1:-1]:
+        found.append(
+            Round(
+                prompt=len(prompt), text=prompt + served.tokens[:place], following=served.tokens[place:],
+                accepted=size - 1,
+            )
+        )  # fmt: skip
+        place += size
+    return found
+
+
+def compared(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str], None]) -> Drafting:
+    """Compares the rounds of a server with what the draft drafts here, and looks for the cause where they differ.
+
+    Args:
+        rounds: of greedy answers, at least one.
+        draft: what the server is to draft with.
+        report: told what is going on.
+
+    Raises:
+        ValueError: no chunk can be a round.
+    """
+    kept = rounds[:: max(1, -(-len(rounds) // MOST_ROUNDS))]
+    whole = [each for each in kept if each.accepted <= draft.k]
+    if not whole:
+        raise ValueError(
+            f"the server's chunks hold more than the {draft.k + 1} tokens of a round: let it send each pass by itself, "
+            "or say with -k how many tokens it drafts"
+        )
+    notes = []
+    if len(whole) < len(kept):
+        notes.append(f"{len(kept) - len(whole)} chunks hold more tokens than a round can give, and were left out.")
+    report("drafting as the draft does here")
+    sound = Use(mask_id=draft.mask_id)
+    expected = _accepted(whole, draft, sound)
+    equal = _equal(whole, expected)
+    cause = None if equal >= EQUAL else _cause(whole, draft, sound, equal, report)
+    if (note := _long_texts(whole, expected, draft)) is not None:
+        notes.append(note)
+    seen = [each.accepted for each in whole]
+    return Drafting(
+        rounds=len(whole), k=draft.k, length=1 + sum(seen) / len(seen), expected_length=1 + sum(expected) / len(seen),
+        by_position=_shares(seen, draft.k), expected_by_position=_shares(expected, draft.k), equal=equal, cause=cause,
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _cause(rounds: Sequence[Round], draft: DraftModel, sound: Use, equal: float, report: Callable[[str], None]) -> str:
+    """The fault that explains the rounds best, as a clause; or that none does."""
+    best, words = equal, ""
+    some = rounds[:: max(1, len(rounds) // SCREENED)]
+    shares: list[tuple[float, str, Use]] = []
+    for name, use in _faults(draft, sound):
+        report(f"drafting with a fault: {name.partition(':')[0]}")
+        shares.append((_equal(some, _accepted(some, draft, use)), name, use))
+    for _, name, use in sorted(shares, key=lambda share: -share[0])[:FINALISTS]:
+        if (share := _equal(rounds, _accepted(rounds, draft, use))) > best:
+            best, words = share, name
+    if (share := _equal(rounds, [0] * len(rounds))) > best:
+        best, words = share, _nothing(draft)
+    told = f"as many tokens are accepted as here in {equal:.0%} of {len(rounds)} rounds"
+    if best >= EXPLAINED:
+        return f"{told}, and in {best:.0%} as many as with this fault: {words}"
+    likest = f"; the likest, in {best:.0%} of them: {words}" if words else ""
+    return f"{told}, and none of the faults that are known explains it{likest}"
+
+
+def _nothing(draft: DraftModel) -> str:
+    quantized = getattr(draft.model.config, "quantization_config", None) is not None
+    return (
+        "no drafted token is ever accepted: the engine has not loaded the weights of the draft, "
+        + ("whose quantization it does not read" if quantized else "or has taken them apart (quantized, renamed)")
+        + ": look at its log, and serve the draft in bfloat16"
+    )
+
+
+def _faults(draft: DraftModel, sound: Use) -> Iterator[tuple[str, Use]]:
+    """Faults of engines, each as a clause and as a way to draft."""
+    if draft.mask_id is not None:
+        yield "one token a pass: the engine does not draft in parallel, set parallel_drafting", Use(mask_id=None)
+        near = (draft.mask_id - 1, draft.mask_id + 1, 0, draft.model.config.vocab_size - 1)
+        others = dict.fromkeys((*draft.special, *near))
+        for token in others:
+            if token != draft.mask_id and 0 <= token < draft.model.config.vocab_size:
+                named = f"the mask token is {token}, not {draft.mask_id}: compare mask_token_id in both configs"
+                yield f"wrong mask: {named}", replace(sound, mask_id=token)
+        yield "masks at one position: the positions of the masks do not advance", replace(sound, advances=False)
+    yield "shift by one: drafts are read a row too early", replace(sound, shift=-1)
+    yield "shift by one: drafts are read a row too late", replace(sound, shift=1)
+    yield (
+        "random rows: ids that are no token are drafted, because rows that only fill the embedding up are random; let "
+        "`paradraft export` write the folder",
+        replace(sound, forbids=False),
+    )
+    yield "prompt unread: the draft reads only the answer, not the prompt", replace(sound, reads_prompt=False)
+    config = draft.model.config
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        full: dict[str, Any] = {"layer_types": ["full_attention"] * len(config.layer_types), "sliding_window": None}
+        if hasattr(config, "use_sliding_window"):
+            full["use_sliding_window"] = False
+        yield (
+            "sliding window: its layers run as full attention, good up to the window and then not",
+            replace(sound, changes=full),
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for theta in (10_000.0, 500_000.0, 1_000_000.0):
+        if theta != rope.get("rope_theta") or rope.get("rope_type", "default") != "default":
+            plain = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+            yield (
+                f"wrong rope: the engine rotates with rope_theta={theta:g} and no scaling: compare rope_parameters",
+                replace(sound, changes=plain),
+            )
+    layers = config.num_hidden_layers
+    if layers > 1:
+        fewer: dict[str, Any] = {"num_hidden_layers": layers - 1}
+        if getattr(config, "layer_types", None):
+            fewer["layer_types"] = config.layer_types[: layers - 1]
+        yield "layer off by one: the last layer of the draft is not run", replace(sound, changes=fewer)
+
+
+def _equal(rounds: Sequence[Round], expected: Sequence[int]) -> float:
+    """In which share of rounds as many tokens were accepted as are expected."""
+    return sum(each.accepted == number for each, number in zip(rounds, expected, strict=True)) / len(rounds)
+
+
+def _shares(accepted: Sequence[int], k: int) -> tuple[float, ...]:
+    return tuple(sum(number > place for number in accepted) / len(accepted) for place in range(k))
+
+
+def _long_texts(rounds: Sequence[Round], expected: Sequence[int], draft: DraftModel) -> str | None:
+    """A sentence, if the draft is worse beyond the length of its training rows."""
+    most = draft.training_rows
+    if most is None:
+        return None
+    sides = [[n for each, n in zip(rounds, expected, strict=True) if (len(each.text) > most) is far] for far in (0, 1)]
+    if min(map(len, sides)) < FEWEST_LONG:
+        return None
+    near, far = (sum(side) / len(side) for side in sides)
+    if far > 0.6 * near:
+        return None
+    return (
+        f"Texts are longer than the {most} tokens of the rows that the draft was trained on: up to there {near:.2f} "
+        f"drafted tokens are accepted a round, beyond {far:.2f}. Train on longer rows (max_length)."
+    )
+
+
+@torch.no_grad()
+def _accepted(rounds: Sequence[Round], draft: DraftModel, use: Use) -> list[int]:
+    """How many drafted tokens the answers go on with, `[R]`."""
+    with _rebuilt(draft.model, use.changes) as model:
+        texts = [each.text if use.reads_prompt else each.text[each.prompt :] for each in rounds]
+        drafts_RK = (
+            _one_pass(model, texts, draft, use) if use.mask_id is not None else _passes(model, texts, draft, use)
+        )
+    found = []
+    for each, tokens in zip(rounds, drafts_RK, strict=True):
+        pairs = zip(tokens, each.following, strict=False)
+        found.append(
+            next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(each.following)))
+        )
+    return found
+
+
+def _one_pass(model: PreTrainedModel, texts: Sequence[list[int]], draft: DraftModel, use: Use) -> list[list[int]]:
+    """K tokens from one pass: the text, then masks; the text's last token says the first (PARD, section 3.1)."""
+    masks = draft.k - 1 + max(use.shift, 0)
+    rows = [[*text, *[use.mask_id or 0] * masks] for text in texts]
+    positions = [
+        [*range(len(text)), *(len(text) + (place if use.advances else 0) for place in range(masks))] for text in texts
+    ]
+    logits = _logits(model, rows, positions, draft, use)
+    firsts = [max(len(text) - 1 + use.shift, 0) for text in texts]
+    return [row[first : first + draft.k].argmax(1).tolist() for row, first in zip(logits, firsts, strict=True)]
+
+
+def _passes(model: PreTrainedModel, texts: Sequence[list[int]], draft: DraftModel, use: Use) -> list[list[int]]:
+    """K tokens from K passes."""
+    grown = [list(text) for text in texts]
+    for _ in range(draft.k):
+        logits = _logits(model, grown, [list(range(len(text))) for text in grown], draft, use)
+        ends = [max(len(text) - 1 + min(use.shift, 0), 0) for text in grown]
+        for text, row, end in zip(grown, logits, ends, strict=True):
+            text.append(int(row[end].argmax()))
+    return [text[len(before) :] for text, before in zip(grown, texts, strict=True)]
+
+
+def _logits(
+    model: PreTrainedModel, rows: Sequence[list[int]], positions: Sequence[list[int]], draft: DraftModel, use: Use
+) -> list[Tensor]:
+    """Logits `[N, V]` of each row. Rows are filled up at their end, which no token before it sees."""
+    found: list[Tensor] = []
+    longest = max(map(len, rows))
+    at_once = max(1, TOKENS_AT_ONCE // longest)
+    for begin in range(0, len(rows), at_once):
+        some = slice(begin, begin + at_once)
+        tokens = [row + [0] * (longest - len(row)) for row in rows[some]]
+        places = [row + [0] * (longest - len(row)) for row in positions[some]]
+        out = model(
+            torch.tensor(tokens, device=model.device), position_ids=torch.tensor(places, device=model.device),
+            attention_mask=torch.ones(len(tokens), longest, dtype=torch.long, device=model.device), use_cache=False,
+        ).logits  # fmt: skip
+        if use.forbids:
+            out[..., draft.known_ids :] = -torch.inf
+            if draft.mask_id is not None:
+                out[..., draft.mask_id] = -torch.inf
+        found += [logits[: len(row)] for logits, row in zip(out, rows[some], strict=True)]
+    return found
+
+
+@contextmanager
+def _rebuilt(model: PreTrainedModel, changes: dict[str, Any]) -> Iterator[PreTrainedModel]:
+    """The model with another config and the same weights."""
+    if not changes:
+        yield model
+        return
+    config = copy.deepcopy(model.config)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with torch.device("meta"):
+        other = AutoModelForCausalLM.from_config(config, attn_implementation=model.config._attn_implementation)
+    own = dict(model.state_dict(keep_vars=True))
+    other.load_state_dict({key: value for key, value in own.items() if key in other.state_dict()}, assign=True)
+    for name, module in list(other.named_modules()):
+        if name.endswith("rotary_emb"):  # computed from the config, and not among the weights
+            parent = other.get_submodule(name.rpartition(".")[0])
+            setattr(parent, name.rpartition(".")[2], type(module)(config).to(model.device))
+    yield other.to(model.dtype).eval()
+
+
+def special_ids(tokenizer: Any, ends: Collection[int]) -> tuple[int, ...]:
+    """Ids that an engine could take for a mask."""
+    named = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+    return tuple(dict.fromkeys(token for token in (*ends, *named) if token is not None))

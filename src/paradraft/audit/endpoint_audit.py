@@ -1,0 +1,104 @@
+"""The audit of a server: asks it, finds out what it has read and how it drafts, and has its answers judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from paradraft.audit.counters import Counters, counters_of, fault_of_counters
+from paradraft.audit.draft_causes import Drafting, DraftModel, compared, rounds_of
+from paradraft.audit.endpoint import Endpoint, Question, Served
+from paradraft.audit.prompt_causes import expected_ids, fault_of_prompt
+from paradraft.audit.served import Read, ServedReport, judge
+from paradraft.audit.tables import Reference
+from paradraft.models.chat_template import Message
+
+
+def audit_endpoint(
+    endpoint: Endpoint,
+    reference: Reference,
+    prompts: Sequence[str | list[Message]],
+    *,
+    samples: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    draft: DraftModel | None,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+    report: Callable[[str], None],
+) -> ServedReport:
+    """Audits a server.
+
+    Args:
+        endpoint: the server.
+        reference: whose answers it must give.
+        prompts: texts to go on with, and conversations to answer.
+        samples: how many sampled answers each prompt gets, beside the greedy one.
+        max_new_tokens: most tokens of an answer.
+        temperature: of the sampled answers.
+        seed: of the first sampled answer, the next one has the next.
+        draft: what the server is to draft with; None does not look at how it drafts.
+        draft_tokenizer: the draft's; None without one.
+        report: told what is going on.
+
+    Raises:
+        ValueError: the server or the reference does not answer, or not as it must for an audit.
+    """
+    read_by_model = [expected_ids(prompt, endpoint.tokenizer) for prompt in prompts]
+    asked = [
+        Question(number=number, prompt=prompt, max_new_tokens=max_new_tokens)
+        for number, prompt in enumerate(prompts, start=1)
+    ]
+    before = counters_of(endpoint)
+    # One at a time where rounds are looked at: chunks that wait for each other are sent together.
+    greedy = endpoint.answers(
+        asked,
+        lambda done: report(f"greedy answers: {done} of {len(asked)}"),
+        **({} if draft is None else {"concurrency": 1}),
+    )
+    after = counters_of(endpoint)
+    chances = [
+        Question(
+            number=number, prompt=prompt, max_new_tokens=max_new_tokens, temperature=temperature,
+            seed=seed + sample * len(prompts) + number - 1,
+        )
+        for sample in range(samples)
+        for number, prompt in enumerate(prompts, start=1)
+    ]  # fmt: skip
+    sampled = endpoint.answers(chances, lambda done: report(f"sampled answers: {done} of {len(chances)}"))
+    faults = (
+        fault_of_prompt(served, prompts[served.question.number - 1], endpoint.tokenizer, draft_tokenizer)
+        for served in greedy
+    )
+
+    def known(answers: Sequence[Served]) -> list[Read]:
+        reads = [
+            Read(served=served, prompt=served.read or read_by_model[served.question.number - 1]) for served in answers
+        ]
+        return [read for read in reads if read.served.tokens]
+
+    if not known(greedy):
+        raise ValueError(f"endpoint {endpoint.url} answers nothing that could be compared: every answer is empty")
+    fault = next((fault for fault in faults if fault is not None), None)
+    drafting = None if draft is None else _drafting(known(greedy), draft, (before, after), report)
+    is_cut = any(served.is_cut for served in (*greedy, *sampled))
+    groups = [group for group in (endpoint.end_ids, endpoint.nameless if is_cut else ()) if group]
+    return judge(
+        known(greedy), known(sampled), reference, groups=groups, temperature=temperature, prompts=fault,
+        drafting=drafting, report=report,
+    )  # fmt: skip
+
+
+def _drafting(
+    greedy: Sequence[Read],
+    draft: DraftModel,
+    counters: tuple[Counters | None, Counters | None],
+    report: Callable[[str], None],
+) -> Drafting:
+    rounds = [each for read in greedy for each in rounds_of(read.served, read.prompt)]
+    if not rounds:
+        raise ValueError("the answers are too short to have rounds that could be compared: ask for more tokens")
+    found = compared(rounds, draft, report)
+    note = fault_of_counters(*counters, [read.served for read in greedy], draft.k)
+    return found if note is None else found.noted(note)
