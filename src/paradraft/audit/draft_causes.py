@@ -166,7 +166,7 @@ def compared(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str],
     sound = Use(mask_id=draft.mask_id)
     expected = _accepted(whole, draft, sound)
     equal = _equal(whole, expected)
-    cause = None if equal >= EQUAL else _cause(whole, draft, sound, equal, report)
+    cause = None if equal >= EQUAL else _cause(whole, draft, sound, expected, report)
     if (note := _long_texts(whole, expected, draft)) is not None:
         notes.append(note)
     seen = [each.accepted for each in whole]
@@ -177,8 +177,11 @@ def compared(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str],
     )  # fmt: skip
 
 
-def _cause(rounds: Sequence[Round], draft: DraftModel, sound: Use, equal: float, report: Callable[[str], None]) -> str:
+def _cause(
+    rounds: Sequence[Round], draft: DraftModel, sound: Use, expected: Sequence[int], report: Callable[[str], None]
+) -> str:
     """The fault that explains the rounds best, as a clause; or that none does."""
+    equal = _equal(rounds, expected)
     best, words = equal, ""
     some = rounds[:: max(1, len(rounds) // SCREENED)]
     shares: list[tuple[float, str, Use]] = []
@@ -190,6 +193,9 @@ def _cause(rounds: Sequence[Round], draft: DraftModel, sound: Use, equal: float,
             best, words = share, name
     if (share := _equal(rounds, [0] * len(rounds))) > best:
         best, words = share, _nothing(draft)
+    most = max(each.accepted for each in rounds)
+    if most and (share := _equal(rounds, [min(number, most) for number in expected])) > best:
+        best, words = share, f"fewer tokens: it drafts {most} tokens a round, not {draft.k}: set -k to what it drafts"
     told = f"as many tokens are accepted as here in {equal:.0%} of {len(rounds)} rounds"
     if best >= EXPLAINED:
         return f"{told}, and in {best:.0%} as many as with this fault: {words}"

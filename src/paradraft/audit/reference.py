@@ -139,7 +139,9 @@ class OwnPass:
 
 
 @torch.no_grad()
-def own_logits(lm: CausalLM, case: Case, answer: Recording, *, dtype: torch.dtype | None = None) -> Tensor:
+def own_logits(
+    lm: CausalLM, case: Case, answer: Recording, *, dtype: torch.dtype | None = None, all_rows: bool = False
+) -> Tensor:
     """The logits `[N, V]` by which the model itself would choose each token of an answer.
 
     Args:
@@ -147,6 +149,7 @@ def own_logits(lm: CausalLM, case: Case, answer: Recording, *, dtype: torch.dtyp
         case: the prompt.
         answer: its tokens are taken as they are, whoever chose them.
         dtype: makes the products in this dtype instead of the model's.
+        all_rows: whether ids count that are no token, but rows of the output head: others may choose them.
 
     Raises:
         NotNumbersError: the model's logits are not numbers.
@@ -154,7 +157,8 @@ def own_logits(lm: CausalLM, case: Case, answer: Recording, *, dtype: torch.dtyp
     text = torch.tensor([[*case.prompt, *answer.tokens[:-1]]], device=lm.device)
     with nullcontext() if dtype is None else _products_in(dtype, lm.model):
         logits_NV = lm.model(text, use_cache=False, logits_to_keep=len(answer.tokens)).logits[0]
-    logits_NV = lm.allowed(logits_NV)
+    allowed_NV = lm.allowed(logits_NV)  # in place
+    logits_NV = logits_NV if all_rows else allowed_NV
     if not bool((are := are_numbers(logits_NV)).all()):
         raise NotNumbersError(case, int(are.int().argmin()), "in the model's own pass")
     return logits_NV

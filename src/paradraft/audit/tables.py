@@ -149,11 +149,11 @@ class ModelReference:
         """See `Reference`; measures the rounding of its dtype too, on the first of the texts."""
         case = Case(number=1, prompt=prompt, sampling=GREEDY)
         answer = Recording(tokens=tokens, logits=torch.empty(0))
-        logits_NV = own_logits(self._lm, case, answer)
+        logits_NV = own_logits(self._lm, case, answer, all_rows=True)
         own_NV = logits_NV.double().log_softmax(1)
         self._variances.append(float(logits_NV[logits_NV.isfinite()].double().var()))
         if len(self._rounding) < MEASURED and can_compute_otherwise(self._lm):
-            other_NV = own_logits(self._lm, case, answer, dtype=OTHER_DTYPE[self._lm.model.dtype])
+            other_NV = own_logits(self._lm, case, answer, dtype=OTHER_DTYPE[self._lm.model.dtype], all_rows=True)
             self._rounding.append(difference(own_NV, other_NV.double().log_softmax(1)))
         ids_V = torch.arange(own_NV.shape[1], device=own_NV.device)
         return Table(ids=ids_V, logprobs=own_NV)
