@@ -60,6 +60,7 @@ MEASURED = ("--target", "pocket", "--num-prompts", 1, "--max-new-tokens", 4, "--
         ("bench", "--methods", "ar,pard", "--runs", 1, *MEASURED),
         ("plan", "--k", 4, "--batch-size", 1, *MEASURED),
         ("generate", "--target", "pocket", "--drafter", "pard", "--prompt", "x", "--max-new-tokens", 4),
+        ("serve", "--engine", "vllm", "--target", "pocket", "--drafter", "pard", "--dry-run"),
     ],
     ids=lambda arguments: str(arguments[0]),
 )

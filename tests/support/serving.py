@@ -14,10 +14,11 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from paradraft.engine import Engine
+from paradraft.serve.address import bound, url_of
 from paradraft.serve.admission import Admission
 from paradraft.serve.app import new_app
 from paradraft.serve.limits import Limits
-from paradraft.serve.server import Server, bound, url_of
+from paradraft.serve.server import Server
 
 MODEL = "tiny"
 

@@ -170,7 +170,7 @@ def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
         if acceptance is not None and method.name not in (HF, AR):
             found.answerers[method] = acceptance.answerer(found.engines[method])
         elif is_vllm(method.name):
-            given = what_to_load(method, target, loaded, drafter, compiled=runtime.compiled is not False)
+            given = what_to_load(method, target, loaded, compiled=runtime.compiled is not False)
             found.answerers[method] = VllmProcess(method.spec, benchmark.vllm_python, given, loaded)
         else:
             found.answerers[method] = method.answerer(loaded, drafter)

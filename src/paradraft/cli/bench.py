@@ -157,13 +157,7 @@ def bench(
         ),
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Say where the time of a round goes.")] = False,
-    vllm_python: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="PARADRAFT_VLLM_PYTHON",
-            help="The Python of vLLM's environment, for the methods vllm…; by default the one that make vllm makes.",
-        ),
-    ] = None,
+    vllm_python: options.VllmPython = None,
     json_file: Annotated[Path | None, json_option("every raw number")] = None,
     plot_file: options.Plot = None,
     page_folder: Annotated[Path | None, typer.Option("--report", help="Write an HTML page into this folder.")] = None,

@@ -115,6 +115,13 @@ TemplateVariables = Annotated[
 ]
 NumPrompts = Annotated[int, typer.Option(help="How many of the prompts to use, from the first.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")]
+VllmPython = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PARADRAFT_VLLM_PYTHON",
+        help="The Python of vLLM's environment; by default the one that make vllm makes.",
+    ),
+]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")]
 DRAFTERS = f"one of {', '.join(drafter_names())}; its settings follow it, as in ngram:max_ngram=5."
 

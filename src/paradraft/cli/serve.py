@@ -5,19 +5,28 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.serve_vllm import command_of, refuse_others
 from paradraft.cli.terminal import console
+from paradraft.export.vllm import NOT_INSTALLED, installed_python
 from paradraft.loader import load_engine
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
-from paradraft.serve.app import new_app
+from paradraft.serve.address import bound, key_of, url_of
 from paradraft.serve.limits import Limits
-from paradraft.serve.server import Server, bound, key_of, url_of
 from paradraft.speculation import Speculation
+
+PARADRAFT, VLLM = ENGINES = ("paradraft", "vllm")
+LOSSY_ON_CPUS = (
+    "on CPUs vLLM (0.32) loses sampling parameters where it drafts: at a temperature above 0 its texts are not the "
+    "target's"
+)
+Processes = Annotated[int, typer.Option(min=1, help="With --engine vllm: passed on to it.")]
 
 
 @options.with_options
@@ -41,17 +50,60 @@ def serve(
         int, typer.Option(min=0, help="Of how many answers the caches are kept, for the next turn of a conversation.")
     ] = 0,
     runtime: Runtime,
+    threads: options.Threads = None,
     placement: Annotated[Placement, options.Offer(without=("tensor_parallel",))],
+    engine: Annotated[
+        str, typer.Option(help="What decodes: paradraft, or vllm, whose own server is started with these settings.")
+    ] = PARADRAFT,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="With --engine vllm: the K of each batch size, by a file of `paradraft plan --json`."),
+    ] = None,
+    tensor_parallel_size: Processes = 1,
+    pipeline_parallel_size: Processes = 1,
+    data_parallel_size: Processes = 1,
+    vllm_python: options.VllmPython = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --engine vllm: print the command that starts it, and end.")
+    ] = False,
 ) -> None:
     """Answer requests over HTTP, as OpenAI's servers do; a page at / lets you try it.
 
     Requests are decoded together. Ctrl-C ends the server when those under way have ended, a second one at once.
     """
+    if engine not in ENGINES:
+        raise ValueError(f"--engine {engine}: use one of {', '.join(ENGINES)}")
+    options.use_threads(threads)
+    if engine == VLLM:
+        server = command_of(
+            context, target=target, speculation=speculation, plan=plan, host=host, port=port, limits=limits,
+            api_key_env=api_key_env, served_model_name=served_model_name, runtime=runtime, threads=threads,
+            placement=placement, python=vllm_python,
+            sizes={
+                "--tensor-parallel-size": tensor_parallel_size, "--pipeline-parallel-size": pipeline_parallel_size,
+                "--data-parallel-size": data_parallel_size,
+            },
+        )  # fmt: skip
+        if dry_run:
+            print(server.line)
+            return
+        if installed_python(vllm_python) is None:
+            raise ValueError(NOT_INSTALLED)
+        name = server.check(runtime.device)
+        bound(host, port).close()  # raises ValueError where vLLM would say so after a minute
+        if server.speculative is not None and "cpu" in name:
+            print(f"warning: {LOSSY_ON_CPUS}", file=sys.stderr)
+        print(f"paradraft: starting {name}; Ctrl-C ends it", file=sys.stderr)
+        server.become()
+    refuse_others(context)
     key = key_of(api_key_env, host)
+    from paradraft.serve.app import new_app
+    from paradraft.serve.server import Server
+
     with closing(bound(host, port)) as listening:
         with console(stderr=True).status("loading; the first time passes are built for this CPU"):
             runtime = replace(runtime, width=speculation.pass_width)
-            engine = load_engine(target, speculation, kept_rows=kept_rows, runtime=runtime, placement=placement)
+            loaded = load_engine(target, speculation, kept_rows=kept_rows, runtime=runtime, placement=placement)
         options.warn_ignored(
             context,
             options.without_drafter(speculation),
@@ -59,10 +111,10 @@ def serve(
             options.with_gamma(speculation),
             options.without_process(placement),
         )
-        with engine:
-            if engine.target.lm.warm_up_rounds:
+        with loaded:
+            if loaded.target.lm.warm_up_rounds:
                 with console(stderr=True).status("compiling (a minute or two)"):
-                    engine.warm_up(limits.max_batch)
-            app, admission = new_app(engine, model=served_model_name or target, limits=limits, key=key)
+                    loaded.warm_up(limits.max_batch)
+            app, admission = new_app(loaded, model=served_model_name or target, limits=limits, key=key)
             print(f"paradraft: serving {target} at {url_of(listening)}; Ctrl-C ends it", file=sys.stderr, flush=True)
             Server(app, admission).run(sockets=[listening])

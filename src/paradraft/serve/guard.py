@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from paradraft.serve.address import is_loopback
 from paradraft.serve.replies import ApiError
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]{1,5})?")
 """The `Host` of a request, in small letters: a name or an address, and perhaps a port."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine can reach a host.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("::1"), is_loopback("0.0.0.0")
-    (True, True, True, False)
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def names_this_machine(host: bytes) -> bool:

@@ -16,8 +16,8 @@ import pytest
 
 from paradraft.engine import Engine
 from paradraft.sampling_params import Sampling
+from paradraft.serve.address import key_of
 from paradraft.serve.limits import Limits
-from paradraft.serve.server import key_of
 from tests.support.serving import MODEL, Serving, serving, until
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 90, "temperature": 0, "logit_bias": {"0": -100}}

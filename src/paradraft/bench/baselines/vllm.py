@@ -19,21 +19,15 @@ from typing import IO, Any, Self
 
 import torch
 
-from paradraft.bench.baselines import PEERS, is_vllm, vllm_worker
+from paradraft.bench.baselines import is_vllm, vllm_worker
 from paradraft.bench.result import Answerer, BatchResult, Counts
 from paradraft.bench.spec import Method
-from paradraft.core import Drafter
-from paradraft.drafters.autoregressive import AutoregressiveDrafter
-from paradraft.drafters.ngram import NgramDrafter
-from paradraft.drafters.pard import PardDrafter
+from paradraft.export.vllm import DEFAULT_PYTHON, NOT_INSTALLED, installed_python, intel_openmp, speculative_config
 from paradraft.models.loading import locate
 from paradraft.models.runtime import QUANTIZED, Runtime
 from paradraft.models.target import Target
 from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
-
-DEFAULT_PYTHON = Path("build/vllm/bin/python")
-"""Where `make vllm` puts vLLM's environment."""
 
 
 class VllmProcess:
@@ -77,7 +71,7 @@ class VllmProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
-                env=os.environ | {"OMP_NUM_THREADS": str(self._given["threads"])},
+                env=os.environ | {"OMP_NUM_THREADS": str(self._given["threads"])} | intel_openmp(self._python),
                 encoding="utf-8",
             )
         except OSError as error:
@@ -196,15 +190,12 @@ def without_vllm(methods: Sequence[Method], python: Path | None) -> tuple[list[M
         ValueError: the user named a Python that does not exist, or nothing is left.
     """
     wanted = [method.spec for method in methods if is_vllm(method.name)]
-    if not wanted or (python or DEFAULT_PYTHON).is_file():
+    if not wanted or installed_python(python) is not None:
         return list(methods), {}
-    if python is not None:
-        raise ValueError(f"--vllm-python {str(python)!r}: there is no such file; name the Python of vLLM's environment")
-    why = f"vLLM is not installed: {DEFAULT_PYTHON} does not exist. Run `make vllm`, or name its Python: --vllm-python."
     left = [method for method in methods if not is_vllm(method.name)]
     if not left:
-        raise ValueError(f"methods: only {', '.join(wanted)}, but {why}")
-    return left, dict.fromkeys(wanted, why)
+        raise ValueError(f"methods: only {', '.join(wanted)}, but {NOT_INSTALLED}")
+    return left, dict.fromkeys(wanted, NOT_INSTALLED)
 
 
 def check_vllm(methods: Sequence[Method], sampling: Sampling, runtime: Runtime) -> None:
@@ -243,52 +234,29 @@ def running(answerers: Iterable[Answerer], report: Callable[[str], None]) -> Ite
         yield versions
 
 
-def what_to_load(method: Method, name: str, target: Target, drafter: Drafter, *, compiled: bool) -> dict[str, Any]:
+def what_to_load(method: Method, name: str, target: Target, *, compiled: bool) -> dict[str, Any]:
     """What vLLM is told to load for a method; see `vllm_worker.Worker`.
 
     Args:
         method: one that `is_vllm`.
         name: the target's, as the user gave it.
         target: ours, loaded.
-        drafter: ours that drafts in the same way.
         compiled: whether it shall compile its passes, as ours are.
 
     Raises:
         ValueError: vLLM has no use for the draft.
     """
+    folder = locate(name, "target")
+    try:
+        speculative = speculative_config(method.speculation, folder)
+    except ValueError as error:
+        raise ValueError(f"method {method.spec!r}: {error}") from None
     return {
-        "model": locate(name, "target"),
+        "model": folder,
         "dtype": method.dtype,
         "capacity": target.capacity,
         "batch": method.batch,
         "compiled": compiled,
         "threads": torch.get_num_threads(),
-        "speculative": _speculative(method, target, drafter),
+        "speculative": speculative,
     }
-
-
-def _speculative(method: Method, target: Target, drafter: Drafter) -> dict[str, Any] | None:
-    """What vLLM calls `speculative_config`."""
-    if PEERS[method.name].like == "none":
-        return None
-    if isinstance(drafter, NgramDrafter):
-        longest = drafter.config.max_ngram
-        return {
-            "method": "ngram",
-            "num_speculative_tokens": method.speculation.k,
-            "prompt_lookup_max": longest,
-            "prompt_lookup_min": 1,
-        }
-    assert isinstance(drafter, AutoregressiveDrafter | PardDrafter)
-    ours, theirs = (lm.model.config.vocab_size for lm in (target.lm, drafter.lm))
-    if ours != theirs:
-        raise ValueError(
-            f"method {method.spec!r}: vLLM wants a draft with as many embedding rows as the target has, {ours}, not "
-            f"{theirs}: `paradraft init-draft --from` makes one"
-        )
-    is_parallel = isinstance(drafter, PardDrafter)
-    if isinstance(drafter, PardDrafter) and drafter.masks > 1:
-        raise ValueError(f"method {method.spec!r}: the draft has {drafter.masks} mask tokens, vLLM knows one")
-    config = {"method": "draft_model", "num_speculative_tokens": method.speculation.k}
-    config["model"] = locate(method.speculation.draft or "pocket", "pard" if is_parallel else "draft")
-    return config | ({"parallel_drafting": True} if is_parallel else {})

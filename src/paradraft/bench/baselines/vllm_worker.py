@@ -14,7 +14,6 @@ import resource
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 SETTINGS = {
@@ -113,19 +112,8 @@ class Worker:
         return {"drafts": [metrics["drafts"].value], "accepted": list(metrics["accepted"].values)}
 
 
-def start_again_with_intel_openmp() -> None:
-    """Puts Intel's OpenMP in front of all libraries, where the environment has it: without it vLLM warns of a
-    significant loss of speed when it speculates on a CPU."""
-    library = Path(sys.prefix) / "lib" / "libiomp5.so"
-    loaded = os.environ.get("LD_PRELOAD", "")
-    if library.exists() and "libiomp5" not in loaded:
-        os.environ["LD_PRELOAD"] = f"{library}:{loaded}".rstrip(":")
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
 def main() -> None:
     """Entry point: answers until the input ends."""
-    start_again_with_intel_openmp()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # vLLM writes its log where the replies would stand
     for name, value in SETTINGS.items():

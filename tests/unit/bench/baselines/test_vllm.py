@@ -14,7 +14,7 @@ from paradraft.bench.baselines import vllm
 from paradraft.bench.baselines.vllm import VllmProcess, check_vllm, what_to_load, without_vllm
 from paradraft.bench.result import Counts
 from paradraft.bench.spec import Method
-from paradraft.drafters.ngram import Config, NgramDrafter
+from paradraft.drafters.ngram import Config
 from paradraft.sampling_params import GREEDY, Sampling
 from tests.conftest import tiny_tokenizer
 from tests.support.fake_vllm import executable, python
@@ -126,9 +126,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_vllm_looks_up_what_our_drafter_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against peers that draft by other rules than ours."""
     monkeypatch.setattr(vllm, "locate", lambda name, role: f"{name}/{role}")
-    drafter = NgramDrafter(Config(max_ngram=5))
-    given = what_to_load(Method.parse("vllm-ngram:k=6:batch=4"), "t", TARGET, drafter, compiled=True)
+    given = what_to_load(Method.parse("vllm-ngram:k=6:batch=4"), "t", TARGET, compiled=True)
     assert given["model"] == "t/target" and given["batch"] == 4 and given["compiled"] and given["capacity"] == 128
     assert given["speculative"] == {
-        "method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 5, "prompt_lookup_min": 1,
+        "method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": Config().max_ngram, "prompt_lookup_min": 1,
     }  # fmt: skip

@@ -1,0 +1,153 @@
+"""`paradraft serve --engine vllm`: what becomes of each option, and which are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import typer
+
+from paradraft.cli import options
+from paradraft.export.vllm import DEFAULT_PYTHON, speculative_config
+from paradraft.formats.pard import RANK
+from paradraft.models.architecture import check_capacity
+from paradraft.models.loading import load_config, locate
+from paradraft.models.runtime import AUTO, Runtime
+from paradraft.placement import Placement
+from paradraft.plan.plan_file import read_chains
+from paradraft.serve.address import key_of
+from paradraft.serve.limits import Limits
+from paradraft.serve.vllm import DTYPES, VllmServer
+from paradraft.speculation import Speculation
+
+ONLY_VLLM = (
+    "plan", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "vllm_python", "dry_run",
+)  # fmt: skip
+CHAINS = "vLLM drafts chains, leave it out"
+TURNS = "there drafter and target take turns, leave it out"
+LIMIT = "vLLM has no such limit: leave it out, and set one in a proxy before it"
+REFUSED = {
+    "tree_budget": CHAINS,
+    "tree_paths": CHAINS,
+    "lengths": "vLLM has no such policy: leave it out, or give the K of each batch size by --plan",
+    "gamma": TURNS,
+    "draft_cpus": TURNS,
+    "draft_device": TURNS,
+    "target_cpus": "start the command by taskset, or set VLLM_CPU_OMP_THREADS_BIND",
+    "target_stages": "use --pipeline-parallel-size",
+    "max_queue": LIMIT,
+    "max_body_bytes": LIMIT,
+    "timeout_s": LIMIT,
+}
+"""Options that vLLM cannot honour, and what to do instead."""
+
+
+def refuse_others(context: typer.Context) -> None:
+    """Raises ValueError for an option that only `--engine vllm` has."""
+    for option in options.given(context, ONLY_VLLM):
+        raise ValueError(f"{option} is for --engine vllm: add that, or leave it out")
+
+
+def command_of(
+    context: typer.Context,
+    *,
+    target: str,
+    speculation: Speculation,
+    plan: Path | None,
+    host: str,
+    port: int,
+    limits: Limits,
+    api_key_env: str | None,
+    served_model_name: str | None,
+    runtime: Runtime,
+    threads: int | None,
+    placement: Placement,
+    python: Path | None,
+    sizes: Mapping[str, int],
+) -> VllmServer:
+    """The server that the options of `paradraft serve` ask for; warns of those that have no effect.
+
+    Raises:
+        ValueError: vLLM cannot do it, or could not load the models.
+    """
+    for name, told in REFUSED.items():
+        for option in options.given(context, (name,)):
+            raise ValueError(f"{option} with --engine vllm: {told}")
+    if speculation.verify not in ("match", "rejection"):
+        raise ValueError(f"--verify {speculation.verify} with --engine vllm: vLLM's rule is lossless, leave it out")
+    if runtime.dtype not in (AUTO, *DTYPES):
+        raise ValueError(f"--dtype {runtime.dtype} with --engine vllm: use {', '.join(DTYPES)} or auto")
+    key_of(api_key_env, host)
+    folder = locate(target, "target")
+    chosen = None if plan is None else read_chains(plan, target, speculation)
+    if chosen is not None and sizes["--data-parallel-size"] > 1:
+        raise ValueError(
+            "--plan with --data-parallel-size: vLLM then drafts one K at every batch size, give that by -k"
+        )
+    speculative = speculative_config(speculation, folder, chosen)
+    server = VllmServer(
+        python=python or DEFAULT_PYTHON,
+        target=folder,
+        speculative=speculative,
+        options=_settings(context, folder, host=host, port=port, limits=limits, runtime=runtime, sizes=sizes)
+        | _name(target, folder, served_model_name),
+        eager=runtime.compiled is False,
+        threads=threads,
+        device=_device(runtime.device, sizes),
+        key_variable=api_key_env,
+    )
+    if speculative is not None and "model" in speculative and hasattr(load_config(speculative["model"]), RANK):
+        print("warning: vLLM does not read the previous-token head of this drafter, and accepts less", file=sys.stderr)
+    options.warn_ignored(
+        context,
+        options.without_drafter(speculation),
+        (plan is not None, "with --plan", ("k",)),
+        (True, "with --engine vllm", ("kept_rows", "draft_timeout_s")),
+        (speculation.verify == "match", "with --engine vllm, which verifies by rejection when it samples", ("verify",)),
+    )
+    return server
+
+
+def _settings(
+    context: typer.Context,
+    folder: str,
+    *,
+    host: str,
+    port: int,
+    limits: Limits,
+    runtime: Runtime,
+    sizes: Mapping[str, int],
+) -> dict[str, object]:
+    """What vLLM calls the options that are given, and those whose default is another one there."""
+    config = load_config(folder)
+    check_capacity(runtime.capacity, config.max_position_embeddings)
+    # Its "auto" rounds what is stored in float32.
+    is_float32 = runtime.dtype == AUTO and config.dtype in (torch.float32, "float32")
+    found: dict[str, object] = {"--host": host, "--port": port}
+    if is_float32 or runtime.dtype != AUTO:
+        found["--dtype"] = "float32" if is_float32 else runtime.dtype
+    if runtime.capacity is not None:
+        found["--max-model-len"] = runtime.capacity
+    given = {
+        "max_batch": ("--max-num-seqs", limits.max_batch),
+        "max_new_tokens": ("--override-generation-config", json.dumps({"max_new_tokens": limits.max_new_tokens})),
+        "drain_s": ("--shutdown-timeout", math.ceil(limits.drain_s)),
+    }
+    found |= dict(value for name, value in given.items() if options.given(context, (name,)))
+    return found | {name: size for name, size in sizes.items() if size > 1}
+
+
+def _name(target: str, folder: str, served: str | None) -> dict[str, object]:
+    """The name of the model, where vLLM would call it otherwise."""
+    return {} if served is None and folder == target else {"--served-model-name": served or target}
+
+
+def _device(device: str, sizes: Mapping[str, int]) -> int | None:
+    index = None if device == AUTO else torch.device(device).index
+    if index is not None and max(sizes.values()) > 1:
+        raise ValueError(f"--device {device} is one device: name several by CUDA_VISIBLE_DEVICES")
+    return index

@@ -1,0 +1,132 @@
+"""vLLM's configuration for a drafter that is there, checked before vLLM is started: it says minutes later, or never,
+that a draft model does not fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paradraft.drafters import drafter_settings, split_settings
+from paradraft.export.engines import vllm_config, vllm_fixed
+from paradraft.formats.head import is_head
+from paradraft.formats.pard import mask_token_id
+from paradraft.models.loading import POCKET, load_config, load_tokenizer, locate
+from paradraft.models.presets import is_shape
+from paradraft.models.vocabulary import of_one_family
+from paradraft.speculation import Speculation
+
+DEFAULT_PYTHON = Path("build/vllm/bin/python")
+"""Where `make vllm` puts the Python of vLLM's environment."""
+ROLES = {"pard": "pard", "autoregressive": "draft"}
+"""The drafters of vLLM's that have a draft model, and what `locate` calls that of the pocket family."""
+NOT_INSTALLED = (
+    f"vLLM is not installed: {DEFAULT_PYTHON} does not exist. Run `make vllm`, or name its Python: --vllm-python."
+)
+TAKEN_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
+"""Where the name of a draft model has one of these in it, vLLM takes it for a head of that kind, whatever its
+configuration says (vllm/config/speculative.py)."""
+
+
+def installed_python(named: Path | None) -> Path | None:
+    """The Python of vLLM's environment; None where it is not installed.
+
+    Args:
+        named: by the user; None for `DEFAULT_PYTHON`.
+
+    Raises:
+        ValueError: the user named one that does not exist.
+    """
+    if named is not None and not named.is_file():
+        raise ValueError(f"--vllm-python {str(named)!r}: there is no such file; name the Python of vLLM's environment")
+    return named or (DEFAULT_PYTHON if DEFAULT_PYTHON.is_file() else None)
+
+
+def intel_openmp(python: Path) -> dict[str, str]:
+    """What puts Intel's OpenMP in front of all libraries of a process, if its environment has it.
+
+    Without it, vLLM warns of a significant loss of speed when it speculates on a CPU.
+
+    Args:
+        python: of the environment.
+
+    Returns:
+        A variable of the environment by its name, or nothing.
+    """
+    library, loaded = python.absolute().parent.parent / "lib" / "libiomp5.so", os.environ.get("LD_PRELOAD", "")
+    if not library.exists() or "libiomp5" in loaded:
+        return {}
+    return {"LD_PRELOAD": f"{library}:{loaded}".rstrip(":")}
+
+
+def speculative_config(
+    speculation: Speculation, target: str, chosen: Mapping[int, int] | None = None
+) -> dict[str, Any] | None:
+    """The value of vLLM's `--speculative-config`; None without a drafter.
+
+    Args:
+        speculation: names the drafter, its draft model and K.
+        target: the folder or the Hugging Face id of the target.
+        chosen: K by batch size, in place of the one K.
+
+    Raises:
+        ValueError: vLLM has no such drafter, cannot load its draft model, or is to draft nothing at any batch size.
+    """
+    name, _ = split_settings(speculation.drafter)
+    if name == "none":
+        return None
+    if chosen is not None and not max(chosen.values()):
+        raise ValueError("no K pays at any batch size of the plan: serve with --drafter none")
+    draft = locate(speculation.draft or POCKET, ROLES[name]) if name in ROLES else ""
+    made = (
+        vllm_fixed(speculation.k, speculation.drafter, draft)
+        if chosen is None
+        else vllm_config(chosen, speculation.drafter, draft)
+    )
+    if made is None:
+        raise ValueError(
+            f"vLLM has no drafter {name!r}: use {', '.join(ROLES)}, ngram or none, or serve with paradraft"
+        )
+    if name in ROLES:
+        if any(value is not None for value in drafter_settings(speculation.drafter).values()):
+            raise ValueError(
+                f"vLLM knows no settings of {name}: leave out what follows the name in {speculation.drafter!r}"
+            )
+        check_draft(name, draft, target)
+    return made
+
+
+def check_draft(name: str, draft: str, target: str) -> None:
+    """Checks that vLLM can draft for a target with a model.
+
+    Args:
+        name: of the drafter, one of `ROLES`.
+        draft: the folder or the Hugging Face id of the draft model.
+        target: that of the target.
+
+    Raises:
+        ValueError: it cannot: one of them has no weights, the draft model names no mask token or several, or has other
+            tokens or another number of rows, or a name that vLLM reads something else from.
+    """
+    for model in (draft, target):
+        if is_shape(model):
+            raise ValueError(f"{model!r} has random weights, and vLLM loads models from disk: name a folder or an id")
+    if is_head(draft):
+        raise ValueError(f"{draft!r} is no draft model, it reads the states of its target: serve it with paradraft")
+    config, wanted = load_config(draft), load_config(target)
+    if name == "pard":
+        mask_token_id(config, draft)
+        if (masks := getattr(config, "pard_masks", 1)) > 1:
+            raise ValueError(f"{draft!r} has {masks} mask tokens, and vLLM knows one: train without distinct_masks")
+    if not of_one_family(load_tokenizer(target).get_vocab(), load_tokenizer(draft).get_vocab()):
+        raise ValueError(f"{draft!r} has another vocabulary than {target!r}: use a draft model of the same family")
+    if config.vocab_size != wanted.vocab_size:
+        raise ValueError(
+            f"{draft!r} has an embedding of {config.vocab_size} rows and {target!r} one of {wanted.vocab_size}, and "
+            f"vLLM wants as many in both: run `paradraft export {draft} OUT --target {target} --to vllm`"
+        )
+    if found := [word for word in TAKEN_NAMES if word in draft.lower()]:
+        raise ValueError(
+            f"{draft!r}: vLLM takes a model with {found[0]!r} in its name for a head of that kind: give it another name"
+        )
