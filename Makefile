@@ -8,7 +8,7 @@ DEMO_ARGS ?=
 MUTANTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-gpu check mutants pocket vllm clean
+.PHONY: help setup demo test test-long test-gpu test-vllm check mutants pocket vllm clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,13 +27,16 @@ demo: setup ## Adapt a drafter, decode with it and compare; DEMO_ARGS=--short fo
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: setup ## Run the quick tests, one on each core.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu and not vllm"
 
 test-long: setup ## Run the slow tests too.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu and not vllm"
 
 test-gpu: setup ## Run the tests that need a GPU.
 	$(BIN)/python -m pytest -m gpu
+
+test-vllm: setup ## Run the tests that need vLLM, which make vllm installs.
+	$(BIN)/python -m pytest -m vllm
 
 check: setup ## Check format, lint, types and the direction of imports.
 	$(BIN)/ruff format --check .

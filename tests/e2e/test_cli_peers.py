@@ -131,7 +131,6 @@ def test_a_result_is_shown_again(paradraft: Paradraft, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 @needs_vllm
 def test_vllm_says_what_we_say(paradraft: Paradraft, tmp_path: Path) -> None:
     """Guards the comparison with vLLM itself: PARD on the shipped weights, token for token, and as often accepted. In

@@ -181,7 +181,6 @@ def _answer(url: str, prompt: str) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-@pytest.mark.slow
 @needs_vllm
 def test_vllm_serves_what_we_serve(tmp_path: Path) -> None:
     """Guards the whole of it with vLLM itself: the same text as ours, drafts that are accepted, a key, and its end."""

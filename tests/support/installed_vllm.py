@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,4 +12,11 @@ from paradraft.export.vllm import DEFAULT_PYTHON
 
 PYTHON = Path(os.environ.get("PARADRAFT_VLLM_PYTHON", Path(__file__).parents[2] / DEFAULT_PYTHON))
 """The Python of its environment."""
-needs_vllm = pytest.mark.skipif(not PYTHON.is_file(), reason="vLLM is not installed: make vllm")
+MARKS = [pytest.mark.vllm, pytest.mark.skipif(not PYTHON.is_file(), reason="vLLM is not installed: make vllm")]
+
+
+def needs_vllm(test: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a test that runs vLLM."""
+    for mark in MARKS:
+        test = mark(test)
+    return test

@@ -52,9 +52,7 @@ def audit(
     engine: Annotated[
         str | None, typer.Option(help="Or start this engine with --target and DRAFT, and audit it: vllm.")
     ] = None,
-    vllm_python: Annotated[
-        Path | None, typer.Option(help="With --engine vllm: its environment's Python; by default that of `make vllm`.")
-    ] = None,
+    vllm_python: options.VllmPython = None,
     reference_endpoint: Annotated[
         str | None,
         typer.Option(help="With --endpoint: compare with this server instead of the target's weights here."),

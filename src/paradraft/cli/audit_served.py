@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,16 +13,22 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.cli import options
 from paradraft.cli.terminal import console
 from paradraft.export.handoff import VLLM
+from paradraft.export.vllm import DEFAULT_PYTHON, NOT_INSTALLED, installed_python, speculative_config
+from paradraft.formats.pard import declared_mask_id
 from paradraft.models.chat_template import Message
-from paradraft.models.loading import load_generation_config, load_tokenizer, locate, pocket_folder
+from paradraft.models.loading import load_config, load_generation_config, load_tokenizer, locate, pocket_folder
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
+from paradraft.serve.vllm import VllmServer
+from paradraft.speculation import Speculation
 
 if TYPE_CHECKING:
     from paradraft.audit.draft_causes import Drafting, DraftModel
     from paradraft.audit.endpoint import Endpoint
     from paradraft.audit.served import ServedReport
 
+SERVED_NAME = "target"
+"""What an engine that is started here calls its model."""
 MOST_SHOWN = 20
 """Of the places where the reference prefers another token."""
 
@@ -126,7 +132,28 @@ def _address(given: Given, asked: Asked, report: Callable[[str], None]) -> Itera
     if given.endpoint is not None and given.model is not None:
         yield given.endpoint, given.model
         return
-    raise NotImplementedError
+    from paradraft.serve.address import bound, url_of
+
+    assert given.draft is not None
+    if installed_python(given.vllm_python) is None:
+        raise ValueError(NOT_INSTALLED)
+    folder, draft = locate(asked.target, "target"), locate(given.draft, "pard")
+    is_parallel = declared_mask_id(load_config(draft)) is not None
+    speculation = Speculation(drafter="pard" if is_parallel else "autoregressive", draft=draft, k=given.k)
+    speculative = speculative_config(speculation, folder)
+    with closing(bound("127.0.0.1", 0)) as free:
+        url = url_of(free)
+    settings = {
+        "--host": "127.0.0.1", "--port": url.rpartition(":")[2], "--served-model-name": SERVED_NAME,
+        "--dtype": asked.runtime.dtype, "--max-num-seqs": 4,
+    }  # fmt: skip
+    server = VllmServer(
+        python=given.vllm_python or DEFAULT_PYTHON, target=folder, speculative=speculative, options=settings, eager=True
+    )
+    name = server.check(asked.runtime.device)
+    report(f"starting {name}")
+    with server.running(url):
+        yield f"{url}/v1", SERVED_NAME
 
 
 def _asked(

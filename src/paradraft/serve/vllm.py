@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
+
+import httpx2
 
 from paradraft.export.vllm import intel_openmp
 
@@ -24,6 +32,11 @@ KEY = "VLLM_API_KEY"
 DTYPES = ("float32", "bfloat16", "float16")
 """Of ours those that vLLM has."""
 PATIENCE_S = 120.0
+START_S, END_S = 1800.0, 20.0
+"""How long vLLM may take until it answers, compiling included, and to end."""
+SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+"""Variables of a server beside this process, where the user has not set them: 1 GiB for its cache, no telemetry."""
+_ERROR = re.compile(r"\b\w*(Error|Exception): .+")
 FIND = """
 from importlib import metadata, util
 names = metadata.packages_distributions().get("vllm", []) if util.find_spec("vllm") else None
@@ -116,12 +129,62 @@ class VllmServer:
             )
         return said or "vllm"
 
+    @contextmanager
+    def running(self, url: str) -> Iterator[None]:
+        """Runs it beside this process, and ends it and all processes that it has started.
+
+        Args:
+            url: where it listens, without a version.
+
+        Raises:
+            ValueError: it has ended before it answers, or does not answer.
+        """
+        with tempfile.TemporaryFile() as log:
+            process = subprocess.Popen(
+                self.arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**SMALL, **os.environ, **self.environment},
+                start_new_session=True,  # a group of its own, which ends together
+            )
+            try:
+                self._wait(process, url, log)
+                yield
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=END_S)
+                with suppress(ProcessLookupError):  # its group may outlive it
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _wait(self, process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
+        end_s = time.monotonic() + START_S
+        while time.monotonic() < end_s:
+            if process.poll() is not None:
+                raise ValueError(f"vLLM ended with code {process.returncode} before it answered{_last_words(log)}")
+            with suppress(httpx2.HTTPError):
+                if httpx2.get(f"{url}/health", timeout=5.0).status_code == 200:
+                    return
+            time.sleep(0.5)
+        raise ValueError(f"vLLM has not answered within {START_S:.0f} s{_last_words(log)}")
+
     def become(self) -> NoReturn:
         """Lets vLLM take the place of this process: signals reach it, and its exit code is the command's."""
         key = {} if self.key_variable is None else {KEY: os.environ[self.key_variable]}
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(self.python, self.arguments, {**os.environ, **self.environment, **key})
+
+
+def _last_words(log: IO[bytes]) -> str:
+    """The first error that vLLM's log names, or its last line, to be put after a sentence."""
+    log.seek(0)
+    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [found[0] for line in lines if " WARNING " not in line and (found := _ERROR.search(line))]
+    return f": {(errors[:1] or lines[-1:])[0][:300]}" if lines else ""
 
 
 def _visible(device: int) -> str:

@@ -10,8 +10,8 @@ import torch
 
 from paradraft.audit import audit as module
 from paradraft.audit.audit import Report, accept_all, audit, findings
-from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.audit.uniformity import uniformity
+from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode.draft_length import Fixed
 from paradraft.engine import Engine

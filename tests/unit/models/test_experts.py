@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paradraft.audit.audit import audit, findings
-from paradraft.audit.verdict import PASS, TIES
 from paradraft.audit.recording import Case, Recording
 from paradraft.audit.reference import own_logits
+from paradraft.audit.verdict import PASS, TIES
 from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_model, load_shard
