@@ -36,8 +36,11 @@ class Serving:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
 
     def post(self, path: str, body: object, **headers: str) -> httpx2.Response:
+        return self.post_bytes(path, json.dumps(body).encode(), **headers)
+
+    def post_bytes(self, path: str, body: bytes, **headers: str) -> httpx2.Response:
         headers |= {"Content-Type": "application/json"}
-        return httpx2.post(f"{self.url}{path}", content=json.dumps(body), timeout=20, headers=headers)
+        return httpx2.post(f"{self.url}{path}", content=body, timeout=20, headers=headers)
 
     def counts(self, **labels: str) -> dict[str, float]:
         """The samples of /metrics with these labels beside the model's, by their names."""

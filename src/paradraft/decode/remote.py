@@ -278,8 +278,9 @@ class RemoteDrafter(Drafter):
         known = [_as_known_there(request) for request in requests]
         if known != list(requests):
             warnings.warn(
-                "logits processors of this program's main module, or without a name, are not known to the drafter's "
-                "process, so fewer drafts are accepted: define them in a module that can be imported",
+                "logits processors of this program's main module, without a name, or with what cannot be pickled, such "
+                "as a grammar, are not known to the drafter's process, so fewer drafts are accepted: define them in a "
+                "module that can be imported",
                 stacklevel=2,
             )
         self._process.tell("join", known)

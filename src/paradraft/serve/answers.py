@@ -10,6 +10,7 @@ from paradraft.engine import Chunk, Engine
 from paradraft.serve.admission import Admission, Reservation
 from paradraft.serve.metrics import AnswerMetrics, Metrics
 from paradraft.serve.questions import Choice
+from paradraft.serve.replies import ApiError
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 """OpenAI's names of the reasons for which answers end."""
@@ -86,6 +87,13 @@ class Answers:
             news.put_nowait(None)
         except Exception as error:
             reason = "error"
-            news.put_nowait(error)
+            news.put_nowait(_complaint(choice, error))
         finally:
             counts.end(reason)
+
+
+def _complaint(choice: Choice, error: Exception) -> Exception:
+    """What has failed: the engine, or the schema of an answer that came to where it knows no way on."""
+    if choice.grammar is None or choice.grammar.dead_end is None or not isinstance(error, ValueError):
+        return error
+    return ApiError(400, f"response_format: {choice.grammar.dead_end}", param="response_format")

@@ -20,6 +20,7 @@ from paradraft.serve.chat import Chat
 from paradraft.serve.completions import Completions
 from paradraft.serve.endpoint import Endpoint
 from paradraft.serve.forms import Form
+from paradraft.serve.grammar import Grammars
 from paradraft.serve.guard import Guard
 from paradraft.serve.limits import Limits
 from paradraft.serve.metrics import Metrics
@@ -39,13 +40,13 @@ def new_app(engine: Engine, *, model: str, limits: Limits, key: str | None = Non
     """
     admission = Admission(limits)
     metrics = Metrics(model, admission)
-    answers = Answers(engine, admission, metrics)
+    answers, grammars = Answers(engine, admission, metrics), Grammars(engine.target.facts)
     # Their pages take scripts from elsewhere.
     app = FastAPI(title="paradraft", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, key=key)
     forms: dict[str, Form] = {"/v1/completions": Completions(), "/v1/chat/completions": Chat()}
     for path, form in forms.items():
-        app.router.routes.append(Route(path, Endpoint(form, answers, model, limits), methods=["POST"]))
+        app.router.routes.append(Route(path, Endpoint(form, answers, grammars, model, limits), methods=["POST"]))
     created = int(time.time())
 
     @app.get("/v1/models")

@@ -11,6 +11,7 @@ from collections.abc import Awaitable
 from contextlib import aclosing
 from typing import Any
 
+from llguidance import LLMatcher
 from starlette.types import Message, Receive, Scope, Send
 
 from paradraft.engine import Chunk
@@ -18,6 +19,7 @@ from paradraft.errors import one_line
 from paradraft.serve.admission import ending
 from paradraft.serve.answers import Answers
 from paradraft.serve.forms import Answer, Form, piece, usage, whole
+from paradraft.serve.grammar import Grammars
 from paradraft.serve.limits import Limits
 from paradraft.serve.questions import Choice, choices_of, mistake
 from paradraft.serve.replies import DONE, ApiError, JsonReply, event
@@ -117,12 +119,13 @@ class Endpoint:
     Args:
         form: of the requests.
         answers: decodes.
+        grammars: reads schemas of answers.
         model: the name under which it is served.
         limits: of each request.
     """
 
-    def __init__(self, form: Form, answers: Answers, model: str, limits: Limits) -> None:
-        self._form, self._answers, self._model, self._limits = form, answers, model, limits
+    def __init__(self, form: Form, answers: Answers, grammars: Grammars, model: str, limits: Limits) -> None:
+        self._form, self._answers, self._grammars, self._model, self._limits = form, answers, grammars, model, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
@@ -153,7 +156,8 @@ class Endpoint:
         except ValueError as error:
             raise mistake(error, asked, self._form.prompts_name) from None
         with self._answers.admission.reserve(len(rows) * asked.n) as reservation:
-            prompts, choices = await asyncio.to_thread(self._choices, asked, rows)
+            matcher = await self._matcher(asked)
+            prompts, choices = await asyncio.to_thread(self._choices, asked, rows, matcher)
             stream = self._answers.stream(choices, reservation, exchange.arrived_s)
             answers = [Answer() for _ in choices]
             created = int(time.time())
@@ -176,11 +180,23 @@ class Endpoint:
     def _shown(self, chunk: Chunk, choice: Choice, asked: Asked) -> list[ShownToken] | None:
         return shown_tokens(chunk, choice, self._answers.engine, by_id=asked.return_tokens_as_token_ids)
 
-    def _choices(self, asked: Asked, rows: list[Any]) -> tuple[list[list[int]], list[Choice]]:
+    async def _matcher(self, asked: Asked) -> LLMatcher | None:
+        """What answers must be; None for any text."""
+        schema = None if asked.response_format is None else asked.response_format.schema_of_answers
+        if schema is None:
+            return None
+        try:
+            return await self._grammars.read(schema)
+        except ValueError as error:
+            raise ApiError(400, f"response_format: {error}", param="response_format") from None
+
+    def _choices(
+        self, asked: Asked, rows: list[Any], matcher: LLMatcher | None
+    ) -> tuple[list[list[int]], list[Choice]]:
         """Prompts as tokens, and what is asked of the engine; in a thread, for a long text takes its time."""
         form, engine = self._form, self._answers.engine
         try:
             prompts = [form.tokens(row, asked, engine) for row in rows]
         except ValueError as error:
             raise mistake(error, asked, form.prompts_name) from None
-        return prompts, choices_of(asked, prompts, engine, self._limits, form.prompts_name)
+        return prompts, choices_of(asked, prompts, engine, self._limits, form.prompts_name, matcher)

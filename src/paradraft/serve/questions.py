@@ -7,8 +7,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llguidance import LLMatcher
+
 from paradraft.engine import Engine
 from paradraft.sampling_params import Sampling
+from paradraft.serve.grammar import Grammar
 from paradraft.serve.limits import Limits
 from paradraft.serve.replies import ApiError
 from paradraft.serve.schemas import Asked
@@ -28,6 +31,7 @@ class Choice:
         stop: strings that end it.
         k: most tokens drafted for it per round, if fewer than for others.
         logprobs: how many of the likeliest tokens to tell for each token; None tells no probabilities.
+        grammar: what the answer must be, which is one of the processors of `sampling`; None for any text.
     """
 
     index: int
@@ -37,9 +41,17 @@ class Choice:
     stop: str | list[str]
     k: int | None
     logprobs: int | None
+    grammar: Grammar | None = None
 
 
-def choices_of(asked: Asked, prompts: Sequence[list[int]], engine: Engine, limits: Limits, name: str) -> list[Choice]:
+def choices_of(
+    asked: Asked,
+    prompts: Sequence[list[int]],
+    engine: Engine,
+    limits: Limits,
+    name: str,
+    matcher: LLMatcher | None = None,
+) -> list[Choice]:
     """The answers that a request asks for: `n` of each prompt, with seeds one after the other.
 
     Args:
@@ -48,6 +60,7 @@ def choices_of(asked: Asked, prompts: Sequence[list[int]], engine: Engine, limit
         engine: who will answer.
         limits: of the server.
         name: of the parameter that has the prompts.
+        matcher: of the schema of its answers; None for any text.
 
     Raises:
         ApiError: a parameter is wrong, or an answer does not fit.
@@ -58,7 +71,10 @@ def choices_of(asked: Asked, prompts: Sequence[list[int]], engine: Engine, limit
     try:
         for tokens, max_new_tokens in zip(prompts, most, strict=True):
             for number in range(asked.n):
-                sampling = _sampling(asked, number)
+                grammar = None
+                if matcher is not None:
+                    grammar = Grammar(matcher, prompt=len(tokens), eos_ids=engine.target.eos_ids)
+                sampling = _sampling(asked, number, grammar)
                 choice = Choice(
                     index=len(choices),
                     tokens=tokens,
@@ -67,6 +83,7 @@ def choices_of(asked: Asked, prompts: Sequence[list[int]], engine: Engine, limit
                     stop=asked.stop,
                     k=k,
                     logprobs=asked.most_logprobs,
+                    grammar=grammar,
                 )
                 engine.check(
                     tokens,
@@ -100,7 +117,7 @@ def mistake(error: ValueError, asked: Asked, name: str) -> ApiError:
     return ApiError(400, message, param=first[0] if first is not None and is_named else name)
 
 
-def _sampling(asked: Asked, number: int) -> Sampling:
+def _sampling(asked: Asked, number: int, grammar: Grammar | None) -> Sampling:
     return Sampling(
         temperature=asked.temperature,
         top_p=asked.top_p,
@@ -110,6 +127,7 @@ def _sampling(asked: Asked, number: int) -> Sampling:
         frequency_penalty=asked.frequency_penalty,
         repetition_penalty=asked.repetition_penalty,
         logit_bias={int(token): bias for token, bias in asked.logit_bias.items()},
+        processors=() if grammar is None else (grammar,),
         seed=secrets.randbits(SEED_BITS) if asked.seed is None else asked.seed + number,
     )
 

@@ -6,6 +6,7 @@ What is not served is refused by name, also where another server would take no n
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
@@ -27,7 +28,6 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -38,6 +38,8 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
 }
 """Parameters of OpenAI's that are not served, and the values that change nothing, which are taken."""
 MOST_STOPS = 4
+MOST_PARAM = 60
+"""Characters of the name of a parameter, which may be a client's own invention."""
 STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -46,6 +48,31 @@ class StreamOptions(BaseModel):
 
     model_config = STRICT
     include_usage: bool = False
+
+
+class JsonSchema(BaseModel):
+    """What an answer must be; that it is nothing else does not depend on `strict`."""
+
+    model_config = STRICT
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What kind of text an answer is."""
+
+    model_config = STRICT
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_of_answers(self) -> Mapping[str, Any] | None:
+        """The JSON schema of answers; None if they are texts."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class Asked(BaseModel):
@@ -65,6 +92,7 @@ class Asked(BaseModel):
     logit_bias: dict[str, float] = Field(default_factory=dict)
     max_tokens: int | None = Field(default=None, ge=1)
     stop: str | list[str] = Field(default_factory=list)
+    response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -209,7 +237,8 @@ def _param(place: list[int | str]) -> str:
     'messages[0].role'
     """
     named = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    return one_line(named.removeprefix("."))[1:-1]
+    written = repr(named.removeprefix("."))[1:-1]
+    return written if len(written) <= MOST_PARAM else written[: MOST_PARAM - 3] + "..."
 
 
 def _check(asked: Asked) -> None:
@@ -220,7 +249,18 @@ def _check(asked: Asked) -> None:
     wrong = next((key for key in asked.logit_bias if not re.fullmatch(r"[0-9]{1,10}", key)), None)
     if wrong is not None:
         raise ApiError(400, f"logit_bias: {one_line(wrong)} is no token id", param="logit_bias")
+    if asked.response_format is not None:
+        _check_format(asked.response_format, asked)
     if isinstance(asked, AskedChat) and asked.top_logprobs and not asked.logprobs:
         raise ApiError(400, "top_logprobs is for logprobs: set logprobs too", param="top_logprobs")
     if isinstance(asked, AskedChat) and asked.max_completion_tokens is not None and asked.max_tokens is not None:
         raise ApiError(400, "max_tokens is the old name of max_completion_tokens: give one of them", param="max_tokens")
+
+
+def _check_format(given: ResponseFormat, asked: Asked) -> None:
+    if (given.type == "json_schema") != (given.json_schema is not None):
+        told = "give json_schema too" if given.json_schema is None else 'json_schema is for the type "json_schema"'
+        raise ApiError(400, f"response_format: its type is {given.type!a}: {told}", param="response_format")
+    if given.schema_of_answers is not None and -math.inf in asked.logit_bias.values():
+        told = "it forbids a token that the answer may need: use at least -10000"
+        raise ApiError(400, f"logit_bias: beside response_format {told}", param="logit_bias")
