@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paradraft.audit.endpoint import Served
@@ -30,7 +29,8 @@ MOST_ROUNDS = 160
 """How many rounds are computed here at most, spread over all answers."""
 SCREENED, FINALISTS = 24, 3
 """Each fault is tried on so many rounds, and the likest of them on all."""
-TOKENS_AT_ONCE = 8192
+TOKENS_AT_ONCE, ROWS_AT_ONCE = 8192, 32
+"""Of a pass; each row has a few rows of logits, of 600 kB each where a vocabulary is large."""
 FEWEST_LONG = 12
 """Of rounds on either side of the length of training rows, before they are compared."""
 
@@ -182,24 +182,24 @@ def _cause(
 ) -> str:
     """The fault that explains the rounds best, as a clause; or that none does."""
     equal = _equal(rounds, expected)
-    best, words = equal, ""
     some = rounds[:: max(1, len(rounds) // SCREENED)]
-    shares: list[tuple[float, str, Use]] = []
+    screened: list[tuple[float, str, Use]] = []
     for name, use in _faults(draft, sound):
         report(f"drafting with a fault: {name.partition(':')[0]}")
-        shares.append((_equal(some, _accepted(some, draft, use)), name, use))
-    for _, name, use in sorted(shares, key=lambda share: -share[0])[:FINALISTS]:
-        if (share := _equal(rounds, _accepted(rounds, draft, use))) > best:
-            best, words = share, name
-    if (share := _equal(rounds, [0] * len(rounds))) > best:
-        best, words = share, _nothing(draft)
+        screened.append((_equal(some, _accepted(some, draft, use)), name, use))
     most = max(each.accepted for each in rounds)
-    if most and (share := _equal(rounds, [min(number, most) for number in expected])) > best:
-        best, words = share, f"fewer tokens: it drafts {most} tokens a round, not {draft.k}: set -k to what it drafts"
+    shares = [(_equal(rounds, [0] * len(rounds)), _nothing(draft))]
+    if most:
+        fewer = f"fewer tokens: it drafts {most} tokens a round, not {draft.k}: set -k to what it drafts"
+        shares.append((_equal(rounds, [min(number, most) for number in expected]), fewer))
+    for _, name, use in sorted(screened, key=lambda share: -share[0])[:FINALISTS]:
+        shares.append((_equal(rounds, _accepted(rounds, draft, use)), name))
+    best = max(share for share, _ in shares)
+    words = "; or just as well: ".join(name for share, name in shares if share == best)
     told = f"as many tokens are accepted as here in {equal:.0%} of {len(rounds)} rounds"
     if best >= EXPLAINED:
         return f"{told}, and in {best:.0%} as many as with this fault: {words}"
-    likest = f"; the likest, in {best:.0%} of them: {words}" if words else ""
+    likest = f"; the likest, in {best:.0%} of them: {words}" if best > equal else ""
     return f"{told}, and none of the faults that are known explains it{likest}"
 
 
@@ -306,43 +306,55 @@ def _one_pass(model: PreTrainedModel, texts: Sequence[list[int]], draft: DraftMo
     positions = [
         [*range(len(text)), *(len(text) + (place if use.advances else 0) for place in range(masks))] for text in texts
     ]
-    logits = _logits(model, rows, positions, draft, use)
-    firsts = [max(len(text) - 1 + use.shift, 0) for text in texts]
-    return [row[first : first + draft.k].argmax(1).tolist() for row, first in zip(logits, firsts, strict=True)]
+    begin = 0 if use.shift < 0 else use.shift
+    keep = masks + 1 + max(-use.shift, 0)
+    return [likeliest[begin : begin + draft.k] for likeliest in _likeliest(model, rows, positions, keep, draft, use)]
 
 
 def _passes(model: PreTrainedModel, texts: Sequence[list[int]], draft: DraftModel, use: Use) -> list[list[int]]:
     """K tokens from K passes."""
     grown = [list(text) for text in texts]
     for _ in range(draft.k):
-        logits = _logits(model, grown, [list(range(len(text))) for text in grown], draft, use)
-        ends = [max(len(text) - 1 + min(use.shift, 0), 0) for text in grown]
-        for text, row, end in zip(grown, logits, ends, strict=True):
-            text.append(int(row[end].argmax()))
+        positions = [list(range(len(text))) for text in grown]
+        for text, likeliest in zip(
+            grown, _likeliest(model, grown, positions, 1 + max(-use.shift, 0), draft, use), strict=True
+        ):
+            text.append(likeliest[0])
     return [text[len(before) :] for text, before in zip(grown, texts, strict=True)]
 
 
-def _logits(
-    model: PreTrainedModel, rows: Sequence[list[int]], positions: Sequence[list[int]], draft: DraftModel, use: Use
-) -> list[Tensor]:
-    """Logits `[N, V]` of each row. Rows are filled up at their end, which no token before it sees."""
-    found: list[Tensor] = []
-    longest = max(map(len, rows))
-    at_once = max(1, TOKENS_AT_ONCE // longest)
-    for begin in range(0, len(rows), at_once):
-        some = slice(begin, begin + at_once)
-        tokens = [row + [0] * (longest - len(row)) for row in rows[some]]
-        places = [row + [0] * (longest - len(row)) for row in positions[some]]
-        out = model(
+def _likeliest(
+    model: PreTrainedModel,
+    rows: Sequence[list[int]],
+    positions: Sequence[list[int]],
+    keep: int,
+    draft: DraftModel,
+    use: Use,
+) -> list[list[int]]:
+    """The likeliest token after each of the last `keep` tokens of each row, `[R, keep]`.
+
+    Rows are filled up at their beginning, which no token sees, so that the rows of logits that are needed are the last.
+    """
+    found: dict[int, list[int]] = {}
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    while order:
+        longest = len(rows[order[-1]])
+        at_once = max(1, min(ROWS_AT_ONCE, TOKENS_AT_ONCE // longest))
+        some, order = order[-at_once:], order[:-at_once]
+        gaps = [longest - len(rows[index]) for index in some]
+        tokens = [[0] * gap + rows[index] for gap, index in zip(gaps, some, strict=True)]
+        places = [[0] * gap + positions[index] for gap, index in zip(gaps, some, strict=True)]
+        seen = [[0] * gap + [1] * (longest - gap) for gap in gaps]
+        logits = model(
             torch.tensor(tokens, device=model.device), position_ids=torch.tensor(places, device=model.device),
-            attention_mask=torch.ones(len(tokens), longest, dtype=torch.long, device=model.device), use_cache=False,
+            attention_mask=torch.tensor(seen, device=model.device), use_cache=False, logits_to_keep=keep,
         ).logits  # fmt: skip
         if use.forbids:
-            out[..., draft.known_ids :] = -torch.inf
+            logits[..., draft.known_ids :] = -torch.inf
             if draft.mask_id is not None:
-                out[..., draft.mask_id] = -torch.inf
-        found += [logits[: len(row)] for logits, row in zip(out, rows[some], strict=True)]
-    return found
+                logits[..., draft.mask_id] = -torch.inf
+        found |= dict(zip(some, logits.argmax(2).tolist(), strict=True))
+    return [found[index] for index in range(len(rows))]
 
 
 @contextmanager
