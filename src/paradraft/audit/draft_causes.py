@@ -27,8 +27,8 @@ EXPLAINED = 0.85
 """The share of rounds that a fault must explain to be named."""
 MOST_ROUNDS = 160
 """How many rounds are computed here at most, spread over all answers."""
-SCREENED, FINALISTS = 24, 3
-"""Each fault is tried on so many rounds, and the likest of them on all."""
+SCREENED, FINALISTS = 16, 3
+"""Each fault is tried on so many rounds, half of them such that are not as expected, and the likest of them on all."""
 TOKENS_AT_ONCE, ROWS_AT_ONCE = 8192, 32
 """Of a pass; each row has a few rows of logits, of 600 kB each where a vocabulary is large."""
 FEWEST_LONG = 12
@@ -182,7 +182,8 @@ def _cause(
 ) -> str:
     """The fault that explains the rounds best, as a clause; or that none does."""
     equal = _equal(rounds, expected)
-    some = rounds[:: max(1, len(rounds) // SCREENED)]
+    sides = [[each for each, n in zip(rounds, expected, strict=True) if (each.accepted == n) is same] for same in (False, True)]
+    some = [each for side in sides for each in side[:: max(1, -(-len(side) // (SCREENED // 2)))]]
     screened: list[tuple[float, str, Use]] = []
     for name, use in _faults(draft, sound):
         report(f"drafting with a fault: {name.partition(':')[0]}")
@@ -270,7 +271,7 @@ def _long_texts(rounds: Sequence[Round], expected: Sequence[int], draft: DraftMo
     most = draft.training_rows
     if most is None:
         return None
-    sides = [[n for each, n in zip(rounds, expected, strict=True) if (len(each.text) > most) is far] for far in (0, 1)]
+    sides = [[n for each, n in zip(rounds, expected, strict=True) if (len(each.text) > most) is far] for far in (False, True)]
     if min(map(len, sides)) < FEWEST_LONG:
         return None
     near, far = (sum(side) / len(side) for side in sides)
