@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -199,6 +200,7 @@ class FakeEngine:
         count: how many accepted tokens its metrics count for a round of so many tokens.
         when_together: the loop for requests that are answered while others are; None takes the same one.
         key: which requests need.
+        delay_s: how long requests wait for others.
     """
 
     decoding: Decoding
@@ -208,6 +210,7 @@ class FakeEngine:
     count: Callable[[list[int]], int] = lambda new: len(new) - 1
     when_together: Decoding | None = None
     key: str | None = None
+    delay_s: float = 0.0
     counted: _Counted = field(default_factory=_Counted)
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
@@ -280,6 +283,7 @@ class FakeEngine:
         self.bodies.append(body)
         with self._counting:
             self._waiting += 1
+        time.sleep(self.delay_s)
         with self._computing:
             is_together = self._waiting > 1
             decoding = self.when_together if is_together and self.when_together is not None else self.decoding

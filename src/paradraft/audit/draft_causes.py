@@ -182,7 +182,10 @@ def _cause(
 ) -> str:
     """The fault that explains the rounds best, as a clause; or that none does."""
     equal = _equal(rounds, expected)
-    sides = [[each for each, n in zip(rounds, expected, strict=True) if (each.accepted == n) is same] for same in (False, True)]
+    sides = [
+        [each for each, n in zip(rounds, expected, strict=True) if (each.accepted == n) is same]
+        for same in (False, True)
+    ]
     some = [each for side in sides for each in side[:: max(1, -(-len(side) // (SCREENED // 2)))]]
     screened: list[tuple[float, str, Use]] = []
     for name, use in _faults(draft, sound):
@@ -271,7 +274,9 @@ def _long_texts(rounds: Sequence[Round], expected: Sequence[int], draft: DraftMo
     most = draft.training_rows
     if most is None:
         return None
-    sides = [[n for each, n in zip(rounds, expected, strict=True) if (len(each.text) > most) is far] for far in (False, True)]
+    sides = [
+        [n for each, n in zip(rounds, expected, strict=True) if (len(each.text) > most) is far] for far in (False, True)
+    ]
     if min(map(len, sides)) < FEWEST_LONG:
         return None
     near, far = (sum(side) / len(side) for side in sides)

@@ -52,12 +52,15 @@ def audit_endpoint(
     ]
     before = counters_of(endpoint)
     # One at a time where rounds are looked at: chunks that wait for each other are sent together.
-    greedy = endpoint.answers(
+    greedy = alone = endpoint.answers(
         asked,
         lambda done: report(f"greedy answers: {done} of {len(asked)}"),
         **({} if draft is None else {"concurrency": 1}),
     )
     after = counters_of(endpoint)
+    if draft is not None:  # and together, for some faults need a batch; what is the same again shows nothing more
+        again = endpoint.answers(asked, lambda done: report(f"the same together: {done} of {len(asked)}"))
+        greedy = [*alone, *(new for new, old in zip(again, alone, strict=True) if new.tokens != old.tokens)]
     chances = [
         Question(
             number=number, prompt=prompt, max_new_tokens=max_new_tokens, temperature=temperature,
@@ -81,9 +84,9 @@ def audit_endpoint(
     if not known(greedy):
         raise ValueError(f"endpoint {endpoint.url} answers nothing that could be compared: every answer is empty")
     fault = next((fault for fault in faults if fault is not None), None)
-    drafting = None if draft is None else _drafting(known(greedy), draft, (before, after), report)
-    is_cut = any(served.is_cut for served in (*greedy, *sampled))
-    groups = [group for group in (endpoint.end_ids, endpoint.nameless if is_cut else ()) if group]
+    drafting = None if draft is None else _drafting(known(alone), draft, (before, after), report)
+    is_named = any(served.is_named for served in (*greedy, *sampled))
+    groups = [group for group in (endpoint.end_ids, endpoint.nameless if is_named else ()) if group]
     return judge(
         known(greedy), known(sampled), reference, groups=groups, temperature=temperature, prompts=fault,
         drafting=drafting, report=report,

@@ -72,6 +72,12 @@ class Difference:
         """Both figures multiplied, each by its own factor."""
         return Difference(largest=self.largest * largest, root_mean_square=self.root_mean_square * root_mean_square)
 
+    def plus(self, other: Difference) -> Difference:
+        """Both figures with another's added."""
+        return Difference(
+            largest=self.largest + other.largest, root_mean_square=self.root_mean_square + other.root_mean_square
+        )
+
     def at_most(self, other: Difference) -> Difference:
         """The smaller of each figure."""
         return Difference(

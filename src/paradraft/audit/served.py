@@ -21,14 +21,19 @@ from paradraft.audit.draft_causes import Drafting
 from paradraft.audit.endpoint import Served
 from paradraft.audit.recording import NotNumbersError
 from paradraft.audit.reference import Difference
-from paradraft.audit.tables import Reference, Table
+from paradraft.audit.tables import PLACES, Reference, Table
 from paradraft.audit.uniformity import Uniformity, places_of, uniformity
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 
 CONTROL = 0.7
 """The control has this times the temperature."""
 LEAST_TIE = 1e-4
-"""Logarithms of probabilities that are this near are a tie anyhow: servers write few digits."""
+"""Logarithms of probabilities that are this near are a tie anyhow: servers write few digits. What a server itself tells
+of its tokens needs no more room: they are chosen by the same numbers."""
+MOST_DIGITS, FEWEST_DIGITS = 4, 2
+"""Servers may round what they tell to so many digits after the point; with fewer, a fault could hide in them."""
+FEWEST = 0.5
+"""The least share of the tokens of greedy answers that must be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,8 @@ class ServedReport:
         difference: between the logarithms of probabilities that the server tells and the reference's; None if there
             was nothing to compare.
         places: at how many tokens they were compared.
+        greedy_tokens: how many the greedy answers have.
+        greedy_places: at how many of them the reference says which token it prefers.
         explained: what rounding explains of it, up to a limit.
         source: where that comes from.
         prompts: what is wrong with the prompts that the server has read; None if nothing is, or it does not say.
@@ -84,6 +91,8 @@ class ServedReport:
     preferences: list[Preference]
     difference: Difference | None
     places: int
+    greedy_tokens: int
+    greedy_places: int
     explained: Difference | None
     source: str
     prompts: str | None
@@ -133,40 +142,52 @@ def judge(
     found = _Findings(groups)
     for number, read in enumerate(greedy, start=1):
         report(f"{reference.name}: greedy answer {number} of {len(greedy)}")
-        try:
-            found.add_greedy(read, reference.table(read.prompt, read.served.tokens))
-        except NotNumbersError as error:
-            raise ValueError(str(error)) from None
+        found.add_greedy(read, _table(reference, read))
     places: list[Tensor] = []
     controls: list[Tensor] = []
     generator = torch.Generator().manual_seed(0)
     for number, read in enumerate(sampled, start=1):
         report(f"{reference.name}: sampled answer {number} of {len(sampled)}")
-        table = reference.table(read.prompt, read.served.tokens)
-        found.add_difference(read.served, table)
-        for kept, share in ((places, 1.0), (controls, CONTROL)):
-            scaled = table.at_temperature(temperature * share).merged(found.groups, summed=True)
-            kept.append(places_of(scaled.logprobs.exp(), scaled.columns(read.served.tokens), generator))
-    tested = uniformity(torch.cat(places)) if places else None
-    control = uniformity(torch.cat(controls)) if controls else None
+        table = _table(reference, read)
+        if temperature == 1.0:  # at others some servers tell the probabilities before it, and some those after it
+            found.add_difference(read.served, table)
+        for begin in range(0, len(table.logprobs), PLACES):
+            part, tokens = table.rows(begin, begin + PLACES), read.served.tokens[begin : begin + PLACES]
+            for kept, share in ((places, 1.0), (controls, CONTROL)):
+                scaled = part.at_temperature(temperature * share).merged(found.groups, summed=True)
+                kept.append(places_of(scaled.logprobs.exp(), scaled.columns(tokens), generator))
+    most = sum(read.served.question.max_new_tokens for read in sampled)
+    tested = uniformity(torch.cat(places), most) if places else None
+    control = uniformity(torch.cat(controls), most) if controls else None
     apart = found.difference
-    explained = reference.explained.at_most(reference.limit) if found.squares else None
+    digits = _digits(found.told)
+    rounded = Difference(largest=0.0, root_mean_square=0.0) if digits is None else _of_digits(digits)
+    explained = reference.explained.at_most(reference.limit).plus(rounded) if found.squares else None
+    asked = len({read.served.question.number for read in greedy})
     preferences = found.judged(0.0 if explained is None else explained.largest)
     verdict, reason = (
         _fault_of_prompts(prompts)
-        or _fault_of_probabilities(apart, reference)
-        or _fault_of_tokens(preferences, len(greedy), reference)
+        or _fault_of_probabilities(apart, reference, rounded)
+        or _fault_of_tokens(preferences, asked, reference)
         or _fault_of_distribution(tested)
         or _fault_of_drafting(drafting)
-        or _doubt(reference, control, temperature)
-        or _agreement(preferences, len(greedy), tested, reference)
+        or _doubt(reference, control, temperature, found, digits)
+        or _agreement(preferences, asked, tested, reference)
     )
     return ServedReport(
         verdict=verdict, reason=reason, answers=len(greedy) + len(sampled),
         tokens=sum(len(read.served.tokens) for read in (*greedy, *sampled)), reference=reference.name,
-        preferences=preferences, difference=apart, places=len(found.squares), explained=explained,
+        preferences=preferences, difference=apart, places=len(found.squares),
+        greedy_tokens=found.greedy_tokens, greedy_places=found.greedy_places, explained=explained,
         source=reference.source, prompts=prompts, uniformity=tested, control=control, drafting=drafting,
     )  # fmt: skip
+
+
+def _table(reference: Reference, read: Read) -> Table:
+    try:
+        return reference.table(read.prompt, read.served.tokens, read.served.logprobs)
+    except NotNumbersError as error:
+        raise ValueError(str(error)) from None
 
 
 class _Findings:
@@ -180,6 +201,9 @@ class _Findings:
         self.groups = groups
         self.squares: list[float] = []
         """Of each difference between what the server and the reference say of a token."""
+        self.told: list[float] = []
+        """What the server tells of its tokens."""
+        self.greedy_tokens = self.greedy_places = 0
         self._largest = 0.0
         self._preferences: list[tuple[int, int, int, int, float, float]] = []
 
@@ -187,6 +211,7 @@ class _Findings:
         """The places of a greedy answer where another token is likelier, and how far probabilities are apart."""
         served = read.served
         self.add_difference(served, table)
+        self.greedy_tokens += len(served.tokens)
         merged = table.merged(self.groups, summed=False)
         columns_N = merged.columns(served.tokens)
         told_NC = merged.logprobs[:, 1:] if merged.has_rest else merged.logprobs
@@ -198,6 +223,7 @@ class _Findings:
             own_N = torch.where(columns_N == 0, least_N, own_N)
             preferred_N = preferred_N + 1
         margins_N = best_N - own_N
+        self.greedy_places += int((best_N > -math.inf).sum())
         for place in range(len(margins_N)):
             margin, own_margin = float(margins_N[place]), _own_margin(served, place)
             if margin > 0 or own_margin > 0:
@@ -213,6 +239,7 @@ class _Findings:
             if logprob is None or (table.has_rest and column == 0):
                 continue
             apart = abs(logprob - other) if math.isfinite(other) else math.inf
+            self.told.append(logprob)
             self.squares.append(apart * apart)
             self._largest = max(self._largest, apart)
 
@@ -230,10 +257,10 @@ class _Findings:
         return [
             Preference(
                 prompt=prompt, position=position, token=token, preferred=preferred, margin=margin,
-                own_margin=own_margin, is_tie=margin <= limit and own_margin <= limit,
+                own_margin=own_margin, is_tie=margin <= limit and own_margin <= LEAST_TIE,
             )
             for prompt, position, token, preferred, margin, own_margin in self._preferences
-            if margin > 0 or own_margin > limit
+            if margin > 0 or own_margin > LEAST_TIE
         ]  # fmt: skip
 
 
@@ -248,26 +275,51 @@ def _fault_of_prompts(prompts: str | None) -> tuple[str, str] | None:
     return None if prompts is None else (FAIL, f"the server reads other prompts than were asked: {prompts}")
 
 
-def _fault_of_probabilities(apart: Difference | None, reference: Reference) -> tuple[str, str] | None:
-    if apart is None or apart.within(reference.explained):
+def _digits(told: Sequence[float]) -> int | None:
+    """To how many digits after the point a server rounds what it tells; None for more than `MOST_DIGITS`.
+
+    >>> _digits([-0.25, -1.5] * 8), _digits([-1 / 3] * 16)
+    (2, None)
+    """
+    some = [logprob for logprob in told if logprob < -0.01]
+    if len(some) < 2 * MOST_DIGITS:
         return None
-    return FAIL, (
-        f"the probabilities that the server tells are not those of {reference.name}: their logarithms differ by "
-        f"{apart}, and rounding explains {reference.explained}; is it the same model, in the same precision (--dtype)?"
+    return next(
+        (n for n in range(MOST_DIGITS + 1) if all(abs(logprob - round(logprob, n)) < 1e-6 for logprob in some)), None
     )
 
 
-def _fault_of_tokens(preferences: Sequence[Preference], answers: int, reference: Reference) -> tuple[str, str] | None:
+def _of_digits(digits: int) -> Difference:
+    """What rounding to so many digits takes away."""
+    unit = 10.0**-digits
+    return Difference(largest=unit / 2, root_mean_square=unit / math.sqrt(12))
+
+
+def _fault_of_probabilities(
+    apart: Difference | None, reference: Reference, rounded: Difference
+) -> tuple[str, str] | None:
+    explained = reference.explained.plus(rounded)
+    if apart is None or apart.within(explained):
+        return None
+    return FAIL, (
+        f"the probabilities that the server tells are not those of {reference.name}: their logarithms differ by "
+        f"{apart}, and rounding explains {explained}; is it the same model, in the same precision (--dtype)?"
+    )
+
+
+def _fault_of_tokens(preferences: Sequence[Preference], prompts: int, reference: Reference) -> tuple[str, str] | None:
     faults = [each for each in preferences if not each.is_tie]
     if not faults:
         return None
-    worst = max(faults, key=lambda each: max(each.margin, each.own_margin))
-    itself = " and so does the server itself" if worst.own_margin > LEAST_TIE else ""
-    number = len({each.prompt for each in faults})
+    margins = {
+        reference.name: max(each.margin for each in faults),
+        "the server itself, by what it tells,": max(each.own_margin for each in faults),
+    }
+    told = " and ".join(f"{who} prefers another by up to {most:.2g}" for who, most in margins.items() if most > 0)
     return FAIL, (
-        f"{number} of {answers} greedy answers hold tokens that are not the likeliest: {reference.name} prefers "
-        f"another by up to {worst.margin:.2g},{itself} where rounding does not explain it"
-    ).replace(",  ", ", ")
+        f"{len({each.prompt for each in faults})} of {prompts} greedy answers hold tokens that are not the likeliest: "
+        f"{told}, which rounding does not explain"
+    )
 
 
 def _fault_of_distribution(tested: Uniformity | None) -> tuple[str, str] | None:
@@ -285,11 +337,23 @@ def _fault_of_drafting(drafting: Drafting | None) -> tuple[str, str] | None:
     return FAIL, f"the texts are the model's, but the server does not draft as the draft does here: {drafting.cause}"
 
 
-def _doubt(reference: Reference, control: Uniformity | None, temperature: float) -> tuple[str, str] | None:
+def _doubt(
+    reference: Reference, control: Uniformity | None, temperature: float, found: _Findings, digits: int | None
+) -> tuple[str, str] | None:
     if not reference.explained.within(reference.limit):
         return INCONCLUSIVE, (
             f"rounding explains a difference of {reference.explained}, in which a fault could hide (at most "
             f"{reference.limit} is allowed): compare in a finer dtype"
+        )
+    if digits is not None and digits < FEWEST_DIGITS:
+        return (
+            INCONCLUSIVE,
+            f"the server tells logprobs to {digits} digits after the point, in which a fault could hide",
+        )
+    if found.greedy_places < FEWEST * found.greedy_tokens:
+        return INCONCLUSIVE, (
+            f"{reference.name} says of {found.greedy_places} of {found.greedy_tokens} greedy tokens what it prefers: "
+            "it ends its answers there, and does not tell the token that ends them; compare with the target's weights"
         )
     if control is not None and control.is_uniform:
         return INCONCLUSIVE, (
@@ -300,13 +364,13 @@ def _doubt(reference: Reference, control: Uniformity | None, temperature: float)
 
 
 def _agreement(
-    preferences: Sequence[Preference], answers: int, tested: Uniformity | None, reference: Reference
+    preferences: Sequence[Preference], prompts: int, tested: Uniformity | None, reference: Reference
 ) -> tuple[str, str]:
     sampled = "" if tested is None else f", and sampled ones have its distribution: {tested.in_words}"
     if not preferences:
         return PASS, f"every greedy token is the likeliest of {reference.name}{sampled}"
     parted = len({each.prompt for each in preferences})
     return TIES, (
-        f"greedy tokens are the likeliest of {reference.name}, in {parted} of {answers} answers up to near-ties"
+        f"greedy tokens are the likeliest of {reference.name}, in {parted} of {prompts} answers up to near-ties"
         + sampled
     )

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paradraft.audit.endpoint import Endpoint, Question
+from paradraft.audit.endpoint import Endpoint, Question, Served
 from paradraft.audit.recording import Case, Recording
 from paradraft.audit.reference import (
     LARGEST_FACTORS,
@@ -39,6 +39,8 @@ LIKELIEST = 20
 """Of how many tokens a reference server is asked the probabilities; most servers tell no more."""
 TOLD = Difference(largest=1.0, root_mean_square=0.1)
 """How far the logarithms of probabilities of two servers may be apart: what bfloat16 rounds away in large models."""
+PLACES = 64
+"""Of which probabilities of all tokens are computed with at a time."""
 LEAST_REST = 1e-6
 """The least probability of all tokens together that a server does not tell: theirs are rounded too."""
 
@@ -49,7 +51,7 @@ class Table:
 
     Args:
         ids: `[C]` token ids in rising order; the first is `ABSENT` if it stands for all that the others leave.
-        logprobs: `[N, C]` natural logarithms; N may be fewer than an answer has places.
+        logprobs: `[N, C]` natural logarithms.
     """
 
     ids: Tensor
@@ -63,16 +65,23 @@ class Table:
         return int(self.ids[0]) == ABSENT
 
     def columns(self, tokens: Sequence[int]) -> Tensor:
-        """The column of each of the first N tokens, `[N]`."""
-        tokens_N = torch.tensor(tokens[: len(self.logprobs)], device=self.ids.device)
+        """The column of each of N tokens, `[N]`."""
+        tokens_N = torch.tensor(tokens, device=self.ids.device)
         columns_N = torch.searchsorted(self.ids, tokens_N).clamp(max=len(self.ids) - 1)
         is_there_N = self.ids[columns_N] == tokens_N
         assert self.has_rest or bool(is_there_N.all()), "an id that the model does not have"
         columns_N = torch.where(is_there_N, columns_N, 0)
-        for place, token in enumerate(tokens[: len(columns_N)]):
+        for place, token in enumerate(tokens):
             if token in self.aliases:
                 columns_N[place] = self.aliases[token]
+        if self.has_rest:  # a token that is told at another place need not be told at this one
+            is_told_N = self.logprobs.gather(1, columns_N[:, None])[:, 0] > -math.inf
+            columns_N = torch.where(is_told_N, columns_N, 0)
         return columns_N
+
+    def rows(self, begin: int, end: int) -> Table:
+        """Only some of the places."""
+        return replace(self, logprobs=self.logprobs[begin:end])
 
     def at_temperature(self, temperature: float) -> Table:
         """The same with all logits divided by a temperature."""
@@ -106,12 +115,13 @@ class Reference(Protocol):
     name: str
     """In words."""
 
-    def table(self, prompt: list[int], tokens: list[int]) -> Table:
+    def table(self, prompt: list[int], tokens: list[int], told: Sequence[float | None]) -> Table:
         """What it says of each place of an answer.
 
         Args:
             prompt: ids.
             tokens: of the answer, at least one.
+            told: the logarithms of their probabilities, as the server tells them.
 
         Raises:
             NotNumbersError: it says nothing that is a number.
@@ -141,20 +151,28 @@ class ModelReference:
     name = "the model's own pass"
 
     def __init__(self, lm: CausalLM) -> None:
-        self._lm = lm
+        self.lm = lm
         self._rounding: list[Difference] = []
         self._variances: list[float] = []
+        self._all_rows = _Rows()
 
-    def table(self, prompt: list[int], tokens: list[int]) -> Table:
+    def table(self, prompt: list[int], tokens: list[int], told: Sequence[float | None]) -> Table:
         """See `Reference`; measures the rounding of its dtype too, on the first of the texts."""
+        rows = self.lm.model.config.get_text_config().vocab_size
+        if wrong := [token for token in (*prompt, *tokens) if not 0 <= token < rows]:
+            raise ValueError(
+                f"the server tells of token {wrong[0]}, and the target has {rows}: is it the same model (--target)?"
+            )
         case = Case(number=1, prompt=prompt, sampling=GREEDY)
         answer = Recording(tokens=tokens, logits=torch.empty(0))
-        logits_NV = own_logits(self._lm, case, answer, all_rows=True)
-        own_NV = logits_NV.double().log_softmax(1)
+        logits_NV = own_logits(self.lm, case, answer, all_rows=True)
+        known = self.lm.vocab_size
+        is_known = known < logits_NV.shape[1] and not self._all_rows.are_sampled(logits_NV, tokens, told, known)
+        own_NV = _logprobs(logits_NV, known if is_known else None)
         self._variances.append(float(logits_NV[logits_NV.isfinite()].double().var()))
-        if len(self._rounding) < MEASURED and can_compute_otherwise(self._lm):
-            other_NV = own_logits(self._lm, case, answer, dtype=OTHER_DTYPE[self._lm.model.dtype], all_rows=True)
-            self._rounding.append(difference(own_NV, other_NV.double().log_softmax(1)))
+        if len(self._rounding) < MEASURED and can_compute_otherwise(self.lm):
+            other_NV = own_logits(self.lm, case, answer, dtype=OTHER_DTYPE[self.lm.model.dtype], all_rows=True)
+            self._rounding.append(_apart(own_NV, _logprobs(other_NV, known if is_known else None)))
         ids_V = torch.arange(own_NV.shape[1], device=own_NV.device)
         return Table(ids=ids_V, logprobs=own_NV)
 
@@ -163,20 +181,65 @@ class ModelReference:
         """See `Reference`: a multiple of what the dtype rounds away."""
         if not self._rounding:
             return self.limit
-        return over_all(self._rounding).times(LARGEST_FACTORS[self._lm.model.dtype], TYPICAL_FACTOR)
+        return over_all(self._rounding).times(LARGEST_FACTORS[self.lm.model.dtype], TYPICAL_FACTOR)
 
     @property
     def limit(self) -> Difference:
         """See `Reference`: a share of the deviation of the logits."""
         deviation = math.sqrt(sum(self._variances) / max(len(self._variances), 1))
-        typical = MOST_TYPICAL[self._lm.model.dtype] * deviation
+        typical = MOST_TYPICAL[self.lm.model.dtype] * deviation
         return Difference(largest=MOST_LARGEST * typical, root_mean_square=typical)
 
     @property
     def source(self) -> str:
         """See `Reference`."""
-        dtype = str(self._lm.model.dtype).removeprefix("torch.")
+        dtype = str(self.lm.model.dtype).removeprefix("torch.")
         return f"a multiple of what {dtype} rounds away in the model's own pass"
+
+
+class _Rows:
+    """Whether a server samples from all rows of the output head, or only from ids that are tokens.
+
+    Embeddings have more rows than there are tokens, and servers do either. It shows in the probabilities that they
+    tell; where both are the same, nothing depends on it.
+    """
+
+    def __init__(self) -> None:
+        self._of_all = self._of_known = 0.0
+        """Sums of squares of the differences from what is told."""
+        self._has_others = False
+
+    def are_sampled(self, logits_NV: Tensor, tokens: Sequence[int], told: Sequence[float | None], known: int) -> bool:
+        """Going by all answers until now.
+
+        Args:
+            logits_NV: `[N, V]` of the model.
+            tokens: of the answer.
+            told: logarithms of their probabilities, by the server.
+            known: ids from there on are no token.
+        """
+        self._has_others = self._has_others or max(tokens) >= known
+        parts = logits_NV.split(PLACES)
+        whole_N = torch.cat([part.double().logsumexp(1) for part in parts])
+        known_N = torch.cat([part[:, :known].double().logsumexp(1) for part in parts])
+        for place, (token, logprob) in enumerate(zip(tokens, told, strict=False)):
+            if logprob is not None:
+                logit = float(logits_NV[place, token])
+                self._of_all += (logit - float(whole_N[place]) - logprob) ** 2
+                self._of_known += (logit - float(known_N[place]) - logprob) ** 2
+        return self._has_others or self._of_all <= self._of_known
+
+
+def _logprobs(logits_NV: Tensor, known: int | None) -> Tensor:
+    """Logarithms of probabilities `[N, V]` in float64; ids from `known` on have none."""
+    if known is not None:
+        logits_NV[:, known:] = -math.inf
+    return logits_NV.double().log_softmax(1)
+
+
+def _apart(a_NV: Tensor, b_NV: Tensor) -> Difference:
+    """How far they differ, some places at a time: a vocabulary may be large."""
+    return over_all([difference(a, b) for a, b in zip(a_NV.split(PLACES), b_NV.split(PLACES), strict=True)])
 
 
 @dataclass(kw_only=True)
@@ -184,7 +247,7 @@ class ServerReference:
     """Another server of the same model.
 
     Args:
-        endpoint: is asked to go on with each text, as token ids, for a token or as long as it agrees.
+        endpoint: is asked to go on with each text, as token ids.
     """
 
     endpoint: Endpoint
@@ -193,25 +256,36 @@ class ServerReference:
     limit: Difference = field(default=TOLD, init=False)
     source: str = field(default="what two servers in bfloat16 may differ by", init=False)
 
-    def table(self, prompt: list[int], tokens: list[int]) -> Table:
-        """See `Reference`. Ends early where the reference ends and does not say with which token."""
-        rows: list[dict[int, float]] = []
-        while len(rows) < len(tokens):
-            begin = len(rows)
-            asked = Question(
-                number=1, prompt=prompt + tokens[:begin], max_new_tokens=len(tokens) - begin, likeliest=LIKELIEST
+    def table(self, prompt: list[int], tokens: list[int], told: Sequence[float | None]) -> Table:
+        """See `Reference`. Where the reference does not say which token it prefers, it says nothing of the place."""
+        (whole,) = self._answers(prompt, tokens, [0], len(tokens))
+        # What it says is of the answer as long as it says the same, and of the place where it says something else.
+        agreed = min(1 + _agreed(whole.tokens, tokens), len(whole.tokens), len(tokens))
+        rows = [self._row(whole, place) for place in range(agreed)]
+        places = range(agreed, len(tokens))
+        rows += [self._row(served, 0) for served in self._answers(prompt, tokens, places, 1)]
+        return _sparse(rows)
+
+    def _answers(self, prompt: list[int], tokens: list[int], places: Sequence[int], most: int) -> list[Served]:
+        """How it goes on with the text before each of some places."""
+        asked = [
+            Question(number=1, prompt=prompt + tokens[:place], max_new_tokens=most, likeliest=LIKELIEST)
+            for place in places
+        ]
+        return self.endpoint.answers(asked, lambda _: None) if asked else []
+
+    def _row(self, served: Served, place: int) -> dict[int, float]:
+        """The tokens that are told of a place, with the logarithms of their probabilities."""
+        logprob = served.logprobs[place] if place < len(served.tokens) else None
+        if logprob is None:
+            return {}
+        row = served.likeliest[place] | {served.tokens[place]: logprob}
+        if len(row) < 2:
+            raise ValueError(
+                f"endpoint {self.endpoint.url} tells no likeliest tokens beside its own (top_logprobs), and without "
+                "them it cannot be the reference"
             )
-            (served,) = self.endpoint.answers([asked], lambda _: None)
-            # What it says is of the answer as long as it says the same, and of the place where it says something else.
-            is_told = True
-            for place in range(min(1 + _agreed(served.tokens, tokens[begin:]), len(served.tokens))):
-                logprob = served.logprobs[place]
-                is_told = is_told and logprob is not None
-                if is_told and logprob is not None:
-                    rows.append(served.likeliest[place] | {served.tokens[place]: logprob})
-            if not is_told or len(rows) == begin:
-                break
-        return _sparse(rows[: len(tokens)])
+        return row
 
 
 def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
@@ -221,7 +295,7 @@ def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _sparse(rows: Sequence[dict[int, float]]) -> Table:
-    """A table of the tokens that are told, and of all others together."""
+    """A table of the tokens that are told, and of all others together; where nothing is told these have all."""
     ids = sorted({token for row in rows for token in row})
     column = {token: index + 1 for index, token in enumerate(ids)}
     p_NC = torch.zeros(len(rows), 1 + len(ids), dtype=torch.float64)

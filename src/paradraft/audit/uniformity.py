@@ -57,8 +57,15 @@ class Uniformity:
         return words + (f", and {self.impossible} tokens are impossible" if self.impossible else "")
 
 
-def uniformity(places: Tensor) -> Uniformity:
+def uniformity(places: Tensor, most: int | None = None) -> Uniformity:
     """Tests `[n]` numbers; those outside [0, 1] are of impossible tokens.
+
+    The bound holds for a number n that is fixed before. Where answers may end early, n depends on the tokens, so all
+    numbers that it could have been share the false alarms: the largest has half of them, the others have the rest.
+
+    Args:
+        places: the numbers.
+        most: how many there could have been; None if it was clear that there would be n.
 
     >>> uniformity((torch.arange(20_000) + 0.5) / 20_000).is_uniform
     True
@@ -69,10 +76,11 @@ def uniformity(places: Tensor) -> Uniformity:
     n = max(len(possible), 1)
     steps = torch.arange(len(possible) + 1, dtype=torch.float64, device=places.device) / n
     distance = torch.maximum(steps[1:] - possible, possible - steps[:-1]).max() if len(possible) else torch.tensor(1.0)
+    share = 1.0 if most is None else 0.5 if len(places) >= most else 0.5 / most
     return Uniformity(
         tokens=len(possible),
         distance=float(distance),
-        limit=math.sqrt(math.log(2 / FALSE_ALARM) / (2 * n)),
+        limit=math.sqrt(math.log(2 / (FALSE_ALARM * share)) / (2 * n)),
         false_alarm=FALSE_ALARM,
         impossible=len(places) - len(possible),
     )

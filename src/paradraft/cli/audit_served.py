@@ -115,10 +115,11 @@ def audit_served(asked: Asked, given: Given) -> tuple[list[str], dict[str, Any],
     folder = locate(asked.target, "target")
     tokenizer = load_tokenizer(folder)
     ends = frozenset(end_ids(load_generation_config(folder), asked.target))
+    rows = load_config(folder).get_text_config().vocab_size
     draft = None if given.draft is None else _draft_model(given, asked.runtime, tokenizer, ends)
     with console(stderr=True).status("preparing") as status, _address(given, asked, status.update) as (url, model):
         found = _asked(
-            _endpoint(url, model, given.api_key_env, "--api-key-env", tokenizer, ends), asked, given, asks, draft,
+            _endpoint(url, model, given.api_key_env, "--api-key-env", tokenizer, ends, rows), asked, given, asks, draft,
             status.update,
         )  # fmt: skip
     settings = {key: value for key, value in asdict(given).items() if value is not None}
@@ -176,7 +177,13 @@ def _asked(
         model = given.reference_model or endpoint.model
         option = "--reference-api-key-env"
         other = _endpoint(
-            given.reference_endpoint, model, given.reference_api_key_env, option, endpoint.tokenizer, endpoint.end_ids
+            given.reference_endpoint,
+            model,
+            given.reference_api_key_env,
+            option,
+            endpoint.tokenizer,
+            endpoint.end_ids,
+            endpoint.rows,
         )
         reference = ServerReference(endpoint=other)
     else:
@@ -199,12 +206,13 @@ def _endpoint(
     option: str,
     tokenizer: PreTrainedTokenizerBase,
     ends: frozenset[int],
+    rows: int,
 ) -> Endpoint:
     """A server that answers."""
     from paradraft.audit.endpoint import Endpoint
 
     key = options.key_in(key_env, option)
-    found = Endpoint(url=url, model=model, tokenizer=tokenizer, end_ids=ends, api_key=key)
+    found = Endpoint(url=url, model=model, tokenizer=tokenizer, end_ids=ends, rows=rows, api_key=key)
     found.check()
     return found
 

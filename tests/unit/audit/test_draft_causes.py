@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,10 @@ class Remembering(ModelReference):
 
     known: dict[tuple[int, ...], Table]
 
-    def table(self, prompt: list[int], tokens: list[int]) -> Table:
+    def table(self, prompt: list[int], tokens: list[int], told: Sequence[float | None]) -> Table:
         key = (*prompt, -1, *tokens)
         if key not in self.known:
-            self.known[key] = super().table(prompt, tokens)
+            self.known[key] = super().table(prompt, tokens, told)
         return self.known[key]
 
 
@@ -100,9 +100,7 @@ Audit = Callable[..., ServedReport]
 
 
 @pytest.fixture(scope="module")
-def audited(
-    tokenizer: PreTrainedTokenizerBase, prompts: list[str], target: Plain, reference: Remembering
-) -> Audit:
+def audited(tokenizer: PreTrainedTokenizerBase, prompts: list[str], target: Plain, reference: Remembering) -> Audit:
     """Audits a fake engine that drafts in some way, beside a draft model."""
 
     def audit(
