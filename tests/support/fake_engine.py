@@ -164,6 +164,7 @@ class Telling:
         most_likeliest: of how many tokens it tells the probabilities at most.
         tells_end: whether the token that ends a text is told.
         tells_prompt: whether the ids of the prompt are told, if they are asked for.
+        counts_prompt: whether it is told how many tokens the prompt has.
         tells_logprobs: whether logprobs are told.
         has_id_fields: whether tokens have a field `id`, as llama.cpp's.
         digits: of logprobs; None for all.
@@ -175,6 +176,7 @@ class Telling:
     most_likeliest: int = 20
     tells_end: bool = True
     tells_prompt: bool = True
+    counts_prompt: bool = True
     tells_logprobs: bool = True
     has_id_fields: bool = False
     digits: int | None = None
@@ -305,7 +307,8 @@ class FakeEngine:
         reason = "stop" if last in decoding.ends else "length"
         ending: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
         events.append({"choices": [ending | ({"delta": {}} if is_chat else {"text": ""})]})
-        return [*events, {"choices": [], "usage": {"prompt_tokens": len(prompt)}}]
+        usage = {"prompt_tokens": len(prompt)} if self.telling.counts_prompt else {}
+        return [*events, {"choices": [], "usage": usage}]
 
     def _read(self, body: dict[str, Any]) -> list[int]:
         if "messages" in body:

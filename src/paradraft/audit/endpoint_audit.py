@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.audit.counters import Counters, counters_of, fault_of_counters
 from paradraft.audit.draft_causes import Drafting, DraftModel, compared, rounds_of
 from paradraft.audit.endpoint import Endpoint, Question, Served
-from paradraft.audit.prompt_causes import expected_ids, fault_of_prompt
-from paradraft.audit.served import Read, ServedReport, judge
+from paradraft.audit.prompt_causes import expected_ids, fault_of_prompt, fault_that_fits
+from paradraft.audit.served import Read, ServedReport, fits, judge
 from paradraft.audit.tables import Reference
 from paradraft.models.chat_template import Message
 
@@ -84,6 +84,15 @@ def audit_endpoint(
     if not known(greedy):
         raise ValueError(f"endpoint {endpoint.url} answers nothing that could be compared: every answer is empty")
     fault = next((fault for fault in faults if fault is not None), None)
+    longest = max(known(greedy), key=lambda read: len(read.served.tokens)).served
+    if longest.read is None:
+        report("reading the prompts in other ways")
+        prompt = prompts[longest.question.number - 1]
+        likely = fault_that_fits(
+            longest, prompt, endpoint.tokenizer, draft_tokenizer,
+            lambda ids: fits(Read(served=longest, prompt=ids), reference),
+        )  # fmt: skip
+        fault = likely or fault
     drafting = None if draft is None else _drafting(known(alone), draft, (before, after), report)
     is_named = any(served.is_named for served in (*greedy, *sampled))
     groups = [group for group in (endpoint.end_ids, endpoint.nameless if is_named else ()) if group]

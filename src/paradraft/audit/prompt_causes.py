@@ -6,7 +6,7 @@ which ids it has read, or how many.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jinja2 import TemplateError
@@ -68,7 +68,35 @@ def fault_of_prompt(
         return None
     told = f"it reads {served.prompt_tokens} tokens of prompt {served.question.number}, not {len(expected)}"
     same = [name for name, ids in _other_ways(prompt, expected, tokenizer, draft) if len(ids) == served.prompt_tokens]
-    return f"{told}, as many as with this fault: {same[0]}" if same else told
+    return (
+        f"{told}, as many as with this fault: {' (or this: '.join(same[:2])}{')' * (len(same) > 1)}" if same else told
+    )
+
+
+def fault_that_fits(
+    served: Served,
+    prompt: str | list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    draft: PreTrainedTokenizerBase | None,
+    fits: Callable[[list[int]], bool],
+) -> str | None:
+    """The same for a server that does not tell ids, going by how likely it finds its answer; None if it is the right
+    prompt, or none of the wrong ones that are known.
+
+    Args:
+        served: an answer.
+        prompt: what was asked.
+        tokenizer: the model's.
+        draft: the draft model's; None without one.
+        fits: whether what the server tells of its answer is what the model tells of it after such a prompt.
+    """
+    expected = expected_ids(prompt, tokenizer)
+    if fits(expected):
+        return None
+    for name, ids in _other_ways(prompt, expected, tokenizer, draft):
+        if served.prompt_tokens in (None, len(ids)) and ids and fits(ids):
+            return f"its answer to prompt {served.question.number} is the one to another prompt: {name}"
+    return None
 
 
 def _other_ways(

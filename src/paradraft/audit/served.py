@@ -183,6 +183,19 @@ def judge(
     )  # fmt: skip
 
 
+def fits(read: Read, reference: Reference) -> bool:
+    """Whether what a server tells of its answer is what the reference tells of it, up to rounding.
+
+    Raises:
+        ValueError: the reference cannot be asked.
+    """
+    found = _Findings(())
+    found.add_difference(read.served, _table(reference, read))
+    digits = _digits(found.told)
+    explained = reference.explained if digits is None else reference.explained.plus(_of_digits(digits))
+    return found.difference is None or found.difference.within(explained)
+
+
 def _table(reference: Reference, read: Read) -> Table:
     try:
         return reference.table(read.prompt, read.served.tokens, read.served.logprobs)

@@ -281,7 +281,7 @@ def test_logprobs_that_lie_fail(fake: Any, audited: Audit, lie: Callable[[int, f
 def test_faults_that_need_a_batch_are_caught(
     target: Plain, tokenizer: PreTrainedTokenizerBase, models: Mapping[str, PreTrainedModel], audited: Audit
 ) -> None:
-    """Guards against an audit that asks one prompt at a time: where drafts are looked at too, it asks together as well."""
+    """Guards against an audit that asks one prompt at a time: where drafts are looked at, it asks together as well."""
     alone = Decoding(target=target, ends=ENDS, propose=partial(pard, models["pard"], MASK, 4))
     draft = DraftModel(model=models["pard"], k=4, mask_id=MASK, known_ids=VOCAB)
     for looks_at_drafts in (None, draft):
