@@ -57,28 +57,37 @@ class Plain:
 
 @torch.no_grad()
 def pard(
-    model: PreTrainedModel, mask: int, k: int, text: list[int], prompt: int, *, shift: int = 0, same: bool = False
+    model: PreTrainedModel,
+    mask: int,
+    k: int,
+    text: list[int],
+    prompt: int,
+    *,
+    rows: int | None = None,
+    shift: int = 0,
+    same: bool = False,
 ) -> list[int]:
     """K tokens from one pass over the text and K - 1 masks.
 
     Args:
+        rows: ids from there on are never drafted.
         shift: a fault: rows are read so much later.
         same: a fault: all masks have the position of the first.
     """
     masks = k - 1 + max(shift, 0)
     positions = [*range(len(text)), *(len(text) + (0 if same else place) for place in range(masks))]
     row = torch.tensor([[*text, *[mask] * masks]])
-    logits = model(row, position_ids=torch.tensor([positions]), use_cache=False).logits[0]
+    logits = model(row, position_ids=torch.tensor([positions]), use_cache=False).logits[0, :, :rows]
     first = len(text) - 1 + shift
     return [int(token) for token in logits[first : first + k].argmax(1)]
 
 
 @torch.no_grad()
-def one_by_one(model: PreTrainedModel, k: int, text: list[int], prompt: int) -> list[int]:
+def one_by_one(model: PreTrainedModel, k: int, text: list[int], prompt: int, *, rows: int | None = None) -> list[int]:
     """K tokens from K passes."""
     grown = list(text)
     for _ in range(k):
-        grown.append(int(model(torch.tensor([grown]), use_cache=False).logits[0, -1].argmax()))
+        grown.append(int(model(torch.tensor([grown]), use_cache=False).logits[0, -1, :rows].argmax()))
     return grown[len(text) :]
 
 

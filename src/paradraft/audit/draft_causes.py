@@ -94,6 +94,7 @@ class DraftModel:
         known_ids: below it ids are tokens; further rows only fill the embedding up.
         special: further ids that an engine could take for the mask, such as the end of a text.
         training_rows: most tokens of the rows that it was trained on; None if that is not known.
+        is_k_known: whether an engine drafts `k` tokens; else it is at most these, and as many as it accepts at once.
     """
 
     model: PreTrainedModel
@@ -102,6 +103,7 @@ class DraftModel:
     known_ids: int
     special: tuple[int, ...] = ()
     training_rows: int | None = None
+    is_k_known: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,12 @@ def compared(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str],
             f"the server's chunks hold more than the {draft.k + 1} tokens of a round: let it send each pass by itself, "
             "or say with -k how many tokens it drafts"
         )
+    most = max(each.accepted for each in whole)
+    if most and not draft.is_k_known:
+        draft = replace(draft, k=most)
+    rows = draft.model.get_input_embeddings().weight.shape[0]
+    if (largest := max(max(each.text) for each in whole)) >= rows:
+        raise ValueError(f"the texts hold token {largest}, and the draft has {rows}: is it a draft of this model?")
     notes = []
     if len(whole) < len(kept):
         notes.append(f"{len(kept) - len(whole)} chunks hold more tokens than a round can give, and were left out.")
@@ -212,7 +220,8 @@ def _nothing(draft: DraftModel) -> str:
     return (
         "no drafted token is ever accepted: the engine has not loaded the weights of the draft, "
         + ("whose quantization it does not read" if quantized else "or has taken them apart (quantized, renamed)")
-        + ": look at its log, and serve the draft in bfloat16"
+        + ": look at its log, and serve the draft in bfloat16 (or it streams each token by itself, as llama.cpp does, "
+        "so that rounds cannot be seen: then leave DRAFT out)"
     )
 
 

@@ -227,7 +227,7 @@ class _Reader:
         self._endpoint, self._client = endpoint, client
 
     async def answer(self, question: Question) -> Served:
-        endpoint = self._endpoint
+        endpoint, last = self._endpoint, self._endpoint.forms[-1]
         path = "/chat/completions" if question.is_chat else "/completions"
         try:
             async with asyncio.timeout(endpoint.timeout_s):
@@ -240,7 +240,7 @@ class _Reader:
                         if response.status_code == 200:
                             return self._served(question, [event async for event in _events(response)])
                         await response.aread()
-                    if response.status_code not in UNKNOWN or len(endpoint.forms) == 1:
+                    if response.status_code not in UNKNOWN or form is last:
                         told = f"status {response.status_code}: {complaint_of(response)}"
                         raise ValueError(f"endpoint {endpoint.url} gives {told}")
                     if endpoint.forms[0] is form:  # another question may have found out already

@@ -26,7 +26,8 @@ ONLY_SERVED = (
 )  # fmt: skip
 """The options that only the audit of a server has a use for."""
 ONLY_HERE = (
-    *(name for name in options.OPTIONS[Speculation] if name != "k"), *options.OPTIONS[Placement], "batch_size",
+    *(name for name in options.OPTIONS[Speculation] if name != "k"), *options.OPTIONS[Placement],
+    *(name for name in options.OPTIONS[Sampling] if name not in ("temperature", "seed")), "batch_size",
     "shape_invariant", "capacity", "compiled",
 )  # fmt: skip
 """The options that an audit of a server has no use for."""
@@ -118,10 +119,11 @@ def audit(
         lines, found, settings = _here(context, asked, speculation, placement, batch_size, shape_invariant)
     else:
         _refuse(context, ONLY_HERE, "has no meaning in the audit of a server, which decides that itself")
+        is_k_given = bool(options.given(context, ("k",)))
         given = Given(
-            draft=draft_folder, k=speculation.k, endpoint=endpoint, model=model, api_key_env=api_key_env, engine=engine,
-            vllm_python=vllm_python, reference_endpoint=reference_endpoint, reference_model=reference_model,
-            reference_api_key_env=reference_api_key_env,
+            draft=draft_folder, k=speculation.k, is_k_given=is_k_given, endpoint=endpoint, model=model,
+            api_key_env=api_key_env, engine=engine, vllm_python=vllm_python, reference_endpoint=reference_endpoint,
+            reference_model=reference_model, reference_api_key_env=reference_api_key_env,
         )  # fmt: skip
         lines, found, settings = audit_served(asked, given)
     source = source_of(prompts, target)

@@ -63,6 +63,7 @@ class Given:
     Args:
         draft: the folder of the model that it drafts with; None does not look at how it drafts.
         k: tokens that it drafts per round.
+        is_k_given: whether that is known; else it is at most these, and as many as are accepted at once.
         endpoint: its address; None starts an engine.
         model: the name that it knows the target by.
         api_key_env: the variable of the environment that has its key.
@@ -75,6 +76,7 @@ class Given:
 
     draft: str | None
     k: int
+    is_k_given: bool
     endpoint: str | None
     model: str | None
     api_key_env: str | None
@@ -95,6 +97,9 @@ class Given:
             raise ValueError("--model and --api-key-env are for --endpoint: what is started here needs neither")
         if self.engine is not None and self.draft is None:
             raise ValueError("--engine: name the folder that it drafts with, as in `paradraft audit OUT --engine vllm`")
+        is_same = self.reference_endpoint == self.endpoint and self.reference_model in (None, self.model)
+        if self.endpoint is not None and is_same:
+            raise ValueError(f"--reference-endpoint {self.endpoint}: a server cannot be its own reference")
         if self.reference_endpoint is None and (self.reference_model or self.reference_api_key_env):
             raise ValueError("--reference-model and --reference-api-key-env need --reference-endpoint")
 
@@ -108,6 +113,12 @@ def audit_served(asked: Asked, given: Given) -> tuple[list[str], dict[str, Any],
     from paradraft.data.prompts import read_prompts
     from paradraft.models.generation import end_ids
 
+    temperature = asked.sampling.temperature or 1.0
+    if given.reference_endpoint is not None and asked.seeds and temperature != 1.0:
+        raise ValueError(
+            f"--temperature {temperature:g}: a reference server tells probabilities at temperature 1, leave it out, or "
+            "compare with the target's weights here"
+        )
     records = read_prompts(asked.prompts or pocket_folder("prompts.jsonl"))
     if not 1 <= asked.num_prompts <= len(records):
         raise ValueError(f"num_prompts={asked.num_prompts}: use 1 to {len(records)}, which is how many there are")
@@ -227,22 +238,26 @@ def _draft_model(
     """
     from paradraft.audit.draft_causes import DraftModel, special_ids
     from paradraft.formats.head import is_head
-    from paradraft.formats.pard import RANK, TRAINED_LENGTH, declared_mask_id
+    from paradraft.formats.pard import RANK, TRAINED_LENGTH, mask_token_id
     from paradraft.models.loading import load_model
-    from paradraft.models.vocabulary import used_rows
+    from paradraft.models.vocabulary import of_one_family, used_rows
 
     assert given.draft is not None
     folder = locate(given.draft, "pard")
     if is_head(folder):
         raise ValueError(f"{given.draft!r} reads its target's states, and what it drafts is not compared: leave it out")
-    model = load_model(folder, runtime)
-    if hasattr(model.config, RANK):
+    config = load_config(folder)
+    if hasattr(config, RANK):
         raise ValueError(
             f"{given.draft!r} has a head that engines do not read: name the folder that `paradraft export` has written"
         )
+    if not of_one_family(tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()):
+        raise ValueError(f"{given.draft!r} has another vocabulary than the target: no engine drafts with it")
+    mask_id = None if declared_mask_id(config) is None else mask_token_id(config, given.draft)
     return DraftModel(
-        model=model, k=given.k, mask_id=declared_mask_id(model.config), known_ids=used_rows(tokenizer),
-        special=special_ids(tokenizer, ends), training_rows=getattr(model.config, TRAINED_LENGTH, None),
+        model=load_model(folder, runtime), k=given.k, mask_id=mask_id, known_ids=used_rows(tokenizer),
+        special=special_ids(tokenizer, ends), training_rows=getattr(config, TRAINED_LENGTH, None),
+        is_k_known=given.is_k_given or given.engine is not None,
     )  # fmt: skip
 
 
@@ -255,6 +270,11 @@ def findings(report: ServedReport, tokenizer: PreTrainedTokenizerBase) -> list[s
             f"{report.reference} by {report.difference}"
         )
         lines.append(f"  up to {report.explained} is allowed: {report.source}")
+    if report.greedy_places < report.greedy_tokens:
+        lines.append(
+            f"  of {report.greedy_tokens} greedy tokens, {report.reference} says for {report.greedy_places} which it "
+            "prefers"
+        )
     for each in report.preferences[:MOST_SHOWN]:
         token, preferred = (tokenizer.decode([one]) for one in (each.token, each.preferred))
         lines.append(
