@@ -8,10 +8,11 @@ import secrets
 import time
 import traceback
 from collections.abc import Awaitable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from llguidance import LLMatcher
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from paradraft.engine import Chunk
@@ -27,6 +28,8 @@ from paradraft.serve.schemas import Asked, read
 from paradraft.serve.shown_tokens import ShownToken, shown_tokens
 
 LOG = logging.getLogger("paradraft.serve")
+LINGER_S, LINGER_TIMES = 2.0, 4
+"""How much of a refused request is read before its connection is closed: seconds, and times what a body may have."""
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -35,15 +38,24 @@ class ClientGoneError(Exception):
 
 
 class Exchange:
-    """One request and its response, as far as both have come."""
+    """One request and its response, as far as both have come.
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope, self._receive, self._send = scope, receive, send
+    Args:
+        scope: the request, as ASGI has it.
+        receive: gives what comes.
+        send: takes what is sent.
+        most_bytes: of the request.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, most_bytes: int) -> None:
+        self.scope, self._receive, self._send, self._most_bytes = scope, receive, send, most_bytes
         self.arrived_s = time.perf_counter()
+        self._is_read = False
+        """Whether all of the request has come."""
         self.is_begun = False
         """Whether something of the response is sent."""
 
-    async def body(self, most_bytes: int) -> bytes:
+    async def body(self) -> bytes:
         """The body of the request.
 
         Raises:
@@ -54,20 +66,30 @@ class Exchange:
         if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
             # What a page of another site may send without asking has another type.
             raise ApiError(415, "the body has another type than JSON: send Content-Type: application/json")
-        told = ApiError(413, f"the body is longer than {most_bytes} bytes: send less", headers={"Connection": "close"})
+        most = self._most_bytes
+        told = ApiError(413, f"the body is longer than {most} bytes: send less", headers={"Connection": "close"})
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > most_bytes:
+        if length.isdigit() and int(length) > most:
             raise told
-        parts, size, is_more = [], 0, True
-        while is_more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            parts.append(message.get("body", b""))
-            size, is_more = size + len(parts[-1]), message.get("more_body", False)
-            if size > most_bytes:
+        parts, size = [], 0
+        while not self._is_read:
+            parts.append(await self._read())
+            size += len(parts[-1])
+            if size > most:
                 raise told
         return b"".join(parts)
+
+    async def _read(self) -> bytes:
+        """The next part of the request.
+
+        Raises:
+            ClientGoneError: it does not come.
+        """
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        self._is_read = not message.get("more_body", False)
+        return message.get("body", b"")
 
     async def while_connected(self, work: Awaitable[None]) -> None:
         """Does some work; it is cancelled when the client goes.
@@ -109,8 +131,22 @@ class Exchange:
         """Sends an error: as the response, or as the last event of a stream."""
         if self.is_begun:
             await self.event(event(error.body), is_last=True)
+        elif "Connection" in (error.headers or {}):
+            await self._fail_and_close(error.reply)
         else:
             await error.reply(self.scope, self._receive, self.send)
+
+    async def _fail_and_close(self, reply: Response) -> None:
+        """Sends a response after which the connection is closed. First it reads on: a client that is still sending when
+        the connection is closed gets an error of the network, and not the response."""
+        await self.send({"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers})
+        await self.send({"type": "http.response.body", "body": bytes(reply.body), "more_body": True})
+        with suppress(ClientGoneError, TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                left = LINGER_TIMES * self._most_bytes
+                while left > 0 and not self._is_read:
+                    left -= len(await self._read())
+        await self.send({"type": "http.response.body", "body": b""})
 
 
 class Endpoint:
@@ -129,10 +165,10 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self._limits.max_body_bytes)
         try:
             async with self._answers.admission.request():
-                body = await exchange.body(self._limits.max_body_bytes)
+                body = await exchange.body()
                 await exchange.while_connected(self._answer(body, exchange))
         except ClientGoneError:
             return

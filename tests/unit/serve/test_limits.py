@@ -178,6 +178,37 @@ def test_long_bodies(running: Serving) -> None:
     assert sent < 4096 * 1000
 
 
+@pytest.mark.parametrize("says_its_length", [True, False])
+def test_a_client_that_sends_on(running: Serving, says_its_length: bool) -> None:
+    """Guards clients that send all of a body before they read: if the connection is closed in the middle of it, they
+    see it reset, and not that the body is too long."""
+    body = b"a" * 60_000
+    length = f"Content-Length: {len(body)}" if says_its_length else "Transfer-Encoding: chunked"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{length}\r\n\r\n"
+    content = body if says_its_length else b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=5) as client:
+        client.sendall(head.encode())
+        for begin in range(0, len(content), 20_000):
+            client.sendall(content[begin : begin + 20_000])
+            time.sleep(0.1)
+        found = b""
+        while part := client.recv(10_000):
+            found += part
+    assert found.startswith(b"HTTP/1.1 413 ") and found.endswith(b"}}") and b"20000 bytes" in found
+
+
+def test_a_client_that_never_ends_its_body(running: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the connection of a client which is refused and sends no more: it is closed after some time."""
+    monkeypatch.setattr("paradraft.serve.endpoint.LINGER_S", 0.3)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 30000"
+    with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=10) as client:
+        begun_s = time.monotonic()
+        client.sendall(f"{head}\r\n\r\n".encode())
+        while client.recv(10_000):
+            pass
+        assert 0.2 < time.monotonic() - begun_s < 5.0
+
+
 def test_a_key(engine: Engine) -> None:
     with serving(engine, key="s3cret") as running:
         for key in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
