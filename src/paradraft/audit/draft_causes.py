@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paradraft.audit.endpoint import Served
 
@@ -31,6 +31,8 @@ SCREENED, FINALISTS = 16, 3
 """Each fault is tried on so many rounds, half of them such that are not as expected, and the likest of them on all."""
 TOKENS_AT_ONCE, ROWS_AT_ONCE = 8192, 32
 """Of a pass; each row has a few rows of logits, of 600 kB each where a vocabulary is large."""
+NO_WINDOW = 2**20
+"""Tokens of a window that no text is longer than."""
 FEWEST_LONG = 12
 """Of rounds on either side of the length of training rows, before they are compared."""
 
@@ -244,29 +246,34 @@ def _faults(draft: DraftModel, sound: Use) -> Iterator[tuple[str, Use]]:
         replace(sound, forbids=False),
     )
     yield "prompt unread: the draft reads only the answer, not the prompt", replace(sound, reads_prompt=False)
-    config = draft.model.config
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        full: dict[str, Any] = {"layer_types": ["full_attention"] * len(config.layer_types), "sliding_window": None}
-        if hasattr(config, "use_sliding_window"):
-            full["use_sliding_window"] = False
+    if getattr(draft.model.config, "quantization_config", None) is None:  # such weights are of the model that has them
+        for name, changes in _faults_of_config(draft.model.config):
+            yield name, replace(sound, changes=changes)
+
+
+def _faults_of_config(config: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same that are another config beside the same weights."""
+    kinds = getattr(config, "layer_types", None)
+    if getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds):
         yield (
             "sliding window: its layers run as full attention, good up to the window and then not",
-            replace(sound, changes=full),
+            {"sliding_window": NO_WINDOW},
         )
     rope = getattr(config, "rope_parameters", None) or {}
+    is_by_kind = bool(rope) and all(isinstance(value, dict) for value in rope.values())  # a rope for each kind of layer
     for theta in (10_000.0, 500_000.0, 1_000_000.0):
-        if theta != rope.get("rope_theta") or rope.get("rope_type", "default") != "default":
-            plain = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        plain = {"rope_type": "default", "rope_theta": theta}
+        used = [rope[kind] for kind in set(kinds or ()) if kind in rope] if is_by_kind else [rope]
+        if any(plain.items() - each.items() for each in used):
             yield (
                 f"wrong rope: the engine rotates with rope_theta={theta:g} and no scaling: compare rope_parameters",
-                replace(sound, changes=plain),
+                {"rope_parameters": dict.fromkeys(rope, plain) if is_by_kind else plain},
             )
-    layers = config.num_hidden_layers
-    if layers > 1:
-        fewer: dict[str, Any] = {"num_hidden_layers": layers - 1}
-        if getattr(config, "layer_types", None):
-            fewer["layer_types"] = config.layer_types[: layers - 1]
-        yield "layer off by one: the last layer of the draft is not run", replace(sound, changes=fewer)
+    if (layers := config.num_hidden_layers) > 1:
+        yield (
+            "layer off by one: the last layer of the draft is not run",
+            {"num_hidden_layers": layers - 1} | ({"layer_types": kinds[: layers - 1]} if kinds else {}),
+        )
 
 
 def _equal(rounds: Sequence[Round], expected: Sequence[int]) -> float:
@@ -386,9 +393,13 @@ def _rebuilt(model: PreTrainedModel, changes: dict[str, Any]) -> Iterator[PreTra
     own = dict(model.state_dict(keep_vars=True))
     other.load_state_dict({key: value for key, value in own.items() if key in other.state_dict()}, assign=True)
     for name, module in list(other.named_modules()):
-        if name.endswith("rotary_emb"):  # computed from the config, and not among the weights
-            parent = other.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], type(module)(config).to(model.device))
+        parent, _, last = name.rpartition(".")
+        if "rotary_emb" in last:  # computed from the config, and not among the weights
+            setattr(other.get_submodule(parent), last, type(module)(config).to(model.device))
+    for name, buffer in list(other.named_buffers()):
+        if buffer.is_meta:  # nor are these
+            parent, _, last = name.rpartition(".")
+            other.get_submodule(parent).register_buffer(last, model.get_buffer(name), persistent=False)
     yield other.to(model.dtype).eval()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.audit.draft_causes import Drafting, DraftModel
+from paradraft.audit.draft_causes import Drafting, DraftModel, _faults_of_config, _rebuilt
 from paradraft.audit.endpoint import Endpoint
 from paradraft.audit.endpoint_audit import audit_endpoint
 from paradraft.audit.served import ServedReport
@@ -22,7 +22,10 @@ from paradraft.data.prompts import read_prompts
 from paradraft.formats.pard import RANK
 from paradraft.models.loading import load_target, load_tokenizer, pocket_folder
 from paradraft.models.runtime import Runtime
+from tests.conftest import VOCAB
 from tests.support.fake_engine import MODEL, Decoding, FakeEngine, Plain, Propose, one_by_one, pard
+from tests.support.kinds import KINDS, model_of
+from tests.support.kinds import WINDOW as WINDOW_OF_KINDS
 
 K, MASK, KNOWN = 4, 4088, 4088
 """Of the pocket family: its mask token is the first row that is no token."""
@@ -247,3 +250,21 @@ def test_metrics_that_count_other_tokens_are_noted(
     """Guards acceptance that is counted on the wrong token: it looks better or worse than it is."""
     found = drafting_of(audited(partial(pard, draft, MASK, K), draft, count=count))
     assert found.cause is None and len(found.notes) == 1 and words in found.notes[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_are_tried_on_every_architecture(kind: str) -> None:
+    """Guards drafts of all kinds against tracebacks, and against faults that are none: another config must change what
+    the model says, and the same config nothing."""
+    model = model_of(kind)
+    text = torch.randint(VOCAB, (1, 2 * WINDOW_OF_KINDS), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        own = model(text).logits
+        with _rebuilt(model, {"use_cache": False}) as same:
+            assert torch.equal(same(text).logits, own)
+        changes = dict(_faults_of_config(model.config))
+        for change in changes.values():
+            with _rebuilt(model, change) as other:
+                assert not torch.allclose(other(text).logits, own)
+    assert len(changes) >= 3
+    assert any("sliding window" in name for name in changes) == (kind.endswith("with windows") or kind == "ministral")
