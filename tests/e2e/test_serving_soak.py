@@ -1,0 +1,121 @@
+"""The soak of the server (benchmarks/scripts/serving_soak.py): what it judges, and a short one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks.scripts import serving_soak
+from benchmarks.scripts.serving_soak import Answer, Outcome, Record, answer_of, difference, gauges_of
+
+COUNTS = Counter(
+    {
+        ("good", "200"): 90,
+        ("wrong", "400"): 9,
+        ("cancelled", "early"): 5,
+        ("oversized", "413"): 5,
+        ("burst", "200"): 9,
+        ("burst", "429"): 9,
+    }
+)
+FLAT = [100, 101, 99, 100, 140, 99, 100, 101, 101, 100]
+WELL = Outcome(
+    record=Record(counts=COUNTS), rss_bytes=FLAT, gauges={"answers waiting": 0.0}, last=None, exit_code=0, log="serving"
+)
+ANSWER = Answer(choices=[("ab", "stop"), ("c", "length")], logprobs=[-1.0, -2.0, -3.0], tokens=3)
+
+
+def without(kind: str, status: str) -> Record:
+    return Record(counts=Counter({key: count for key, count in COUNTS.items() if key != (kind, status)}))
+
+
+def test_nothing_is_missed() -> None:
+    """Guards against noise that would be told as a leak: a peak in the middle, and less memory at the end."""
+    assert WELL.missed(0.02) == []
+    assert replace(WELL, rss_bytes=[*FLAT[:8], 50, 50]).missed(0.02) == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        (replace(WELL, rss_bytes=[100 + minute for minute in range(10)]), "memory has grown by 8."),
+        (replace(WELL, record=Record(counts=COUNTS, differences=["x", "y"])), "2 answers differ, the first: x"),
+        (replace(WELL, record=Record(counts=COUNTS, unexpected=["a 500"])), "unexpected, the first: a 500"),
+        (replace(WELL, gauges={"answers decoded": 1.0, "answers waiting": 0.0}), "answers decoded: 1 at the end"),
+        (replace(WELL, last="choices: 'a'"), "the last answer: choices: 'a'"),
+        (replace(WELL, exit_code=-9), "its exit code is -9"),
+        (replace(WELL, exit_code=None), "it has not ended in time"),
+        (replace(WELL, log="Traceback (most recent call last):"), "the server's log has an error"),
+        (replace(WELL, log="KeyError while answering a request"), "the server's log has an error"),
+        (replace(WELL, record=without("good", "200")), "'good' was sent"),
+        (replace(WELL, record=without("oversized", "413")), "'oversized' was sent"),
+        (replace(WELL, record=without("burst", "429")), "the queue was never full"),
+    ],
+)  # fmt: skip
+def test_each_fault_is_missed_alone(outcome: Outcome, told: str) -> None:
+    (line,) = outcome.missed(0.02)
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        replace(ANSWER, choices=[("ab", "stop"), ("d", "length")]),
+        replace(ANSWER, choices=[("ab", "stop"), ("c", "stop")]),
+        replace(ANSWER, choices=[("ab", "stop")]),
+        replace(ANSWER, tokens=4),
+        replace(ANSWER, logprobs=[-1.0, -2.0]),
+        replace(ANSWER, logprobs=[-1.0, -2.0, -3.01]),
+        replace(ANSWER, logprobs=[-1.0, -2.0, float("nan")]),
+    ],
+)
+def test_differences(found: Answer) -> None:
+    assert difference(ANSWER, found) is not None
+    assert difference(ANSWER, replace(ANSWER, logprobs=[-1.0, -2.0, -3.0001])) is None
+
+
+def test_answers_of_streams() -> None:
+    """Guards the joining of pieces: choices are told in turns, and a stream without its end is no answer."""
+    usage = {"completion_tokens": 3}
+    choices = [(1, "c", "length", [-3.0]), (0, "a", None, [-1.0]), (0, "b", "stop", [-2.0])]
+    told = [
+        {"index": index, "text": text, "finish_reason": reason, "logprobs": {"token_logprobs": logprobs}}
+        for index, text, reason, logprobs in choices
+    ]
+    events = [*({"choices": [choice]} for choice in told), {"choices": [], "usage": usage}]
+    stream = b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events)
+    assert answer_of(stream + b"data: [DONE]\n\n", True) == ANSWER
+    with pytest.raises(ValueError, match="the last event"):
+        answer_of(stream, True)
+    whole = [{"index": 0, "text": "ab", "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0, -2.0]}}, told[0]]
+    assert answer_of(json.dumps({"choices": whole, "usage": usage}).encode(), False) == ANSWER
+
+
+def test_gauges() -> None:
+    """Guards the reading of /metrics: answers that failed are counted, those that ended well are not."""
+    told = (
+        '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name="a"} 2.0\n'
+        '# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{model_name="a"} 1.0\n'
+        "# TYPE vllm:request_success counter\n"
+        'vllm:request_success_total{finished_reason="error",model_name="a"} 3.0\n'
+        'vllm:request_success_total{finished_reason="stop",model_name="a"} 5.0\n'
+    )
+    assert gauges_of(told) == {"answers decoded": 2.0, "answers waiting": 1.0, "answers failed": 3.0}
+
+
+@pytest.mark.slow
+def test_twenty_seconds(tmp_path: Path) -> None:
+    """Guards the server under everything at once. Memory still grows so early, so its goal here is a loose one."""
+    script, file = Path(serving_soak.__file__), tmp_path / "soak.json"
+    given = ["--minutes", "0.33", "--requests", "20", "--most-growth", "0.3", "--json", str(file)]
+    ended = subprocess.run([sys.executable, str(script), *given], capture_output=True, text=True, env=dict(os.environ))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    told = json.loads(file.read_text(encoding="utf-8"))
+    assert told["compared"] > 50 and told["differences"]["count"] == 0 and told["missed"] == []
+    assert told["exit_code"] == 0 and told["rss_bytes"]["series"]
