@@ -66,18 +66,21 @@ class Exchange:
         if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
             # What a page of another site may send without asking has another type.
             raise ApiError(415, "the body has another type than JSON: send Content-Type: application/json")
-        most = self._most_bytes
-        told = ApiError(413, f"the body is longer than {most} bytes: send less", headers={"Connection": "close"})
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > most:
-            raise told
+        if length.isdigit() and int(length) > self._most_bytes:
+            raise self._too_long()
         parts, size = [], 0
         while not self._is_read:
             parts.append(await self._read())
             size += len(parts[-1])
-            if size > most:
-                raise told
+            if size > self._most_bytes:
+                # A variable for the error would keep it, and by its traceback what was read, until a full collection.
+                raise self._too_long()
         return b"".join(parts)
+
+    def _too_long(self) -> ApiError:
+        message = f"the body is longer than {self._most_bytes} bytes: send less"
+        return ApiError(413, message, headers={"Connection": "close"})
 
     async def _read(self) -> bytes:
         """The next part of the request.
@@ -107,6 +110,9 @@ class Exchange:
             for each in (task, gone):
                 each.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
+            # A task keeps its error, whose traceback has this frame: with the task in a variable, they and the request
+            # would stay until a full collection.
+            del task, gone, each
 
     async def _gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import socket
@@ -18,6 +19,7 @@ from paradraft.engine import Engine
 from paradraft.sampling_params import Sampling
 from paradraft.serve.address import key_of
 from paradraft.serve.limits import Limits
+from paradraft.serve.replies import ApiError
 from tests.support.serving import MODEL, Serving, serving, until
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 90, "temperature": 0, "logit_bias": {"0": -100}}
@@ -295,3 +297,27 @@ def test_a_second_signal_ends_it_at_once(engine: Engine, gate: Gate) -> None:
         assert not running.thread.is_alive()
         assert answer.result().status_code == 503
     gate.open()
+
+
+def test_no_error_keeps_its_request(running: Serving) -> None:
+    """Guards memory: an error that is in a variable of its own traceback keeps all that is in these frames, such as a
+    body of a megabyte, until Python looks for circles everywhere: hundreds of megabytes later."""
+    wrong: list[bytes] = [
+        b"a" * 30_000,
+        b"{",
+        b'{"prompt": []}',
+        b'{"prompt": "a", "n": 0}',
+        b'{"prompt": "a", "x": 1}',
+    ]
+    wrong += [b'{"prompt": "a", "max_tokens": 9999}', b'{"prompt": "a", "model": "b"}', b'{"prompt": "a", "n": 500}']
+    gc.collect()
+    gc.disable()
+    try:
+        for content in wrong:
+            assert running.post_bytes("/v1/completions", content).status_code in (400, 404, 413)
+            httpx2.post(
+                f"{running.url}/v1/completions", content=iter([content]), headers={"Content-Type": "application/json"}
+            )
+        until(lambda: not [each for each in gc.get_objects() if type(each) is ApiError])
+    finally:
+        gc.enable()
