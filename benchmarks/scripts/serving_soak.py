@@ -82,8 +82,8 @@ BURST = 72
 """Requests that are sent at once; most ask for several answers, and 72 answers are decoded or wait."""
 WARM_UP = 0.1
 """Share of the time before memory counts."""
-IDLE_S = 30.0
-"""Seconds that the server has to become idle after the last client has gone."""
+IDLE_S, CLOSE_S = 30.0, 5.0
+"""Seconds that the server has to become idle after the last request, and to close connections of clients that went."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,7 +389,7 @@ class Client:
         self, kind: str, asked: Request, pause_s: float = 0.0, *, in_pieces: bool = False
     ) -> bytes | None:
         """The body of a response; None if it is not the one that it should be. Comes again if it is told to."""
-        told = f"{kind}, {asked.method} {asked.path} {asked.content[:300]!r}"
+        told = f"{kind}, {asked.method} {asked.path} {asked.content[:100]!r}"
         try:
             while True:
                 begun_s = time.monotonic()
@@ -445,6 +445,7 @@ class Server:
             if self._popen.poll() is not None:
                 raise SystemExit(f"the server has not started:\n{self.log.read_text(encoding='utf-8')}")
             time.sleep(0.1)
+        httpx2.get(f"{found[0]}/health", timeout=LIMITS.timeout_s)  # it says where it is before it accepts
         return found[0]
 
     @property
@@ -478,7 +479,7 @@ class Outcome:
     Args:
         record: of the clients.
         rss_bytes: the server's memory again and again, after the warm-up.
-        gauges: what the server counted at its end, by names such as `running`.
+        gauges: what should be 0 at the end, by name.
         last: what was different in the last good answer, from an idle server; None if nothing was.
         exit_code: after the signal; None if it did not end in time.
         log: of the server.
@@ -556,13 +557,13 @@ async def soak(
     """Sends the mixture for some time, waits until the server is idle, and asks once more.
 
     Returns:
-        What the clients saw, memory by seconds, what the idle server counts, what is different in the last answer.
+        What the clients saw, memory by seconds, what should be 0 at the end, what is different in the last answer.
     """
-    record, series = Record(), list[tuple[float, int]]()
+    record, series, files = Record(), list[tuple[float, int]](), server.files
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=clients, keepalive_expiry=2.0)
     async with httpx2.AsyncClient(base_url=server.url, timeout=LIMITS.timeout_s, limits=limits) as http:
         end_s = time.monotonic() + seconds
-        watching = asyncio.create_task(_watch(server, min(5.0, seconds / 60), series))
+        watching = asyncio.create_task(_watch(server, min(6.0, seconds / 60), series))
         askers = [Client(http, good, f"{seed}-{number}", record) for number in range(clients)]
         bursts = Client(http, good, f"{seed}-bursts", record).burst(end_s, BURST, min(15.0, seconds / 3))
         await asyncio.gather(bursts, *(asker.run(end_s) for asker in askers))
@@ -572,7 +573,16 @@ async def soak(
             await asyncio.sleep(0.2)
         reply = await http.post(TEXT, json=good[0].body)
         last = difference(good[0].wanted, answer_of(reply.content, False)) if reply.is_success else reply.text
+    gauges["connections and files more than before"] = await _more_files(server, files)
     return record, series, gauges, last
+
+
+async def _more_files(server: Server, before: int) -> int:
+    """How many more are open than before, a moment after the clients have gone."""
+    end_s = time.monotonic() + CLOSE_S
+    while server.files > before and time.monotonic() < end_s:
+        await asyncio.sleep(0.1)
+    return max(server.files - before, 0)
 
 
 def _told(outcome: Outcome, series: Sequence[tuple[float, int]]) -> dict[str, Any]:
