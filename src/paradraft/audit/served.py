@@ -222,25 +222,30 @@ class _Findings:
 
     def add_greedy(self, read: Read, table: Table) -> None:
         """The places of a greedy answer where another token is likelier, and how far probabilities are apart."""
-        served = read.served
-        self.add_difference(served, table)
-        self.greedy_tokens += len(served.tokens)
+        self.add_difference(read.served, table)
+        self.greedy_tokens += len(read.served.tokens)
+        for begin in range(0, len(table.logprobs), PLACES):
+            self._add_preferences(read.served, table.rows(begin, begin + PLACES), begin)
+
+    def _add_preferences(self, served: Served, table: Table, begin: int) -> None:
+        """Those of some of the places, from `begin` on."""
         merged = table.merged(self.groups, summed=False)
-        columns_N = merged.columns(served.tokens)
+        columns_N = merged.columns(served.tokens[begin : begin + PLACES])
         told_NC = merged.logprobs[:, 1:] if merged.has_rest else merged.logprobs
         best_N, preferred_N = told_NC.max(1)
-        # What is not among the tokens that a server tells is at most as likely as the last of them.
-        least_N = told_NC.masked_fill(told_NC == -math.inf, math.inf).amin(1)
         own_N = merged.logprobs.gather(1, columns_N[:, None])[:, 0]
         if merged.has_rest:
+            # What is not among the tokens that a server tells is at most as likely as the last of them.
+            least_N = told_NC.masked_fill(told_NC == -math.inf, math.inf).amin(1)
             own_N = torch.where(columns_N == 0, least_N, own_N)
             preferred_N = preferred_N + 1
         margins_N = best_N - own_N
         self.greedy_places += int((best_N > -math.inf).sum())
-        for place in range(len(margins_N)):
-            margin, own_margin = float(margins_N[place]), _own_margin(served, place)
+        for index, margin in enumerate(margins_N.tolist()):
+            place = begin + index
+            own_margin = _own_margin(served, place)
             if margin > 0 or own_margin > 0:
-                preferred = int(merged.ids[preferred_N[place]])
+                preferred = int(merged.ids[preferred_N[index]])
                 entry = (served.question.number, place, served.tokens[place], preferred, margin, own_margin)
                 self._preferences.append(entry)
 
