@@ -437,7 +437,7 @@ class CausalLM:
 
     def keep(self, rows: Tensor) -> None:
         """Forgets all rows but `rows`, `[b]` the index that each had before."""
-        kv_cache.move_rows(self._storage, rows, self._longest)
+        kv_cache.move_rows(self._storage, rows, self.lengths)
         self._storage = kv_cache.rows_of(self._largest, 0, len(rows))
         self._set_lengths([self.lengths[row] for row in rows.tolist()])
 

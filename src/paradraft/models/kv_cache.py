@@ -83,12 +83,23 @@ def rows_of(storage: Storage, start: int, stop: int) -> Storage:
     return parts
 
 
-def move_rows(storage: Storage, rows_b: Tensor, used: int) -> None:
-    """Moves some rows to the front, in place: row `rows_b[i]` becomes row i; only their first `used` slots."""
-    to_m = (rows_b != torch.arange(len(rows_b))).nonzero()[:, 0]
-    for layer in storage if len(to_m) else ():
-        for stored_BCHD in layer:
-            stored_BCHD[to_m, :used] = stored_BCHD[rows_b[to_m], :used]
+def move_rows(storage: Storage, rows_b: Tensor, used: Sequence[int]) -> None:
+    """Moves some rows to the front, in place: row `rows_b[i]` becomes row i; of each row at least the slots in use.
+
+    Args:
+        storage: changed in place.
+        rows_b: `[b]` the index that each row had before.
+        used: of each row, by that index, how many slots.
+    """
+    moves = {to: row for to, row in enumerate(rows_b.tolist()) if to != row}
+    to_m, from_m = list(moves), list(moves.values())
+    is_downwards = all(row > to for to, row in moves.items())
+    for stored_BCHD in (each for layer in storage for each in layer):
+        if is_downwards:  # so that none is written before it is read; eight times as fast as lists of rows
+            for to, row in moves.items():
+                stored_BCHD[to, : used[row]] = stored_BCHD[row, : used[row]]
+        else:
+            stored_BCHD[to_m, : max(used)] = stored_BCHD[from_m, : max(used)]
 
 
 def copied(storage: Storage, row: int, used: int) -> Storage:
