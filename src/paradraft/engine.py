@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import warnings
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -373,15 +373,9 @@ class Engine:
         return self._result(generation, strings)
 
     async def _achunks(self, generation: Generation) -> AsyncGenerator[Chunk, None]:
-        loop, has_news = asyncio.get_running_loop(), asyncio.Event()
-
-        def tell() -> None:
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-                loop.call_soon_threadsafe(has_news.set)
-
-        rounds = 0
+        rounds, has_news = 0, asyncio.Event()
         try:
-            self._scheduler.watch(generation, tell)
+            self._scheduler.watch(generation, asyncio.get_running_loop(), has_news.set)
             is_over = False
             while not is_over:
                 await has_news.wait()

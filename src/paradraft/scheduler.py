@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,13 +22,15 @@ class _Watched:
 
     Args:
         generation: the request.
-        tell: lets them know.
+        loop: in which they wait.
+        wake: lets them know.
         told_rounds: of how many rounds they know.
         is_over: whether they know that the answer has ended.
     """
 
     generation: Generation
-    tell: Callable[[], None]
+    loop: asyncio.AbstractEventLoop
+    wake: Callable[[], None]
     told_rounds: int = 0
     is_over: bool = False
 
@@ -36,6 +39,11 @@ class _Watched:
         """Whether there is something that they do not know."""
         generation = self.generation
         return generation.is_told or generation.is_cancelled or generation.told_rounds > self.told_rounds
+
+
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _have_news(all_watched: Sequence[_Watched]) -> bool:
@@ -118,15 +126,16 @@ class Scheduler:
             for generation in active:
                 generation.is_cancelled = True
 
-    def watch(self, generation: Generation, tell: Callable[[], None]) -> None:
+    def watch(self, generation: Generation, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
         """Decodes one request in a thread of the scheduler's own, which all such requests share.
 
         Args:
             generation: with no token yet; it leaves when `is_cancelled` is set.
-            tell: is called in that thread each time there are new tokens, and when the answer has ended or failed.
+            loop: in whose thread somebody waits.
+            wake: is called there each time there are new tokens, and when the answer has ended or failed.
         """
         with self._watching:
-            self._watched.append(_Watched(generation=generation, tell=tell))
+            self._watched.append(_Watched(generation=generation, loop=loop, wake=wake))
             self._waiting.append(generation)
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="decoding", daemon=True)
@@ -149,11 +158,16 @@ class Scheduler:
                 for watched in all_watched:
                     watched.generation.fail(error)
                     watched.generation.is_told = True
+            # Once for a loop: each call wakes its thread, which then competes with this one.
+            wakes: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = defaultdict(list)
             for watched in all_watched:
                 if watched.has_news:
                     watched.is_over = watched.generation.is_told or watched.generation.is_cancelled
                     watched.told_rounds = watched.generation.told_rounds
-                    watched.tell()
+                    wakes[watched.loop].append(watched.wake)
+            for loop, of_loop in wakes.items():
+                with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                    loop.call_soon_threadsafe(_call_all, of_loop)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

@@ -219,6 +219,37 @@ def test_an_answer_that_fails_cancels_those_it_was_asked_with(engine: Engine) ->
     assert set(rows) == {1}
 
 
+class Loop:
+    """An event loop that runs what it is told in the thread that tells it, and takes its time."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.calls = seconds, 0
+
+    def call_soon_threadsafe(self, function: Callable[..., object], *arguments: object) -> None:
+        self.calls += 1
+        threading.Event().wait(self.seconds)
+        function(*arguments)
+
+
+def watched(engine: Engine, loop: Loop, limit: int) -> list[Generation]:
+    """Two requests that somebody watches, when they have ended."""
+    generations = [generation(engine, prompt, limit, Sampling()) for prompt in PROMPTS[:2]]
+    told = threading.Event()
+    for asked in generations:
+        engine._scheduler.watch(asked, loop, lambda: all(one.is_told for one in generations) and told.set())
+    assert told.wait(20)
+    return generations
+
+
+def test_a_loop_is_woken_once_a_round(engine: Engine) -> None:
+    """Guards the thread that decodes: each time it wakes another one, that one takes the interpreter from it."""
+    engine.lengths.k, loop = 0, Loop()
+    with passes_of(engine) as rows:
+        watched(engine, loop, 20)
+    assert loop.calls == len(rows), "also where both have news"
+    assert rows[-1] == 2
+
+
 USES: dict[str, Callable[[Engine], object]] = {
     "generate": lambda engine: engine.generate([[1]], max_new_tokens=1),
     "stream": lambda engine: next(engine.stream([1], max_new_tokens=1)),
