@@ -143,6 +143,7 @@ class Scheduler:
 
     def _watch(self) -> None:
         """Runs rounds until nobody waits for any; the thread ends then, so that an engine that is let go of can go."""
+        goes_on = False
         while True:
             with self._watching:
                 self._watched = [watched for watched in self._watched if not watched.is_over]
@@ -151,7 +152,7 @@ class Scheduler:
                     return
                 all_watched = list(self._watched)
             try:
-                self._wait_until(partial(_have_news, all_watched))
+                goes_on = self._wait_until(partial(_have_news, all_watched), goes_on=goes_on)
             except BaseException as error:  # all who wait here would wait for ever
                 if not isinstance(error, Exception):
                     error = RuntimeError(f"{type(error).__name__} while decoding: {error}")
@@ -183,20 +184,30 @@ class Scheduler:
         finally:
             self._rest()
 
-    def _wait_until(self, is_ready: Callable[[], bool]) -> None:
-        """Runs rounds, or waits while another thread runs them."""
+    def _wait_until(self, is_ready: Callable[[], bool], *, goes_on: bool = False) -> bool:
+        """Runs rounds, or waits while another thread runs them; returns whether this one did.
+
+        Args:
+            is_ready: whether there is nothing more to wait for.
+            goes_on: whether this thread ran the last round, and all it has done since is part of what rounds take.
+        """
         with self._changed:
             while self._runner is not None and not is_ready():
+                goes_on = False
                 self._wait()
             if is_ready():
-                return
+                return False
             self._runner = threading.get_ident()
         try:
             with self._in_round():
                 while not is_ready():
+                    if goes_on:
+                        self._batch.clock.lap("other")
                     self._run_round()
+                    goes_on = True
         finally:
             self._rest()
+        return True
 
     def _wait(self) -> None:
         if self._runner == threading.get_ident():

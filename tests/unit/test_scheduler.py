@@ -250,6 +250,17 @@ def test_a_loop_is_woken_once_a_round(engine: Engine) -> None:
     assert rows[-1] == 2
 
 
+def test_telling_readers_is_part_of_a_round(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards length policies of a server: fewer rounds are worth more where each has to be told, and before the first
+    there is nothing to tell."""
+    others_s: list[float] = []
+    monkeypatch.setattr(engine.lengths, "observe", lambda *_, other_s, **__: others_s.append(other_s))
+    watched(engine, Loop(0.02), 4)
+    assert others_s[0] < 0.01 < 0.02 <= min(others_s[1:])
+    alone(engine, PROMPTS[0], 4)
+    assert others_s[-1] < 0.01
+
+
 USES: dict[str, Callable[[Engine], object]] = {
     "generate": lambda engine: engine.generate([[1]], max_new_tokens=1),
     "stream": lambda engine: next(engine.stream([1], max_new_tokens=1)),

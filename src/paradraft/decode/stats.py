@@ -172,7 +172,7 @@ class Clock:
         self._open: list[tuple[str, Any, Any]] = []
         self._last = self._marks.mark()
         self.last_s: dict[str, float] = {}
-        """How long the last lap of each name took, as far as that is known."""
+        """How long the last lap of each name took, or several one after the other, as far as that is known."""
 
     @classmethod
     def on(cls, device: torch.device) -> Clock:
@@ -187,9 +187,12 @@ class Clock:
             self._settle()
 
     def _settle(self) -> None:
+        took_s: dict[str, float] = defaultdict(float)
         for name, start, end in reversed(self._open):  # the last is waited for, and the others are over
-            self.last_s[name] = self._marks.seconds(start, end)
-            self._times_s[name] += self.last_s[name]
+            took_s[name] += self._marks.seconds(start, end)
+        for name, seconds in took_s.items():
+            self.last_s[name] = seconds
+            self._times_s[name] += seconds
         self._open = []
 
     def skip(self) -> None:

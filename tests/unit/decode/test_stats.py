@@ -86,6 +86,19 @@ def test_every_second_is_booked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stats.total_s == 31.0
 
 
+def test_laps_of_one_name_are_added_until_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what a policy learns of the time between two passes, which may be booked in parts."""
+    now_s = [0.0]
+    monkeypatch.setattr(stats_module.time, "perf_counter", lambda: now_s[0])
+    clock = Clock()
+    for name, seconds in [("other", 1.0), ("other", 2.0), ("verify", 4.0), ("other", 8.0), ("verify", 16.0)]:
+        now_s[0] += seconds
+        clock.lap(name)
+        if name == "verify":
+            assert clock.last_s["other"] == (3.0 if now_s[0] < 8.0 else 8.0)
+    assert clock.stats.other_s == 11.0
+
+
 def test_a_gpu_is_waited_for_once_a_round() -> None:
     """Guards the target's pass, which is asked for while the drafter's still runs, and the times of both."""
     gpu = Gpu()
