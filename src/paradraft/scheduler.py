@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -54,7 +55,8 @@ class Scheduler:
     """Decodes the requests of several threads together.
 
     A thread that waits for tokens runs rounds, in which all requests take part; the others wait for it to tell them of
-    theirs. So a stream whose reader is slow goes on while others decode, and what it gets is kept for its reader. A
+    theirs. So a stream whose reader is slow goes on while others decode, and what it gets is kept for its reader. While
+    somebody watches an answer grow, long prompts of others are read in pieces between the rounds. A
     round that fails costs the request that is to blame its answer; the others are read again and go on.
 
     Args:
@@ -81,6 +83,7 @@ class Scheduler:
             ValueError: the answer failed, or this thread is in the middle of a round already.
         """
         seen, is_over = 0, False
+        generation.is_watched = True
 
         def has_news() -> bool:
             return generation.is_told or generation.told_rounds > seen
@@ -134,6 +137,7 @@ class Scheduler:
             loop: in whose thread somebody waits.
             wake: is called there each time there are new tokens, and when the answer has ended or failed.
         """
+        generation.is_watched = True
         with self._watching:
             self._watched.append(_Watched(generation=generation, loop=loop, wake=wake))
             self._waiting.append(generation)
@@ -224,28 +228,58 @@ class Scheduler:
         if batch.generations and not batch.is_current:
             self._start_over()
         joining: list[Generation] = []
-        rows = list(batch.generations)
+        rows = batch.members
         try:
-            batch.leave([generation for generation in batch.generations if generation.is_cancelled])
-            while self._waiting:
-                joining.append(self._waiting.popleft())
-            joining = [generation for generation in joining if not (generation.is_cancelled or generation.is_finished)]
-            rows += joining
-            if joining:
+            batch.leave([generation for generation in batch.members if generation.is_cancelled])
+            most = self._most_to_read()
+            if batch.reading is not None:
+                most -= batch.read(most)
+            if batch.reading is None and (joining := self._next_to_join(most)):
+                rows = rows + joining
                 batch.leave([generation for generation in batch.generations if generation.is_finished])
-                batch.join(joining)
-                joining = []
+                self._let_in(joining, most)
             batch.step()
         except BaseException as error:
-            to_blame, cause = self._to_blame(error, joining)
+            outside = [generation for generation in joining if generation not in batch.members]
+            to_blame, cause = self._to_blame(error, outside)
             for generation in to_blame:
                 generation.fail(cause)
-            self._waiting.extendleft(reversed(joining))
+            self._waiting.extendleft(reversed(outside))
             self._start_over()
             if not to_blame:
                 raise
         finally:
             self._tell(rows)
+
+    def _most_to_read(self) -> int:
+        """How many tokens of prompts may be read before the next round: where somebody watches answers grow, as many as
+        take about as long as a round."""
+        is_watched = any(generation.is_watched for generation in self._batch.generations)
+        return self._batch.pace.most if is_watched else sys.maxsize
+
+    def _next_to_join(self, most: int) -> list[Generation]:
+        """Takes the first requests that wait, whose prompts have at most so many unread tokens together, or the first
+        one alone."""
+        joining: list[Generation] = []
+        while self._waiting:
+            generation = self._waiting.popleft()
+            if generation.is_cancelled or generation.is_finished:
+                continue
+            most -= self._batch.unread(generation.so_far)
+            if joining and most < 0:
+                self._waiting.appendleft(generation)
+                break
+            joining.append(generation)
+        return joining
+
+    def _let_in(self, joining: list[Generation], most: int) -> None:
+        """Adds requests to the batch, and reads their prompts; of a longer one so many tokens."""
+        batch = self._batch
+        if batch.generations and batch.unread(joining[0].so_far) > most:
+            batch.begin(joining[0])
+            batch.read(most)
+        else:
+            batch.join(joining)
 
     def _tell(self, rows: list[Generation]) -> None:
         """Lets the readers of requests know of the rounds that are over."""
@@ -260,7 +294,7 @@ class Scheduler:
 
     def _to_blame(self, error: BaseException, joining: list[Generation]) -> tuple[list[Generation], Exception]:
         """Which requests a round failed for; none if that is not known."""
-        rows = self._batch.generations + joining
+        rows = self._batch.members + joining
         if isinstance(error, RequestError):
             return [row for row in rows if row.request.id in error.requests], error.cause
         if isinstance(error, NotFiniteError):
@@ -271,7 +305,7 @@ class Scheduler:
 
     def _start_over(self) -> None:
         """Empties the batch; its requests join again, with the tokens that they have."""
-        unfinished = [generation for generation in self._batch.generations if not generation.is_finished]
+        unfinished = [generation for generation in self._batch.members if not generation.is_finished]
         for generation in unfinished:
             generation.stats.append(self._batch.clock.end(generation.request.id))
         self._batch.clear()

@@ -26,6 +26,7 @@ from paradraft.engine import Engine
 from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
+from paradraft.models.target import Target
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
@@ -126,11 +127,12 @@ def alone(batch: Callable[[], Batch], engine: Engine, asked: Asked) -> Generatio
     return found
 
 
-def scheduled(seed: int, engine: Engine, batch: Batch) -> list[tuple[Asked, Generation]]:
+def scheduled(seed: int, engine: Engine, batch: Batch, *, pieces: bool = False) -> list[tuple[Asked, Generation]]:
     """Runs a schedule; returns the answers to its requests, whole, or, where they were cancelled, as far as they went.
 
     Rows join by chance before rounds, one or several; some are cancelled; some are taken out and join again later with
-    the tokens that they have; and once all are, as when another has failed.
+    the tokens that they have; and once all are, as when another has failed. With `pieces` prompts are read in pieces
+    while there are other rows.
     """
     chooser = random.Random(seed)
     found: list[tuple[Asked, Generation]] = []
@@ -139,16 +141,21 @@ def scheduled(seed: int, engine: Engine, batch: Batch) -> list[tuple[Asked, Gene
     rounds = 0
     while left or paused or batch.generations:
         joining = []
-        while left and chooser.random() < (0.4 if batch.generations else 1.0):
+        if batch.reading is not None:
+            batch.read(chooser.choice([1, 2, 7]))
+        while not batch.reading and left and chooser.random() < (0.4 if batch.generations else 1.0):
             asked = chooser.choice(POOL)
             joining.append(generation(engine, asked, left))
             found.append((asked, joining[-1]))
             left -= 1
             if chooser.random() < 0.5:
                 break
-        while paused and (chooser.random() < 0.5 or not (joining or batch.generations)):
+        while not batch.reading and paused and (chooser.random() < 0.5 or not (joining or batch.generations)):
             joining.append(paused.pop())
-        if joining:
+        if joining and pieces and batch.generations:
+            batch.begin(joining[0])
+            paused += joining[1:]
+        elif joining:
             chooser.shuffle(joining)
             batch.join(joining)
         before = {id(one): len(one.tokens) for one in batch.generations}
@@ -156,15 +163,15 @@ def scheduled(seed: int, engine: Engine, batch: Batch) -> list[tuple[Asked, Gene
         batch.step()
         assert all(one.is_finished or len(one.tokens) > before[id(one)] for one in rows), "every round gives a token"
         rounds += 1
-        active = [one for one in batch.generations if not one.is_finished]
+        active = [one for one in batch.members if not one.is_finished]
         leaving = [one for one in active if chooser.random() < 0.08]
         if leaving:
             batch.leave(leaving)
             # Where a pass needs two rows, the last but one stays.
-            gone = [one for one in leaving if one not in batch.generations]
+            gone = [one for one in leaving if one not in batch.members]
             paused += [one for one in gone if chooser.random() < 0.6]
         if rounds == resets:
-            paused += [one for one in batch.generations if not one.is_finished]
+            paused += [one for one in batch.members if not one.is_finished]
             batch.clear()
     return found
 
@@ -178,7 +185,7 @@ def plain_answers(engine: Engine) -> Expected:
     return cache(lambda asked: alone(plain.new_batch, engine, asked))
 
 
-def check(seed: int, expected: Expected, drafted: Engine, **settings: int) -> int:
+def check(seed: int, expected: Expected, drafted: Engine, *, pieces: bool = False, **settings: int) -> int:
     """Fails unless all requests of a schedule get what plain decoding gives each alone; returns how many ended."""
     ended = 0
     batch = Batch(
@@ -189,7 +196,7 @@ def check(seed: int, expected: Expected, drafted: Engine, **settings: int) -> in
         tree=drafted.speculation.tree,
         **settings,
     )
-    for asked, answer in scheduled(seed, drafted, batch):
+    for asked, answer in scheduled(seed, drafted, batch, pieces=pieces):
         whole = expected(asked)
         assert answer.error is None
         assert answer.tokens == whole.tokens[: len(answer.tokens)]
@@ -217,6 +224,16 @@ def test_requests_that_join_get_what_they_get_alone(loaded: Load, expected: Expe
         lengths = list(POLICIES)[seed % len(POLICIES)]
         drafted = Engine(engine.target, engine.drafter, Speculation(k=k, tree=SHAPES[shape], lengths=lengths))
         ended += check(seed, expected, drafted)
+    assert ended > 2.5 * (seed + 1)
+
+
+@pytest.mark.parametrize("name", drafter_names())
+def test_prompts_that_are_read_in_pieces_change_no_token(loaded: Load, expected: Expected, name: str) -> None:
+    """Guards long prompts, which are read between the rounds of others: while these leave, or all end, while the cache
+    grows, with kept rows and without, and where the one who is read goes himself."""
+    drafted, ended = Engine(loaded(name).target, loaded(name).drafter, Speculation(k=4)), 0
+    for seed in range(16 if drafted.target.lm.is_native else 3):
+        ended += check(seed, expected, drafted, pieces=True, kept_rows=seed % 3)
     assert ended > 2.5 * (seed + 1)
 
 
@@ -372,6 +389,40 @@ def test_wrong_joining_is_caught(
             check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3)))
 
     with pytest.raises(AssertionError):
+        check_all()
+
+
+def forgotten_piece(target: Target, rows: torch.Tensor) -> None:
+    """Moves the rows that decode, but not the one that is read."""
+    target.lm.keep(torch.cat([rows, torch.arange(len(rows), 1 + len(rows))[: len(target.lm.lengths) > len(rows)]]))
+    target._root_B1 = target._root_B1[rows]
+
+
+def skipped_token(target: Target, most: int) -> object:
+    """Takes one token more for read than was."""
+    tokens, prompt = read(target, most)
+    if prompt is None:
+        target.lm.lengths[-1] += 1
+    return tokens, prompt
+
+
+read = Target.read
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("keep", forgotten_piece), ("read", skipped_token)])
+def test_wrong_pieces_are_caught(family: Path, name: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: schedules in which these mistakes are not seen would not guard prompts that are read in pieces."""
+    engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"])
+    expected = plain_answers(engine)
+    for asked in POOL:
+        expected(asked)
+    monkeypatch.setattr(Target, name, wrong)
+
+    def check_all() -> None:
+        for seed in range(12):
+            check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3)), pieces=True)
+
+    with pytest.raises((AssertionError, ValueError, RuntimeError, IndexError)):
         check_all()
 
 

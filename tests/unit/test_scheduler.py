@@ -219,6 +219,77 @@ def test_an_answer_that_fails_cancels_those_it_was_asked_with(engine: Engine) ->
     assert set(rows) == {1}
 
 
+LONG = [7, 9, 11, 13, 8] * 6
+
+
+class SmallPieces:
+    """Four tokens of a prompt between two rounds."""
+
+    most = 4
+
+    def read(self, tokens: int, seconds: float) -> None:
+        pass
+
+    def decode(self, seconds: float) -> None:
+        pass
+
+
+@pytest.fixture
+def in_pieces(engine: Engine) -> Engine:
+    engine.lengths.k = 0
+    engine._batch.pace = SmallPieces()
+    return engine
+
+
+def test_a_long_prompt_is_read_between_the_rounds_of_others(in_pieces: Engine) -> None:
+    """Guards readers of streams against standing still while the prompts of others are read, and the order in which
+    requests came: who waits for the one that is read joins after it."""
+    expected = [alone(in_pieces, prompt, 40) for prompt in (PROMPTS[0], LONG, PROMPTS[1])]
+    streams = [
+        in_pieces.stream(prompt, max_new_tokens=40, sampling=SAMPLED) for prompt in (PROMPTS[0], LONG, PROMPTS[1])
+    ]
+    found = [next(streams[0]).tokens]
+    with passes_of(in_pieces) as rows:
+        found += [next(streams[1]).tokens, next(streams[2]).tokens]
+    assert rows == [1] * 7 + [2, 3] or rows == [1] * 7 + [3], "a piece before each of seven rounds"
+    assert [first + tokens_of(rest) for first, rest in zip(found, streams, strict=True)] == expected
+
+
+def test_a_prompt_is_read_at_once_where_nobody_watches(in_pieces: Engine) -> None:
+    """Guards the speed of `generate`, whose callers wait for whole answers."""
+    with passes_of(in_pieces) as rows:
+        in_pieces.generate([PROMPTS[0], LONG], max_new_tokens=5, sampling=Sampling(), batch_size=2)
+    assert rows == [2] * 5
+
+
+@pytest.mark.parametrize("ends", ["the reader", "the others", "a token that is no number"])
+def test_who_ends_while_a_prompt_is_read(in_pieces: Engine, ends: str) -> None:
+    """Guards the requests beside a prompt that is half read: where its reader goes, where all others end before it is
+    read, and where its states are no numbers, which is told to its reader alone."""
+    poisoned(in_pieces, 50)
+    bias = Sampling(temperature=0.9, seed=3, logit_bias={50: -100.0})
+    most = 3 if ends == "the others" else 30
+    expected = alone(in_pieces, PROMPTS[0], most, bias), alone(in_pieces, LONG, 5, bias)
+    other = in_pieces.stream(PROMPTS[0], max_new_tokens=most, sampling=bias)
+    found = next(other).tokens
+    prompt = [*LONG[:14], 50, *LONG[15:]] if ends == "a token that is no number" else LONG
+    asked = generation(in_pieces, prompt, 5, bias)
+    news = in_pieces._scheduler.stream(asked)
+    if ends == "the reader":
+        in_pieces._scheduler._waiting.append(asked)
+        found += next(other).tokens
+        assert in_pieces._batch.reading is not None
+        asked.is_cancelled = True
+    elif ends == "the others":
+        list(news)
+        assert asked.tokens == expected[1]
+    else:
+        with pytest.raises(ValueError, match="not numbers"):
+            list(news)
+    assert found + tokens_of(other) == expected[0]
+    assert in_pieces._batch.reading is None and not asked.tokens[5:]
+
+
 class Loop:
     """An event loop that runs what it is told in the thread that tells it, and takes its time."""
 

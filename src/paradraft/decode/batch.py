@@ -14,10 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradraft.core import INVALID, Draft, Drafter, Drafting, RequestError, RoundOutput, TargetOut, Verdict
+from paradraft.core import (
+    INVALID,
+    Committed,
+    Draft,
+    Drafter,
+    Drafting,
+    Request,
+    RequestError,
+    RoundOutput,
+    TargetOut,
+    Verdict,
+)
 from paradraft.decode.draft_length import LengthPolicy
 from paradraft.decode.generation import NOT_NUMBERS, Generation
 from paradraft.decode.logprobs import TokenLogprobs, logprobs_of
+from paradraft.decode.reading_pace import ReadingPace
 from paradraft.decode.sequential import decode_round
 from paradraft.decode.stats import Clock
 from paradraft.models.causal_lm import SavedRow
@@ -41,6 +53,19 @@ class KeptRow:
     tokens: list[int]
     target: SavedRow
     drafter: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A request whose prompt is read in pieces, between the rounds of others.
+
+    Args:
+        generation: the request.
+        begun: the kept row that its prompt begins with, and how many tokens the two have in common.
+    """
+
+    generation: Generation
+    begun: tuple[KeptRow, int] | None
 
 
 class Batch:
@@ -79,12 +104,21 @@ class Batch:
         self.verify = verify or load_rule(rule)
         self.generations: list[Generation] = []
         """By row."""
+        self.reading: Reading | None = None
+        """Has a row in the target's cache, after the others, and takes part in rounds as soon as its prompt is read."""
+        self.pace = ReadingPace()
+        """How much may be read between two rounds."""
         self.clock = Clock.on(target.device)
         """Times and counts since the batch was last without rows."""
         self._keeps_finished = keeps_finished
         self._kept = deque[KeptRow](maxlen=kept_rows)
         self._start_number = 0
         self._most: list[int] = []
+
+    @property
+    def members(self) -> list[Generation]:
+        """All requests: by row, and last the one whose prompt is read in pieces."""
+        return self.generations + ([self.reading.generation] if self.reading is not None else [])
 
     @property
     def is_current(self) -> bool:
@@ -105,13 +139,27 @@ class Batch:
         Raises:
             ValueError: a prompt is longer than the target's capacity, or the caches do not fit into memory.
         """
+        assert self.reading is None, "a prompt is read in pieces"
         if not self.generations:
             self._start()
         self.clock.skip()
         requests = [generation.so_far for generation in generations]
         self.clock.join(request.id for request in requests)
-        begun = [self._begun(request.tokens) for request in requests] if self._kept else []
+        begun = [self._begun(request.tokens) for request in requests]
         prompt = self.target.join(requests, [found and (found[0].target, found[1]) for found in begun])
+        self._admit(generations, requests, prompt, begun)
+        self.clock.lap("prefill")
+        unread = sum(_unread(request.tokens, found) for request, found in zip(requests, begun, strict=True))
+        self.pace.read(unread, self.clock.last_s["prefill"])
+
+    def _admit(
+        self,
+        generations: Sequence[Generation],
+        requests: Sequence[Request],
+        prompt: Committed,
+        begun: Sequence[tuple[KeptRow, int] | None],
+    ) -> None:
+        """Lets requests take part in rounds from now on, whose prompts the target has read."""
         self.drafter.join(requests, prompt)
         for row, found in enumerate(begun, start=len(self.generations)):
             if found is not None:
@@ -119,10 +167,55 @@ class Batch:
         self.sampler.join(requests)
         self.lengths.join(requests)
         self.generations += generations
+
+    def begin(self, generation: Generation) -> None:
+        """Adds one request whose prompt `read` reads in pieces, beside others that go on; none joins until it is read.
+
+        Args:
+            generation: see `join`.
+
+        Raises:
+            ValueError: see `join`.
+        """
+        assert self.generations and self.reading is None
+        request = generation.so_far
+        self.clock.join([request.id])
+        found = self._begun(request.tokens)
+        self.target.begin(request, found and (found[0].target, found[1]))
+        self.reading = Reading(generation=generation, begun=found)
+
+    def read(self, most: int) -> int:
+        """Reads at most `most` tokens of the prompt that is read in pieces; the request takes part in rounds from now
+        on when that was its last piece.
+
+        Returns:
+            How many were read.
+
+        Raises:
+            RequestError: with the error that `join` would raise.
+        """
+        assert self.reading is not None
+        generation, begun = self.reading.generation, self.reading.begun
+        self.clock.skip()
+        try:
+            tokens, prompt = self.target.read(most)
+            if prompt is not None:
+                self._admit([generation], [generation.so_far], prompt, [begun])
+                self.reading = None
+        except Exception as error:
+            raise RequestError([generation.request.id], error) from error
         self.clock.lap("prefill")
+        self.pace.read(tokens, self.clock.last_s["prefill"])
+        return tokens
+
+    def unread(self, request: Request) -> int:
+        """How many tokens have to be read of a prompt."""
+        return _unread(request.tokens, self._begun(request.tokens))
 
     def _begun(self, tokens: list[int]) -> tuple[KeptRow, int] | None:
         """The kept row that has the most of a prompt's first tokens, and how many; None if none has any."""
+        if not self._kept:
+            return None
         shared = [shared_length(kept.tokens, tokens) for kept in self._kept]
         best = max(range(len(shared)), key=shared.__getitem__)
         return (self._kept[best], shared[best]) if shared[best] else None
@@ -156,7 +249,10 @@ class Batch:
         seconds = self.clock.last_s
         other_s = seconds.get("other", 0.0)  # of the round before
         self.lengths.observe(output, draft_s=seconds.get("draft", 0.0), verify_s=seconds["verify"], other_s=other_s)
+        self.pace.decode(seconds.get("draft", 0.0) + seconds["verify"] + other_s)
         self.clock.count(output)
+        if self.is_finished and self.reading is not None:
+            self.read(self.target.capacity)
         if self.is_finished:
             self._save(self.generations)
             self.clear()
@@ -174,6 +270,11 @@ class Batch:
     def leave(self, generations: Collection[Generation]) -> None:
         """Removes requests, ended or not, from the batch. The last rows take the places of those that leave."""
         gone = set(map(id, generations))
+        if self.reading is not None and id(self.reading.generation) in gone:
+            self.reading = None
+            self.target.give_up()
+        if self.reading is not None and gone.issuperset(map(id, self.generations)):
+            self.read(self.target.capacity)
         holes = [row for row, generation in enumerate(self.generations) if id(generation) in gone]
         least = min(self.target.fewest_rows, len(self.generations))
         holes = holes[: len(self.generations) - least] if len(holes) < len(self.generations) else holes
@@ -192,7 +293,7 @@ class Batch:
 
     def clear(self) -> None:
         """Removes all requests."""
-        self.generations = []
+        self.generations, self.reading = [], None
 
     def draft_lengths(self) -> list[int]:
         """How deep to draft in each row: no deeper than it has room for, with the target's own token after the draft.
@@ -258,6 +359,10 @@ class Batch:
             paths=paths,
             finished=[generation.is_finished for generation in self.generations],
         )
+
+
+def _unread(tokens: Sequence[int], begun: tuple[KeptRow, int] | None) -> int:
+    return max(len(tokens) - 1 - (0 if begun is None else begun[1]), 0)
 
 
 def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[RoundOutput]:

@@ -59,6 +59,8 @@ class Generation:
         self.finish_reason: str | None = None
         """"eos", "stop" or "length"; "error" with `error`; None while the answer grows."""
         self.error: Exception | None = None
+        self.is_watched = False
+        """Whether somebody waits for its tokens round by round, and not for the whole answer."""
         self.is_cancelled = False
         """Set it to let the request leave the batch before its next round."""
         self._text = text

@@ -229,10 +229,10 @@ class AheadBatch(Batch):
         """See `Batch`."""
         return decode_round_ahead(self)
 
-    def join(self, generations: Sequence[Generation]) -> None:
+    def _admit(self, generations: Sequence[Generation], *read: Any) -> None:
         """See `Batch`; rows begin with an empty draft."""
         before = len(self.generations)
-        super().join(generations)
+        super()._admit(generations, *read)
         known = self.ahead.tokens if before else Draft.empty(0, self.target.device).tokens
         self.ahead = Draft.chain(torch.nn.functional.pad(known, (0, 0, 0, len(generations)), value=ABSENT))
 

@@ -139,6 +139,8 @@ class CausalLM:
         self._slots = self._slots_for(min(self.capacity, FIRST_CAPACITY))
         self._largest = self._allocate(1, self._slots)
         self._storage: kv_cache.Storage = []
+        self._rows = 0
+        """Rows that passes decode; those after them are apart."""
         self.passes = Counter[Pass]()
         """The passes since `start`, for whoever wants to know what they cost."""
         self._set_lengths([])
@@ -160,21 +162,35 @@ class CausalLM:
     def start(self) -> None:
         """Forgets all rows."""
         self.starts += 1
-        self._storage = []
+        self._storage, self._rows = [], 0
         self._set_lengths([])
         self.passes = Counter()
 
-    def join(self, rows: int) -> None:
+    def join(self, rows: int, *, apart: bool = False) -> None:
         """Adds empty rows after the others.
+
+        Args:
+            rows: how many.
+            apart: only `prefill` reads them, until `admit`; other passes are over the rows before them. Nothing joins
+                meanwhile.
 
         Raises:
             ValueError: the cache does not fit into memory.
         """
+        assert self._rows == len(self.lengths), "rows are apart"
         total = len(self.lengths) + rows
         if not self._largest or len(self._largest[0][0]) < total:
             self._grow(total, self._slots)
-        self._storage = kv_cache.rows_of(self._largest, 0, total)
         self._set_lengths([*self.lengths, *[0] * rows])
+        self._use(self._rows if apart else total)
+
+    def admit(self) -> None:
+        """From now on passes are over all rows, those that were apart too."""
+        self._use(len(self.lengths))
+
+    def _use(self, rows: int) -> None:
+        """Has passes go over so many rows."""
+        self._rows, self._storage = rows, kv_cache.rows_of(self._largest, 0, rows)
 
     def save(self, row: int, most: int) -> SavedRow:
         """Keys and values of at most `most` first tokens of a row, for another row that begins with the same."""
@@ -185,7 +201,7 @@ class CausalLM:
         """Begins an empty row with at most `most` first tokens of another; returns how many there are."""
         length = min(saved.length, most)
         self._reserve(length)
-        kv_cache.restore(self._storage, row, saved.storage, length)
+        kv_cache.restore(self._largest, row, saved.storage, length)
         self._set_lengths([length if index == row else before for index, before in enumerate(self.lengths)])
         return length
 
@@ -199,7 +215,7 @@ class CausalLM:
         needed = self._slots_for(min(tokens, self.capacity))
         if needed > self._slots:
             self._grow(len(self.lengths), min(max(2 * self._slots, needed), self._slots_for(self.capacity)))
-            self._storage = kv_cache.rows_of(self._largest, 0, len(self.lengths))
+            self._use(self._rows)
 
     def _grow(self, rows: int, slots: int) -> None:
         """A larger cache. Without rows, the smaller one is given back before; else what it holds is copied."""
@@ -293,7 +309,8 @@ class CausalLM:
         parents_BN = chains_BN if parents_BN is None else parents_BN
         logit_rows = depths(chains_BN) if logit_rows is None else logit_rows
         self._reserve(self._longest)
-        out = self._pass(self._storage, self.lengths, tokens_BN, parents_BN, logit_rows, hidden_layers, vectors)
+        lengths = self.lengths[: self._rows]
+        out = self._pass(self._storage, lengths, tokens_BN, parents_BN, logit_rows, hidden_layers, vectors)
         return ForwardOut(logits=self.allowed(out.logits), hidden=out.hidden)
 
     def _pass(
@@ -431,14 +448,16 @@ class CausalLM:
     def accept_path(self, paths: list[list[int]]) -> None:
         """Keeps the tokens of the last pass that each row's path names, in its order."""
         if any(path != list(range(len(path))) for path in paths):
-            first_slot_B = upload(self.lengths, self.device)
+            first_slot_B = upload(self.lengths[: self._rows], self.device)
             kv_cache.compact(self._storage, first_slot_B, from_lists(paths, self.device))
-        self.advance(list(map(len, paths)))
+        self.advance([*map(len, paths), *[0] * (len(self.lengths) - self._rows)])
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets all rows but `rows`, `[b]` the index that each had before."""
-        kv_cache.move_rows(self._storage, rows, self.lengths)
-        self._storage = kv_cache.rows_of(self._largest, 0, len(rows))
+        """Forgets all rows but `rows`, `[b]` the index that each had before; those that are apart stay the last."""
+        is_whole = self._rows == len(self.lengths)
+        storage = self._storage if is_whole else kv_cache.rows_of(self._largest, 0, len(self.lengths))
+        kv_cache.move_rows(storage, rows, self.lengths)
+        self._use(sum(row < self._rows for row in rows.tolist()))
         self._set_lengths([self.lengths[row] for row in rows.tolist()])
 
     def rollback(self, lengths: list[int]) -> None:

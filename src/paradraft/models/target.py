@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,6 +34,21 @@ class TargetFacts:
     eos_ids: frozenset[int]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _PartlyRead:
+    """A prompt that is read piece by piece.
+
+    Args:
+        tokens: of the prompt.
+        known: how many of its first tokens were not read but taken from another row.
+        states: of each piece that was read, by layer.
+    """
+
+    tokens: list[int]
+    known: int
+    states: list[dict[int, Tensor]] = field(default_factory=list)
+
+
 class Target:
     """The model whose text is produced.
 
@@ -48,6 +63,7 @@ class Target:
     def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
         self.lm = lm
         self.tokenizer = tokenizer
+        self._partly: _PartlyRead | None = None
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +116,7 @@ class Target:
             prompt_hidden_layers: layers whose states `join` returns.
         """
         self._hidden_layers, self._prompt_hidden_layers = hidden_layers, prompt_hidden_layers
+        self._partly = None
         self.lm.start()
         self.lm.reserve(reserved_tokens)
         self._root_B1 = torch.empty(0, 1, dtype=torch.long, device=self.device)
@@ -117,17 +134,12 @@ class Target:
                 memory.
         """
         prompts = [request.tokens for request in requests]
-        if (longest := max(map(len, prompts))) > self.capacity:
-            raise ValueError(f"the prompt has {longest} tokens, the model has room for {self.capacity}: shorten it")
+        self._check_room(max(map(len, prompts)))
         before = len(self._root_B1)
         self.lm.join(len(prompts))
         known = [0] * len(prompts)
         for index, found in enumerate(begun):
-            if found is not None:
-                saved, shared = found
-                # Of the last token that is known the state is wanted again: the first unread one is predicted from it.
-                most = min(shared, len(prompts[index]) - 1) - bool(self._prompt_hidden_layers)
-                known[index] = self.lm.restore(before + index, saved, max(most, 0))
+            known[index] = self._restore(before + index, prompts[index], found)
         unread = [prompt[number:] for prompt, number in zip(prompts, known, strict=True)]
         # Of the other rows nothing is read: their roots are theirs until the next round.
         read = self.lm.prefill([[]] * before + unread, self._prompt_hidden_layers)
@@ -135,6 +147,65 @@ class Target:
         tokens = from_lists(prompts, self.device)
         hidden = {layer: _after(states[before:], known, tokens.shape[1]) for layer, states in read.hidden.items()}
         return Committed(tokens=tokens, hidden=hidden)
+
+    def begin(self, request: Request, begun: tuple[SavedRow, int] | None = None) -> None:
+        """Adds a row whose prompt `read` reads, piece by piece; it takes part in no pass until then, and nothing joins.
+
+        Args:
+            request: see `join`, for the others too.
+            begun: see `join`.
+
+        Raises:
+            ValueError: the prompt is longer than the capacity, or the cache does not fit into memory.
+        """
+        self._check_room(len(request.tokens))
+        self.lm.join(1, apart=True)
+        known = self._restore(len(self._root_B1), request.tokens, begun)
+        self._partly = _PartlyRead(tokens=request.tokens, known=known)
+
+    def read(self, most: int) -> tuple[int, Committed | None]:
+        """Reads at most `most` tokens of the row that `begin` has added.
+
+        Returns:
+            How many were read; and what `join` returns, as soon as all but the last one are.
+
+        Raises:
+            ValueError: states are not numbers, or the cache does not fit into memory.
+        """
+        assert self._partly is not None
+        row, prompt = self._partly, self._partly.tokens
+        before, first = len(self._root_B1), self.lm.lengths[-1]
+        last = min(first + most, len(prompt) - 1)
+        read = self.lm.prefill([[]] * before + [prompt[first : last + 1]], self._prompt_hidden_layers)
+        row.states.append({layer: states[before:] for layer, states in read.hidden.items()})
+        if last < len(prompt) - 1:
+            return last - first, None
+        self._partly = None
+        self.lm.admit()
+        self._root_B1 = torch.cat([self._root_B1, upload([prompt[-1:]], self.device)])
+        hidden = {
+            layer: _after(torch.cat([part[layer] for part in row.states], dim=1), [row.known], len(prompt))
+            for layer in self._prompt_hidden_layers
+        }
+        return last - first, Committed(tokens=from_lists([prompt], self.device), hidden=hidden)
+
+    def give_up(self) -> None:
+        """Forgets the row that `begin` has added."""
+        self._partly = None
+        self.lm.keep(torch.arange(len(self._root_B1)))
+
+    def _check_room(self, tokens: int) -> None:
+        if tokens > self.capacity:
+            raise ValueError(f"the prompt has {tokens} tokens, the model has room for {self.capacity}: shorten it")
+
+    def _restore(self, row: int, prompt: list[int], begun: tuple[SavedRow, int] | None) -> int:
+        """Begins a row with what was saved of another; returns how many tokens of its prompt are known by that."""
+        if begun is None:
+            return 0
+        saved, shared = begun
+        # Of the last token that is known the state is wanted again: the first unread one is predicted from it.
+        most = min(shared, len(prompt) - 1) - bool(self._prompt_hidden_layers)
+        return self.lm.restore(row, saved, max(most, 0))
 
     def forward(self, draft: Draft) -> TargetOut:
         """Reads the last committed tokens and the whole draft in one pass, and what is probed with it."""
@@ -160,8 +231,9 @@ class Target:
         return Committed(tokens=verdict.tokens, hidden=hidden, drawn=verdict.drawn, probes=probes)
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets all rows but `rows`, `[b]` the index that each had before."""
-        self.lm.keep(rows)
+        """Forgets all rows but `rows`, `[b]` the index that each had before; one that is partly read stays."""
+        partly = torch.arange(len(self._root_B1), len(self.lm.lengths))
+        self.lm.keep(torch.cat([rows, partly]))
         self._root_B1 = self._root_B1[rows]
 
 

@@ -98,9 +98,10 @@ class NoDrafts(TextDrafter):
         return Draft.empty(len(lengths), self.device)
 
 
+@pytest.mark.parametrize("in_pieces", [False, True], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("compiled", COMPILED)
-def test_rows_join_and_leave(compiled: bool | None) -> None:
-    """Guards drafts that are verified in the row of another request."""
+def test_rows_join_and_leave(compiled: bool | None, in_pieces: bool) -> None:
+    """Guards drafts that are verified in the row of another request, also where its prompt is read between rounds."""
     target, drafter = target_of(model(1, compiled)), autoregressive(model(1, compiled))
     asked = requests(PROMPTS, SAMPLINGS, [30, 7, 9, 12, 40])
     plain = answers(Batch(target, NoDrafts(), lengths=Fixed(0)), asked)
@@ -110,7 +111,13 @@ def test_rows_join_and_leave(compiled: bool | None) -> None:
     for generation in found[2:]:
         for _ in range(2):
             batch.step()
-        batch.join([generation])
+        if in_pieces:
+            batch.begin(generation)
+        while batch.reading is not None:
+            batch.read(2)
+            batch.step()
+        if not in_pieces:
+            batch.join([generation])
     while not batch.is_finished:
         batch.step()
     assert [generation.tokens for generation in found] == plain
