@@ -380,12 +380,13 @@ class Engine:
             while not is_over:
                 await has_news.wait()
                 has_news.clear()
-                if generation.error is not None:
-                    raise generation.error
-                is_over, told = generation.is_told, generation.told_rounds
+                # In this order: an error is there before the end is told, and after the rounds before it.
+                is_over, error, told = generation.is_told, generation.error, generation.told_rounds
                 for chunk in _rounds_of(generation, rounds, told):
                     yield chunk
                 rounds = told
+                if error is not None:
+                    raise error
         finally:
             generation.is_cancelled = True
 

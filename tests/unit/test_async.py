@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -233,3 +234,30 @@ def test_log_probabilities(family: Path, settings: dict[str, object]) -> None:
     if not settings.get("verify"):
         assert [each.logprob for chunk in zero for each in chunk.logprobs] == pytest.approx([e.logprob for e in found])
     assert not any(each.likeliest for chunk in zero for each in chunk.logprobs)
+
+
+def test_what_comes_before_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards readers that are late: they get the pieces of all rounds before the one that failed, then its error."""
+    step, rounds = engine._batch.step, list[int]()
+
+    def failing() -> object:
+        rounds.append(1)
+        if len(rounds) == 3:
+            raise RuntimeError("the third round")
+        return step()
+
+    async def late() -> list[Chunk]:
+        found = list[Chunk]()
+        stream = engine.astream("hello", max_new_tokens=60, sampling=Sampling(logit_bias={0: -100}))
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        while engine._scheduler._watcher is not None:  # the loop stands still until all is over
+            time.sleep(0.01)
+        found.append(await first)
+        found.append(await anext(stream))
+        with pytest.raises(RuntimeError, match="the third round"):
+            await anext(stream)
+        return found
+
+    monkeypatch.setattr(engine._batch, "step", failing)
+    assert len(asyncio.run(late())) == 2

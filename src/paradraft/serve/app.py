@@ -24,6 +24,7 @@ from paradraft.serve.grammar import Grammars
 from paradraft.serve.guard import Guard
 from paradraft.serve.limits import Limits
 from paradraft.serve.metrics import Metrics
+from paradraft.serve.openapi import document
 from paradraft.serve.replies import ApiError, JsonReply
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -41,7 +42,7 @@ def new_app(engine: Engine, *, model: str, limits: Limits, key: str | None = Non
     admission = Admission(limits)
     metrics = Metrics(model, admission)
     answers, grammars = Answers(engine, admission, metrics), Grammars(engine.target.facts)
-    # Their pages take scripts from elsewhere.
+    # Their pages take scripts from elsewhere, and their document knows no routes of our own.
     app = FastAPI(title="paradraft", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, key=key)
     forms: dict[str, Form] = {"/v1/completions": Completions(), "/v1/chat/completions": Chat()}
@@ -67,6 +68,12 @@ def new_app(engine: Engine, *, model: str, limits: Limits, key: str | None = Non
     @app.get("/metrics")
     async def counts() -> Response:
         return Response(metrics.text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    described = document(engine, model=model, limits=limits, has_key=key is not None)
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JsonReply(described)
 
     @app.get("/")
     async def page() -> Response:

@@ -55,4 +55,5 @@ class Guard:
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key):
             return None
-        return ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key")
+        message = "the API key is missing or wrong: send Authorization: Bearer KEY"
+        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

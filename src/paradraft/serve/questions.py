@@ -143,7 +143,7 @@ def _limit(asked: Asked, prompt: int, engine: Engine, limits: Limits, name: str)
             code="context_length_exceeded",
         )
     if asked.limit is None:
-        return min(room, limits.max_new_tokens)
+        return min(room, limits.max_new_tokens, asked.usual_limit)
     if asked.limit > limits.max_new_tokens:
         message = (
             f"{asked.limit_name}={asked.limit}: this server gives at most {limits.max_new_tokens} tokens an answer"

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from paradraft.core import NO_LIMIT
 from paradraft.engine import MOST_LOGPROBS
 from paradraft.errors import one_line
 from paradraft.serve.replies import ApiError
@@ -38,8 +39,12 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
 }
 """Parameters of OpenAI's that are not served, and the values that change nothing, which are taken."""
 MOST_STOPS = 4
+MOST_WHOLE = 2**53
+"""Up to here a float64 knows each whole number."""
 MOST_PARAM = 60
 """Characters of the name of a parameter, which may be a client's own invention."""
+TOKEN_ID = "0|[1-9][0-9]{0,9}"
+"""How the keys of `logit_bias` are written."""
 STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -108,8 +113,13 @@ class Asked(BaseModel):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of an answer; None for as many as there is room for."""
+        """Most tokens of an answer, if the request says so."""
         return self.max_tokens
+
+    @property
+    def usual_limit(self) -> int:
+        """Most tokens of an answer if it does not: as many as there is room for."""
+        return NO_LIMIT
 
     @property
     def limit_name(self) -> str:
@@ -129,9 +139,9 @@ class AskedText(Asked):
         return self.logprobs
 
     @property
-    def limit(self) -> int | None:
-        """Most tokens of an answer; OpenAI's default."""
-        return 16 if self.max_tokens is None else self.max_tokens
+    def usual_limit(self) -> int:
+        """OpenAI's."""
+        return 16
 
 
 class Message(BaseModel):
@@ -159,7 +169,7 @@ class AskedChat(Asked):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of an answer, by its new name or by its old one."""
+        """See `Asked`; by its new name or by its old one."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -178,7 +188,7 @@ def read(body: bytes, schema: type[AskedT]) -> AskedT:
         ApiError: it is not JSON, or asks for something that there is not.
     """
     try:
-        found = json.loads(body, parse_constant=_refuse)
+        found = json.loads(body, parse_constant=_refuse, parse_float=_number)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
@@ -203,6 +213,16 @@ def read(body: bytes, schema: type[AskedT]) -> AskedT:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"it has no {constant}")
+
+
+def _number(text: str) -> float:
+    """A number of JSON that has a point or an exponent; one that is whole is so however it is written.
+
+    >>> _number("5.0"), _number("1e3"), _number("0.5")
+    (5, 1000, 0.5)
+    """
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) <= MOST_WHOLE else value
 
 
 def without_nulls(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,7 +266,7 @@ def _check(asked: Asked) -> None:
         raise ApiError(400, "stream_options is for streams: set stream too", param="stream_options")
     if isinstance(asked.stop, list) and len(asked.stop) > MOST_STOPS:
         raise ApiError(400, f"stop: {len(asked.stop)} strings, use at most {MOST_STOPS}", param="stop")
-    wrong = next((key for key in asked.logit_bias if not re.fullmatch(r"[0-9]{1,10}", key)), None)
+    wrong = next((key for key in asked.logit_bias if not re.fullmatch(TOKEN_ID, key)), None)
     if wrong is not None:
         raise ApiError(400, f"logit_bias: {one_line(wrong)} is no token id", param="logit_bias")
     if asked.response_format is not None:

@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from paradraft.engine import Engine, Result
 from paradraft.sampling_params import Sampling
-from tests.support.serving import MODEL, Serving
+from tests.support.serving import MODEL, Serving, serving
 
 PROMPTS = ["hello", "a", "abcabc", "The", "xyz", "B5C6"]
 SETTINGS: list[dict[str, Any]] = [
@@ -132,6 +132,20 @@ def test_an_answer_as_long_as_there_is_room_for(engine: Engine, client: OpenAI) 
         answer = client.chat.completions.create(model=MODEL, messages=messages, seed=1)
         assert answer.usage is not None and answer.choices[0].finish_reason == "length"
         assert answer.usage.completion_tokens == most
+
+
+def test_a_text_as_long_as_is_usual(engine: Engine, client: OpenAI) -> None:
+    """Guards requests that say nothing of the length: OpenAI's 16 tokens, or fewer where there is room for fewer or the
+    server gives fewer, and not a mistake of a parameter that is not there."""
+    with serving(engine, max_new_tokens=8) as short:
+        for asker, prompt, most in (
+            (client, 20, 16),
+            (client, 120, 8),
+            (short.client(), 20, 8),
+            (short.client(), 125, 3),
+        ):
+            answer = asker.completions.create(model=MODEL, prompt="b" * prompt, seed=1, logit_bias={"0": -100})
+            assert answer.usage is not None and answer.usage.completion_tokens == most
 
 
 @pytest.mark.parametrize("speculation", ["off", 0, 2, 4])

@@ -216,6 +216,7 @@ def test_a_key(engine: Engine) -> None:
         for key in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
             refused = running.post("/v1/completions", LONG, **key)
             assert refused.status_code == 401 and error_of(refused)["code"] == "invalid_api_key"
+            assert refused.headers["www-authenticate"] == "Bearer"
         with pytest.raises(openai.AuthenticationError):
             running.client("wrong").models.list()
         assert running.client("s3cret").models.list().data[0].id == MODEL

@@ -48,6 +48,7 @@ def parts(**message: object) -> dict[str, Any]:
         (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
         (TEXT, {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
         (TEXT, {"prompt": "a", "max_tokens": True}, "max_tokens"),
+        (TEXT, {"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
         (TEXT, {"prompt": "a", "n": 0}, "n"),
         (TEXT, {"prompt": "a", "seed": 2**63}, "seed"),
         (TEXT, {"prompt": "a", "seed": 2**63 - 1, "n": 2}, "seed"),
@@ -63,6 +64,7 @@ def parts(**message: object) -> dict[str, Any]:
         (TEXT, {"prompt": "a", "frequency_penalty": []}, "frequency_penalty"),
         (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         (TEXT, {"prompt": "a", "logit_bias": {"64": 1}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "logit_bias": {"05": 1}}, "logit_bias"),
         (TEXT, {"prompt": "a", "logit_bias": {"٣": 1}}, "logit_bias"),
         (TEXT, {"prompt": "a", "logit_bias": {"1": 1e9}}, "logit_bias"),
         (TEXT, {"prompt": "a", "logit_bias": [1]}, "logit_bias"),
@@ -143,6 +145,14 @@ def test_what_changes_nothing_is_taken(running: Serving) -> None:
     assert running.post(TEXT, body | harmless).status_code == 200
     history = [*USER, {"role": "assistant", "content": "b", "refusal": None, "tool_calls": None}, *USER]
     assert running.post(CHAT, {"messages": history, "max_tokens": 2} | harmless).status_code == 200
+
+
+def test_whole_numbers_with_a_point(running: Serving) -> None:
+    """Guards numbers that some languages write so: in JSON 5.0 is 5, and an id of a token too."""
+    body = b'{"prompt": [5.0, 6e0], "max_tokens": 4.0, "n": 2.0, "seed": 3.0, "logit_bias": {"0": -1e2}}'
+    found = running.post_bytes(TEXT, body).json()
+    plain = {"prompt": [5, 6], "max_tokens": 4, "n": 2, "seed": 3, "logit_bias": {"0": -100}}
+    assert found["choices"] == running.post(TEXT, plain).json()["choices"]
 
 
 anything = st.recursive(
