@@ -93,9 +93,13 @@ def test_what_an_engine_cannot_serve_is_refused(
     def asked(draft: object, engine: str = "vllm", *, of: Path = target, into: Path = out) -> list[object]:
         return ["export", draft, into, "--target", of, "--to", engine, *prompts]
 
-    assert_mistake(
-        paradraft(*asked(draft_of(family, "medusa"))), "reads the states of its target", "serve it with para"
-    )
+    medusa = draft_of(family, "medusa")
+    assert_mistake(paradraft(*asked(medusa, "sglang")), "SGLang has no Medusa", "serve it with para")
+    assert_mistake(paradraft(*asked(medusa, of=family / "draft")), "was trained for another target")
+    assert_mistake(paradraft(*asked(medusa), "-k", 12), "k=12", "has 9 heads")
+    assert_mistake(paradraft(*asked(draft_of(family, "eagle"))), "train it with for_vllm=true")
+    assert_mistake(paradraft(*asked(draft_of(family, "hydra"))), "is of the kind hydra", "train a PARD drafter")
+    assert_mistake(paradraft(*asked(family / "draft", into=tmp_path / "dflash-1")), "'dflash' in its name")
     assert_mistake(paradraft(*asked(family / "draft", "llama.cpp")), "--to llama.cpp: use one of vllm, sglang")
     assert_mistake(paradraft(*asked(tmp_path / "none")), "unknown model")
     taken = tmp_path / "taken"
@@ -113,6 +117,24 @@ def test_what_an_engine_cannot_serve_is_refused(
     small = padded(family, tmp_path / "small", VOCAB)
     assert_mistake(paradraft(*asked(tmp_path / "outside", of=small)), f"uses mask token {VOCAB + 3}", "mask_token_id")
     assert not out.exists()
+
+
+def test_a_drafter_on_the_targets_states(
+    paradraft: Paradraft, family: Path, tmp_path: Path, prompts: list[object]
+) -> None:
+    """Guards the hand-off of heads: measured as they are handed off, in their own words, for one target."""
+    out = tmp_path / "out"
+    done = paradraft("export", draft_of(family, "medusa"), out, "--target", family / "target", "--to", "vllm", *prompts)
+    assert done.code == 0, done.err
+    card = (out / "README.md").read_text()
+    assert "3 tokens a round, each by a head of its own" in card and "belongs to this target alone" in card
+    told = json.loads(done.out.splitlines()[-1].split(" --speculative-config ")[1].strip("'"))
+    assert told == {"method": "medusa", "model": str(out), "num_speculative_tokens": 3}
+    runtime = Runtime(dtype="float64")
+    engine = load(str(family / "target"), drafter="medusa", draft=str(draft_of(family, "medusa")), k=3, runtime=runtime)
+    answers = engine.generate(["hello", "abcabc"], max_new_tokens=16)
+    length = sum(one.stats.tokens for one in answers) / sum(one.stats.rounds for one in answers)
+    assert f"{length:.2f} tokens per target pass here" in done.out
 
 
 def test_the_head_stays_here(paradraft: Paradraft, family: Path, tmp_path: Path, prompts: list[object]) -> None:

@@ -46,11 +46,20 @@ def _head(family: Path, name: str) -> Path:
     folder, data = shared / f"head-{name}", shared / f"said-{name}.jsonl"
     with FileLock(shared / f"training-{name}.lock"):
         if not (folder / WEIGHTS).exists():
-            _train(family, name, folder, data)
+            train_head(family, name, folder, data, **FURTHER.get(name, {}))
     return folder
 
 
-def _train(family: Path, name: str, folder: Path, data: Path) -> None:
+def train_head(family: Path, name: str, folder: Path, data: Path, **settings: object) -> None:
+    """Trains a drafter on a target's states for a second.
+
+    Args:
+        family: has the target.
+        name: of the drafter.
+        folder: where it goes.
+        data: what the target says; written if it is not there.
+        settings: of the recipe.
+    """
     if not data.exists():
         plain = load(str(family / "target"), runtime=Runtime(dtype="float64", compiled=False))
         answers = [
@@ -67,6 +76,6 @@ def _train(family: Path, name: str, folder: Path, data: Path) -> None:
     recipe = recipe_class(module).model_validate({
         "model": str(family / "target"), "data": [data], "out": folder, "k": MOST_K, "steps": 24, "lr": 1e-2,
         "samples_per_step": 8, "max_length": 96, "bf16": False, "device": "cpu", "held_out": 0, "warmup_steps": 1,
-    } | FURTHER.get(name, {}))  # fmt: skip
+    } | settings)  # fmt: skip
     launch.train(recipe, module.build, lambda report: None)
     assert (folder / WEIGHTS).exists()

@@ -15,6 +15,7 @@ LABELS = {
     "hf": "AR", "ar": "AR+", "autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram",
     "hf-assisted": "assisted", "hf-prompt-lookup": "lookup",
     "vllm": "vLLM", "vllm-draft": "vLLM VSD", "vllm-pard": "vLLM PARD", "vllm-ngram": "vLLM n-gram",
+    "vllm-medusa": "vLLM Medusa", "vllm-eagle": "vLLM EAGLE",
 }  # fmt: skip
 _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=", "target_stages=")
 """Settings whose value says what it is."""

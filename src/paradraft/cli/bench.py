@@ -109,8 +109,8 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: ar (AR+), a drafter, or a peer: hf (AR), hf-assisted, hf-prompt-lookup, vllm, "
-            "vllm-draft, vllm-pard, vllm-ngram; with settings after colons, as in pard:k=12. By default hf, ar, "
-            "autoregressive, pard and ngram.",
+            "vllm-draft, vllm-pard, vllm-ngram, vllm-medusa, vllm-eagle; with settings after colons, as in pard:k=12. "
+            "By default hf, ar, autoregressive, pard and ngram.",
             show_default=False,
         ),
     ] = "hf,ar,autoregressive,pard,ngram",

@@ -100,7 +100,11 @@ def command_of(
         device=_device(runtime.device, sizes),
         key_variable=api_key_env,
     )
-    if speculative is not None and "model" in speculative and hasattr(load_config(speculative["model"]), RANK):
+    if (
+        speculative is not None
+        and "parallel_drafting" in speculative
+        and hasattr(load_config(speculative["model"]), RANK)
+    ):
         print("warning: vLLM does not read the previous-token head of this drafter, and accepts less", file=sys.stderr)
     options.warn_ignored(
         context,

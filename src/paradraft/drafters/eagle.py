@@ -55,8 +55,13 @@ class EagleDrafter(LayersDrafter):
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
         width = target.model.config.hidden_size
-        self._join = target.linear(head.tensor("fc.weight", width, 2 * width), head.tensor("fc.bias", width))
-        super().__init__(DraftLayers(target, head, runtime, layers=target_layers(head), joined=self._joined))
+        for_vllm = head.config.get("for_vllm") is True
+        bias = None if for_vllm else head.tensor("fc.bias", width)
+        self._join = target.linear(head.tensor("fc.weight", width, 2 * width), bias)
+        layers = target_layers(head)
+        super().__init__(
+            DraftLayers(target, head, runtime, layers=layers, joined=self._joined, for_vllm=for_vllm)
+        )  # fmt: skip
 
     def _joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
         return self._join(torch.cat([embeddings.to(states.dtype), states], dim=-1))
@@ -66,9 +71,14 @@ class EagleDrafter(LayersDrafter):
 
         The side branches of a tree of fixed paths hold the next best tokens after the best ones.
         """
-        if self._tree is None or self._tree.budget is None or max(lengths) == 0:
-            return self.one_by_one(lengths)
-        return self._grown(lengths)
+        able = self.layers.able(lengths)
+        if self._tree is not None and self._tree.budget is not None and max(able):
+            return self._grown(able)
+        draft = self.one_by_one(able)
+        if able == list(lengths):
+            return draft
+        is_able_B1 = upload(able, self.layers.target.device)[:, None] > 0
+        return replace(draft, tokens=draft.tokens.masked_fill(~is_able_B1, ABSENT))
 
     def _grown(self, lengths: Sequence[int]) -> Draft:
         layers, target, k = self.layers, self.layers.target, max(lengths)

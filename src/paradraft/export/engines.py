@@ -17,6 +17,10 @@ from paradraft.drafters import drafter_settings, split_settings
 
 Ranges = list[tuple[int, int, int]]
 """First batch size, last batch size, K."""
+ONE_K = ("medusa",)
+"""Drafters that vLLM lets draft one K at every batch size (vllm/v1/spec_decode/medusa.py)."""
+AS_EXPORTED = ("medusa", "eagle")
+"""Drafters whose folder vLLM reads only as `paradraft export` writes it."""
 TENSORRT_TYPES = {"pard": "PARD", "autoregressive": "Draft_Target"}
 """What TensorRT-LLM calls the drafters for which it can change the length."""
 
@@ -51,6 +55,8 @@ def vllm_fixed(k: int, drafter: str, draft: str) -> dict[str, Any] | None:
         "pard": {"method": "draft_model", "model": draft, "parallel_drafting": True},
         "autoregressive": {"method": "draft_model", "model": draft},
         "ngram": {"method": "ngram"},
+        "medusa": {"method": "medusa", "model": draft},
+        "eagle": {"method": "eagle", "model": draft},
     }
     if not k or name not in methods:
         return None
@@ -62,13 +68,15 @@ def vllm_fixed(k: int, drafter: str, draft: str) -> dict[str, Any] | None:
 
 
 def vllm_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str, Any] | None:
-    """As `vllm_fixed`, with a K for each batch size.
+    """As `vllm_fixed`, with a K for each batch size; None for Medusa too, which drafts one K there.
 
     Args:
         chosen: K by batch size.
         drafter: its name here, with settings or without.
         draft: the draft model.
     """
+    if split_settings(drafter)[0] in ONE_K:
+        return None
     fixed = vllm_fixed(max(chosen.values()), drafter, draft)
     by_size = [list(one) for one in ranges(chosen)]
     return None if fixed is None else fixed | {"num_speculative_tokens_per_batch_size": by_size}
@@ -117,4 +125,4 @@ def lines(chosen: Mapping[int, int], drafter: str, draft: str) -> list[str]:
         found += ["TensorRT-LLM:", "  speculative_config:"]
         found += [f"    {key}: {value}" for key, value in tensorrt.items()]
         found.append(f"    draft_len_schedule: {{{schedule}}}")
-    return found or [f"neither vLLM nor TensorRT-LLM has a drafter {drafter!r}"]
+    return found or [f"neither vLLM nor TensorRT-LLM has a drafter {drafter!r} whose K changes with the batch size"]

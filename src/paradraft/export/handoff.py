@@ -1,7 +1,8 @@
 """A drafter's folder as an engine loads it: its tokens are the target's, and a model card says how to start the engine.
 
 vLLM and TensorRT-LLM draft in parallel with a PARD model, without the head that may stand beside it. SGLang and
-`transformers` have no mask tokens: to them the folder is an ordinary draft model, which a PARD model still is.
+`transformers` have no mask tokens: to them the folder is an ordinary draft model, which a PARD model still is. Of
+drafters on the target's states vLLM has some, see `paradraft.export.heads`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.export.engines import tensorrt_fixed, vllm_fixed
+from paradraft.export.heads import ELSEWHERE, INSTEAD, check_head, needs_output_head, write_for_vllm
+from paradraft.export.vllm import check_name
 from paradraft.formats.folder import whole_folder, write_model
-from paradraft.formats.head import is_head
+from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import CONFIG_KEYS, RANK, declare_masks, declared_mask_id
 from paradraft.loader import load_engine
 from paradraft.models.loading import POCKET, load_config, load_generation_config, load_model, load_tokenizer, locate
@@ -31,6 +35,25 @@ VLLM, SGLANG, TENSORRT, TRANSFORMERS = ENGINES = ("vllm", "sglang", "tensorrt-ll
 PARALLEL = (VLLM, TENSORRT)
 """Engines that draft all tokens in one pass."""
 CARD, TENSORRT_FILE = "README.md", "speculative.yaml"
+
+
+ON_CPUS = "Its tensor parallel size is the target's. At a temperature above 0, compare on GPUs only."
+OF_ONE_TARGET = "It belongs to this target alone: its weights, not only its shape."
+HOW = {"pard": " in one pass.", "medusa": ", each by a head of its own.", "eagle": ", one a pass of its layers."}
+"""How a drafter drafts the tokens of a round, where it is not one a pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be handed off, see `hand_off`."""
+
+    draft: str
+    target: str
+    engine: str
+    k: int
+    prompts: tuple[str, ...]
+    max_new_tokens: int
+    runtime: Runtime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +79,8 @@ class Handoff:
 
     Args:
         engine: one of `ENGINES`.
-        drafter: as what the engine drafts with it: "pard", or "autoregressive" where it drafts token by token.
+        drafter: as what the engine drafts with it: "pard", "medusa", "eagle", or "autoregressive" where an ordinary
+            draft model drafts token by token.
         k: tokens drafted per round.
         launch: the command, or the code, that starts it.
         notes: what else whoever serves it should know.
@@ -85,7 +109,8 @@ def hand_off(
     """Writes a drafter as an engine loads it.
 
     Args:
-        draft: a PARD model or an ordinary draft model: a folder, a Hugging Face id, or "pocket".
+        draft: a PARD model, an ordinary draft model, or for vLLM a drafter on the target's states that it has: a
+            folder, a Hugging Face id, or "pocket".
         target: whose text it guesses.
         engine: one of `ENGINES`.
         out: the folder to write; it is empty or does not exist.
@@ -102,7 +127,33 @@ def hand_off(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{str(out)!r} is not empty: delete it, or choose another folder")
     folder, of_target = locate(draft, "pard"), locate(target, "target")
-    _check_format(folder, draft, engine)
+    asked = Asked(
+        draft=draft, target=target, engine=engine, k=k, prompts=tuple(prompts), max_new_tokens=max_new_tokens,
+        runtime=runtime,
+    )  # fmt: skip
+    return (_hand_off_head if is_head(folder) else _hand_off_model)(asked, folder, of_target, out)
+
+
+def _hand_off_head(asked: Asked, folder: str, of_target: str, out: Path) -> Handoff:
+    """Writes a drafter that reads the target's states."""
+    if asked.engine != VLLM:
+        raise ValueError(f"{asked.draft!r} reads the states of its target, and {ELSEWHERE[asked.engine]}: {INSTEAD}")
+    head = read_checkpoint(folder)
+    drafter = str(head.config["model_type"])
+    check_head(head, asked.k)
+    check_name(drafter, str(out))
+    head.target.check(TargetIdentity.of(load_config(of_target)), asked.draft)
+    output_head = None
+    if needs_output_head(head):
+        output_head = load_model(of_target, _as_stored(load_config(of_target))).lm_head.weight.detach()
+    with whole_folder(out) as new:
+        write_for_vllm(new, head, load_config(of_target), output_head)
+        return _finished(asked, new, out, of_target, drafter, (OF_ONE_TARGET, ON_CPUS))
+
+
+def _hand_off_model(asked: Asked, folder: str, of_target: str, out: Path) -> Handoff:
+    """Writes a PARD model or an ordinary draft model."""
+    draft, target, engine = asked.draft, asked.target, asked.engine
     config, wanted = load_config(folder), load_config(of_target)
     mask, masks = declared_mask_id(config), getattr(config, "pard_masks", 1)
     if mask is not None and masks > 1 and engine in PARALLEL:
@@ -122,8 +173,10 @@ def hand_off(
         )
     is_parallel = mask is not None and engine in PARALLEL
     drafter = "pard" if is_parallel else "autoregressive"
+    if engine == VLLM:
+        check_name(drafter, str(out))
     notes = _notes(config.vocab_size, rows, engine, has_masks=mask is not None, has_head=hasattr(config, RANK))
-    model = load_model(folder, Runtime(device="cpu", dtype=str(config.dtype or torch.float32).removeprefix("torch.")))
+    model = load_model(folder, _as_stored(config))
     resize(model, rows, used_rows(theirs))
     for key in CONFIG_KEYS:
         if hasattr(model.config, key):
@@ -133,24 +186,26 @@ def hand_off(
     model.generation_config = load_generation_config(of_target)
     with whole_folder(out) as new:
         write_model(new, model.eval(), tokenizer)
-        measured = _measure(new, drafter, target, k, prompts, max_new_tokens, runtime) if prompts else None
-        done = Handoff(
-            engine=engine, drafter=drafter, k=k, notes=notes, measured=measured,
-            launch=_launch(engine, drafter, of_target if target == POCKET else target, str(out), k),
-        )  # fmt: skip
-        (new / CARD).write_text(card(done, draft, target), encoding="utf-8")
-        if engine == TENSORRT:
-            (new / TENSORRT_FILE).write_text(_tensorrt_yaml(drafter, str(out), k), encoding="utf-8")
+        return _finished(asked, new, out, of_target, drafter, notes)
+
+
+def _as_stored(config: PretrainedConfig) -> Runtime:
+    """That of a model which is read to be written again."""
+    return Runtime(device="cpu", dtype=str(config.dtype or torch.float32).removeprefix("torch."))
+
+
+def _finished(asked: Asked, new: Path, out: Path, of_target: str, drafter: str, notes: tuple[str, ...]) -> Handoff:
+    """Measures what was written, and writes its card."""
+    engine, k = asked.engine, asked.k
+    served = of_target if asked.target == POCKET else asked.target
+    done = Handoff(
+        engine=engine, drafter=drafter, k=k, notes=notes, launch=_launch(engine, drafter, served, str(out), k),
+        measured=_measure(new, drafter, asked) if asked.prompts else None,
+    )  # fmt: skip
+    (new / CARD).write_text(card(done, asked.draft, asked.target), encoding="utf-8")
+    if engine == TENSORRT:
+        (new / TENSORRT_FILE).write_text(_tensorrt_yaml(drafter, str(out), k), encoding="utf-8")
     return done
-
-
-def _check_format(folder: str, draft: str, engine: str) -> None:
-    """Raises ValueError for a drafter that reads the target's states, which engines know in forms of their own."""
-    if is_head(folder):
-        raise ValueError(
-            f"{draft!r} reads the states of its target, and {engine} has no way to load it: serve it with paradraft, "
-            "or train a PARD drafter"
-        )
 
 
 def _notes(own: int, rows: int, engine: str, *, has_masks: bool, has_head: bool) -> tuple[str, ...]:
@@ -162,20 +217,19 @@ def _notes(own: int, rows: int, engine: str, *, has_masks: bool, has_head: bool)
     if has_masks and engine not in PARALLEL:
         found.append(f"{engine} has no mask tokens: there it drafts one token a pass, as any draft model.")
     if engine == VLLM:
-        found.append("Its tensor parallel size is the target's. At a temperature above 0, compare on GPUs only.")
+        found.append(ON_CPUS)
     return tuple(found)
 
 
-def _measure(
-    folder: Path, drafter: str, target: str, k: int, prompts: Sequence[str], max_new_tokens: int, runtime: Runtime
-) -> Measured:
-    speculation = Speculation(drafter=drafter, draft=str(folder), k=k)
-    runtime = replace(runtime, width=max(runtime.width, speculation.pass_width))
-    with load_engine(target, speculation, runtime=runtime) as engine:
-        answers = engine.generate(list(prompts), max_new_tokens=max_new_tokens)
+def _measure(folder: Path, drafter: str, asked: Asked) -> Measured:
+    prompts, max_new_tokens = list(asked.prompts), asked.max_new_tokens
+    speculation = Speculation(drafter=drafter, draft=str(folder), k=asked.k)
+    runtime = replace(asked.runtime, width=max(asked.runtime.width, speculation.pass_width))
+    with load_engine(asked.target, speculation, runtime=runtime) as engine:
+        answers = engine.generate(prompts, max_new_tokens=max_new_tokens)
         stats = [answer.stats for answer in answers]
         plain = Engine(engine.target, NoDrafter(engine.drafter.reserved_tokens), Speculation(k=1))
-        expected = plain.generate(list(prompts), max_new_tokens=max_new_tokens)
+        expected = plain.generate(prompts, max_new_tokens=max_new_tokens)
     accepted = [sum(each) for each in zip(*(one.accepted for one in stats), strict=True)]
     drafted = [sum(each) for each in zip(*(one.drafted for one in stats), strict=True)]
     return Measured(
@@ -236,7 +290,7 @@ def card(done: Handoff, draft: str, target: str) -> str:
         f"tags: [speculative-decoding, {done.drafter}, {done.engine}]", "---", "",
         f"# A draft model for {target}, for {done.engine}", "",
         f"Made of `{draft}` by paradraft {version('paradraft')}. It drafts {done.k} tokens a round"
-        + (" in one pass." if done.drafter == "pard" else ", one a pass."), "",
+        + HOW.get(done.drafter, ", one a pass."), "",
         f"```{tag}", done.launch, "```", "",
         *table, "",
         *(f"- {note}" for note in done.notes), "",

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.drafters import drafter_settings, split_settings
-from paradraft.export.engines import vllm_config, vllm_fixed
-from paradraft.formats.head import is_head
+from paradraft.export.engines import AS_EXPORTED, ONE_K, vllm_config, vllm_fixed
+from paradraft.export.heads import check_head, is_exported
+from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import mask_token_id
 from paradraft.models.loading import POCKET, load_config, load_tokenizer, locate
 from paradraft.models.presets import is_shape
@@ -19,14 +20,14 @@ from paradraft.speculation import Speculation
 
 DEFAULT_PYTHON = Path("build/vllm/bin/python")
 """Where `make vllm` puts the Python of vLLM's environment."""
-ROLES = {"pard": "pard", "autoregressive": "draft"}
+ROLES = {"pard": "pard", "autoregressive": "draft", "medusa": "medusa", "eagle": "eagle"}
 """The drafters of vLLM's that have a draft model, and what `locate` calls that of the pocket family."""
 NOT_INSTALLED = (
     f"vLLM is not installed: {DEFAULT_PYTHON} does not exist. Run `make vllm`, or name its Python: --vllm-python."
 )
 TAKEN_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Where the name of a draft model has one of these in it, vLLM takes it for a head of that kind, whatever its
-configuration says (vllm/config/speculative.py)."""
+configuration says, but for EAGLE's (vllm/config/speculative.py)."""
 
 
 def installed_python(named: Path | None) -> Path | None:
@@ -79,6 +80,8 @@ def speculative_config(
     if chosen is not None and not max(chosen.values()):
         raise ValueError("no K pays at any batch size of the plan: serve with --drafter none")
     draft = locate(speculation.draft or POCKET, ROLES[name]) if name in ROLES else ""
+    if chosen is not None and name in ONE_K:
+        raise ValueError(f"vLLM drafts one K with {name} at every batch size: leave the plan out, and give -k")
     made = (
         vllm_fixed(speculation.k, speculation.drafter, draft)
         if chosen is None
@@ -93,27 +96,60 @@ def speculative_config(
             raise ValueError(
                 f"vLLM knows no settings of {name}: leave out what follows the name in {speculation.drafter!r}"
             )
-        check_draft(name, draft, target)
+        check_draft(name, draft, target, made["num_speculative_tokens"])
     return made
 
 
-def check_draft(name: str, draft: str, target: str) -> None:
-    """Checks that vLLM can draft for a target with a model.
+def check_draft(name: str, draft: str, target: str, k: int) -> None:
+    """Checks that vLLM can draft for a target with a model, or with what reads the target's states.
 
     Args:
         name: of the drafter, one of `ROLES`.
         draft: the folder or the Hugging Face id of the draft model.
         target: that of the target.
+        k: most tokens drafted per round.
 
     Raises:
         ValueError: it cannot: one of them has no weights, the draft model names no mask token or several, or has other
-            tokens or another number of rows, or a name that vLLM reads something else from.
+            tokens or another number of rows, or a name that vLLM reads something else from; or what reads states was
+            not exported, or is of another target.
     """
     for model in (draft, target):
         if is_shape(model):
             raise ValueError(f"{model!r} has random weights, and vLLM loads models from disk: name a folder or an id")
+    if name in AS_EXPORTED:
+        _check_head(name, draft, target, k)
+    else:
+        _check_model(name, draft, target)
+    check_name(name, draft)
+
+
+def check_name(drafter: str, draft: str) -> None:
+    """Raises ValueError if vLLM takes a draft model for something else by its name.
+
+    Args:
+        drafter: the name of the drafter.
+        draft: what vLLM is told as the model: a folder or a Hugging Face id.
+    """
+    if drafter != "eagle" and (found := [word for word in TAKEN_NAMES if word in draft.lower()]):
+        raise ValueError(
+            f"{draft!r}: vLLM takes a model with {found[0]!r} in its name for a head of that kind: give it another name"
+        )
+
+
+def _check_head(name: str, draft: str, target: str, k: int) -> None:
+    head = read_checkpoint(draft, name)
+    check_head(head, k)
+    head.target.check(TargetIdentity.of(load_config(target)), draft)
+    if not is_exported(head):
+        raise ValueError(
+            f"{draft!r} lacks what vLLM looks for in it: run `paradraft export {draft} OUT --target {target} --to vllm`"
+        )
+
+
+def _check_model(name: str, draft: str, target: str) -> None:
     if is_head(draft):
-        raise ValueError(f"{draft!r} is no draft model, it reads the states of its target: serve it with paradraft")
+        raise ValueError(f"{draft!r} is no draft model, it reads the states of its target: name its drafter")
     config, wanted = load_config(draft), load_config(target)
     if name == "pard":
         mask_token_id(config, draft)
@@ -125,8 +161,4 @@ def check_draft(name: str, draft: str, target: str) -> None:
         raise ValueError(
             f"{draft!r} has an embedding of {config.vocab_size} rows and {target!r} one of {wanted.vocab_size}, and "
             f"vLLM wants as many in both: run `paradraft export {draft} OUT --target {target} --to vllm`"
-        )
-    if found := [word for word in TAKEN_NAMES if word in draft.lower()]:
-        raise ValueError(
-            f"{draft!r}: vLLM takes a model with {found[0]!r} in its name for a head of that kind: give it another name"
         )

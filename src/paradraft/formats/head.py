@@ -24,6 +24,8 @@ from paradraft.digests import weights_digest
 
 S = TypeVar("S", int, float, bool, str)
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+BODY = "model."
+"""What the names of weights begin with in a folder that was exported for vLLM, and nowhere else."""
 TARGET = "target"
 """The key of the config that holds a `TargetIdentity`."""
 
@@ -148,7 +150,8 @@ def read_checkpoint(name: str, kind: str | None = None) -> Head:
     """
     with _reading(name, kind):
         config, target = _read_config(name, kind)
-        return Head(config=config, target=target, weights=load_file(file_of(name, WEIGHTS)), name=name)
+        weights = {key.removeprefix(BODY): weight for key, weight in load_file(file_of(name, WEIGHTS)).items()}
+        return Head(config=config, target=target, weights=weights, name=name)
 
 
 def read_identity(name: str, kind: str) -> TargetIdentity | None:

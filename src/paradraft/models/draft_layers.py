@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, PreTrainedModel
 
 from paradraft.core import Committed, Request
 from paradraft.formats.head import Head
@@ -31,7 +31,36 @@ UNUSED_ROWS = 64
 """Rows of an embedding and of an output head that nothing reads; a causal LM must have some."""
 
 
-def layers_like(config: PretrainedConfig, layers: int, *, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+OF_MISTRAL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Targets for which layers may be Mistral's: their embeddings are not multiplied, and all their layers rotate alike."""
+
+
+def mistral_like(config: PretrainedConfig, layers: int) -> MistralConfig:
+    """Mistral's layers in the size of a target's: attention without biases, and without norms of queries and keys.
+
+    Args:
+        config: the target's.
+        layers: how many.
+
+    Raises:
+        ValueError: the target is none of `OF_MISTRAL`.
+    """
+    if config.model_type not in OF_MISTRAL:
+        raise ValueError(
+            f"Mistral's layers cannot stand beside a {config.model_type} model, only beside {', '.join(OF_MISTRAL)}"
+        )
+    sizes = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "hidden_act",
+        "max_position_embeddings", "rms_norm_eps", "rope_parameters",
+    )  # fmt: skip
+    given = {name: getattr(config, name) for name in sizes}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return MistralConfig(**given, head_dim=head_dim, num_hidden_layers=layers, sliding_window=None)
+
+
+def layers_like(
+    config: PretrainedConfig, layers: int, *, dtype: torch.dtype, device: str = "cpu", mistral: bool = False
+) -> PreTrainedModel:
     """A causal LM with random layers of a target's shape, whose embedding and output head are not used.
 
     Args:
@@ -39,8 +68,9 @@ def layers_like(config: PretrainedConfig, layers: int, *, dtype: torch.dtype, de
         layers: how many.
         dtype: of its weights.
         device: "meta" takes no memory.
+        mistral: whether they are Mistral's in the target's size; see `mistral_like`.
     """
-    config = copy.deepcopy(config)
+    config = mistral_like(config, layers) if mistral else copy.deepcopy(config)
     config.num_hidden_layers = layers
     config.vocab_size = UNUSED_ROWS
     config.tie_word_embeddings = True
@@ -108,6 +138,8 @@ class DraftLayers:
             checkpoint's "fuse.weight". Without any, tokens alone are read.
         joined: makes vectors `[…, D]` of the embeddings `[…, D]` of tokens and the states `[…, D]` from which these
             were predicted.
+        for_vllm: whether the layers are Mistral's, and the first token of a text, before which there is no state, is
+            never read, as in vLLM.
     """
 
     def __init__(
@@ -118,13 +150,16 @@ class DraftLayers:
         *,
         layers: Sequence[int] = (FINAL_NORM,),
         joined: Callable[[Tensor, Tensor], Tensor],
+        for_vllm: bool = False,
     ) -> None:
         number = head.setting("num_hidden_layers", int)
         if (stored := len({name.split(".")[1] for name in head.weights if name.startswith("layers.")})) != number:
             raise ValueError(
                 f"draft {head.name!r}: its config.json has {number} layers, its weights {stored}: train it again"
             )
-        model = layers_like(target.model.config, number, dtype=target.model.dtype).to(target.device)
+        self._unread = int(for_vllm)  # of a text's first tokens
+        config = target.model.config
+        model = layers_like(config, number, dtype=target.model.dtype, mistral=for_vllm).to(target.device)
         body: Any = model.model
         own = {name: tensor for name, tensor in body.state_dict().items() if not name.startswith("embed_tokens")}
         self.returned = FINAL_NORM if head.setting("final_norm", bool) else number
@@ -156,11 +191,11 @@ class DraftLayers:
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Adds rows after the others, whose prompts are not read before a draft is wanted."""
         self.lm.join(len(requests))
-        before, after = (self._tokens, prompt.tokens)
+        before, after = (self._tokens, prompt.tokens[:, self._unread :])
         most = max(before.shape[1], after.shape[1])
         pad = nn.functional.pad
         self._tokens = torch.cat([pad(rows, (0, most - rows.shape[1]), value=ABSENT) for rows in (before, after)])
-        states = self._states_of(prompt)
+        states = self._states_of(prompt)[:, self._unread :]
         both = (self._states.to(states.dtype), states)
         self._states = torch.cat([pad(rows, (0, 0, 0, most - rows.shape[1])) for rows in both])
 
@@ -196,13 +231,17 @@ class DraftLayers:
 
     def save(self, row: int, most: int) -> SavedLayers:
         """What is worth keeping of the first `most` tokens of a row that leaves."""
+        most = max(most - self._unread, 0)
         cache = self.lm.save(row, most)
         unread = min(most - cache.length, int((self._tokens[row] != ABSENT).sum()))
         return SavedLayers(cache=cache, states=self._states[row, :unread].clone())
 
     def restore(self, row: int, saved: SavedLayers, shared: int) -> None:
         """Begins a row that has just joined with what was saved of another; see `Drafter.restore`."""
+        shared = max(shared - self._unread, 0)
         length = int((self._tokens[row] != ABSENT).sum())
+        if not length:
+            return
         known = self.lm.restore(row, saved.cache, min(shared, length - 1))
         # The target has not read again what both have in common, so its states are those of the other row.
         more = max(min(shared - known, len(saved.states)), 0) if known == saved.cache.length else 0
@@ -210,6 +249,18 @@ class DraftLayers:
         self._tokens[row] = nn.functional.pad(self._tokens[row, known:], (0, known), value=ABSENT)
         self._states[row] = nn.functional.pad(self._states[row, known:], (0, 0, 0, known))
         self._tidy()
+
+    def able(self, lengths: Sequence[int]) -> list[int]:
+        """For each row how many tokens it can draft: none in the first round after a prompt of one token, if that is
+        never read.
+
+        Args:
+            lengths: how many it is to draft.
+        """
+        if not self._unread or all(self.lm.lengths):
+            return list(lengths)
+        are_there = (self._tokens != ABSENT).any(1).tolist()
+        return [length if is_there else 0 for length, is_there in zip(lengths, are_there, strict=True)]
 
     def read(self, lengths: Sequence[int], masks: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
         """Reads what rows that want a draft have not read, and masks after it; the masks are not kept.

@@ -78,6 +78,7 @@ class Drop:
         r_min: least share.
         mask_id: the mask token; None where k is 1 and no row holds one.
         masks: how many ids from `mask_id` on serve the depths from 1 on; the last serves all deeper ones.
+        reads_first: whether there are rows of the first token of a sample, and of masks after it.
     """
 
     k: int
@@ -85,6 +86,7 @@ class Drop:
     r_min: float
     mask_id: int | None
     masks: int = 1
+    reads_first: bool = True
 
     def tokens(self, real: Tensor, depth: Tensor) -> Tensor:
         """What rows read: the real token at depth 0, masks after it.
@@ -195,6 +197,8 @@ def _pack(
         n = len(real) - 1
         kept = conditional_drop(n, k=drop.k, r=drop.r, r_min=drop.r_min, generator=generator, may_draft=is_label[1:])
         at, depth = kept.position, kept.depth
+        if not drop.reads_first and bool((is_later := kept.anchor > 0).any()):
+            at, depth = at[is_later], depth[is_later]
         rows.append(
             {
                 "tokens": drop.tokens(real[at], depth),

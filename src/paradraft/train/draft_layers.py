@@ -101,12 +101,15 @@ class LayersObjective(HeadObjective):
         recipe: the run.
         on_gpu: decides on the attention, if the recipe does not.
         bf16: see `HeadObjective`.
+        mistral: whether the layers are Mistral's, see `layers_like`.
     """
 
-    def __init__(self, target: Teacher, recipe: LayersRecipe, *, on_gpu: bool, bf16: bool = False) -> None:
+    def __init__(
+        self, target: Teacher, recipe: LayersRecipe, *, on_gpu: bool, bf16: bool = False, mistral: bool = False
+    ) -> None:
         super().__init__(target, recipe, bf16=bf16)
         theirs: Any = target.model.model
-        model = layers_like(target.model.config, recipe.layers, dtype=torch.float32)
+        model = layers_like(target.model.config, recipe.layers, dtype=torch.float32, mistral=mistral)
         set_up_passes(model, recipe, on_gpu=on_gpu)
         body: Any = model.model
         with torch.random.fork_rng(devices=[]):
@@ -115,7 +118,8 @@ class LayersObjective(HeadObjective):
         if recipe.init != "random":
             copied = theirs.layers[: recipe.layers] if recipe.init == "first" else theirs.layers[-recipe.layers :]
             for own, layer in zip(body.layers, copied, strict=True):
-                own.load_state_dict(layer.state_dict())
+                names = own.state_dict().keys()  # Mistral's have not all that the target's may have
+                own.load_state_dict({name: weight for name, weight in layer.state_dict().items() if name in names})
         if recipe.final_norm:
             body.norm.load_state_dict(theirs.norm.state_dict())
         else:
@@ -180,13 +184,14 @@ class LayersObjective(HeadObjective):
         return self.classification * tokens + self.regression * (weights_SR * apart).sum(), right_K
 
 
-def sum_of_inputs(target: Teacher) -> nn.Linear:
+def sum_of_inputs(target: Teacher, *, bias: bool = True) -> nn.Linear:
     """A linear layer that joins embedding and state. It begins as their sum, the embedding scaled to a state's size."""
     width, ratio = target.model.config.hidden_size, embedding_scale(target)
-    joined = nn.Linear(2 * width, width)
+    joined = nn.Linear(2 * width, width, bias=bias)
     with torch.no_grad():
         joined.weight.copy_(torch.cat([ratio * torch.eye(width), torch.eye(width)], dim=1))
-        joined.bias.zero_()
+        if bias:
+            joined.bias.zero_()
     return joined
 
 
@@ -235,6 +240,7 @@ def layers_trainee(
     build: Callable[[Teacher], LayersObjective],
     *,
     joined: bool,
+    for_vllm: bool = False,
     settings: Callable[[Teacher], dict[str, Any]] = lambda target: {},
 ) -> HeadTrainee:
     """Loads the target, once it is known that the run fits into memory, and what is trained beside it.
@@ -245,6 +251,7 @@ def layers_trainee(
         data: what else is known of it.
         build: makes the objective of the target.
         joined: whether a linear layer joins embeddings and states.
+        for_vllm: whether the layers are Mistral's, and never read the first token of a text; see `EagleRecipe`.
         settings: what the config of the checkpoint says besides, of the target.
 
     Raises:
@@ -257,10 +264,12 @@ def layers_trainee(
         raise ValueError(f"target_layers: model {recipe.model!r} has no layer {wrong[0]}, use {FINAL_NORM} to {most}")
     if len(set(recipe.target_layers)) < len(recipe.target_layers):
         raise ValueError(f"target_layers={recipe.target_layers}: name each layer once")
-    shape = layers_like(config, recipe.layers, dtype=torch.float32, device="meta")
+    shape = layers_like(config, recipe.layers, dtype=torch.float32, device="meta", mistral=for_vllm)
     trained = memory.parameters_of(shape) + joined * 2 * config.hidden_size**2
     # What the rows after the real token read is not looked up by an id.
-    drop = Drop(k=recipe.depths, r=1.0, r_min=1.0, mask_id=None if recipe.depths == 1 else 0)
+    drop = Drop(
+        k=recipe.depths, r=1.0, r_min=1.0, mask_id=None if recipe.depths == 1 else 0, reads_first=not for_vllm
+    )  # fmt: skip
     if isinstance(recipe, ParallelRecipe):
         drop = replace(drop, r=recipe.r, r_min=recipe.r_min, mask_id=0)
         rank = recipe.previous_token_rank
@@ -277,6 +286,8 @@ def layers_trainee(
         "parallel_drafting": isinstance(recipe, ParallelRecipe),
         "target_layers": recipe.target_layers,
     }
+    if for_vllm:
+        told |= {"for_vllm": True}
     if isinstance(recipe, ParallelRecipe):
         told |= {"distinct_masks": recipe.distinct_masks}
         if objective.previous is not None:

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import DynamicCache
 
+from paradraft.models.forward import FINAL_NORM
 from paradraft.models.target import gathered
 from paradraft.train.batch import TrainingBatch
 from paradraft.train.draft_layers import LayersObjective, LayersRecipe, layers_trainee, sum_of_inputs
@@ -31,6 +32,11 @@ class EagleRecipe(LayersRecipe):
     regression: float = Field(default=1.0, ge=0, description="what the loss of the states weighs (Eq. 4)")
     classification: float = Field(default=0.1, ge=0, description="what the loss of the tokens weighs")
 
+    for_vllm: bool = Field(
+        default=False,
+        description="train what vLLM can draft with (paradraft export): Mistral's layers, no bias where embedding and "
+        "state are joined, and nothing read of the first token of a text, before which there is no state",
+    )
     own_steps: int = Field(
         default=1,
         ge=1,
@@ -43,6 +49,14 @@ class EagleRecipe(LayersRecipe):
         if self.own_steps > 1 and (self.gradient_checkpointing or self.attention == FLEX):
             other = "gradient_checkpointing" if self.gradient_checkpointing else f"attention={FLEX}"
             raise ValueError(f"own_steps={self.own_steps}: its passes have a cache, leave {other} out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_for_vllm(self) -> Self:
+        if self.for_vllm and self.target_layers != [FINAL_NORM]:
+            raise ValueError("for_vllm=true: there the layers read the target's last states, leave target_layers out")
+        if self.for_vllm and not self.final_norm:
+            raise ValueError("for_vllm=true: there a norm follows the layers, leave final_norm out")
         return self
 
     @property
@@ -67,8 +81,10 @@ class Eagle(LayersObjective):
     """
 
     def __init__(self, target: Teacher, recipe: EagleRecipe, *, on_gpu: bool, bf16: bool = False) -> None:
-        super().__init__(target, recipe, on_gpu=on_gpu and recipe.own_steps == 1, bf16=bf16)
-        self.fc = sum_of_inputs(target)
+        super().__init__(
+            target, recipe, on_gpu=on_gpu and recipe.own_steps == 1, bf16=bf16, mistral=recipe.for_vllm
+        )  # fmt: skip
+        self.fc = sum_of_inputs(target, bias=not recipe.for_vllm)
 
     def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
         """Embedding and state, joined."""
@@ -133,4 +149,4 @@ def build(recipe: EagleRecipe, data: RunData) -> HeadTrainee:
     def objective(target: Teacher) -> Eagle:
         return Eagle(target, recipe, on_gpu=on_gpu, bf16=data.bf16)
 
-    return layers_trainee("eagle", recipe, data, objective, joined=True)
+    return layers_trainee("eagle", recipe, data, objective, joined=True, for_vllm=recipe.for_vllm)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paradraft.data.mix import Source
 from paradraft.drafters import drafter_config, drafter_names
-from paradraft.export.engines import vllm_fixed
+from paradraft.export.engines import AS_EXPORTED, vllm_fixed
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
 from paradraft.models.loading import POCKET, pocket_folder
 from paradraft.train.progress import BestSoFar, Score
@@ -43,7 +43,9 @@ def next_steps(name: str, recipe: Recipe, folder: Path, draft: str) -> list[str]
         f"paradraft generate {models} {drafter} --draft {shlex.quote(draft)} --prompt 'Once upon a time'",
         f"paradraft bench {models} --methods ar,{method} --draft {shlex.quote(draft)}",
     ]
-    if k is not None and (config := vllm_fixed(k, name, draft)) is not None:
+    if k is not None and name in AS_EXPORTED and getattr(recipe, "for_vllm", True):
+        lines.append(f"paradraft export {shlex.quote(draft)} {shlex.quote(f'{draft}-vllm')} {models} --to vllm -k {k}")
+    elif k is not None and name not in AS_EXPORTED and (config := vllm_fixed(k, name, draft)) is not None:
         served = str(pocket_folder("target")) if target == POCKET else target  # vLLM knows no model of this name
         without = "  # without its previous-token head" if (folder / PREVIOUS_TOKEN_HEAD).is_file() else ""
         settings = shlex.quote(json.dumps(config))

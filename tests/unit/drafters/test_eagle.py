@@ -1,23 +1,28 @@
-"""The trees of EAGLE-2 against the plain way: every path is read by itself, from the committed tokens on."""
+"""EAGLE against the plain way: the trees of EAGLE-2, and layers that read as vLLM's do."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import MistralForCausalLM
 
 from paradraft.core import Request
 from paradraft.decode.generation import Generation
 from paradraft.drafters.eagle import EagleDrafter
 from paradraft.engine import Engine
+from paradraft.formats.head import read_checkpoint
 from paradraft.loader import load
+from paradraft.models.draft_layers import mistral_like
 from paradraft.models.runtime import Runtime
 from paradraft.sampling import expansion
 from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT, Tree
 from tests.conftest import VOCAB
-from tests.support.drafts import draft_of
+from tests.support.drafts import PROMPTS as TRAINED_ON
+from tests.support.drafts import draft_of, train_head
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
 
@@ -93,3 +98,80 @@ def test_side_branches_are_read_after_their_own_tokens(family: Path) -> None:
     shape = Tree(paths=(*((first,) for first in range(4)), *fixed))
     aside = proposed(engine, PROMPTS, [4] * 3, shape)
     assert any(path not in other for one, other in zip(grown, aside, strict=True) for path in one if len(path) == 2)
+
+
+@pytest.fixture(scope="module")
+def as_in_vllm(family: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A drafter that is trained `for_vllm`."""
+    folder = tmp_path_factory.mktemp("eagle")
+    train_head(family, "eagle", folder / "for_vllm", folder / "said.jsonl", for_vllm=True)
+    return str(folder / "for_vllm")
+
+
+def drafting(family: Path, draft: str, **given: Any) -> Engine:
+    runtime = Runtime(dtype="float64", compiled=False)
+    return load(str(family / "target"), drafter="eagle", draft=draft, k=4, runtime=runtime, **given)
+
+
+def by_hand(engine: Engine, draft: str, text: list[int], k: int) -> list[int]:
+    """The tokens that vLLM drafts after a text, with `transformers`: token i + 1 is read beside the target's last state
+    of token i, at position i; then each drafted token beside what the layer returned before it."""
+    target: Any = engine.target.lm.model
+    head = read_checkpoint(draft, "eagle")
+    config = mistral_like(target.config, 1)
+    layer: Any = MistralForCausalLM(config).double().eval().model
+    weights = {name: weight.double() for name, weight in head.weights.items()}
+    layer.load_state_dict(weights, strict=False)
+    states = target.model(torch.tensor([text])).last_hidden_state[:, :-1]
+    read, drafted = text[1:], []
+    for _ in range(k):
+        both = torch.cat([target.model.embed_tokens(torch.tensor([read])), states], dim=-1)
+        returned = layer(inputs_embeds=both @ weights["fc.weight"].T).last_hidden_state[:, -1:]
+        drafted.append(int(target.lm_head(returned)[0, 0, :VOCAB].argmax()))
+        read, states = [*read, drafted[-1]], torch.cat([states, returned], dim=1)
+    return drafted
+
+
+def test_layers_for_vllm_read_what_vllm_reads(family: Path, as_in_vllm: str) -> None:
+    """Guards acceptance in vLLM, which never reads a text's first token, has no bias, and Mistral's layers."""
+    engine = drafting(family, as_in_vllm)
+    assert "fc.bias" not in read_checkpoint(as_in_vllm).weights
+    for prompt in ([5, 6], [5, 6, 7, 5, 6], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]):
+        batch = engine.new_batch()
+        batch.join([Generation(Request(tokens=prompt))])
+        assert batch.drafter.propose([4]).tokens[0].tolist() == by_hand(engine, as_in_vllm, prompt, 4)
+    other = drafting(family, str(draft_of(family, "eagle")))
+    assert other.drafter.layers.lm.model.config.model_type == "qwen3", "only theirs are Mistral's"
+
+
+def test_a_prompt_of_one_token_has_nothing_to_be_read(family: Path, as_in_vllm: str) -> None:
+    """Guards rows for which there is no state yet, beside others: they draft nothing, and not anything."""
+    engine = drafting(family, as_in_vllm)
+    batch = engine.new_batch()
+    batch.join([Generation(Request(id=row, tokens=prompt)) for row, prompt in enumerate(([9], [5, 6, 7], [1]))])
+    drafted = batch.drafter.propose([4, 4, 4]).tokens.tolist()
+    assert drafted[0] == drafted[2] == [ABSENT] * 4
+    assert drafted[1] == by_hand(engine, as_in_vllm, [5, 6, 7], 4)
+    for tree in (None, 9):
+        answers = drafting(family, as_in_vllm, tree=tree).generate([[9], [5, 6, 7], [1]], max_new_tokens=20)
+        plain = load(str(family / "target"), runtime=Runtime(dtype="float64", compiled=False))
+        assert [one.tokens for one in answers] == [
+            one.tokens for one in plain.generate([[9], [5, 6, 7], [1]], max_new_tokens=20)
+        ]
+        assert all(sum(one.stats.drafted) for one in answers if len(one.tokens) > 2), "later rounds draft"
+
+
+def test_kept_rows_draft_the_same(family: Path, as_in_vllm: str) -> None:
+    """Guards caches that lack one token of the text: the next turn would be read beside states of other tokens, which
+    only acceptance shows."""
+    kept, fresh = drafting(family, as_in_vllm, kept_rows=2), drafting(family, as_in_vllm)
+    accepted = 0
+    for text in TRAINED_ON:
+        talk = kept.target.tokenizer(text)["input_ids"]
+        for turn in range(6):
+            one, other = (engine.generate([list(talk)], max_new_tokens=9)[0] for engine in (kept, fresh))
+            assert one.tokens == other.tokens and one.accepted == other.accepted
+            accepted += sum(one.accepted) if turn else 0
+            # Now and then it goes on otherwise from somewhere within the text that is kept.
+            talk = [*talk[: -2 * turn], 1 + turn, *one.tokens] if turn % 2 else [*talk, *one.tokens]
+    assert accepted, "else nothing is shown"

@@ -47,7 +47,11 @@ def test_the_lines_are_json_and_yaml() -> None:
 
 @pytest.mark.parametrize(
     ("chosen", "drafter", "said"),
-    [({1: 0, 8: 0}, "pard", "without speculation"), ({1: 2}, "medusa", "neither vLLM nor TensorRT-LLM")],
+    [
+        ({1: 0, 8: 0}, "pard", "without speculation"),
+        ({1: 2}, "hydra", "neither vLLM nor TensorRT-LLM"),
+        ({1: 2, 4: 1}, "medusa", "'medusa' whose K changes with the batch size"),
+    ],
 )
 def test_nothing_to_paste_is_said(chosen: dict[int, int], drafter: str, said: str) -> None:
     """Guards against an empty answer, and against a configuration that drafts 0 tokens at every batch size."""

@@ -33,6 +33,18 @@ def test_only_labels_count() -> None:
     assert batch.labels[0].tolist() == [IGNORED, 3, 4, IGNORED, 4, IGNORED]
 
 
+def test_a_first_token_that_is_not_read_has_no_rows() -> None:
+    """Guards drafters that never read it: nothing may see it, and no mask follows it. A sample of two tokens has
+    nothing else, and a batch without rows would be none."""
+    drop = Drop(k=3, r=1.0, r_min=1.0, mask_id=MASK, reads_first=False)
+    batch = collate([[sample_of(1, 2, 3, 4), sample_of(5, 6, 7)]], drop, [generators(2)])
+    assert batch.positions[0].tolist() == [1, 2, 2, 1]
+    assert batch.tokens[0].tolist() == [2, 3, MASK, 6]
+    assert batch.labels[0].tolist() == [3, 4, 4, 7]
+    assert batch.places[0].tolist() == [1, 2, 2, 4]
+    assert collate([[sample_of(1, 2)]], drop, [generators(1)]).tokens.tolist() == [[1]]
+
+
 def test_filling_sees_nobody_and_is_seen_by_nobody() -> None:
     """Guards against rows that only fill up: nobody learns from them, and their softmax is not over nothing."""
     samples = [sample_of(*range(1, 13)), sample_of(1, 2, 3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.train import launch, setup, trainee_module
 from tests.contract.test_every_trainee import SETTINGS, recipe_for
+from tests.support.kinds import model_of
 
 EXACT = Runtime(dtype="float64", compiled=False)
 
@@ -66,6 +68,7 @@ def test_own_heads_are_those_of_the_depth(family: Path, tmp_path: Path) -> None:
             {"max_length": 500},
             "the model has room for 128 tokens, a sample has 500: set max_length=128",
         ),
+        ("eagle", {"model": "gemma", "for_vllm": True}, "Mistral's layers cannot stand beside a gemma3_text model"),
         ("eagle", {"start": "no/such/folder"}, "start: unknown model 'no/such/folder'"),
         ("medusa", {"start": "pocket"}, "start: the shipped family has no medusa drafter"),
         ("eagle", {"feature_cache_gb": 1e5}, "feature_cache_gb=100000: this machine has"),
@@ -74,7 +77,11 @@ def test_own_heads_are_those_of_the_depth(family: Path, tmp_path: Path) -> None:
 )
 def test_mistakes_are_one_line(family: Path, tmp_path: Path, name: str, settings: dict[str, object], told: str) -> None:
     """Guards users: what cannot be trained is refused before the first step."""
-    settings = {key: str(family / "draft") if value == "draft" else value for key, value in settings.items()}
+    folders = {"draft": str(family / "draft"), "gemma": str(tmp_path / "gemma")}
+    settings = {key: folders.get(str(value), value) for key, value in settings.items()}
+    if settings.get("model") == folders["gemma"]:
+        shutil.copytree(family / "target", tmp_path / "gemma")
+        model_of("gemma3_text").save_pretrained(tmp_path / "gemma")
     recipe = recipe_for(name, family, tmp_path / "out", **settings)
     recipe.data[0].write_text(json.dumps({"text": "abc" * 200}) + "\n" + json.dumps({"text": "xyz" * 9}) + "\n")
     with pytest.raises(ValueError, match=told) as error:
@@ -86,6 +93,13 @@ def test_something_must_be_learnt(family: Path, tmp_path: Path) -> None:
     """Guards a run in which no loss has a weight, which ended with a drafter that had learnt nothing."""
     with pytest.raises(ValueError, match="nothing would be learnt"):
         recipe_for("eagle", family, tmp_path / "out", regression=0, classification=0)
+
+
+@pytest.mark.parametrize("other", [{"target_layers": [1, -1]}, {"final_norm": False}])
+def test_vllm_has_not_all(family: Path, tmp_path: Path, other: dict[str, object]) -> None:
+    """Guards a training of hours whose drafter could then not be exported."""
+    with pytest.raises(ValueError, match=f"for_vllm=true: .* leave {next(iter(other))} out"):
+        recipe_for("eagle", family, tmp_path / "out", for_vllm=True, **other)
 
 
 @pytest.mark.parametrize("other", [{"gradient_checkpointing": True}, {"attention": "flex_attention", "device": "cuda"}])

@@ -2,7 +2,7 @@
 
 `hf` is plain `generate` of `transformers`, `hf-assisted` its assisted generation with an ordinary
 draft model, `hf-prompt-lookup` its prompt lookup; `vllm` is vLLM without a drafter, `vllm-draft`,
-`vllm-pard` and `vllm-ngram` are vLLM with one.
+`vllm-pard`, `vllm-ngram`, `vllm-medusa` and `vllm-eagle` are vLLM with one.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ PEERS = {
     "vllm": Peer(like="none", settings=("dtype", "batch")),
     "vllm-draft": Peer(like="autoregressive", settings=("dtype", "batch", "k", "draft")),
     "vllm-pard": Peer(like="pard", settings=("dtype", "batch", "k", "draft")),
+    "vllm-eagle": Peer(like="eagle", settings=("dtype", "batch", "k", "draft")),
+    "vllm-medusa": Peer(like="medusa", settings=("dtype", "batch", "k", "draft")),
     "vllm-ngram": Peer(like="ngram", settings=("dtype", "batch", "k")),
 }
 
