@@ -389,7 +389,9 @@ def _rebuilt(model: PreTrainedModel, changes: dict[str, Any]) -> Iterator[PreTra
     for key, value in changes.items():
         setattr(config, key, value)
     with torch.device("meta"):
-        other = AutoModelForCausalLM.from_config(config, attn_implementation=model.config._attn_implementation)
+        other = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, attn_implementation=model.config._attn_implementation
+        )
     own = dict(model.state_dict(keep_vars=True))
     other.load_state_dict({key: value for key, value in own.items() if key in other.state_dict()}, assign=True)
     for name, module in list(other.named_modules()):

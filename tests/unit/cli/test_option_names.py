@@ -11,10 +11,12 @@ from paradraft.cli.commands import COMMANDS, app
 
 NARROWER = {
     "--target", "--batch-size", "--max-new-tokens", "--num-prompts", "--system", "--drafter", "--tree-budget", "--runs",
-    "--compile", "--no-compile", "--dtype", "--k", "-k", "--json", "--prompts",
+    "--compile", "--no-compile", "--dtype", "--k", "-k", "--json", "--prompts", "--temperature", "--samples",
 }  # fmt: skip
 """Options that mean the same thing everywhere, of which a command says more, such as when it is of use."""
 OTHERS = {
+    "--endpoint": "audit asks a server for what it judges, regenerate for what it keeps",
+    "--engine": "audit starts one and judges it, serve lets it answer",
     "--acceptance": "plan reads a file, simulate rates",
     "--api-key-env": "regenerate sends the key, serve wants it",
     "--seed": "of init-draft: that of its weights",
