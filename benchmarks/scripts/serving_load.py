@@ -304,7 +304,10 @@ def main() -> None:
             )
     if given.json:
         settings = {name: value for name, value in vars(given).items() if name not in ("json", "only")}
-        shown = {name: " ".join(command).replace(sys.executable, "python").replace(f"{Path.cwd()}/", "") for name, command in wanted.items()}
+        shown = {
+            name: " ".join(command).replace(sys.executable, "python").replace(f"{Path.cwd()}/", "")
+            for name, command in wanted.items()
+        }
         whole = {"machine": describe_machine("cpu"), **settings, "servers": shown, "summary": found, "turns": turns}
         write_json(given.json, whole)
 
