@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 
 from paradraft.core import RequestError
 from paradraft.decode.batch import Batch
@@ -47,6 +49,32 @@ def _call_all(functions: Sequence[Callable[[], None]]) -> None:
         function()
 
 
+class _Worker:
+    """A thread that runs one function after the other, until nothing refers to the worker any more.
+
+    It is one and the same thread, because the allocator gives each the memory of one that has ended or, if that is not
+    quite over, of another: decoding in turns in both would hold twice as much.
+    """
+
+    def __init__(self) -> None:
+        self._work = SimpleQueue[Callable[[], None] | None]()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._work.put, None).atexit = False
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Runs a function after those before it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run_all, args=(self._work,), name="decoding", daemon=True)
+            self._thread.start()
+        self._work.put(function)
+
+
+def _run_all(work: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (function := work.get()) is not None:
+        function()
+        del function  # it refers to what should be able to go while the thread waits
+
+
 def _have_news(all_watched: Sequence[_Watched]) -> bool:
     return any(watched.has_news for watched in all_watched)
 
@@ -72,7 +100,8 @@ class Scheduler:
         self._runner: int | None = None
         self._watching = threading.Lock()
         self._watched: list[_Watched] = []
-        self._watcher: threading.Thread | None = None
+        self._worker = _Worker()
+        self._is_watching = False
 
     def stream(self, generation: Generation) -> Generator[None, None, None]:
         """Decodes one request; yields each time it has new tokens, the last time when it has ended.
@@ -141,18 +170,18 @@ class Scheduler:
         with self._watching:
             self._watched.append(_Watched(generation=generation, loop=loop, wake=wake))
             self._waiting.append(generation)
-            if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="decoding", daemon=True)
-                self._watcher.start()
+            if not self._is_watching:
+                self._is_watching = True
+                self._worker.run(self._watch)
 
     def _watch(self) -> None:
-        """Runs rounds until nobody waits for any; the thread ends then, so that an engine that is let go of can go."""
+        """Runs rounds until nobody waits for any; then the thread has nothing of an engine, which can be let go of."""
         goes_on = False
         while True:
             with self._watching:
                 self._watched = [watched for watched in self._watched if not watched.is_over]
                 if not self._watched:
-                    self._watcher = None
+                    self._is_watching = False
                     return
                 all_watched = list(self._watched)
             try:

@@ -18,6 +18,7 @@ from paradraft.engine import Chunk, Engine
 from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
+from tests.support.serving import until
 
 PROMPTS = ["hello", "a", "abcabc", "The", "xyz", "B5C6", "q", "zz"]
 SAMPLINGS = [Sampling(), Sampling(temperature=0.9, seed=5), Sampling(repetition_penalty=1.2), Sampling(temperature=1.3)]
@@ -149,17 +150,30 @@ def test_a_round_that_fails(engine: Engine, kind: type[BaseException]) -> None:
     assert asyncio.run(streamed(engine, 2)) == expected(engine, 2)
 
 
-def test_an_engine_that_is_let_go_of_goes(family: Path) -> None:
-    """Guards memory: no thread waits for requests that will not come."""
-    engine = load(str(family / "target"), runtime=Runtime(dtype="float64"))
+def decoding_thread(engine: Engine) -> threading.Thread:
+    """The thread that has answered a request, and has nothing to do any more."""
     asyncio.run(streamed(engine, 0))
-    for thread in threading.enumerate():
-        if thread.name == "decoding":
-            thread.join(10)
+    until(lambda: not engine._scheduler._is_watching)
+    thread = engine._scheduler._worker._thread
+    assert thread is not None
+    return thread
+
+
+def test_an_engine_that_is_let_go_of_goes(family: Path) -> None:
+    """Guards memory: the thread that waits for further requests keeps no engine, and ends with it."""
+    engine = load(str(family / "target"), runtime=Runtime(dtype="float64"))
+    thread = decoding_thread(engine)
     gone = weakref.ref(engine)
     del engine
-    gc.collect()
-    assert gone() is None
+    until(lambda: gc.collect() >= 0 and gone() is None)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_one_thread_decodes_what_comes_later(family: Path) -> None:
+    """Guards memory: a second thread would hold as much of it as the first, as the soak found."""
+    engine = load(str(family / "target"), runtime=Runtime(dtype="float64"))
+    assert len({decoding_thread(engine) for _ in range(3)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -251,7 +265,7 @@ def test_what_comes_before_an_error(engine: Engine, monkeypatch: pytest.MonkeyPa
         stream = engine.astream("hello", max_new_tokens=60, sampling=Sampling(logit_bias={0: -100}))
         first = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
-        while engine._scheduler._watcher is not None:  # the loop stands still until all is over
+        while engine._scheduler._is_watching:  # the loop stands still until all is over
             time.sleep(0.01)
         found.append(await first)
         found.append(await anext(stream))

@@ -53,7 +53,7 @@ def gate(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     yield found
     found.open()
     # What was cancelled while the gate was closed still takes its round.
-    until(lambda: engine._scheduler._watcher is None)
+    until(lambda: not engine._scheduler._is_watching)
 
 
 def error_of(response: httpx2.Response) -> dict[str, Any]:

@@ -279,7 +279,7 @@ def gate(json_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]
     found = Gate(json_engine, monkeypatch)
     yield found
     found.open()
-    until(lambda: json_engine._scheduler._watcher is None)
+    until(lambda: not json_engine._scheduler._is_watching)
 
 
 def test_statuses_that_are_seldom(
