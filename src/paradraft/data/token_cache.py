@@ -245,7 +245,12 @@ def _end_in_order() -> Any:
     if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
         return None
 
+    owner = os.getpid()
+
     def end(number: int, _: object) -> None:
+        if os.getpid() != owner:
+            # A process that is being started swallows exceptions in places, and would then never end.
+            os._exit(128 + number)
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, end)

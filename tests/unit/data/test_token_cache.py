@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 import warnings
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,23 @@ def test_a_process_that_dies_is_said_in_a_line(tmp_path: Path, monkeypatch: pyte
     assert said.startswith(f"training data '{file}' cannot be tokenized in 2 processes (")
     assert said.endswith("): free memory, or start on fewer CPUs, as with taskset")
     assert entries(cache) == []
+
+
+def test_a_signal_ends_a_process_wherever_it_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a hang: the signal that ends a process came while it was starting, in code that swallowed the
+    exception that it raised."""
+
+    def swallow(*_: object) -> None:
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(token_cache, "SHARE", 2)
+    monkeypatch.setattr(token_cache, "FIRST", 0)
+    monkeypatch.setattr(token_cache, "tokenized", swallow)
+    file = tmp_path / "data.jsonl"
+    write_lines(file, RECORDS)
+    cache = TokenCache(folder=tmp_path / "cache", processes=2, small_bytes=0)
+    assert "cannot be tokenized in 2 processes" in str(outcome(file, cache)[0])
 
 
 def test_a_folder_that_takes_nothing(tmp_path: Path) -> None:
