@@ -28,6 +28,7 @@ from paradraft.audit.recording import Case, NotNumbersError, Recording, are_numb
 from paradraft.models.architecture import has_experts
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.model import TOLERANCES
+from paradraft.models.quantized import QuantizedTensor
 
 MEASURED = 8
 """Answers over which the rounding of a dtype is measured; two passes over a whole text each."""
@@ -281,6 +282,10 @@ class _ProductsIn(TorchFunctionMode):
         return made.to(self.between) if func is embedding else made
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if isinstance(
+            weight, QuantizedTensor
+        ):  # its product is defined to the last bit; what differs comes with the inputs
+            return linear(input, weight, bias).to(self.between)
         whole: Any = weight
         if not _is_plain(weight):  # torchao multiplies whole numbers and scales in float32 at most
             whole = whole.dequantize(output_dtype=torch.float32)

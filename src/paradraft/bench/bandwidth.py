@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paradraft.models.forward.cpu.build import CannotBuildError
-from paradraft.models.forward.cpu.model import PackedMatrix
+from paradraft.models.forward.cpu.matrix import PackedMatrix
 
 TRIES, MOST_S = 7, 0.3
 """How often something is tried, and when no other try begins."""

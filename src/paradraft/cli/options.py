@@ -163,7 +163,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "compiled": typer.Option(
             "--compile/--no-compile",
             help="Compile passes, also where it takes a minute or two and pays off after thousands of tokens. By "
-            "default where it takes seconds: on CPUs, in float32, bfloat16 and int8.",
+            "default where it takes seconds: on CPUs, in float32, bfloat16, int8 and int4.",
         ),
         "capacity": typer.Option(help="Most tokens of prompt and answer; by default the model's limit."),
     },

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,6 +26,7 @@ from paradraft.models.architecture import check_architecture, check_capacity, co
 from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut, NotFiniteError
 from paradraft.models.forward.compiled import CompiledPass
 from paradraft.models.forward.cpu.build import CannotBuildError
+from paradraft.models.forward.cpu.matrix import compute_products
 from paradraft.models.forward.cpu.model import NativePass, can_serve
 from paradraft.models.forward.cuda_graphs import graph_size
 from paradraft.models.forward.eager import BUCKET, EagerPass
@@ -470,6 +472,8 @@ def _forward_of(model: PreTrainedModel, *, compiled: bool | None, cuda_graphs: b
     """What computes a model's passes; the arguments are those of `CausalLM`."""
     if compiled is not False and (native := _native_pass(model)) is not None:
         return native
+    with suppress(CannotBuildError):  # torch computes them then
+        compute_products(model)
     if compiled:
         return CompiledPass(model, pad_to=pad_to, cuda_graphs=cuda_graphs)
     return EagerPass(model, pad_to=pad_to)

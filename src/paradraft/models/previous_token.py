@@ -32,6 +32,7 @@ from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, RANK
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.correction import NativeCorrection
 from paradraft.models.output_head import check_linear, sizes_of
+from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.target import gathered
 from paradraft.sampling.expansion import EXPANDED, expanded
 from paradraft.sampling.sampler import Sampler
@@ -178,7 +179,9 @@ class Correction:
         self._native = None
         if lm.is_native:
             token, memory = (each.to(lm.model.dtype) for each in (head.token.weight, head.memory.weight))
-            self._native = NativeCorrection(model.get_input_embeddings().weight, token, memory, both_VX)
+            embedding = model.get_input_embeddings().weight
+            embedding = embedding.dequantize() if isinstance(embedding, QuantizedTensor) else embedding
+            self._native = NativeCorrection(embedding, token, memory, both_VX)
 
     def draft(self, sampler: Sampler, tree: Tree | None, logits_BKV: Tensor, states_BKD: Tensor) -> Draft:
         """Draws all tokens.

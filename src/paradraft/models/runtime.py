@@ -1,4 +1,4 @@
-"""Where and how models run: device, dtype, compilation; and weights in 8 or 4 bits, through torchao."""
+"""Where and how models run: device, dtype, compilation; and weights in 8 or 4 bits, on GPUs through torchao."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from transformers import PreTrainedModel
 
 from paradraft.errors import is_out_of_memory
 from paradraft.models.architecture import has_experts
+from paradraft.models.quantized import GROUP, QuantizedTensor, round_linears
 
-GROUP = 32
-"""Weights that share a scale in 4 bits."""
 NF4_BLOCK, NF4_SCALES = 64, 256
 """Weights that share a scale in NF4, and scales that share one of theirs: those of QLoRA."""
 
 
 def check_quantization(bits: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ValueError, before anything is loaded, if torchao is not installed or has no kernels for this.
+    """Raises ValueError, before anything is loaded, if there are no kernels for this: on CPUs there always are.
 
     Args:
         bits: 8 or 4.
         device: where the model is to run.
         dtype: what passes compute in.
     """
+    if device.type == "cpu":
+        return
     _torchao(bits)
     if bits == 4 and device.type != "cuda":
         raise ValueError(f"dtype='int4': torchao's kernels are for CUDA devices only, not for {device.type}: use int8")
@@ -37,9 +38,11 @@ def check_quantization(bits: int, device: torch.device, dtype: torch.dtype) -> N
 
 
 def quantize(model: PreTrainedModel, bits: int) -> None:
-    """Rounds the weights of all linear layers, the head's too, in place; what is multiplied with them is not rounded.
+    """Rounds the weights of all linear layers, the head's too, in place.
 
-    Embeddings and norms stay as they are. A head that was the embedding becomes a matrix of its own.
+    Embeddings and norms stay as they are. A head that was the embedding becomes a matrix of its own. On CPUs what is
+    multiplied is rounded too, and the head keeps 8 bits; see `paradraft.models.quantized`. Elsewhere torchao rounds
+    weights alone.
 
     Args:
         model: on the device it is to run on.
@@ -49,7 +52,9 @@ def quantize(model: PreTrainedModel, bits: int) -> None:
         ValueError: torchao cannot do it.
     """
     if has_experts(model.config):
-        raise ValueError(f"dtype='int{bits}': torchao rounds linear layers, and experts are none: use bfloat16")
+        raise ValueError(f"dtype='int{bits}': linear layers are rounded, and experts are none: use bfloat16")
+    if model.device.type == "cpu":
+        return round_linears(model, bits, model.get_output_embeddings())
     quantize_, config = _torchao(bits)
     try:
         quantize_(model, config)
@@ -100,6 +105,8 @@ def store_in_nf4(model: PreTrainedModel, device: torch.device) -> None:
 
 def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a weight is stored in: itself, or the whole numbers and scales of a quantized one."""
+    if isinstance(tensor, QuantizedTensor):
+        return [part for part in tensor.parts if part is not None]
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -108,6 +115,8 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def stored_bytes(tensor: torch.Tensor) -> int:
     """What a weight takes in memory; the element size of a quantized one would be the original's."""
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.stored_bytes
     return sum(part.numel() * part.element_size() for part in stored_parts(tensor))
 
 
@@ -128,7 +137,7 @@ class Runtime:
         dtype: of the weights, one of `PRECISIONS` or `SHORT`; "auto" is that of the checkpoint, or float32 where the
             device computes that one slowly.
         compiled: compile the passes, also where that takes a minute or two: worth it for thousands of tokens. None
-            compiles where it takes seconds, on CPUs in float32, bfloat16 and int8; False never.
+            compiles where it takes seconds, on CPUs in float32, bfloat16, int8 and int4; False never.
         capacity: most tokens of a row, prompt included; None takes the limit of the model, or of its draft if that is
             smaller. Caches grow with the texts.
         width: most tokens of one decoding pass.

@@ -90,7 +90,7 @@ def test_rounding_is_measured_in_experts_too(folder: str) -> None:
 
 def test_what_knows_no_experts_is_refused(folder: str) -> None:
     """Guards against "int8" that leaves most weights whole, and shares of layers that nobody has tried."""
-    with pytest.raises(ValueError, match="dtype='int8': torchao rounds linear layers, and experts are none"):
+    with pytest.raises(ValueError, match="dtype='int8': linear layers are rounded, and experts are none"):
         quantize(load_model(folder, Runtime(device="cpu", dtype="float32")), 8)
     with pytest.raises(ValueError, match="mixtures of experts are not shared out"):
         load_shard(folder, Runtime(device="cpu", dtype="float32"), 2)

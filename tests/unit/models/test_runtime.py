@@ -14,6 +14,7 @@ from torch._inductor import config as inductor
 from paradraft.bench.roofline import Size
 from paradraft.loader import load
 from paradraft.models.loading import load_target
+from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime, check_quantization, stored_bytes
 from paradraft.sampling_params import Sampling
 from tests.e2e.conftest import Paradraft, assert_mistake
@@ -39,9 +40,20 @@ def logits(family: Path, dtype: str, *, compiled: bool = False) -> torch.Tensor:
 
 def test_logits_are_nearly_those_of_whole_weights(family: Path) -> None:
     """Guards against weights that are not rounded at all, and against scales that belong to others."""
-    whole, rounded = logits(family, "float32"), logits(family, "int8")
-    error = (rounded - whole).abs().max() / whole.std()
+    whole = logits(family, "float32")
+    lm = load_target(str(family / "target"), Runtime(device="cpu", dtype="int8", compiled=False)).lm
+    for module in lm.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(module.weight.dequantize(), requires_grad=False)
+    empty_rows(lm, 1)
+    error = (lm.forward(torch.arange(1, 13)[None]).logits - whole).abs().max() / whole.std()
     assert 1e-4 < error < 0.1
+
+
+def test_inputs_are_rounded_too(family: Path) -> None:
+    """Guards against products in float32, which take longer, and against inputs that are rounded too coarsely."""
+    whole, rounded = logits(family, "float32"), logits(family, "int8")
+    assert 1e-4 < (rounded - whole).square().mean().sqrt() / whole.std() < 0.05
 
 
 def test_only_a_quarter_is_read(family: Path) -> None:
@@ -57,10 +69,11 @@ def test_only_a_quarter_is_read(family: Path) -> None:
     assert Size.of(rounded).body_weights == Size.of(whole).body_weights
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])
-def test_a_drafter_changes_no_token_of_a_rounded_target(family: Path, sampling: Sampling) -> None:
+def test_a_drafter_changes_no_token_of_a_rounded_target(family: Path, sampling: Sampling, dtype: str) -> None:
     """Guards the promise of the library where target and draft are rounded."""
-    runtime = Runtime(dtype="int8")
+    runtime = Runtime(device="cpu", dtype=dtype)
     plain = load(str(family / "target"), runtime=runtime)
     drafted = load(str(family / "target"), drafter="pard", draft=str(family / "pard"), k=3, runtime=runtime)
     expected = plain.generate(PROMPT, max_new_tokens=30, sampling=sampling).tokens
@@ -98,17 +111,21 @@ def test_nothing_is_said_at_import() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_4_bits_need_a_gpu(paradraft: Paradraft, family: Path) -> None:
-    """Guards against a traceback out of torchao."""
-    outcome = paradraft("generate", "--target", family / "target", "--prompt", "a", "--dtype", "int4")
-    assert_mistake(outcome, "CUDA devices only", "use int8")
-
-
-def test_without_torchao(paradraft: Paradraft, family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the message of what is not installed."""
+def test_cpus_need_no_torchao(paradraft: Paradraft, family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the base installation: on CPUs the kernels for few bits are our own."""
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    outcome = paradraft("generate", "--target", family / "target", "--prompt", "a", "--dtype", "int8")
-    assert_mistake(outcome, "pip install 'paradraft[quantized]'")
+    asked = ["--target", family / "target", "--prompt", "a", "--device", "cpu", "--max-new-tokens", 3]
+    for dtype in ("int8", "int4"):
+        assert paradraft("generate", *asked, "--dtype", dtype).code == 0
+    with pytest.raises(ValueError, match=r"pip install 'paradraft\[quantized\]'"):
+        check_quantization(8, torch.device("cuda"), torch.bfloat16)
+
+
+def test_models_of_other_kinds_have_the_kernels(family: Path) -> None:
+    """Guards architectures that have no pass in C++: their own code multiplies with the same kernels."""
+    lm = load_target(str(family / "target"), Runtime(device="cpu", dtype="int8", compiled=False)).lm
+    weights = [weight for weight in lm.model.parameters() if isinstance(weight, QuantizedTensor)]
+    assert weights and all(weight.product is not None for weight in weights)
 
 
 def test_other_models_are_compiled_as_before(family: Path) -> None:
@@ -124,10 +141,17 @@ def test_4_bits_need_bf16() -> None:
         check_quantization(4, torch.device("cuda"), torch.float32)
 
 
-def test_a_benchmark_finds_it_before_it_loads(paradraft: Paradraft, family: Path) -> None:
+def test_a_benchmark_finds_it_before_it_loads(
+    paradraft: Paradraft, family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards minutes of loading: what cannot be had is known before."""
-    outcome = paradraft("bench", "--target", family / "target", "--methods", "ar,ar:dtype=int4", "--num-prompts", 1)
-    assert_mistake(outcome, "use int8")
+
+    def refuse(*_: object) -> None:
+        raise ValueError("dtype='int4': not on this device: use int8")
+
+    monkeypatch.setattr("paradraft.models.runtime.check_quantization", refuse)
+    asked = ["--methods", "ar,ar:dtype=int4", "--num-prompts", 1, "--device", "cpu"]
+    assert_mistake(paradraft("bench", "--target", family / "target", *asked), "use int8")
 
 
 def test_answers_of_a_rounded_target_are_its_own(paradraft: Paradraft, family: Path, tmp_path: Path) -> None:
@@ -147,7 +171,7 @@ def test_answers_of_a_rounded_target_are_its_own(paradraft: Paradraft, family: P
     done = paradraft("regenerate", *asked, "--dtype", "int8")
     assert done.code == 0, done.err
     computed_in = str(Runtime(dtype="int8").computed_in).removeprefix("torch.")
-    assert_mistake(paradraft("regenerate", *asked), f"{computed_in}, Int8Tensor")
+    assert_mistake(paradraft("regenerate", *asked), f"{computed_in}, QuantizedTensor")
     assert paradraft("regenerate", *asked, "--dtype", "int8").code == 0
 
 

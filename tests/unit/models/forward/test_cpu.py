@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from paradraft.models import causal_lm
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.compiled import CompiledPass
-from paradraft.models.forward.cpu.model import KINDS, NativePass, PackedMatrix, can_serve
+from paradraft.models.forward.cpu.matrix import KINDS, PackedMatrix
+from paradraft.models.forward.cpu.model import NativePass, can_serve
 from paradraft.models.runtime import quantize
 from paradraft.tree import ABSENT
 from tests.support.decoding import empty_rows

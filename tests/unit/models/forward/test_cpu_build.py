@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _ctypes
+import ctypes
 import errno
 import itertools
 import os
@@ -18,6 +19,7 @@ import torch
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.compiled import CompiledPass
 from paradraft.models.forward.cpu import build
+from paradraft.models.forward.cpu.matrix import Matrix
 from paradraft.models.forward.cpu.model import NativePass
 from tests.support.decoding import empty_rows
 from tests.support.random_models import random_model
@@ -70,7 +72,7 @@ def builds(compiled: bytes, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def load_again() -> None:
     """Looks for the library as a new process does, and checks that it can be called."""
     build._library.cache_clear()
-    assert build.library().packed_size(1, 1)
+    assert build.library().packed_bytes(ctypes.byref(Matrix(outputs=1, inputs=2, kind=0)))
 
 
 def test_it_is_built_once(new_machine: Path, builds: list[list[str]]) -> None:

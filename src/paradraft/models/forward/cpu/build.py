@@ -18,12 +18,16 @@ import stat
 import subprocess
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-SOURCES = ("forward.cpp", "correction.cpp", "tree.cpp", "attention.h", "gemm.h", "team.h", "simd.h")
+SOURCES = (
+    "forward.cpp", "integers.cpp", "correction.cpp", "tree.cpp",
+    "attention.h", "gemm.h", "integers.h", "team.h", "tiles.h", "simd.h",
+)  # fmt: skip
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -31,7 +35,6 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=off",
-    "-shared",
     "-fPIC",
 )
 SECONDS = 300
@@ -76,9 +79,12 @@ def _library() -> ctypes.CDLL | CannotBuildError:
         return error
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         return CannotBuildError(str(error))
-    found.packed_size.argtypes = [ctypes.c_int64] * 2
-    found.packed_size.restype = ctypes.c_int64
-    found.pack_matrix.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    found.packed_bytes.argtypes = [ctypes.c_void_p]
+    found.packed_bytes.restype = ctypes.c_int64
+    found.pack_matrix.argtypes = [ctypes.c_void_p] * 5
+    found.pack_matrix.restype = None
+    found.unpack_outputs.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3]
+    found.unpack_outputs.restype = None
     found.multiply_all.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]
     found.multiply_all.restype = ctypes.c_int64
     found.set_openmp_threads.argtypes = [ctypes.c_int]
@@ -213,15 +219,32 @@ def _compiled(compiler: list[str]) -> bytes:
     """The library as the compiler makes it."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "pass.so"
-        files = [str(Path(__file__).parent / name) for name in SOURCES if name.endswith(".cpp")]
         complaints: list[str] = []
         for openmp in openmp_flags():
-            command = [*compiler, *FLAGS, *openmp, *files, "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
-            if not done.returncode:
+            if problem := _build([*compiler, *FLAGS, *openmp], made):
+                complaints.append(problem)
+            else:
                 return made.read_bytes()
-            complaints += done.stderr.strip().splitlines() or [f"{compiler[0]} failed"]
         raise CannotBuildError(complaints[0])
+
+
+def _build(command: list[str], to: Path) -> str | None:
+    """Compiles the sources, several at a time, and links them; returns what the compiler complains of, if it fails."""
+    sources = [Path(__file__).parent / name for name in SOURCES if name.endswith(".cpp")]
+    objects = [to.with_name(f"{source.stem}.o") for source in sources]
+    commands = [[*command, "-c", str(file), "-o", str(made)] for file, made in zip(sources, objects, strict=True)]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        problems = [*threads.map(_problem, commands)]
+    return next(filter(None, problems), None) or _problem([*command, "-shared", *map(str, objects), "-o", str(to)])
+
+
+def _problem(command: list[str]) -> str | None:
+    """The first line of what a command complains of, if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+    if not done.returncode:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return next((line for line in lines if "error" in line), lines[0] if lines else f"{command[0]} failed")
 
 
 def _write(file: Path, content: bytes) -> None:

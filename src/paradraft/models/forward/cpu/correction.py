@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradraft.models.forward.cpu.build import library
-from paradraft.models.forward.cpu.model import Matrix, PackedMatrix
+from paradraft.models.forward.cpu.matrix import Matrix, PackedMatrix
 
 
 class _Correction(ctypes.Structure):

@@ -18,7 +18,8 @@
 #include "team.h"
 
 struct Layer {
-    Matrix qkv, output, gate, up, down;
+    Matrix qkv[3]; // of queries, keys and values in this order; the first may have those of others too, which are empty then
+    Matrix output, gate, up, down;
     const float *norm, *post_attention_norm;
     const float *query_norm, *key_norm; // null if there are none
 };
@@ -31,6 +32,7 @@ struct Model {
     const float* final_norm;
     const float* embedding;             // null if it is
     const BFloat16* embedding_bfloat16; // in bfloat16
+    const Matrix* embedding_integers;   // whole numbers
     Matrix head;
     const Layer* layer;
     const float* added; // [added_rows, hidden_size], the embeddings of the ids from `vocabulary` on
@@ -61,6 +63,41 @@ struct Chosen {
     int64_t count() const { return tokens.size(); }
 };
 
+template <class T, class As = T> static As* grown(std::vector<T>& buffer, int64_t size) {
+    if ((int64_t)buffer.size() < size) buffer.resize(size);
+    return (As*)buffer.data();
+}
+
+constexpr int64_t BLOCKS_AT_ONCE = 128; // that are rounded in less time than it takes to share them out
+
+/// Where the inputs of a product are rounded.
+struct Rounding {
+    std::vector<int8_t> values;
+    std::vector<float> scales;
+    std::vector<int32_t> sums;
+
+    /// What `matrix` is multiplied with; rounded if it needs that, and valid until the next call then.
+    template <class Input> Operand<Input> of(Team& team, const Matrix& matrix, const Input* inputs, int64_t rows) {
+        Operand<Input> operand = {inputs, {}};
+        if constexpr (std::is_same_v<Input, float>)
+            if (matrix.kind == INTEGERS) {
+                int64_t blocks = blocks_of(matrix.inputs), count = rows * blocks;
+                int8_t* all_values = grown(values, count * BLOCK);
+                float* all_scales = grown(scales, count);
+                int32_t* all_sums = grown(sums, count * 2);
+                team.each(count, BLOCKS_AT_ONCE, [&](Span share, int) {
+                    for (int64_t at = share.first; at < share.last; at++) {
+                        int64_t first = at % blocks * BLOCK, left = matrix.inputs - first;
+                        const float* from = inputs + at / blocks * matrix.inputs + first;
+                        round_block(from, std::min(left, BLOCK), all_values + at * BLOCK, all_scales + at, all_sums + at * 2);
+                    }
+                });
+                operand.rounded = {all_values, all_scales, all_sums, blocks};
+            }
+        return operand;
+    }
+};
+
 /// What a pass writes in between; kept from pass to pass.
 struct Scratch {
     std::vector<float> hidden, last_hidden, projected, gates, scores;
@@ -71,12 +108,8 @@ struct Scratch {
     std::vector<int64_t> numbers;          // [B, N] which token is there; -1 for none
     std::vector<int64_t> outputs, missing; // where in [B, R] the wanted logits go, and where there is no token
     Chosen all, last;                      // tokens of a layer, and of the last one
+    Rounding rounding;
 };
-
-template <class T, class As = T> static As* grown(std::vector<T>& buffer, int64_t size) {
-    if ((int64_t)buffer.size() < size) buffer.resize(size);
-    return (As*)buffer.data();
-}
 
 /// How many slots a row has kept, which all its tokens see; the new ones are written after.
 static int64_t kept_of(const Batch& batch, int64_t row) { return std::min(batch.lengths[row], batch.slots - 1); }
@@ -214,19 +247,42 @@ static void attend_all(
     }
 }
 
-/// Products go to the rows of `to` in their order, or to those that `places` names.
+/// Products go to the rows of `to`, which have `stride` numbers, in their order, or to those that `places` names.
 template <class Input>
 static void set_product(
-    Team& team, const Matrix& matrix, const Input* inputs, int64_t rows, float* to, const int64_t* places = nullptr
+    Team& team, const Matrix& matrix, const Operand<Input>& inputs, int64_t rows, float* to, int64_t stride,
+    const int64_t* places = nullptr
 ) {
     team.each(matrix.count(), 1, [&](Span panels, int) {
         for (; panels.first < panels.last; panels.first++) {
             Outputs outputs(matrix, panels.first);
             multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
-                std::copy_n(sums, outputs.count, to + (places ? places[row] : row) * matrix.outputs + outputs.first);
+                std::copy_n(sums, outputs.count, to + (places ? places[row] : row) * stride + outputs.first);
             });
         }
     });
+}
+
+/// The weights of one output as numbers.
+static void copy_output(const Matrix& matrix, int64_t output, float* to) {
+    const Grouping& grouping = matrix.grouping;
+    int64_t groups = groups_of(grouping, matrix.inputs), group = grouping.group ? grouping.group : matrix.inputs;
+    thread_local std::vector<int8_t> values;
+    thread_local std::vector<float> scales, offsets;
+    int8_t* all_values = grown(values, matrix.inputs);
+    float *all_scales = grown(scales, groups + 1), *all_offsets = grown(offsets, groups + 1);
+    unpack_output((const uint8_t*)matrix.panels, matrix.inputs, grouping, output, all_values, all_scales, all_offsets);
+    if (!grouping.group) *all_scales = matrix.scales[output];
+    else if (grouping.is_half)
+        for (int64_t i = groups; i-- > 0;) {
+            uint16_t half;
+            memcpy(&half, (const char*)all_scales + i * 2, 2);
+            all_scales[i] = half_number(half);
+        }
+    for (int64_t i = 0; i < matrix.inputs; i++) {
+        to[i] = all_values[i] * all_scales[i / group];
+        if (grouping.has_offsets) to[i] += all_offsets[i / group];
+    }
 }
 
 /// The first state of a token: the row of the embedding, or what is given in its place.
@@ -236,6 +292,8 @@ static void embed(const Model& model, const Batch& batch, int64_t at, float* to)
         std::copy_n(batch.vectors + at * size, size, to);
     else if (id >= model.vocabulary)
         std::copy_n(model.added + (id - model.vocabulary) * size, size, to);
+    else if (model.embedding_integers)
+        copy_output(*model.embedding_integers, id, to);
     else
         for (int64_t i = 0, from = id * size; i < size; i++)
             to[i] = model.embedding ? model.embedding[from + i] : number(model.embedding_bfloat16[from + i]);
@@ -289,10 +347,11 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
             });
         };
         auto add_product = [&](const Matrix& matrix, const Input* inputs) {
+            Operand<Input> operand = scratch.rounding.of(team, matrix, inputs, rows);
             team.each(matrix.count(), 1, [&](Span panels, int) {
                 for (; panels.first < panels.last; panels.first++) {
                     Outputs outputs(matrix, panels.first);
-                    multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
+                    multiply(matrix, panels.first, operand, rows, [&](int64_t row, const float* sums) {
                         for (int64_t i = 0; i < outputs.count; i++) hidden[row * hidden_size + outputs.first + i] += sums[i];
                     });
                 }
@@ -306,7 +365,13 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
             const Layer& layer = model.layer[number];
             copy_states(team, model, batch, scratch, number, all_hidden);
             rms_norm_all(layer.norm);
-            set_product(team, layer.qkv, normed, count, projected);
+            float* part = projected;
+            for (const Matrix& matrix : layer.qkv) {
+                if (!matrix.outputs) break;
+                Operand<Input> operand = scratch.rounding.of(team, matrix, normed, count);
+                set_product(team, matrix, operand, count, part, stride);
+                part += matrix.outputs;
+            }
             team.each(count, 1, [&](Span tokens, int) {
                 place<Stored>(model, layer, batch, number, scratch, projected, tokens);
             });
@@ -323,14 +388,15 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
             }
             add_product(layer.output, attended);
             rms_norm_all(layer.post_attention_norm);
+            Operand<Input> open_to = scratch.rounding.of(team, layer.gate, normed, rows);
             team.each(layer.gate.count(), 1, [&](Span panels, int) {
                 for (; panels.first < panels.last; panels.first++) {
                     Outputs outputs(layer.gate, panels.first);
                     auto gates_of = [&](int64_t row) { return all_gates + row * model.intermediate + outputs.first; };
-                    multiply(layer.gate, panels.first, normed, rows, [&](int64_t row, const float* sums) {
+                    multiply(layer.gate, panels.first, open_to, rows, [&](int64_t row, const float* sums) {
                         std::copy_n(sums, outputs.count, gates_of(row));
                     });
-                    multiply(layer.up, panels.first, normed, rows, [&](int64_t row, const float* sums) {
+                    multiply(layer.up, panels.first, open_to, rows, [&](int64_t row, const float* sums) {
                         alignas(64) float gates[N_TILE] = {};
                         alignas(64) Input open[N_TILE];
                         std::copy_n(gates_of(row), outputs.count, gates);
@@ -354,7 +420,8 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
                 std::copy_n(normed + last.tokens[at] * hidden_size, hidden_size, chosen + at * hidden_size);
             read = chosen;
         }
-        set_product(team, model.head, read, wanted, batch.logits, scratch.outputs.data());
+        Operand<Input> operand = scratch.rounding.of(team, model.head, read, wanted);
+        set_product(team, model.head, operand, wanted, batch.logits, model.head.outputs, scratch.outputs.data());
         team.each(scratch.missing.size(), 1, [&](Span places, int) {
             for (int64_t at = places.first; at < places.last; at++)
                 std::fill_n(batch.logits + scratch.missing[at] * model.head.outputs, model.head.outputs, 0.0f);
@@ -366,23 +433,42 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
 static bool is_whole(const Model& model) {
     auto is_one = [](const Matrix& matrix) { return matrix.kind == BFLOAT16; };
     return is_one(model.head) && std::all_of(model.layer, model.layer + model.layers, [&](const Layer& layer) {
-               return is_one(layer.qkv) && is_one(layer.output) && is_one(layer.gate) &&
+               return is_one(layer.qkv[0]) && is_one(layer.output) && is_one(layer.gate) &&
                       is_one(layer.up) && is_one(layer.down);
            });
 }
 
 extern "C" {
 
-/// How many weights a packed matrix has, zeros included.
-int64_t packed_size(int64_t outputs, int64_t inputs) { return (outputs + N_TILE - 1) / N_TILE * N_TILE * inputs; }
+/// How many bytes the panels of a matrix take, zeros included.
+int64_t packed_bytes(const Matrix* matrix) {
+    if (matrix->kind == INTEGERS) return matrix->count() * matrix->grouping.bytes(blocks_of(matrix->inputs));
+    return matrix->count() * N_TILE * matrix->inputs * (matrix->kind == BFLOAT16 ? 2 : 4);
+}
 
-void pack_matrix(const void* weights, int64_t outputs, int64_t inputs, int64_t kind, void* panels) {
-    if (kind == BFLOAT16)
-        pack((const BFloat16*)weights, outputs, inputs, (BFloat16*)panels);
-    else if (kind == INT8)
-        pack((const int8_t*)weights, outputs, inputs, (int8_t*)panels);
-    else
-        pack((const float*)weights, outputs, inputs, (float*)panels);
+/// Sets the panels of a matrix: `weights` `[outputs, inputs]`, and what `pack_panel` needs of whole numbers.
+void pack_matrix(const Matrix* matrix, const void* weights, const void* scales, const float* offsets, void* panels) {
+    if (matrix->kind == BFLOAT16) return pack((const BFloat16*)weights, matrix->outputs, matrix->inputs, (BFloat16*)panels);
+    if (matrix->kind == FLOAT32) return pack((const float*)weights, matrix->outputs, matrix->inputs, (float*)panels);
+    int64_t bytes = matrix->grouping.bytes(blocks_of(matrix->inputs));
+#pragma omp parallel for
+    for (int64_t panel = 0; panel < matrix->count(); panel++)
+        pack_panel(
+            (const int8_t*)weights, scales, offsets, matrix->outputs, matrix->inputs, matrix->grouping, panel,
+            (uint8_t*)panels + panel * bytes
+        );
+}
+
+/// What `pack_matrix` was given of `count` outputs from `first` on, for weights that are whole numbers.
+void unpack_outputs(const Matrix* matrix, int64_t first, int64_t count, int8_t* values, char* scales, float* offsets) {
+    const Grouping& grouping = matrix->grouping;
+    int64_t groups = groups_of(grouping, matrix->inputs);
+#pragma omp parallel for
+    for (int64_t i = 0; i < count; i++)
+        unpack_output(
+            (const uint8_t*)matrix->panels, matrix->inputs, grouping, first + i, values + i * matrix->inputs,
+            scales + i * groups * grouping.scale_bytes(), offsets + i * groups
+        );
 }
 
 /// Inputs are float, or bfloat16 if the matrix is. Returns 0; 1 if nothing was done because this CPU does not multiply so.
@@ -391,10 +477,11 @@ int64_t multiply_all(
 ) {
     if (are_bfloat16 && !HAS_DOTS) return 1;
     Team::run(threads, [&](Team& team) {
+        Rounding rounding;
         if (are_bfloat16)
-            set_product(team, *matrix, (const BFloat16*)inputs, rows, outputs);
+            set_product(team, *matrix, rounding.of(team, *matrix, (const BFloat16*)inputs, rows), rows, outputs, matrix->outputs);
         else
-            set_product(team, *matrix, (const float*)inputs, rows, outputs);
+            set_product(team, *matrix, rounding.of(team, *matrix, (const float*)inputs, rows), rows, outputs, matrix->outputs);
     });
     return 0;
 }

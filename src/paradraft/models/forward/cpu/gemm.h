@@ -8,38 +8,26 @@
 #include <unistd.h>
 #endif
 
-#include "simd.h"
-
-constexpr int VECTORS_PER_TILE = 4;                 // vectors of a panel
-constexpr int M_REG = 6;              // rows that are multiplied with a panel at once
-constexpr int64_t N_TILE = VECTORS_PER_TILE * LANES; // outputs of a panel
-
-constexpr int64_t M_BLOCK = 4 * M_REG;  // rows between which a piece of a panel stays in the nearest cache
-constexpr int64_t K_BLOCK = 128;          // inputs of such a piece
-constexpr int64_t PREFETCH_BYTES = 16384;        // bytes that are asked for before they are read, beyond what CPUs do by themselves
+#include "integers.h"
+#include "tiles.h"
 
 /// How many vectors of a panel are multiplied with a number of rows at once, so that all sums stay in registers.
 constexpr int at_once(int rows) { return (rows + 1) * VECTORS_PER_TILE + 1 <= REGISTERS ? VECTORS_PER_TILE : 2; }
 
-enum Kind { FLOAT32, BFLOAT16, INT8 };
+enum Kind { FLOAT32, BFLOAT16, INTEGERS };
 
 /// Weights `[outputs, inputs]` in panels of `N_TILE` outputs, each `[inputs, N_TILE]`; the last is filled with zeros. In
-/// bfloat16 those of two inputs stand side by side, `[inputs / 2, N_TILE, 2]`, and there is no odd input.
+/// bfloat16 those of two inputs stand side by side, `[inputs / 2, N_TILE, 2]`, and there is no odd input. Whole numbers are
+/// in the order that `pack_panel` has for them.
 struct Matrix {
     const void* panels;
     int64_t outputs, inputs;
     int64_t kind;        // a `Kind`
-    const float* scales; // of the outputs of whole numbers, else null
+    const float* scales; // of the outputs of whole numbers that have one each, else null
     const float* bias;   // null if there is none
+    Grouping grouping;   // of whole numbers
 
     int64_t count() const { return (outputs + N_TILE - 1) / N_TILE; }
-};
-
-/// The things `first` to `last` of `count` that one of several, such as a thread, has.
-struct Span {
-    int64_t first, last;
-    Span(int64_t count, int64_t which, int64_t of)
-        : first(count * which / of), last(count * (which + 1) / of) {}
 };
 
 /// How many inputs' weights of one output stand side by side.
@@ -257,15 +245,28 @@ finish(const Matrix& matrix, int64_t panel, int64_t first, int64_t count, float 
     }
 }
 
+/// What is multiplied with a matrix: numbers `[rows, inputs]`, or rounded ones if its weights are whole numbers.
+template <class Input> struct Operand {
+    const Input* numbers;
+    Rounded rounded;
+};
+
 /// `rows` rows of `inputs` times one panel of a matrix, bias included; `done(row, sums)` takes each row's `N_TILE` sums.
 /// Inputs are float, or bfloat16 where `HAS_DOTS` and the matrix is.
 template <class Input, class Done>
-static inline void multiply(const Matrix& matrix, int64_t panel, const Input* inputs, int64_t rows, Done done) {
+static inline void multiply(const Matrix& matrix, int64_t panel, const Operand<Input>& inputs, int64_t rows, Done done) {
     alignas(64) float sums[M_BLOCK][N_TILE];
     int64_t offset = panel * N_TILE * matrix.inputs;
     for (int64_t first = 0; first < rows; first += M_BLOCK) {
         int64_t count = rows - first < M_BLOCK ? rows - first : M_BLOCK;
-        const Input* from = inputs + first * matrix.inputs;
+        if (matrix.kind == INTEGERS) {
+            const Grouping& grouping = matrix.grouping;
+            const uint8_t* bytes = (const uint8_t*)matrix.panels + panel * grouping.bytes(blocks_of(matrix.inputs));
+            multiply_integers(bytes, grouping, inputs.rounded.from(first, 0), count, sums);
+            finish(matrix, panel, first, count, sums, done);
+            continue;
+        }
+        const Input* from = inputs.numbers + first * matrix.inputs;
 #if defined(__AMX_BF16__) && defined(__linux__)
         if constexpr (std::is_same_v<Input, BFloat16>)
             if (may_use_tiles()) {
@@ -276,14 +277,16 @@ static inline void multiply(const Matrix& matrix, int64_t panel, const Input* in
 #endif
         if (matrix.kind == BFLOAT16)
             multiply_group((const BFloat16*)matrix.panels + offset, matrix.inputs, from, count, sums);
-        else if constexpr (std::is_same_v<Input, float>) {
-            if (matrix.kind == INT8)
-                multiply_group((const int8_t*)matrix.panels + offset, matrix.inputs, from, count, sums);
-            else
-                multiply_group((const float*)matrix.panels + offset, matrix.inputs, from, count, sums);
-        }
+        else if constexpr (std::is_same_v<Input, float>)
+            multiply_group((const float*)matrix.panels + offset, matrix.inputs, from, count, sums);
         finish(matrix, panel, first, count, sums, done);
     }
+}
+
+/// The same of a matrix whose weights are numbers.
+template <class Input, class Done>
+static inline void multiply(const Matrix& matrix, int64_t panel, const Input* inputs, int64_t rows, Done done) {
+    multiply(matrix, panel, Operand<Input>{inputs, {}}, rows, done);
 }
 
 template <class Weight> static void pack(const Weight* weights, int64_t outputs, int64_t inputs, Weight* panels) {

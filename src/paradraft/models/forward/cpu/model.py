@@ -27,103 +27,9 @@ from paradraft.models import kv_cache
 from paradraft.models.architecture import STATIC_ROPES
 from paradraft.models.forward import FINAL_NORM, ForwardOut
 from paradraft.models.forward.cpu.build import library
+from paradraft.models.forward.cpu.matrix import KINDS, Matrix, PackedMatrix, is_known, packed_dtype
 from paradraft.models.forward.cpu.threads import granted_threads
-
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""How weights may be stored, with the numbers that `gemm.h` has for them."""
-
-
-class Matrix(ctypes.Structure):
-    """The struct of that name in `gemm.h`."""
-
-    _fields_ = (
-        ("panels", ctypes.c_void_p), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64), ("kind", ctypes.c_int64),
-        ("scales", ctypes.c_void_p), ("bias", ctypes.c_void_p),
-    )  # fmt: skip
-
-
-def is_known(weight: Tensor) -> bool:
-    """Whether weights can be packed: plain ones, or those that torchao has rounded to 8 bits with a scale an output."""
-    if type(weight) in (nn.Parameter, Tensor):
-        return True
-    quantized: Any = weight
-    return (
-        type(weight).__name__ == "Int8Tensor"
-        and quantized.act_quant_kwargs is None
-        and quantized.scale.shape == (len(weight), 1)
-        and (quantized.zero_point is None or not quantized.zero_point.any())
-    )
-
-
-def packed_dtype(weight: Tensor) -> torch.dtype:
-    """What weights, `[outputs, inputs]`, are packed as: bfloat16 where nothing is lost by it, as in nearly all that are
-    published. Those are packed in pairs of inputs."""
-    if hasattr(weight, "qdata"):
-        return torch.int8
-    is_bfloat16 = weight.dtype == torch.bfloat16 or torch.equal(weight.bfloat16().float(), weight)
-    return torch.bfloat16 if is_bfloat16 and weight.shape[1] % 2 == 0 else torch.float32
-
-
-class PackedMatrix:
-    """A copy of the weights of linear layers with the same inputs, as one matrix.
-
-    Args:
-        weights: each `[outputs, inputs]`, one that `is_known`; all of one dtype.
-        biases: of each `[outputs]`, or None.
-
-    Raises:
-        CannotBuildError: there is no library for this machine.
-    """
-
-    def __init__(self, weights: Sequence[Any], biases: Sequence[Tensor | None] = ()) -> None:
-        scales = [weight.scale for weight in weights if hasattr(weight, "qdata")]
-        for weight, bias in zip(weights, biases, strict=False):
-            assert bias is None or bias.shape == (len(weight),), "a bias has one number for each output"
-        whole = torch.cat([weight.qdata if scales else weight.detach() for weight in weights])
-        whole = whole if scales else whole.to(packed_dtype(whole))
-        outputs, inputs = whole.shape
-        self._panels = torch.empty(library().packed_size(outputs, inputs), dtype=whole.dtype, device="cpu")
-        library().pack_matrix(whole.data_ptr(), outputs, inputs, KINDS[whole.dtype], self._panels.data_ptr())
-        self._scales = torch.cat(scales).flatten().float() if scales else None
-        self._bias = None
-        if any(bias is not None for bias in biases):
-            parts = zip(weights, biases, strict=True)
-            self._bias = torch.cat(
-                [
-                    torch.zeros(len(w), dtype=torch.float32, device="cpu") if b is None else b.detach().float()
-                    for w, b in parts
-                ]
-            )
-        self.matrix = Matrix(
-            panels=self._panels.data_ptr(),
-            outputs=outputs,
-            inputs=inputs,
-            kind=KINDS[whole.dtype],
-            scales=None if self._scales is None else self._scales.data_ptr(),
-            bias=None if self._bias is None else self._bias.data_ptr(),
-        )
-
-    def multiply(self, inputs: Tensor, outputs: Tensor, threads: int | None = None) -> bool:
-        """Sets `outputs`, `[rows, outputs]` of float32, to what the layers make of `inputs`, `[rows, inputs]`.
-
-        Args:
-            inputs: float32; or bfloat16, if the weights are packed as such.
-            outputs: changed in place.
-            threads: most threads; by default as many as torch uses.
-
-        Returns:
-            False, with nothing done, where the CPU has no products of bfloat16 numbers.
-        """
-        are_bfloat16 = inputs.dtype == torch.bfloat16
-        assert are_bfloat16 or inputs.dtype == torch.float32, "other numbers would be read as these"
-        assert inputs.shape == (len(outputs), self.matrix.inputs) and outputs.shape[1] == self.matrix.outputs
-        assert inputs.is_contiguous() and outputs.is_contiguous() and outputs.dtype == torch.float32
-        assert not are_bfloat16 or self.matrix.kind == KINDS[torch.bfloat16]
-        return not library().multiply_all(
-            ctypes.byref(self.matrix), inputs.data_ptr(), are_bfloat16, len(inputs), outputs.data_ptr(),
-            torch.get_num_threads() if threads is None else threads,
-        )  # fmt: skip
-
+from paradraft.models.quantized import QuantizedTensor
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 PLAIN = re.compile(r"Linear|Embedding|(Llama|Mistral|Qwen2|Qwen3)(RMSNorm|RotaryEmbedding)|SiLU|SiLUActivation")
@@ -137,7 +43,8 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, Matrix) for name in ("qkv", "output", "gate", "up", "down")),
+        ("qkv", Matrix * 3),
+        *((name, Matrix) for name in ("output", "gate", "up", "down")),
         *((name, ctypes.c_void_p) for name in ("norm", "post_attention_norm", "query_norm", "key_norm")),
     )
 
@@ -148,6 +55,7 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("layers", "vocabulary", "is_bfloat16")),
         ("epsilon", ctypes.c_float), ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "final_norm", "embedding", "embedding_bfloat16")),
+        ("embedding_integers", ctypes.POINTER(Matrix)),
         ("head", Matrix), ("layer", ctypes.POINTER(_Layer)), ("added", ctypes.c_void_p), ("added_rows", ctypes.c_int64),
     )  # fmt: skip
 
@@ -209,8 +117,9 @@ class NativePass:
         config: PretrainedConfig = model.config
         body: Any = model.model
         layers = [self._layer(layer) for layer in body.layers]
-        embedding = self._keep(body.embed_tokens.weight)
-        is_bfloat16 = embedding.dtype == torch.bfloat16
+        head = self._matrix([model.lm_head])
+        self._head = self._matrices[-1]
+        embedding = self._embedding(body.embed_tokens.weight, model.lm_head.weight)
         self._rotary: nn.Module = body.rotary_emb
         half = kv_cache.head_size(config) // 2
         self._vocab_rows = len(model.lm_head.weight)
@@ -221,17 +130,15 @@ class NativePass:
             kv_heads=config.num_key_value_heads,
             head_size=2 * half,
             layers=len(layers),
-            vocabulary=len(embedding),
+            vocabulary=len(body.embed_tokens.weight),
             is_bfloat16=model.dtype == torch.bfloat16,
             epsilon=config.rms_norm_eps,
             scale=body.layers[0].self_attn.scaling,
             final_norm=self._floats(body.norm.weight),
-            embedding=None if is_bfloat16 else embedding.data_ptr(),
-            embedding_bfloat16=embedding.data_ptr() if is_bfloat16 else None,
-            head=self._matrix([model.lm_head]),
+            head=head,
             layer=(_Layer * len(layers))(*layers),
+            **embedding,
         )
-        self._head = self._matrices[-1]
         kinds = {packed.matrix.kind for packed in self._matrices}
         self._rounds = model.dtype == torch.bfloat16 and kinds == {KINDS[torch.bfloat16]}
         self._scratch = self._library.new_scratch()
@@ -255,11 +162,27 @@ class NativePass:
         self._matrices.append(PackedMatrix([each.weight for each in linears], [each.bias for each in linears]))
         return self._matrices[-1].matrix
 
+    def _qkv(self, linears: Sequence[nn.Linear]) -> Any:
+        """The projections of queries, keys and values: one matrix, or three if their weights are stored differently."""
+        formats = {each.weight.format if isinstance(each.weight, QuantizedTensor) else None for each in linears}
+        parts = [linears] if len(formats) == 1 else [[each] for each in linears]
+        return (Matrix * 3)(*map(self._matrix, parts))
+
+    def _embedding(self, weight: Tensor, head: Tensor) -> dict[str, Any]:
+        """Where the embedding is, under its name in the struct."""
+        if isinstance(weight, QuantizedTensor):
+            # The output head is stored already.
+            packed = self._head if weight is head else PackedMatrix([weight])
+            self._matrices.append(packed)
+            return {"embedding_integers": ctypes.pointer(packed.matrix)}
+        name = "embedding_bfloat16" if weight.dtype == torch.bfloat16 else "embedding"
+        return {name: self._keep(weight).data_ptr()}
+
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         return _Layer(
-            qkv=self._matrix([attention.q_proj, attention.k_proj, attention.v_proj]),
+            qkv=self._qkv([attention.q_proj, attention.k_proj, attention.v_proj]),
             output=self._matrix([attention.o_proj]),
             gate=self._matrix([mlp.gate_proj]),
             up=self._matrix([mlp.up_proj]),
@@ -287,9 +210,10 @@ class NativePass:
         return outputs
 
     def weight_bytes(self, weight: Tensor) -> int:
-        """What a pass reads of a weight of the model; of one output in 8 bits, its scale too."""
-        dtype = packed_dtype(weight) if weight.ndim == 2 else torch.float32
-        return weight.numel() * dtype.itemsize + (4 * len(weight) if dtype == torch.int8 else 0)
+        """What a pass reads of a weight of the model; of one of few bits, its scales and offsets too."""
+        if isinstance(weight, QuantizedTensor):
+            return weight.stored_bytes
+        return weight.numel() * (packed_dtype(weight) if weight.ndim == 2 else torch.float32).itemsize
 
     def __call__(
         self,

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -173,6 +173,24 @@ static inline float largest(Vector vector) {
     float found = vector[0];
     for (int lane = 1; lane < LANES; lane++) found = vector[lane] > found ? vector[lane] : found;
     return found;
+}
+
+static inline int32_t largest(Integers vector) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)vector);
+#endif
+    int32_t found = vector[0];
+    for (int lane = 1; lane < LANES; lane++) found = vector[lane] > found ? vector[lane] : found;
+    return found;
+}
+
+static inline int32_t sum(Integers vector) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)vector);
+#endif
+    int32_t total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += vector[lane];
+    return total;
 }
 
 /// e to the power of each lane, to about 2 units in the last place; below -87 it is 0.

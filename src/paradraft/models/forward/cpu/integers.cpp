@@ -1,0 +1,396 @@
+// Kernels of products with weights of few bits, and the order in which these are stored.
+
+#include "integers.h"
+
+typedef int8_t Quads __attribute__((vector_size(LANES * 4))); // four numbers in each lane
+
+// In each lane, the products of four weights with four inputs, added to a sum. `HAS_UNSIGNED`: the instruction takes weights
+// from 0 to 255, which are then stored with 128 added; what that adds to a block's sum is taken away at its beginning.
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+constexpr bool HAS_UNSIGNED = true;
+template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
+    return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)inputs);
+}
+#elif defined(__AVXVNNI__) && defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool HAS_UNSIGNED = true;
+template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
+    return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)inputs);
+}
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+constexpr bool HAS_UNSIGNED = false;
+// Pairs of products are added in 16 bits, and cut off where they do not fit. So a weight's sign moves to its input: two
+// products of at most 128 * 127 fit.
+template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
+#if defined(__AVX512BW__)
+    if constexpr (BITS == 8) {
+        __mmask64 are_negative = _mm512_movepi8_mask((__m512i)weights);
+        inputs = (Quads)_mm512_mask_sub_epi8((__m512i)inputs, are_negative, __m512i{}, (__m512i)inputs);
+        weights = (Quads)_mm512_abs_epi8((__m512i)weights);
+    }
+    __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)inputs);
+    return sum + (Integers)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+    if constexpr (BITS == 8) {
+        inputs = (Quads)_mm256_sign_epi8((__m256i)inputs, (__m256i)weights);
+        weights = (Quads)_mm256_abs_epi8((__m256i)weights);
+    }
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)inputs);
+    return sum + (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+}
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+constexpr bool HAS_UNSIGNED = false;
+template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
+    return vdotq_s32(sum, weights, inputs);
+}
+#elif defined(__aarch64__)
+constexpr bool HAS_UNSIGNED = false;
+template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
+    int16x8_t lower = vmull_s8(vget_low_s8(weights), vget_low_s8(inputs)), upper = vmull_high_s8(weights, inputs);
+    return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(lower), vpaddlq_s16(upper)));
+}
+#elif defined(__SSE2__)
+constexpr bool HAS_UNSIGNED = false;
+template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
+    auto lower = [](__m128i bytes) { return _mm_srai_epi16(_mm_unpacklo_epi8(bytes, bytes), 8); };
+    auto upper = [](__m128i bytes) { return _mm_srai_epi16(_mm_unpackhi_epi8(bytes, bytes), 8); };
+    for (int i = 0; i < LANES / 4; i++) {
+        __m128i few, with, total;
+        memcpy(&few, (char*)&weights + i * sizeof(few), sizeof(few));
+        memcpy(&with, (char*)&inputs + i * sizeof(few), sizeof(few));
+        memcpy(&total, (char*)&sum + i * sizeof(few), sizeof(few));
+        __m128 left = _mm_castsi128_ps(_mm_madd_epi16(lower(few), lower(with)));
+        __m128 right = _mm_castsi128_ps(_mm_madd_epi16(upper(few), upper(with)));
+        __m128i even = _mm_castps_si128(_mm_shuffle_ps(left, right, 0x88)), odd = _mm_castps_si128(_mm_shuffle_ps(left, right, 0xdd));
+        total = _mm_add_epi32(total, _mm_add_epi32(even, odd));
+        memcpy((char*)&sum + i * sizeof(few), &total, sizeof(few));
+    }
+    return sum;
+}
+#else
+constexpr bool HAS_UNSIGNED = false;
+template <int BITS> __attribute__((noinline)) static Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
+    for (int lane = 0; lane < LANES; lane++)
+        for (int i = 0; i < 4; i++) sum[lane] += int32_t(weights[lane * 4 + i]) * inputs[lane * 4 + i];
+    return sum;
+}
+#endif
+
+// Products of nibbles are so small that those of a whole block fit into 16 bits, where x86 adds them. Where it has the
+// instruction above for sums of 32 bits, CPUs run only one at a time, and these beside it.
+#if defined(__AVX512BW__)
+constexpr int QUADS_IN_SHORTS = HAS_UNSIGNED ? 2 : QUADS;
+static inline Quads add_products(Quads nibbles, Quads inputs, Quads sum) {
+    __m512i total = _mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)nibbles, (__m512i)inputs));
+    asm("" : "+v"(total)); // GCC would make all products first and then add them in pairs, for which it has no registers
+    return (Quads)total;
+}
+static inline Integers widened(Quads sums) { return (Integers)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1)); }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int QUADS_IN_SHORTS = HAS_UNSIGNED ? 2 : QUADS;
+static inline Quads add_products(Quads nibbles, Quads inputs, Quads sum) {
+    __m256i total = _mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)nibbles, (__m256i)inputs));
+    asm("" : "+v"(total)); // GCC would make all products first and then add them in pairs, for which it has no registers
+    return (Quads)total;
+}
+static inline Integers widened(Quads sums) { return (Integers)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
+#else
+constexpr int QUADS_IN_SHORTS = 0;
+static inline Quads add_products(Quads, Quads, Quads sum) { return sum; }
+static inline Integers widened(Quads) { return Integers{}; }
+#endif
+
+static inline Quads load_quads(const uint8_t* from) {
+    Quads vector;
+    memcpy(&vector, from, sizeof(vector));
+    return vector;
+}
+
+static inline Quads splat_quad(const int8_t* from) {
+    int32_t four;
+    memcpy(&four, from, sizeof(four));
+    return (Quads)(four - Integers{});
+}
+
+/// left * right + sum, rounded once on every CPU, unlike `fused`.
+#if defined(__FMA__) || defined(__aarch64__)
+static inline Vector fused_exactly(Vector left, Vector right, Vector sum) { return fused(left, right, sum); }
+#else
+__attribute__((noinline)) static Vector fused_exactly(Vector left, Vector right, Vector sum) {
+    for (int lane = 0; lane < LANES; lane++) sum[lane] = std::fma(left[lane], right[lane], sum[lane]);
+    return sum;
+}
+#endif
+
+static inline Vector load_halves(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__aarch64__)
+    return vcvt_f32_f16(vld1_f16((const __fp16*)from));
+#else
+    Halves halves;
+    memcpy(&halves, from, sizeof(halves));
+    Bits bits = __builtin_convertvector(halves, Bits);
+    Vector numbers = same_bits<Vector>((bits & 0x7fffu) << 13) * 0x1p112f;
+    return same_bits<Vector>(same_bits<Bits>(numbers) | (bits & 0x8000u) << 16);
+#endif
+}
+
+/// How many scales an output has in a header, whether they are float16 numbers, and whether there are as many offsets. In
+/// kernels it is known when they are compiled.
+template <int SCALES, bool HALVES, bool OFFSETS> struct Scheme {
+    static constexpr bool HAS_SCALES = SCALES > 0, HAS_OFFSETS = OFFSETS;
+    static constexpr int PARTS = SCALES == 2 ? 2 : 1; // that a block is cut into
+
+    static Vector scales(const uint8_t* header, int part, int64_t output) {
+        int64_t at = part * N_TILE + output;
+        if constexpr (HALVES) return load_halves(header + at * 2);
+        return load((const float*)header + at);
+    }
+    static Vector offsets(const uint8_t* header, int part, int64_t output) {
+        return load((const float*)(header + PARTS * N_TILE * (HALVES ? 2 : 4)) + part * N_TILE + output);
+    }
+};
+
+/// What is added to every stored weight so that it is not negative.
+template <int BITS, bool OFFSETS> constexpr int32_t SHIFT = BITS == 8 ? (HAS_UNSIGNED ? 128 : 0) : OFFSETS ? 0 : 8;
+
+/// Sets `sums` to the products of a block, or of one of its halves, and what `begun(row)` adds to them.
+template <int BITS, int PARTS, int ROWS, int COUNT, class Begun>
+static inline void sum_quads(
+    const uint8_t* values, int part, const int8_t* inputs, int64_t stride, Begun begun, Integers (&sums)[ROWS][COUNT]
+) {
+    constexpr int STEP = 8 / BITS; // quads that a vector of weights holds
+    constexpr int64_t BYTES = N_TILE * 4;
+    constexpr int SHORT = BITS == 4 ? QUADS_IN_SHORTS : 0;
+    Quads shorts[ROWS][COUNT];
+    auto add_all_shorts = [&] {
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) sums[row][v] = begun(row) + widened(shorts[row][v]);
+    };
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++)
+            if constexpr (SHORT > 0) shorts[row][v] = Quads{};
+            else sums[row][v] = begun(row);
+#pragma GCC unroll 8
+    for (int quad = part * (QUADS / PARTS); quad < (part + 1) * (QUADS / PARTS); quad++) {
+        int number = quad - part * (QUADS / PARTS);
+        if (SHORT && number == SHORT) add_all_shorts();
+        Quads weights[COUNT];
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) {
+            weights[v] = load_quads(values + quad / STEP * BYTES + v * LANES * 4);
+            if constexpr (BITS == 4) weights[v] = (Quads)((same_bits<Bits>(weights[v]) >> (quad % 2 * 4)) & 0x0f0f0f0fu);
+        }
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++) {
+            Quads input = splat_quad(inputs + row * stride + quad * 4);
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++)
+                if (number < SHORT) shorts[row][v] = add_products(weights[v], input, shorts[row][v]);
+                else sums[row][v] = dot_quads<BITS>(weights[v], input, sums[row][v]);
+        }
+    }
+    if (SHORT >= QUADS / PARTS) add_all_shorts();
+}
+
+/// Adds one block's products, times its scales, to the sums of some outputs and rows. These are not kept in registers,
+/// where more outputs then have their whole numbers: each input is loaded less often.
+template <int BITS, class Scheme, int ROWS, int COUNT>
+static inline void add_block(
+    const uint8_t* header, const uint8_t* values, int64_t output, const Rounded& inputs, float (*__restrict sums)[N_TILE]
+) {
+    constexpr int32_t BIAS = SHIFT<BITS, Scheme::HAS_OFFSETS>;
+    int64_t stride = inputs.blocks;
+    Vector products[ROWS][COUNT];
+#pragma GCC unroll 2
+    for (int part = 0; part < Scheme::PARTS; part++) {
+        Integers totals[ROWS][COUNT];
+        auto sum_of = [&](int row) {
+            const int32_t* both = inputs.sums + row * stride * 2;
+            return Scheme::PARTS == 1 ? both[0] : part ? both[0] - both[1] : both[1];
+        };
+        auto begun = [&](int row) { return BIAS ? (sum_of(row) - Integers{}) * -BIAS : Integers{}; };
+        sum_quads<BITS, Scheme::PARTS>(values + output * 4, part, inputs.values, stride * BLOCK, begun, totals);
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) {
+            Vector scales = {}, offsets = {};
+            if constexpr (Scheme::HAS_SCALES) scales = Scheme::scales(header, part, output + v * LANES);
+            if constexpr (Scheme::HAS_OFFSETS) offsets = Scheme::offsets(header, part, output + v * LANES);
+#pragma GCC unroll 16
+            for (int row = 0; row < ROWS; row++) {
+                Vector numbers = __builtin_convertvector(totals[row][v], Vector), product = numbers;
+                Vector before = part ? products[row][v] : Vector{};
+                if constexpr (Scheme::HAS_OFFSETS) before = fused_exactly(offsets, splat(float(sum_of(row))), before);
+                if constexpr (Scheme::HAS_OFFSETS || Scheme::PARTS == 2) product = fused_exactly(numbers, scales, before);
+                else if constexpr (Scheme::HAS_SCALES) product = numbers * scales;
+                products[row][v] = product;
+                if (part + 1 < Scheme::PARTS) continue;
+                float* sum = sums[row] + output + v * LANES;
+                store(sum, fused_exactly(product, splat(inputs.scales[row * stride]), load(sum)));
+            }
+        }
+    }
+}
+
+/// How many rows are multiplied with a panel at once, and how many of its vectors, so that whole numbers stay in registers.
+constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 12 : 4;
+constexpr int vectors_at_once(int rows) {
+    for (int count = VECTORS_PER_TILE; count > 1; count /= 2)
+        if ((rows + 2) * count + 2 <= REGISTERS) return count;
+    return 1;
+}
+
+/// A run of blocks of a panel, and which of several groups of rows are multiplied with it.
+struct Piece {
+    const uint8_t* from; // the first block's header
+    int64_t blocks;
+    Grouping grouping;
+    int64_t group, groups;
+};
+
+template <int BITS, class Scheme, int ROWS>
+static inline void multiply_integer_rows(const Piece& piece, const Rounded& inputs, float (*__restrict sums)[N_TILE]) {
+    constexpr int COUNT = vectors_at_once(ROWS);
+    constexpr int64_t BYTES = BLOCK * N_TILE * BITS / 8;
+    int64_t of_header = piece.grouping.header_blocks(), header_bytes = piece.grouping.header_bytes();
+    // Each group of rows asks for a part of what follows: all at once would be more than memory has on its way.
+    Span ahead((BYTES + header_bytes / of_header) / 64, piece.group, piece.groups);
+    const uint8_t *header = piece.from, *values = header + header_bytes;
+    for (int64_t block = 0, left = of_header; block < piece.blocks; block++) {
+        for (int64_t line = ahead.first; line < ahead.last; line++) __builtin_prefetch(values + PREFETCH_BYTES + line * 64);
+#pragma GCC unroll 4
+        for (int part = 0; part < VECTORS_PER_TILE; part += COUNT)
+            add_block<BITS, Scheme, ROWS, COUNT>(header, values, part * LANES, inputs.from(0, block), sums);
+        values += BYTES;
+        if (Scheme::HAS_SCALES && !--left) {
+            header = values;
+            values += header_bytes;
+            left = of_header;
+        }
+    }
+}
+
+template <int BITS, class Scheme, int ROWS = ROWS_AT_ONCE>
+static inline void
+multiply_few_integers(int64_t rows, const Piece& piece, const Rounded& inputs, float (*sums)[N_TILE]) {
+    if constexpr (ROWS > 0) {
+        if (rows == ROWS) return multiply_integer_rows<BITS, Scheme, ROWS>(piece, inputs, sums);
+        return multiply_few_integers<BITS, Scheme, ROWS - 1>(rows, piece, inputs, sums);
+    }
+}
+
+/// At most `M_BLOCK` rows times one panel, a piece after the other, each for all rows while it is near.
+template <int BITS, class Scheme>
+static void multiply_in_pieces(
+    const uint8_t* panel, const Grouping& grouping, const Rounded& inputs, int64_t rows, float (*sums)[N_TILE]
+) {
+    memset(sums, 0, rows * sizeof(*sums));
+    int64_t groups = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, of_header = grouping.header_blocks();
+    int64_t blocks = std::max(K_BLOCK / BLOCK / of_header, int64_t(1)) * of_header;
+    for (int64_t block = 0; block < inputs.blocks; block += blocks)
+        for (int64_t group = 0; group < groups; group++) {
+            Span few(rows, group, groups);
+            Piece piece = {panel + grouping.bytes(block), std::min(blocks, inputs.blocks - block), grouping, group, groups};
+            Rounded from = inputs.from(few.first, block);
+            multiply_few_integers<BITS, Scheme>(few.last - few.first, piece, from, sums + few.first);
+        }
+}
+
+template <int BITS, bool HALVES>
+static void multiply_with(
+    const uint8_t* panel, const Grouping& grouping, const Rounded& inputs, int64_t rows, float (*sums)[N_TILE]
+) {
+    auto multiply = multiply_in_pieces<BITS, Scheme<1, HALVES, false>>;
+    if (!grouping.group) multiply = multiply_in_pieces<BITS, Scheme<0, false, false>>;
+    else if (grouping.header_rows() == 2) multiply = multiply_in_pieces<BITS, Scheme<2, false, false>>; // all there are
+    else if (grouping.has_offsets) multiply = multiply_in_pieces<BITS, Scheme<1, HALVES, true>>;
+    multiply(panel, grouping, inputs, rows, sums);
+}
+
+void multiply_integers(
+    const uint8_t* panel, const Grouping& grouping, const Rounded& inputs, int64_t rows, float (*sums)[N_TILE]
+) {
+    auto multiply = grouping.bits == 8 ? grouping.is_half ? multiply_with<8, true> : multiply_with<8, false>
+                    : grouping.is_half ? multiply_with<4, true>
+                                       : multiply_with<4, false>;
+    multiply(panel, grouping, inputs, rows, sums);
+}
+
+/// Where the header and the values of a block are in a panel.
+static inline int64_t header_of(const Grouping& grouping, int64_t block) {
+    return grouping.bytes(block - block % grouping.header_blocks());
+}
+
+static inline int64_t values_of(const Grouping& grouping, int64_t block) {
+    return grouping.bytes(block) + (block % grouping.header_blocks() ? 0 : grouping.header_bytes());
+}
+
+/// Where in a header the scale or the offset of a group and an output is.
+struct Place {
+    int64_t scale, offset;
+    Place(const Grouping& grouping, int64_t group, int64_t output) {
+        int64_t size = grouping.scale_bytes(), rows = grouping.header_rows(), at = group % rows * N_TILE + output;
+        scale = header_of(grouping, group * grouping.group / BLOCK) + at * size;
+        offset = scale - at * size + rows * N_TILE * size + at * 4;
+    }
+};
+
+/// Calls `with(values, byte, upper)` for each quad of an output in a block: where its four numbers begin among the output's,
+/// the first of their bytes, and whether they are the upper halves of these.
+template <class Byte, class With>
+static inline void each_quad(Byte* panel, const Grouping& grouping, int64_t inputs, int64_t output, With with) {
+    for (int64_t block = 0; block < blocks_of(inputs); block++) {
+        Byte* base = panel + values_of(grouping, block) + output * 4;
+        for (int64_t quad = 0; quad < QUADS && block * BLOCK + quad * 4 < inputs; quad++)
+            with(block * BLOCK + quad * 4, base + quad / (grouping.bits == 8 ? 1 : 2) * N_TILE * 4, grouping.bits == 4 && quad % 2);
+    }
+}
+
+static int64_t shift_of(const Grouping& grouping) {
+    return grouping.bits == 8 ? SHIFT<8, false> : grouping.has_offsets ? SHIFT<4, true> : SHIFT<4, false>;
+}
+
+void pack_panel(
+    const int8_t* values, const void* scales, const float* offsets, int64_t outputs, int64_t inputs, const Grouping& grouping,
+    int64_t panel, uint8_t* to
+) {
+    int64_t groups = groups_of(grouping, inputs), size = grouping.scale_bytes(), shift = shift_of(grouping);
+    memset(to, 0, grouping.bytes(blocks_of(inputs)));
+    for (int64_t i = 0, output = panel * N_TILE; i < N_TILE && output < outputs; i++, output++) {
+        each_quad(to, grouping, inputs, i, [&](int64_t input, uint8_t* bytes, bool is_upper) {
+            const int8_t* from = values + output * inputs + input;
+            for (int64_t k = 0; k < std::min<int64_t>(4, inputs - input); k++)
+                bytes[k] |= uint8_t(from[k] + shift) << (is_upper ? 4 : 0);
+        });
+        for (int64_t group = 0; group < groups; group++) {
+            Place place(grouping, group, i);
+            memcpy(to + place.scale, (const char*)scales + (output * groups + group) * size, size);
+            if (grouping.has_offsets) memcpy(to + place.offset, offsets + output * groups + group, 4);
+        }
+    }
+}
+
+void unpack_output(
+    const uint8_t* panels, int64_t inputs, const Grouping& grouping, int64_t output, int8_t* values, void* scales, float* offsets
+) {
+    const uint8_t* from = panels + output / N_TILE * grouping.bytes(blocks_of(inputs));
+    int64_t i = output % N_TILE, size = grouping.scale_bytes(), shift = shift_of(grouping);
+    each_quad(from, grouping, inputs, i, [&](int64_t input, const uint8_t* bytes, bool is_upper) {
+        for (int64_t k = 0; k < std::min<int64_t>(4, inputs - input); k++) {
+            int stored = grouping.bits == 8 ? bytes[k] : is_upper ? bytes[k] >> 4 : bytes[k] & 15;
+            values[input + k] = int8_t(stored - shift);
+        }
+    });
+    for (int64_t group = 0; group < groups_of(grouping, inputs); group++) {
+        Place place(grouping, group, i);
+        memcpy((char*)scales + group * size, from + place.scale, size);
+        if (grouping.has_offsets) memcpy(offsets + group, from + place.offset, 4);
+    }
+}

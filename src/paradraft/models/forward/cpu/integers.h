@@ -1,0 +1,99 @@
+// Products with weights of 8 or 4 bits; models/quantized.py defines them. What is multiplied is rounded to 8 bits, the
+// products of a block of inputs and their sum are whole numbers, and blocks are added up in float32 in their order. So a
+// row's result is the same to the last bit whatever rows are beside it, and whichever instructions compute it.
+#pragma once
+
+#include <algorithm>
+
+#include "tiles.h"
+
+constexpr int64_t BLOCK = 32; // inputs of a row that are rounded with one scale
+constexpr int QUADS = BLOCK / 4;
+
+/// How weights of few bits are stored.
+struct Grouping {
+    int64_t bits;        // 8 or 4
+    int64_t group;       // inputs that share a scale, half a block or a multiple of one; 0 if all inputs of an output do
+    int64_t is_half;     // whether scales are float16 numbers, else float32
+    int64_t has_offsets; // a weight is scale * value + offset; only with groups
+
+    int64_t scale_bytes() const { return is_half ? 2 : 4; }
+    /// Blocks that follow on a header: scales, and then offsets, of one group or of the two halves of a block.
+    int64_t header_blocks() const { return group > BLOCK ? group / BLOCK : 1; }
+    int64_t header_rows() const { return group && group < BLOCK ? BLOCK / group : group ? 1 : 0; }
+    int64_t header_bytes() const { return header_rows() * N_TILE * (scale_bytes() + (has_offsets ? 4 : 0)); }
+    int64_t block_bytes() const { return BLOCK * N_TILE * bits / 8; }
+    /// Bytes of the first `blocks` blocks of a panel, and their headers.
+    int64_t bytes(int64_t blocks) const {
+        int64_t headers = group ? (blocks + header_blocks() - 1) / header_blocks() : 0;
+        return blocks * block_bytes() + headers * header_bytes();
+    }
+};
+
+static inline int64_t blocks_of(int64_t inputs) { return (inputs + BLOCK - 1) / BLOCK; }
+
+/// Rows of inputs, rounded: each block to whole numbers from -127 to 127 and a scale.
+struct Rounded {
+    const int8_t* values; // [rows, blocks, BLOCK], 0 after the last input
+    const float* scales;  // [rows, blocks]
+    const int32_t* sums;  // [rows, blocks, 2], of the values of a block and of its first half
+    int64_t blocks;
+
+    Rounded from(int64_t row, int64_t block) const {
+        int64_t at = row * blocks + block;
+        return {values + at * BLOCK, scales + at, sums + at * 2, blocks};
+    }
+};
+
+/// Rounds at most a block of numbers. The scale is NaN if one of them is NaN or infinite.
+static inline void round_block(const float* from, int64_t count, int8_t* values, float* scale, int32_t* sums) {
+    alignas(64) float padded[BLOCK] = {};
+    if (count < BLOCK) from = std::copy_n(from, count, padded) - count;
+    Integers most = {}; // sizes are in the order of their bits, NaN after all others
+    for (int64_t i = 0; i < BLOCK; i += LANES) {
+        Integers size = same_bits<Integers>(load(from + i)) & 0x7fffffff;
+        most = size > most ? size : most;
+    }
+    int32_t bits = largest(most);
+    float found = bits < 0x7f800000 ? same_bits<float>(bits) : NAN;
+    float factor = found < 0x1p-119f ? 0.0f : 127.0f / found; // 127 / found is finite, and so is a number times it
+    *scale = found < 0x1p-119f ? 0.0f : found * (1.0f / 127.0f);
+    const Vector shift = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number, ties to even
+    Integers totals[2] = {};
+    for (int64_t i = 0; i < BLOCK; i += LANES) {
+        Vector whole = (load(from + i) * factor + shift) - shift;
+        Integers numbers = __builtin_convertvector(whole == whole ? whole : Vector{}, Integers);
+        Bytes bytes = __builtin_convertvector(numbers, Bytes);
+        memcpy(values + i, &bytes, sizeof(bytes));
+        totals[i * 2 / BLOCK] += numbers;
+    }
+    sums[0] = sum(totals[0] + totals[1]);
+    sums[1] = sum(totals[0]);
+}
+
+/// A float16 number, of those that are no NaN and not infinite.
+static inline float half_number(uint16_t bits) {
+    uint32_t sign = uint32_t(bits & 0x8000) << 16, rest = bits & 0x7fff;
+    float number = same_bits<float>(rest << 13) * 0x1p112f; // the exponents' zeros are that far apart
+    return same_bits<float>(same_bits<uint32_t>(number) | sign);
+}
+
+static inline int64_t groups_of(const Grouping& grouping, int64_t inputs) {
+    return grouping.group ? (inputs + grouping.group - 1) / grouping.group : 0;
+}
+
+/// At most `M_BLOCK` rows times one panel; sets each row's `N_TILE` sums.
+void multiply_integers(
+    const uint8_t* panel, const Grouping& grouping, const Rounded& inputs, int64_t rows, float (*sums)[N_TILE]
+);
+
+/// Sets one panel. `values` `[outputs, inputs]`; `scales` and `offsets` `[outputs, groups]`, null where there are none.
+void pack_panel(
+    const int8_t* values, const void* scales, const float* offsets, int64_t outputs, int64_t inputs, const Grouping& grouping,
+    int64_t panel, uint8_t* to
+);
+
+/// What `pack_panel` was given of one output: `[inputs]` values, and `[groups]` scales and offsets where panels have them.
+void unpack_output(
+    const uint8_t* panels, int64_t inputs, const Grouping& grouping, int64_t output, int8_t* values, void* scales, float* offsets
+);

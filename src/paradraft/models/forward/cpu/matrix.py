@@ -1,0 +1,169 @@
+"""Matrices of weights in the order in which the C++ reads them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from paradraft.models.forward.cpu.build import library
+from paradraft.models.quantized import Format, Parts, QuantizedTensor
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""How weights may be stored, with the numbers that `gemm.h` has for them."""
+
+
+class _Grouping(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in Format._fields)
+
+
+class Matrix(ctypes.Structure):
+    """The struct of that name in `gemm.h`."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64), ("kind", ctypes.c_int64),
+        ("scales", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("grouping", _Grouping),
+    )  # fmt: skip
+
+
+def is_known(weight: Tensor) -> bool:
+    """Whether weights can be packed: plain ones, or those of few bits."""
+    return isinstance(weight, QuantizedTensor) or type(weight) in (nn.Parameter, Tensor)
+
+
+def packed_dtype(weight: Tensor) -> torch.dtype:
+    """What weights, `[outputs, inputs]`, are packed as: bfloat16 where nothing is lost by it, as in nearly all that are
+    published. Those are packed in pairs of inputs."""
+    if isinstance(weight, QuantizedTensor):
+        return torch.int8
+    is_bfloat16 = weight.dtype == torch.bfloat16 or torch.equal(weight.bfloat16().float(), weight)
+    return torch.bfloat16 if is_bfloat16 and weight.shape[1] % 2 == 0 else torch.float32
+
+
+class PackedMatrix:
+    """A copy of the weights of linear layers with the same inputs, as one matrix.
+
+    Weights of few bits forget their parts, which are here then.
+
+    Args:
+        weights: each `[outputs, inputs]`, one that `is_known`; all of one dtype, or all of one format of few bits.
+        biases: of each `[outputs]`, or None.
+
+    Raises:
+        CannotBuildError: there is no library for this machine.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> None:
+        for weight, bias in zip(weights, biases, strict=False):
+            assert bias is None or bias.shape == (len(weight),), "a bias has one number for each output"
+        self._scales: Tensor | None = None
+        self._bias = _joined(weights, biases)
+        self.matrix = Matrix(
+            outputs=sum(map(len, weights)),
+            inputs=weights[0].shape[1],
+            bias=None if self._bias is None else self._bias.data_ptr(),
+        )
+        if quantized := [weight for weight in weights if isinstance(weight, QuantizedTensor)]:
+            assert len(quantized) == len(weights)
+            self._pack_quantized(quantized)
+        else:
+            whole = torch.cat([weight.detach() for weight in weights])
+            whole = whole.to(packed_dtype(whole))
+            self._pack(KINDS[whole.dtype], whole)
+
+    def _pack(self, kind: int, weights: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None) -> None:
+        self.matrix.kind = kind
+        size = library().packed_bytes(ctypes.byref(self.matrix))
+        self._panels = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self.matrix.panels = self._panels.data_ptr()
+        addresses = [None if part is None else part.data_ptr() for part in (scales, offsets)]
+        library().pack_matrix(ctypes.byref(self.matrix), weights.data_ptr(), *addresses, self._panels.data_ptr())
+
+    def _pack_quantized(self, weights: Sequence[QuantizedTensor]) -> None:
+        formats = {weight.format for weight in weights}
+        assert len(formats) == 1, "weights of different formats"
+        self._format = formats.pop()
+        self.matrix.grouping = _Grouping(*self._format)
+        values, scales, offsets = (
+            None if any(part is None for part in parts) else torch.cat(parts).contiguous()
+            for parts in zip(*(weight.parts for weight in weights), strict=True)
+        )
+        assert values is not None and scales is not None
+        if not self._format.group:
+            self._scales = scales.float().flatten()
+            self.matrix.scales = self._scales.data_ptr()
+        self._scale_dtype = scales.dtype
+        self._pack(KINDS[torch.int8], values, scales, None if offsets is None else offsets.float())
+        first = 0
+        for weight in weights:
+            weight.move_to(partial(self._unpacked, first, len(weight)))
+            first += len(weight)
+
+    def _unpacked(self, first: int, count: int) -> Parts:
+        """What was packed of some outputs."""
+        inputs, group = self.matrix.inputs, self._format.group
+        groups = -(-inputs // group) if group else 0
+        values = torch.empty(count, inputs, dtype=torch.int8, device="cpu")
+        scales = torch.empty(count, groups, dtype=self._scale_dtype, device="cpu")
+        offsets = torch.empty(count, groups, dtype=torch.float32, device="cpu") if self._format.has_offsets else None
+        library().unpack_outputs(
+            ctypes.byref(self.matrix), first, count, values.data_ptr(), scales.data_ptr(),
+            None if offsets is None else offsets.data_ptr(),
+        )  # fmt: skip
+        if self._scales is not None:
+            scales = self._scales[first : first + count, None].to(self._scale_dtype)
+        return values, scales, offsets
+
+    def multiply(self, inputs: Tensor, outputs: Tensor, threads: int | None = None) -> bool:
+        """Sets `outputs`, `[rows, outputs]` of float32, to what the layers make of `inputs`, `[rows, inputs]`.
+
+        Args:
+            inputs: float32; or bfloat16, if the weights are packed as such.
+            outputs: changed in place.
+            threads: most threads; by default as many as torch uses.
+
+        Returns:
+            False, with nothing done, where the CPU has no products of bfloat16 numbers.
+        """
+        are_bfloat16 = inputs.dtype == torch.bfloat16
+        assert are_bfloat16 or inputs.dtype == torch.float32, "other numbers would be read as these"
+        assert inputs.shape == (len(outputs), self.matrix.inputs) and outputs.shape[1] == self.matrix.outputs
+        assert inputs.is_contiguous() and outputs.is_contiguous() and outputs.dtype == torch.float32
+        assert not are_bfloat16 or self.matrix.kind == KINDS[torch.bfloat16]
+        return not library().multiply_all(
+            ctypes.byref(self.matrix), inputs.data_ptr(), are_bfloat16, len(inputs), outputs.data_ptr(),
+            torch.get_num_threads() if threads is None else threads,
+        )  # fmt: skip
+
+
+def _joined(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """The biases of several layers in a row, zeros where a layer has none; None if none has one."""
+    if all(bias is None for bias in biases):
+        return None
+    parts = zip(weights, biases, strict=True)
+    return torch.cat(
+        [
+            torch.zeros(len(weight), dtype=torch.float32, device="cpu") if bias is None else bias.detach().float()
+            for weight, bias in parts
+        ]
+    )
+
+
+def compute_products(model: nn.Module) -> None:
+    """Has the C++ compute all products of a model with weights of few bits, in the model's own code.
+
+    Raises:
+        CannotBuildError: there is no library for this machine.
+    """
+    for weight in {id(weight): weight for weight in model.parameters()}.values():
+        if isinstance(weight, QuantizedTensor) and weight.device.type == "cpu":
+            weight.product = partial(_product, PackedMatrix([weight]))
+
+
+def _product(matrix: PackedMatrix, inputs_MK: Tensor) -> Tensor:
+    outputs_MN = torch.empty(len(inputs_MK), matrix.matrix.outputs, dtype=torch.float32, device="cpu")
+    matrix.multiply(inputs_MK.float().contiguous(), outputs_MN)
+    return outputs_MN

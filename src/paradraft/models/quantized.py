@@ -1,0 +1,314 @@
+"""Weights of 8 or 4 bits, and products with them: the definition that the kernels of CPUs follow to the last bit.
+
+A weight is `scale * value`, or `scale * value + offset`: a scale, and an offset where there are any, belong to a group
+of inputs of one output (all of them where there is one group). What is multiplied with weights is rounded too: each
+token's inputs in blocks of 32, each block to whole numbers from -127 to 127 and a scale. So a product is a sum of whole
+numbers in each block, which is exact in any order, and a float32 sum over blocks in their order: the same for a token
+whatever else is computed with it, and on every CPU.
+
+Shape letters: M tokens, N outputs, K inputs, B blocks of inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+BLOCK = 32
+"""Inputs of a token that are rounded with one scale."""
+GROUP = 32
+"""Weights that share a scale when we round to 4 bits, as in Q4_0."""
+LARGEST = 127
+"""Of the whole numbers that inputs and weights of 8 bits are rounded to; -128 could overflow a CPU's sums."""
+OUTPUTS_AT_ONCE = 4096
+"""Of a product in torch, so that few weights are numbers at a time."""
+SHRINKINGS = 16
+"""Scales that are tried for a group of 4-bit weights."""
+_LIMITS = {8: (-128, 127), 4: (-8, 7)}
+Parts = tuple[Tensor, Tensor, Tensor | None]
+
+
+class Format(NamedTuple):
+    """How weights of few bits are stored.
+
+    Args:
+        bits: 8 or 4.
+        group: inputs that share a scale; 0 if an output has one scale and no offset.
+        is_half: whether scales are float16, else float32.
+        has_offsets: whether there are offsets.
+    """
+
+    bits: int
+    group: int
+    is_half: bool
+    has_offsets: bool
+
+
+class QuantizedTensor(Tensor):
+    """Weights `[N, K]` of few bits, in place of an ordinary tensor in a linear layer or an embedding.
+
+    Args:
+        values: `[N, K]` int8. Of 8 bits -128 to 127; of 4 bits -8 to 7, or 0 to 15 with offsets.
+        scales: `[N, G]` float16 or float32 (of groups of 16, float32); a group has K inputs if G is 1, else `group`.
+        offsets: `[N, G]` float32, or None; groups of 16 have none.
+        bits: 8 or 4.
+        group: inputs of a group, 16 or a multiple of 32; the last may be smaller. K if G is 1.
+        dtype: in which results are returned.
+
+    Raises:
+        ValueError: the parts do not fit each other.
+    """
+
+    bits: int
+    group: int
+
+    @staticmethod
+    def __new__(  # noqa: D102  # as __init__
+        cls,
+        values: Tensor,
+        scales: Tensor,
+        offsets: Tensor | None = None,
+        *,
+        bits: int,
+        group: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> QuantizedTensor:
+        made: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, dtype=dtype, device=values.device, requires_grad=False
+        )
+        return made
+
+    def __init__(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        offsets: Tensor | None = None,
+        *,
+        bits: int,
+        group: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        _check(values, scales, offsets, bits, group)
+        self.bits, self.group = bits, group
+        self._parts: Parts | None = (values, scales, offsets)
+        self._unpack: Callable[[], Parts] | None = None
+        self._scale_dtype, self._has_offsets = scales.dtype, offsets is not None
+        self.product: Callable[[Tensor], Tensor] | None = None
+        """What computes `[M, N]` of `[M, K]` with the weights, if a kernel does."""
+
+    @property
+    def parts(self) -> Parts:
+        """Values, scales and offsets, or None in place of these."""
+        if self._parts is not None:
+            return self._parts
+        assert self._unpack is not None
+        return self._unpack()
+
+    @property
+    def format(self) -> Format:
+        """How the weights are stored; those of equal formats can be stored as one matrix."""
+        is_whole = self.group == self.shape[1]
+        group = 0 if is_whole and not self._has_offsets else self.group
+        group = -(-group // BLOCK) * BLOCK if is_whole else group
+        return Format(self.bits, group, self._scale_dtype == torch.float16, self._has_offsets)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the weights in their few bits, with scales and offsets."""
+        groups = -(-self.shape[1] // self.group) * len(self)
+        return self.numel() * self.bits // 8 + groups * (self._scale_dtype.itemsize + 4 * self._has_offsets)
+
+    def move_to(self, unpack: Callable[[], Parts]) -> None:
+        """Forgets the parts, which `unpack` has in another form."""
+        self._parts, self._unpack = None, unpack
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch passes nothing
+        return f"QuantizedTensor({list(self.shape)}, {self.format})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        parts = [None if part is None else part.clone() for part in self.parts]
+        return QuantizedTensor(*parts, bits=self.bits, group=self.group, dtype=self.dtype)  # type: ignore[arg-type]  # the first two are there
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is functional.linear and isinstance(args[1], QuantizedTensor):
+            return _linear(*args, **(kwargs or {}))
+        if function is functional.embedding and isinstance(args[1], QuantizedTensor):
+            return args[1].rows(args[0])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch's own subclasses declare it
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]
+        raise NotImplementedError(f"{function} of weights of few bits: `dequantize()` has them as numbers")
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """The weights `[…, K]` of some outputs `[…]`: an embedding's rows."""
+        values, scales, offsets = self.parts
+        numbers = values[tokens] * _spread(scales[tokens].float(), self.group, self.shape[1])
+        if offsets is not None:
+            numbers += _spread(offsets[tokens], self.group, self.shape[1])
+        return numbers.to(self.dtype)
+
+    def dequantize(self) -> Tensor:
+        """The weights `[N, K]` as numbers."""
+        return self.rows(torch.arange(len(self), device=self.device))
+
+
+def _check(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: int, group: int) -> None:
+    if bits not in _LIMITS or values.dtype != torch.int8 or values.ndim != 2:
+        raise ValueError(
+            f"{bits} bits, {values.dtype} values of shape {list(values.shape)}: use int8 [N, K], bits 8 or 4"
+        )
+    outputs, inputs = values.shape
+    if group != inputs and group != BLOCK // 2 and group % BLOCK:
+        raise ValueError(f"groups of {group} inputs: use {BLOCK // 2}, a multiple of {BLOCK}, or all {inputs}")
+    if group == BLOCK // 2 and (offsets is not None or scales.dtype != torch.float32):
+        raise ValueError(f"groups of {group} inputs: with float32 scales, and without offsets")
+    for part in (scales, *([] if offsets is None else [offsets])):
+        if part.shape != (needed := (outputs, -(-inputs // group))):
+            raise ValueError(f"scales or offsets of shape {list(part.shape)}: these weights need {list(needed)}")
+    lowest, highest = (0, 15) if bits == 4 and offsets is not None else _LIMITS[bits]
+    found = (int(values.min()), int(values.max())) if values.numel() else (0, 0)
+    if not lowest <= found[0] <= found[1] <= highest:
+        raise ValueError(f"values of {bits} bits from {found[0]} to {found[1]}: use {lowest} to {highest}")
+
+
+def _spread(groups: Tensor, group: int, inputs: int) -> Tensor:
+    """`[…, K]` what each input's group has, of `[…, G]`."""
+    return groups.repeat_interleave(group, dim=-1)[..., :inputs]
+
+
+def round_linears(model: nn.Module, bits: int, head: nn.Module) -> None:
+    """Rounds the weights of all linear layers of a model, in place; to 4 bits those of all but its head, which keeps 8.
+
+    Args:
+        bits: 8 or 4.
+        head: the output head. Where it was the embedding, it gets a matrix of its own.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weight = (
+                rounded_to_8_bits(module.weight) if bits == 8 or module is head else rounded_to_4_bits(module.weight)
+            )
+            module.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def rounded_to_8_bits(weight: Tensor) -> QuantizedTensor:
+    """Rounds weights `[N, K]` to 8 bits, with a scale for each output.
+
+    >>> rounded_to_8_bits(torch.tensor([[1.0, -0.5, 0.004]])).values.tolist()
+    [[127, -64, 1]]
+    """
+    numbers = weight.detach().float()
+    scales = numbers.abs().amax(dim=1, keepdim=True) / LARGEST
+    values = (numbers / scales.where(scales > 0, 1.0)).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+    return QuantizedTensor(values, scales, bits=8, group=weight.shape[1], dtype=weight.dtype)
+
+
+def rounded_to_4_bits(weight: Tensor) -> QuantizedTensor:
+    """Rounds weights `[N, K]` to 4 bits, with a float16 scale for each `GROUP` inputs.
+
+    The number of the largest size becomes -8, as in Q4_0 of llama.cpp, or a little less or more than that: of
+    `SHRINKINGS` scales the one with the smallest sum of squared errors.
+    """
+    inputs = weight.shape[1]
+    padded = functional.pad(weight.detach().float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
+    largest = padded.gather(2, padded.abs().argmax(dim=2, keepdim=True))
+    best_error = torch.full_like(largest, torch.inf)
+    best_scales, best_values = torch.zeros_like(largest), torch.zeros_like(padded)
+    for step in range(SHRINKINGS):
+        scales = (largest / (-8.5 + step / SHRINKINGS * 2)).half().float()
+        values = (padded / scales.where(scales != 0, 1.0)).round().clamp(-8, 7)
+        error = (values * scales - padded).square().sum(dim=2, keepdim=True)
+        is_better = error < best_error
+        best_error, best_scales = error.where(is_better, best_error), scales.where(is_better, best_scales)
+        best_values = values.where(is_better, best_values)
+    return QuantizedTensor(
+        best_values.to(torch.int8).flatten(1)[:, :inputs].contiguous(), best_scales[:, :, 0].half(), bits=4,
+        group=GROUP, dtype=weight.dtype,
+    )  # fmt: skip
+
+
+def rounded_inputs(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds what is multiplied with weights of few bits.
+
+    Args:
+        inputs: `[M, K]`.
+
+    Returns:
+        `[M, B, BLOCK]` whole numbers as float32, 0 after the last input; `[M, B]` scales, NaN where an input is.
+    """
+    padded = functional.pad(inputs.float(), (0, -inputs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    largest = padded.abs().amax(dim=2)
+    # Below, 127 divided by it would be infinite.
+    is_nothing = largest < torch.finfo(torch.float32).tiny * 128
+    # Not `LARGEST / largest`, of which torch makes the product with a reciprocal that is rounded.
+    factors = torch.full_like(largest, LARGEST).div(largest).where(~is_nothing, 0.0)
+    return (padded * factors[:, :, None]).round().nan_to_num(0), (largest * (1 / LARGEST)).where(~is_nothing, 0.0)
+
+
+def _linear(inputs: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+    """`[…, N]` the product of inputs `[…, K]`."""
+    flat_MK = inputs.flatten(0, -2)
+    totals_MN = plain_product(flat_MK, weight) if weight.product is None else weight.product(flat_MK)
+    if bias is not None:
+        totals_MN = totals_MN + bias.float()
+    return totals_MN.to(inputs.dtype).unflatten(0, inputs.shape[:-1])
+
+
+def plain_product(inputs_MK: Tensor, weight: QuantizedTensor) -> Tensor:
+    """`[M, N]` the product of inputs with weights, by torch: slow, and the oracle of the kernels."""
+    rounded = rounded_inputs(inputs_MK)
+    values, scales, offsets = weight.parts
+    step, has_one_scale = min(weight.group, BLOCK), weight.format.group == 0
+    some = []
+    for first in range(0, len(weight), OUTPUTS_AT_ONCE):
+        of = slice(first, first + OUTPUTS_AT_ONCE)
+        totals_MN = _products(
+            rounded, values[of], None if has_one_scale else scales[of], None if offsets is None else offsets[of],
+            step, weight.group,
+        )  # fmt: skip
+        some.append(totals_MN * scales[of, 0].float() if has_one_scale else totals_MN)
+    return torch.cat(some, dim=1)
+
+
+def _products(
+    rounded: tuple[Tensor, Tensor],
+    values_NK: Tensor,
+    scales: Tensor | None,
+    offsets: Tensor | None,
+    step: int,
+    group: int,
+) -> Tensor:
+    """`[M, N]` sums over blocks; without scales, what is to be multiplied with an output's own."""
+    (blocks_MBI, scales_MB), K = rounded, values_NK.shape[1]
+    totals_MN = torch.zeros(len(blocks_MBI), len(values_NK), dtype=torch.float32, device=values_NK.device)
+    for block in range(-(-K // BLOCK)):
+        products_MN = torch.zeros_like(totals_MN)
+        for first in range(block * BLOCK, min((block + 1) * BLOCK, K), step):
+            last = min(first + step, (block + 1) * BLOCK, K)
+            few_MI = blocks_MBI[:, block, first - block * BLOCK : last - block * BLOCK]
+            # Whole numbers below 2^24: exact in any order.
+            sums_MN = few_MI @ values_NK[:, first:last].float().T
+            if offsets is not None:
+                products_MN = _fused(few_MI.sum(1, keepdim=True), offsets[:, first // group], products_MN)
+            if scales is not None:
+                sums_MN = _fused(sums_MN, scales[:, first // group].float(), products_MN)
+            products_MN = sums_MN
+        totals_MN = _fused(products_MN, scales_MB[:, block, None], totals_MN)
+    return totals_MN
+
+
+def _fused(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """`left * right + total`, rounded once: in float64 the product is exact."""
+    return (left.double() * right.double() + total.double()).float()

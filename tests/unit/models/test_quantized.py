@@ -1,0 +1,224 @@
+"""Weights of few bits: how they are rounded, and products with them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paradraft.models.forward.cpu import build
+from paradraft.models.forward.cpu.matrix import PackedMatrix
+from paradraft.models.quantized import (
+    BLOCK,
+    QuantizedTensor,
+    plain_product,
+    round_linears,
+    rounded_inputs,
+    rounded_to_4_bits,
+    rounded_to_8_bits,
+)
+from paradraft.models.runtime import Runtime, stored_bytes
+from tests.unit.models.forward.test_cpu_build import kept, new_machine  # noqa: F401  # fixtures
+
+SHAPES = [(70, 96), (3, 100), (130, 33), (65, 320), (1, 7)]
+FORMATS = [
+    pytest.param(bits, group, half, offsets, id=f"{bits}-{group}-{'half' if half else 'float'}{'-offsets' * offsets}")
+    for bits in (8, 4)
+    for group in (16, 32, 64, 0)
+    for half in (False, True)
+    for offsets in (False, True)
+    if group != 16 or not (half or offsets)
+]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 13, 26]
+"""Of products: all numbers that kernels have code for, and those that are cut into some of these."""
+
+
+def random_weight(bits: int, group: int, half: bool, offsets: bool, shape: tuple[int, int]) -> QuantizedTensor:
+    generator = torch.Generator().manual_seed(bits + group)
+    lowest, highest = {(8, False): (-128, 127), (8, True): (-128, 127), (4, False): (-8, 7), (4, True): (0, 15)}[
+        bits, offsets
+    ]
+    group = group or shape[1]
+    groups = shape[0], math.ceil(shape[1] / group)
+    scales = torch.randn(groups, generator=generator) / 100
+    return QuantizedTensor(
+        torch.randint(lowest, highest + 1, shape, dtype=torch.int8, generator=generator),
+        scales.half() if half else scales,
+        torch.randn(groups, generator=generator) / 10 if offsets else None,
+        bits=bits,
+        group=group,
+    )
+
+
+def random_inputs(rows: int, width: int) -> Tensor:
+    """Rows of very different sizes, one of them nothing at all."""
+    generator = torch.Generator().manual_seed(rows)
+    inputs = torch.randn(rows, width, generator=generator) * torch.logspace(-3, 3, rows)[:, None]
+    inputs[rows // 2, :20] = 0.0
+    inputs[-1] *= rows != 4
+    return inputs
+
+
+def product(matrix: PackedMatrix, inputs: Tensor, threads: int = 1) -> Tensor:
+    outputs = torch.empty(len(inputs), matrix.matrix.outputs)
+    assert matrix.multiply(inputs, outputs, threads)
+    return outputs
+
+
+def assert_kernels_follow(weight: QuantizedTensor) -> None:
+    """The kernels give the bits that torch gives, and what they have stored is what they were given."""
+    plain = copy.deepcopy(weight)
+    packed = PackedMatrix([weight])
+    for rows in ROWS:
+        inputs = random_inputs(rows, weight.shape[1])
+        assert torch.equal(product(packed, inputs, 1 + rows % 2), plain_product(inputs, plain)), rows
+    for before, after in zip(plain.parts, weight.parts, strict=True):
+        assert (before is None and after is None) or torch.equal(before, after)  # type: ignore[arg-type]  # both are there
+    assert torch.equal(plain.dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize(("bits", "group", "half", "offsets"), FORMATS)
+def test_kernels_give_the_bits_of_the_definition(bits: int, group: int, half: bool, offsets: bool) -> None:
+    """Guards the promise that the text is the same on every CPU and in every batch, and stored weights against a place
+    of their own that differs from where they are read."""
+    for shape in SHAPES:
+        assert_kernels_follow(random_weight(bits, group, half, offsets, shape))
+
+
+@pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx2", False), reason="of x86 CPUs")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("-march=x86-64", id="plain"),
+        pytest.param("-march=haswell -mtune=znver2", id="AVX2"),
+        pytest.param("-mno-avx512vnni -mno-avxvnni", id="no VNNI", marks=pytest.mark.slow),
+        pytest.param("-march=haswell -mavxvnni", id="VNNI of 256 bits", marks=pytest.mark.slow),
+        pytest.param("-march=sandybridge", id="AVX", marks=pytest.mark.slow),
+    ],
+)
+def test_other_cpus_give_the_same_bits(kept: None, monkeypatch: pytest.MonkeyPatch, flags: str) -> None:  # noqa: F811
+    """Guards sums of 16 bits against numbers that do not fit, and CPUs that fuse nothing."""
+    instructions = " ".join(build._cpu())
+    if ("-mavxvnni" in flags and "avx_vnni" not in instructions) or (
+        "-mno" in flags and "avx512bw" not in instructions
+    ):
+        pytest.skip("this CPU has no such instructions")
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *flags.split()))
+    for bits, group, offsets in [(8, 0, False), (8, 32, False), (8, 16, False), (4, 32, False), (4, 32, True)]:
+        assert_kernels_follow(random_weight(bits, group, group == 32, offsets, (70, 100)))
+    extremes = QuantizedTensor(torch.full((4, 64), -128, dtype=torch.int8), torch.ones(4, 1), bits=8, group=64)
+    assert product(PackedMatrix([extremes]), torch.full((1, 64), -1.0)).tolist() == [[64 * 128.0] * 4]
+
+
+def test_a_product_is_what_its_definition_says() -> None:
+    """Guards the oracle itself: a double loop over outputs and inputs, in Python's numbers."""
+    weight = random_weight(4, 32, True, True, (3, 70))
+    inputs = random_inputs(2, 70)
+    values, scales, offsets = weight.parts
+    assert offsets is not None
+    blocks, factors = rounded_inputs(inputs)
+    for row in range(2):
+        for output in range(3):
+            total = 0.0
+            for k in range(70):
+                number = float(values[output, k]) * float(scales[output, k // 32]) + float(offsets[output, k // 32])
+                total += number * float(blocks[row, k // BLOCK, k % BLOCK]) * float(factors[row, k // BLOCK])
+            assert float(plain_product(inputs, weight)[row, output]) == pytest.approx(total, rel=1e-5, abs=1e-5)
+
+
+def test_inputs_are_rounded_block_by_block() -> None:
+    """Guards small numbers beside large ones: an outlier costs its own block its precision, and no other."""
+    inputs = torch.zeros(1, 70)
+    inputs[0, :3] = torch.tensor([1000.0, 3.0, -1000.0])
+    inputs[0, 64:] = torch.tensor([0.5, -0.25, 0.125, 0.0, 0.0, 0.0])
+    blocks, scales = rounded_inputs(inputs)
+    assert blocks[0, 0, :3].tolist() == [127, 0, -127]
+    assert blocks[0, 2, :4].tolist() == [127, -64, 32, 0]
+    assert scales[0].tolist() == pytest.approx([1000 / 127, 0.0, 0.5 / 127])
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_none_stay_so(wrong: float) -> None:
+    """Guards the message of a model whose states overflow: rounded to 8 bits, they would look like others."""
+    inputs = torch.randn(2, 64)
+    inputs[1, 40] = wrong
+    weight = random_weight(8, 32, True, False, (5, 64))
+    plain = plain_product(inputs, weight)
+    assert plain[0].isfinite().all() and plain[1].isnan().all()
+    packed = product(PackedMatrix([weight]), inputs)
+    assert torch.equal(packed[0], plain[0]) and packed[1].isnan().all()
+
+
+def test_4_bits_are_rounded_better_than_to_the_largest() -> None:
+    """Guards the search for scales: Q4_0 takes a quarter more error."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    ours = (rounded_to_4_bits(weight).dequantize() - weight).square().mean()
+    groups = weight.unflatten(1, (-1, 32))
+    scales = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8
+    theirs = ((groups / scales).round().clamp(-8, 7) * scales - groups).square().mean()
+    assert ours < 0.9 * theirs
+
+
+@pytest.mark.parametrize("rounded", [rounded_to_8_bits, rounded_to_4_bits])
+def test_weights_that_are_nothing_stay_so(rounded: type) -> None:
+    """Guards a division by a scale of 0, in rows that only fill up a vocabulary."""
+    weight = torch.zeros(3, 40)
+    weight[1, 0] = 1e-30
+    assert torch.equal(rounded(weight).dequantize()[[0, 2]], torch.zeros(2, 40))
+
+
+def test_the_head_keeps_8_bits() -> None:
+    """Guards small models, whose heads are a third of them: in 4 bits they say something else."""
+    model = nn.ModuleDict({"body": nn.Linear(64, 64), "head": nn.Linear(64, 64)})
+    round_linears(model, 4, model["head"])
+    assert [stored_bytes(model[name].weight) for name in ("body", "head")] == [64 * 32 + 64 * 2 * 2, 64 * 64 + 64 * 4]
+
+
+def test_an_embedding_reads_its_rows() -> None:
+    """Guards embeddings of few bits, which files of llama.cpp have."""
+    embedding = nn.Embedding(10, 64)
+    weight = rounded_to_8_bits(embedding.weight)
+    embedding.weight = nn.Parameter(weight, requires_grad=False)
+    tokens = torch.tensor([[3, 9], [0, 3]])
+    assert torch.equal(embedding(tokens), weight.dequantize()[tokens])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"bits": 5}, "use int8"),
+        ({"values": torch.zeros(2, 64)}, "use int8"),
+        ({"group": 24}, "groups of 24 inputs"),
+        ({"group": 16, "scales": torch.ones(2, 4).half()}, "with float32 scales"),
+        ({"scales": torch.ones(2, 3)}, r"shape \[2, 3\]: these weights need \[2, 2\]"),
+        ({"offsets": torch.ones(1, 2)}, r"shape \[1, 2\]"),
+        ({"values": torch.full((2, 64), 9, dtype=torch.int8)}, "values of 4 bits from 9 to 9: use -8 to 7"),
+        ({"values": torch.full((2, 64), -1, dtype=torch.int8), "offsets": torch.ones(2, 2)}, "use 0 to 15"),
+    ],
+)
+def test_parts_that_do_not_fit(change: dict[str, object], says: str) -> None:
+    """Guards files that are read wrongly, which would give other weights without an error."""
+    settings = {"values": torch.zeros(2, 64, dtype=torch.int8), "scales": torch.ones(2, 2), "bits": 4, "group": 32}
+    with pytest.raises(ValueError, match=says):
+        QuantizedTensor(**(settings | change))  # type: ignore[arg-type]  # that is the test
+
+
+def test_what_is_not_said_of_few_bits_is_an_error() -> None:
+    """Guards against torch's own operations on a tensor that has no numbers."""
+    with pytest.raises(NotImplementedError, match="dequantize"):
+        rounded_to_8_bits(torch.ones(2, 64)) + 1
+
+
+def test_4_bits_take_half_of_8(tmp_path: Path) -> None:
+    """Guards `int4` on CPUs against 8 bits in disguise."""
+    assert Runtime(device="cpu", dtype="int4").computed_in in (torch.bfloat16, torch.float32)
+    weight = torch.randn(128, 256)
+    packed = {
+        bits: PackedMatrix([rounded(weight)]) for bits, rounded in ((8, rounded_to_8_bits), (4, rounded_to_4_bits))
+    }
+    sizes = {bits: matrix._panels.numel() for bits, matrix in packed.items()}
+    assert sizes == {8: 128 * 256, 4: 128 * 128 + 128 * 8 * 2}
