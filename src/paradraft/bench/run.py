@@ -26,6 +26,7 @@ from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.loader import runtime_on
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward.cpu.build import kernel_names
 from paradraft.models.loading import settled
 from paradraft.preflight import fitted
 from paradraft.verify import load_rule
@@ -75,6 +76,7 @@ def run_benchmark(
     speeds.measure()  # once more: a program beside the first time would make floors that are easily reached
     machine = describe_machine(benchmark.runtime.device)
     machine["versions"] |= versions
+    machine["kernels"] = kernel_names()
     return [
         _result(benchmark, prepared, work, texts, found, speeds, report) | {"machine": machine}
         for work, texts, found in zip(works, prompts, measured, strict=True)

@@ -75,6 +75,14 @@ def load_again() -> None:
     assert build.library().packed_bytes(ctypes.byref(Matrix(outputs=1, inputs=2, kind=0)))
 
 
+def test_kernels_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards figures that cannot be compared because other instructions were behind them."""
+    has = torch.cpu.get_capabilities()
+    assert ("avx512" in build.kernel_names()) == has.get("avx512_f", has.get("avx512", False))
+    monkeypatch.setattr(build, "_library", lambda: build.CannotBuildError("no compiler"))
+    assert build.kernel_names() == []
+
+
 def test_it_is_built_once(new_machine: Path, builds: list[list[str]]) -> None:
     """Guards ten seconds of every process."""
     load_again()

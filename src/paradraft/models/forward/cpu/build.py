@@ -70,6 +70,12 @@ def library() -> ctypes.CDLL:
     return found
 
 
+def kernel_names() -> list[str]:
+    """The instructions that products on this machine's CPU use, such as "avx512" and "vnni"; none without a library."""
+    found = _library()
+    return [] if isinstance(found, CannotBuildError) else found.kernel_names().decode().split()
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | CannotBuildError:
     """The library, or why there is none, so that a compiler that fails is asked once."""
@@ -79,6 +85,7 @@ def _library() -> ctypes.CDLL | CannotBuildError:
         return error
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         return CannotBuildError(str(error))
+    found.kernel_names.restype = ctypes.c_char_p
     found.packed_bytes.argtypes = [ctypes.c_void_p]
     found.packed_bytes.restype = ctypes.c_int64
     found.pack_matrix.argtypes = [ctypes.c_void_p] * 5

@@ -394,3 +394,36 @@ void unpack_output(
         if (grouping.has_offsets) memcpy(offsets + group, from + place.offset, 4);
     }
 }
+
+/// The instructions that products use, with spaces between them.
+extern "C" const char* kernel_names() {
+    return ""
+#if defined(__AVX512F__)
+           "avx512"
+#elif defined(__AVX2__)
+           "avx2"
+#elif defined(__AVX__)
+           "avx"
+#elif defined(__aarch64__)
+           "neon"
+#elif defined(__SSE2__)
+           "sse2"
+#else
+           "plain"
+#endif
+#if defined(__FMA__)
+           " fma"
+#endif
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+           " vnni"
+#elif defined(__ARM_FEATURE_DOTPROD)
+           " dotprod"
+#endif
+#if defined(__AVX512BF16__)
+           " bf16"
+#endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+           " amx"
+#endif
+        ;
+}
