@@ -11,7 +11,7 @@ import torch
 
 from paradraft.bench.bandwidth import Speeds
 from paradraft.bench.baselines import HF
-from paradraft.bench.baselines.vllm import running
+from paradraft.bench.baselines.process import running
 from paradraft.bench.harness import Measured, measure, summarize
 from paradraft.bench.profile import profile
 from paradraft.bench.result import Piece, by_round, pieces
