@@ -1,0 +1,208 @@
+"""Writes a causal LM of `transformers` as a GGUF file, which llama.cpp reads.
+
+Token ids are all that is exchanged with llama.cpp, so the file has no vocabulary but its size. Numbers stay in the
+dtype that the model has, norms and biases become float32, as in llama.cpp's own converter
+(`convert_hf_to_gguf.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""What llama.cpp calls them."""
+PERMUTED = "llama"
+"""The architecture that rotates neighbouring numbers of a head, where `transformers` rotates the n-th of its first half
+with the n-th of the second: rows of queries and keys change places."""
+WHOLE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+OF_LAYERS = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+"""Names of weights, ours and those of GGUF."""
+ROPE = "rope_freqs.weight"
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
+"""Numbers of GGML's types."""
+FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
+"""llama.cpp's numbers of files whose matrices have them."""
+ALIGNMENT = 32
+"""Bytes: tensors begin at multiples of it."""
+UINT32, FLOAT32, STRING = 4, 6, 8
+"""Numbers of the types of settings."""
+
+Settings = dict[str, int | float | str]
+
+
+def write_gguf(model: PreTrainedModel, file: Path) -> None:
+    """Writes a model; the file is whole or not there.
+
+    Args:
+        model: on the CPU, in float32, float16 or bfloat16.
+        file: in a folder that is there.
+
+    Raises:
+        ValueError: llama.cpp would compute something else than this model does.
+    """
+    tensors = dict(_tensors(model))
+    settings = _settings(model)
+    new = file.with_name(f"{file.name}.{os.getpid()}.new")
+    try:
+        with new.open("wb") as stream:
+            _write(stream, settings, tensors)
+        os.replace(new, file)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Raises ValueError unless models with this config can be written."""
+    name = config.name_or_path or config.model_type
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"{name!r} is a {config.model_type} model, and paradraft writes GGUF files of {', '.join(ARCHITECTURES)} "
+            "only: leave this peer out"
+        )
+    if config.hidden_act != "silu":
+        raise ValueError(f"{name!r}: llama.cpp computes silu, not {config.hidden_act!r}: leave this peer out")
+
+
+def _settings(model: PreTrainedModel) -> Settings:
+    config = model.config
+    check_config(config)
+    architecture = ARCHITECTURES[config.model_type]
+    head = _head_size(config)
+    own: Settings = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.dimension_count": head,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    return {
+        "general.architecture": architecture,
+        "general.file_type": FILE_TYPES[model.dtype],
+        **{f"{architecture}.{key}": value for key, value in own.items()},
+        "tokenizer.ggml.model": "none",
+    }
+
+
+def _tensors(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:
+    """All weights, by their names in GGUF."""
+    config = model.config
+    check_config(config)
+    is_permuted = ARCHITECTURES[config.model_type] == PERMUTED
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if is_permuted and "q_proj" in name:
+            weight = paired(weight, config.num_attention_heads)
+        if is_permuted and "k_proj" in name:
+            weight = paired(weight, config.num_key_value_heads)
+        yield gguf_name(name), weight if weight.ndim > 1 else weight.float()
+    if (factors := _rope_factors(model)) is not None:
+        yield ROPE, factors
+
+
+def gguf_name(name: str) -> str:
+    """What GGUF calls a weight.
+
+    Raises:
+        ValueError: it has no name for it.
+
+    >>> gguf_name("model.layers.3.self_attn.o_proj.weight")
+    'blk.3.attn_output.weight'
+    """
+    if name in WHOLE:
+        return WHOLE[name]
+    part, _, kind = name.rpartition(".")
+    number, _, inner = part.removeprefix("model.layers.").partition(".")
+    if inner not in OF_LAYERS:
+        raise ValueError(f"llama.cpp has no weight {name!r}: leave this peer out")
+    return f"blk.{number}.{OF_LAYERS[inner]}.{kind}"
+
+
+def paired(weight: Tensor, heads: int) -> Tensor:
+    """The rows of a projection, or a bias, with those that are rotated together next to each other in each head.
+
+    >>> paired(torch.tensor([0, 1, 2, 3, 10, 11, 12, 13]), heads=2).tolist()
+    [0, 2, 1, 3, 10, 12, 11, 13]
+    """
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    found: int | None = getattr(config, "head_dim", None)
+    return config.hidden_size // config.num_attention_heads if found is None else found
+
+
+def _rope_factors(model: PreTrainedModel) -> Tensor | None:
+    """What llama.cpp divides the plain frequencies of the rotary embedding by; None where they are the plain ones.
+
+    Raises:
+        ValueError: it cannot compute them.
+    """
+    rope, config = model.model.rotary_emb, model.config
+    size = _head_size(config)
+    plain = float(config.rope_parameters["rope_theta"]) ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+    frequencies = rope.inv_freq.float()
+    name = config.name_or_path or config.model_type
+    if rope.attention_scaling != 1.0 or frequencies.shape != plain.shape:
+        kind = config.rope_parameters.get("rope_type", "default")
+        raise ValueError(f"{name!r}: paradraft writes no GGUF file with {kind!r} rope settings: leave this peer out")
+    factors = plain / frequencies
+    if torch.allclose(factors, torch.ones(()), rtol=1e-5):
+        return None
+    if ARCHITECTURES[config.model_type] != PERMUTED:
+        raise ValueError(
+            f"{name!r}: llama.cpp reads changed rope frequencies of Llama models only: leave this peer out"
+        )
+    return factors
+
+
+def _write(stream: IO[bytes], settings: Settings, tensors: dict[str, Tensor]) -> None:
+    """Source: the GGUF specification, version 3 (ggml/docs/gguf.md)."""
+    stream.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(settings)))
+    for key, value in settings.items():
+        stream.write(_text(key) + _value(value))
+    offset = 0
+    for name, tensor in tensors.items():
+        sizes = tuple(reversed(tensor.shape))  # the innermost first
+        stream.write(_text(name) + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes))
+        stream.write(struct.pack("<IQ", TYPES[tensor.dtype], offset))
+        offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+    stream.write(bytes(-stream.tell() % ALIGNMENT))
+    for tensor in tensors.values():
+        stream.write(tensor.detach().contiguous().view(torch.uint8).numpy().data)
+        stream.write(bytes(-tensor.nbytes % ALIGNMENT))
+
+
+def _text(text: str) -> bytes:
+    written = text.encode()
+    return struct.pack("<Q", len(written)) + written
+
+
+def _value(value: int | float | str) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", STRING) + _text(value)
+    return struct.pack("<If", FLOAT32, value) if isinstance(value, float) else struct.pack("<II", UINT32, value)
