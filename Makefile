@@ -8,10 +8,10 @@ DEMO_ARGS ?=
 MUTANTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-gpu test-vllm check mutants pocket vllm clean
+.PHONY: help setup demo test test-long test-gpu test-vllm test-llama-cpp check mutants pocket vllm llama-cpp clean
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv and install paradraft into it, in the versions of constraints.txt.
 
@@ -27,16 +27,19 @@ demo: setup ## Adapt a drafter, decode with it and compare; DEMO_ARGS=--short fo
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: setup ## Run the quick tests, one on each core.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu and not vllm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu and not vllm and not llama_cpp"
 
 test-long: setup ## Run the slow tests too.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu and not vllm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu and not vllm and not llama_cpp"
 
 test-gpu: setup ## Run the tests that need a GPU.
 	$(BIN)/python -m pytest -m gpu
 
 test-vllm: setup ## Run the tests that need vLLM, which make vllm installs.
 	$(BIN)/python -m pytest -m vllm
+
+test-llama-cpp: setup ## Run the tests that need llama.cpp, which make llama-cpp builds.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m llama_cpp
 
 check: setup ## Check format, lint, types and the direction of imports.
 	$(BIN)/ruff format --check .
@@ -58,6 +61,12 @@ vllm: ## Create build/vllm, the environment of the vLLM that is compared with, a
 	@# They are for images and sound, are not built for this torch, and vLLM fails at importing them.
 	build/vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 
-clean: ## Remove what the demo wrote and all caches; .venv, build/pocket and build/vllm stay.
+llama-cpp: ## Create build/llama-cpp, the environment of the llama.cpp that is compared with: five CPU minutes for a compiler.
+	$(PYTHON) -m venv --clear build/llama-cpp
+	@# Built for this CPU, so not taken from a cache that another one may have filled; without what reads images.
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" build/llama-cpp/bin/python -m pip install \
+	  --disable-pip-version-check --no-cache-dir --no-binary llama-cpp-python llama-cpp-python==0.3.36
+
+clean: ## Remove what the demo wrote and all caches; .venv, build/pocket, build/vllm and build/llama-cpp stay.
 	rm -rf build/demo build/demo-short dist mutants .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find src tests recipes examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,7 +30,9 @@ from paradraft.environment import without_folder
 Row = dict[str, Any]
 TASK_NAMES = {"math500": "MATH500", "humaneval": "HumanEval", "gsm8k": "GSM8K"}
 POCKET: Row = {"name": "pocket", "target": "pocket"}
-DRAFT_OF = {"autoregressive": "draft", "vllm-draft": "draft", "pard": "pard", "vllm-pard": "pard"}
+DRAFT_OF = {
+    "autoregressive": "draft", "vllm-draft": "draft", "llama-cpp-draft": "draft", "pard": "pard", "vllm-pard": "pard",
+}  # fmt: skip
 """Which of a row's models a method drafts with."""
 
 

@@ -46,7 +46,7 @@ def times(value: float | None) -> str:
 
 
 def length(value: float | None, one: Figures) -> str:
-    if one["method"] in ("hf", "ar", "vllm"):
+    if one["method"] in ("hf", "ar", "vllm", "llama-cpp"):
         return "1"
     return "–" if value is None else f"{value:.2f}"
 

@@ -16,6 +16,7 @@ LABELS = {
     "hf-assisted": "assisted", "hf-prompt-lookup": "lookup",
     "vllm": "vLLM", "vllm-draft": "vLLM VSD", "vllm-pard": "vLLM PARD", "vllm-ngram": "vLLM n-gram",
     "vllm-medusa": "vLLM Medusa", "vllm-eagle": "vLLM EAGLE",
+    "llama-cpp": "llama.cpp", "llama-cpp-draft": "llama.cpp VSD",
 }  # fmt: skip
 _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=", "target_stages=")
 """Settings whose value says what it is."""

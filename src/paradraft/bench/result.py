@@ -57,6 +57,8 @@ class BatchResult:
         sides: of a method that drafts ahead, what each side did.
         delivered_s: for each answer and each of its rounds, seconds from the request until its tokens were there.
             None if the method does not tell.
+        engine_passes: of an engine in a process of its own, how many passes each model made, those over prompts
+            included; None if it does not tell.
     """
 
     tokens: list[list[int]]
@@ -68,6 +70,7 @@ class BatchResult:
     peak_rss_bytes: int | None = None
     sides: Sides | None = None
     delivered_s: list[list[float]] | None = None
+    engine_passes: dict[str, int] | None = None
 
 
 Answerer = Callable[[list[str], int, Sampling], BatchResult]

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from paradraft.bench.bandwidth import Speeds
-from paradraft.bench.baselines import HF
-from paradraft.bench.baselines.process import running
+from paradraft.bench.baselines.process import EngineProcess, running
 from paradraft.bench.harness import Measured, measure, summarize
 from paradraft.bench.profile import profile
 from paradraft.bench.result import Piece, by_round, pieces
 from paradraft.bench.roofline import Size, added, reached, speeds_for
-from paradraft.bench.setup import Preparation, Workload, check, prepare
+from paradraft.bench.setup import PLAIN, Preparation, Workload, check, prepare
 from paradraft.bench.sides import of_sides
-from paradraft.bench.spec import AR, Benchmark, Method
+from paradraft.bench.spec import Benchmark, Method
 from paradraft.bench.steadiness import steadiness
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds
 from paradraft.digests import model_digest
@@ -56,7 +55,7 @@ def run_benchmark(
     for work in works:
         check(benchmark, work.count)
     for method in benchmark.methods:
-        runtime = runtime_on(replace(benchmark.runtime, dtype=method.dtype), method.placement)
+        runtime = runtime_on(replace(benchmark.runtime, dtype=method.loaded_dtype), method.placement)
         capacity = fitted(runtime, benchmark.target, method.speculation, method.placement).capacity
         benchmark = replace(benchmark, runtime=replace(benchmark.runtime, capacity=capacity))
     prepared = prepare(benchmark, report)
@@ -128,6 +127,7 @@ def _summary(
         summary[one.method.spec] |= _floor(one, summary[one.method.spec], prepared.models[one.method], speeds)
         summary[one.method.spec] |= _drawn(one.method, benchmark.acceptance)
         summary[one.method.spec]["sides"] = of_sides([answer.sides for run in one.runs for answer in run])
+        summary[one.method.spec]["engine"] = _engine(one, prepared)
         summary[one.method.spec]["weights"] = _weights(prepared.models[one.method])
     return summary
 
@@ -171,6 +171,16 @@ def _floor(one: Measured, figures: dict[str, Any], models: dict[str, CausalLM], 
     return reached(passes, sizes, speeds, total_s=figures["total_s"], prefill_s=figures["prefill_s"])
 
 
+def _engine(one: Measured, prepared: Preparation) -> dict[str, Any] | None:
+    """What an engine in a process of its own said of itself, and how many passes its models made in all answers."""
+    process = prepared.answerers[one.method]
+    if not isinstance(process, EngineProcess):
+        return None
+    told = [answer.engine_passes for run in one.runs for answer in run if answer.engine_passes is not None]
+    passes = {part: sum(passes[part] for passes in told) for part in told[0]} if told else None
+    return {**process.facts, "passes": passes}
+
+
 def _weights(models: dict[str, CausalLM]) -> dict[str, str]:
     """What tells the weights of a method's models, if they are in a folder here, from others of the same name."""
     folders = {part: Path(lm.model.name_or_path) for part, lm in models.items() if lm.model.name_or_path}
@@ -181,5 +191,5 @@ def _drawn(method: Method, acceptance: SyntheticAcceptance | None) -> dict[str, 
     """What the figures say of drawn verdicts; the texts of no method can be compared then."""
     if acceptance is None:
         return {"synthetic_acceptance": None}
-    rates = None if method.name in (HF, AR) else acceptance.rates
+    rates = None if method.name in PLAIN else acceptance.rates
     return {"synthetic_acceptance": rates, "identical_to_ar": None, "differing_prompts": None}

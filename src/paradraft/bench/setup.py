@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from paradraft.bench.baselines import HF, PEERS, is_vllm
+from paradraft.bench.baselines import HF, LLAMA_CPP, PEERS, is_llama_cpp, is_vllm, llama_cpp
+from paradraft.bench.baselines.llama_cpp import LlamaCppProcess, check_llama_cpp
 from paradraft.bench.baselines.vllm import VllmProcess, check_vllm, what_to_load
 from paradraft.bench.harness import check_batches
 from paradraft.bench.result import Answerer
@@ -29,6 +30,8 @@ from paradraft.placement import on_cpus
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 
+PLAIN = (HF, AR, LLAMA_CPP)
+"""Methods that draft nothing, and can be timed with any weights."""
 Answers = Callable[[list[str], int], list[str]]
 """The target's answers to prompts, with at most so many tokens each."""
 
@@ -150,7 +153,7 @@ def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
     drafters: dict[tuple[object, ...], Drafter] = {}
     for method in benchmark.methods:
         report(f"loading {method.spec}")
-        of_dtype = replace(runtime, dtype=method.dtype)
+        of_dtype = replace(runtime, dtype=method.loaded_dtype)
         with on_cpus(method.placement.target_cpus):
             place = method.placement
             on_devices = runtime_on(of_dtype, place)
@@ -167,7 +170,11 @@ def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
             drafter = drafters[key]
         if method.name not in PEERS:
             found.engines[method] = method.engine(loaded, drafter)
-        if acceptance is not None and method.name not in (HF, AR):
+        if is_llama_cpp(method.name):
+            python = benchmark.llama_cpp_python
+            given = llama_cpp.what_to_load(method, target, loaded, python, report)
+            found.answerers[method] = LlamaCppProcess(method.spec, python, given, loaded, acceptance=acceptance)
+        elif acceptance is not None and method.name not in PLAIN:
             found.answerers[method] = acceptance.answerer(found.engines[method])
         elif is_vllm(method.name):
             given = what_to_load(method, target, loaded, compiled=runtime.compiled is not False)
@@ -191,7 +198,7 @@ def check(benchmark: Benchmark, num_prompts: int) -> None:
             raise ValueError(f"methods: {same!r} and {method.spec!r} are the same, name each only once")
     check_batches(methods, num_prompts)
     for method in methods:
-        replace(benchmark.runtime, dtype=method.dtype)  # it may be one that cannot be had here
+        replace(benchmark.runtime, dtype=method.loaded_dtype)  # it may be one that cannot be had here
         drafter, draft = method.speculation.drafter, method.speculation.draft
         if draft is not None and is_shape(draft):
             shape_of(draft)  # its name may be misspelt
@@ -199,15 +206,16 @@ def check(benchmark: Benchmark, num_prompts: int) -> None:
             check_draft(drafter, draft, target)
     _check_acceptance(methods, target, benchmark.acceptance)
     check_vllm(methods, benchmark.sampling, benchmark.runtime)
+    check_llama_cpp(methods, target, benchmark.sampling, benchmark.runtime)
 
 
 def _check_acceptance(methods: list[Method], target: str, acceptance: SyntheticAcceptance | None) -> None:
     """Raises ValueError unless it is clear what each method will accept."""
     for method in methods:
-        if method.name in (HF, AR):
+        if method.name in PLAIN:
             continue
         if acceptance is not None:
-            if method.name not in drafter_names():
+            if method.name not in drafter_names() and not is_llama_cpp(method.name):
                 raise ValueError(
                     f"method {method.spec!r} has verdicts of its own: leave it out of synthetic acceptance"
                 )
@@ -218,5 +226,5 @@ def _check_acceptance(methods: list[Method], target: str, acceptance: SyntheticA
                 advice = "add --synthetic-acceptance, or measure hf and ar alone"
                 raise ValueError(
                     f"method {method.spec!r}: {name!r} has random weights, whose drafts are accepted by chance only: "
-                    + ("leave this peer out" if method.name in PEERS else advice)
+                    + ("leave this peer out" if method.name in PEERS and not is_llama_cpp(method.name) else advice)
                 )

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paradraft.bench.baselines import ASSISTED, CONFIDENCE, HF, LOOKUP, PEERS, transformers
+from paradraft.bench.baselines import ASSISTED, CONFIDENCE, HF, LOOKUP, PEERS, is_llama_cpp, transformers
 from paradraft.bench.result import Answerer, BatchResult
 from paradraft.bench.roofline import models_of, passes_of
 from paradraft.bench.sides import Sides, forwards
@@ -31,7 +31,7 @@ from paradraft.drafters import (
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.engine import Engine
 from paradraft.loader import HERE
-from paradraft.models.runtime import PRECISIONS, SHORT, Runtime
+from paradraft.models.runtime import PRECISIONS, QUANTIZED, SHORT, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Placement, Stage, cpus_of, stages_of
 from paradraft.sampling_params import Sampling
@@ -161,9 +161,15 @@ class Method:
         return frozenset(setting for setting in _settings(self.name) if f":{setting}=" not in self.spec)
 
     @property
+    def loaded_dtype(self) -> str:
+        """The dtype of the models that are loaded here: llama.cpp rounds its own, and takes no more than tokens from
+        ours."""
+        return "bfloat16" if is_llama_cpp(self.name) and self.dtype in QUANTIZED else self.dtype
+
+    @property
     def target_key(self) -> TargetKey:
         """Methods with the same one share a loaded target: its dtype and its places."""
-        return self.dtype, self.placement.target_cpus, self.placement.target_stages
+        return self.loaded_dtype, self.placement.target_cpus, self.placement.target_stages
 
     def engine(self, target: Target, drafter: Drafter) -> Engine:
         """What decodes by this method, if it is ours.
@@ -248,6 +254,7 @@ class Benchmark:
         acceptance: replaces the verdicts of all methods that draft; then no answer ends before its last token.
         profiled: profile some rounds of each method of ours, after all have been timed.
         vllm_python: the Python of vLLM's environment, for methods that run there; None for the usual place.
+        llama_cpp_python: the same of llama.cpp's.
     """
 
     target: str
@@ -258,6 +265,7 @@ class Benchmark:
     acceptance: SyntheticAcceptance | None = None
     profiled: bool = False
     vllm_python: Path | None = None
+    llama_cpp_python: Path | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for a report."""

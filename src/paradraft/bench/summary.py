@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from paradraft.bench.baselines import ASSISTED, HF, LOOKUP, PEERS
+from paradraft.bench.baselines import ASSISTED, HF, LOOKUP, PEERS, is_llama_cpp
 from paradraft.bench.folding import Column, FoldingTable, columns
 from paradraft.bench.labels import LABELS, full_paths, labels
 from paradraft.bench.latency import LATENCIES, TERMS, have_latencies, milliseconds
@@ -16,6 +16,7 @@ from paradraft.bench.spec import AR
 from paradraft.bench.steadiness import unsteady_runs
 from paradraft.data.prompts import counted
 from paradraft.files import write_output
+from paradraft.models.runtime import QUANTIZED
 
 MEAN_CAPTION = (
     "tokens/s, and speedup against AR+ of the same dtype, of each task · mean: mean tokens/s, and its ratio to AR+'s"
@@ -182,7 +183,10 @@ def _peers_apart(summary: Summary) -> str | None:
     if not others or not dtypes or any(one["method"] not in PEERS for one in others.values()):
         return None
     names, rounded = ", ".join(labels(summary)[spec] for spec in others), "/".join(sorted(map(str, dtypes)))
-    return f"same: no for {names}, which round {rounded} in another order; compare in float32"
+    found = f"same: no for {names}, which round {rounded} in another order; compare in float32"
+    if any(is_llama_cpp(one["method"]) and one.get("dtype") in QUANTIZED for one in others.values()):
+        found += "; llama.cpp rounds weights to other numbers than we do, and activations to 8 bits"
+    return found
 
 
 def title_of(result: dict[str, Any]) -> str:

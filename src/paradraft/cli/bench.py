@@ -109,8 +109,8 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: ar (AR+), a drafter, or a peer: hf (AR), hf-assisted, hf-prompt-lookup, vllm, "
-            "vllm-draft, vllm-pard, vllm-ngram, vllm-medusa, vllm-eagle; with settings after colons, as in pard:k=12. "
-            "By default hf, ar, autoregressive, pard and ngram.",
+            "vllm-draft, vllm-pard, vllm-ngram, vllm-medusa, vllm-eagle, llama-cpp, llama-cpp-draft; with settings "
+            "after colons, as in pard:k=12. By default hf, ar, autoregressive, pard and ngram.",
             show_default=False,
         ),
     ] = "hf,ar,autoregressive,pard,ngram",
@@ -158,17 +158,19 @@ def bench(
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Say where the time of a round goes.")] = False,
     vllm_python: options.VllmPython = None,
+    llama_cpp_python: options.LlamaCppPython = None,
     json_file: Annotated[Path | None, json_option("every raw number")] = None,
     plot_file: options.Plot = None,
     page_folder: Annotated[Path | None, typer.Option("--report", help="Write an HTML page into this folder.")] = None,
 ) -> None:
     """Compare methods on the same prompts, interleaved. For programs the last line of the output is JSON."""
-    from paradraft.bench.baselines import is_vllm
+    from paradraft.bench.baselines import is_llama_cpp, is_vllm
+    from paradraft.bench.baselines.llama_cpp import without_llama_cpp
     from paradraft.bench.baselines.vllm import without_vllm
     from paradraft.bench.page.page import check_folder, write_page
     from paradraft.bench.plot import plot
     from paradraft.bench.run import run_benchmark
-    from paradraft.bench.setup import Workload, prompts_for, source_of
+    from paradraft.bench.setup import PLAIN, Workload, prompts_for, source_of
     from paradraft.bench.spec import Benchmark, Method
     from paradraft.bench.synthetic import SyntheticAcceptance
 
@@ -194,10 +196,13 @@ def bench(
             capacity=runtime.capacity,
         )  # fmt: skip
         works = [one.work for one in asked]
-    asks_vllm = any(is_vllm(method.name) for method in chosen)
-    unused = _unused(chosen) + ["vllm_python"] * (not asks_vllm)
+    unused = _unused(chosen)
+    unused += ["vllm_python"] * (not any(is_vllm(method.name) for method in chosen))
+    unused += ["llama_cpp_python"] * (not any(is_llama_cpp(method.name) for method in chosen))
     chosen, skipped = without_vllm(chosen, vllm_python)
-    plain = all(method.name in ("hf", "ar") for method in chosen)
+    chosen, also_skipped = without_llama_cpp(chosen, llama_cpp_python)
+    skipped |= also_skipped
+    plain = all(method.name in PLAIN for method in chosen)
     options.warn_ignored(
         context,
         options.without_chance(sampling.is_greedy and acceptance is None),
@@ -211,7 +216,7 @@ def bench(
         print(f"warning: {spec} is skipped. {why}", file=sys.stderr)
     benchmark = Benchmark(
         target=target, methods=chosen, sampling=sampling, runs=runs, acceptance=acceptance, profiled=profile,
-        runtime=runtime, vllm_python=vllm_python,
+        runtime=runtime, vllm_python=vllm_python, llama_cpp_python=llama_cpp_python,
     )  # fmt: skip
     aside = console(stderr=True)
     with news(aside, "preparing") as tell:

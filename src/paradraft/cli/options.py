@@ -122,6 +122,13 @@ VllmPython = Annotated[
         help="The Python of vLLM's environment; by default the one that make vllm makes.",
     ),
 ]
+LlamaCppPython = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PARADRAFT_LLAMA_CPP_PYTHON",
+        help="The Python of llama.cpp's environment; by default the one that make llama-cpp makes.",
+    ),
+]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")]
 DRAFTERS = f"one of {', '.join(drafter_names())}; its settings follow it, as in ngram:max_ngram=5."
 

@@ -2,7 +2,8 @@
 
 `hf` is plain `generate` of `transformers`, `hf-assisted` its assisted generation with an ordinary
 draft model, `hf-prompt-lookup` its prompt lookup; `vllm` is vLLM without a drafter, `vllm-draft`,
-`vllm-pard`, `vllm-ngram`, `vllm-medusa` and `vllm-eagle` are vLLM with one.
+`vllm-pard`, `vllm-ngram`, `vllm-medusa` and `vllm-eagle` are vLLM with one; `llama-cpp` is llama.cpp without,
+`llama-cpp-draft` with a draft model.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HF, ASSISTED, LOOKUP = "hf", "hf-assisted", "hf-prompt-lookup"
+LLAMA_CPP = "llama-cpp"
 CONFIDENCE = 0.4
 """Below this probability of its token the assistant of `transformers` stops drafting, unless told otherwise."""
 
@@ -37,9 +39,18 @@ PEERS = {
     "vllm-eagle": Peer(like="eagle", settings=("dtype", "batch", "k", "draft")),
     "vllm-medusa": Peer(like="medusa", settings=("dtype", "batch", "k", "draft")),
     "vllm-ngram": Peer(like="ngram", settings=("dtype", "batch", "k")),
+    LLAMA_CPP: Peer(like="none", settings=("dtype", "batch")),
+    "llama-cpp-draft": Peer(like="autoregressive", settings=("dtype", "batch", "k", "draft")),
 }
+LLAMA_CPP_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
+"""What the dtypes of weights are in llama.cpp."""
 
 
 def is_vllm(name: str) -> bool:
     """Whether a method runs in vLLM's own process."""
     return name in PEERS and name.startswith("vllm")
+
+
+def is_llama_cpp(name: str) -> bool:
+    """Whether a method runs in llama.cpp's own process."""
+    return name in PEERS and name.startswith(LLAMA_CPP)

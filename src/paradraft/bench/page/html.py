@@ -6,7 +6,7 @@ import html
 import re
 from typing import Any, Self
 
-from paradraft.bench.baselines import PEERS, is_vllm
+from paradraft.bench.baselines import PEERS, is_llama_cpp, is_vllm
 from paradraft.bench.labels import labels
 from paradraft.bench.result_file import mark
 from paradraft.bench.spec import AR
@@ -67,6 +67,7 @@ FAMILIES = {
     "plain": "ours, without",
     "peer": "transformers",
     "vllm": "vLLM",
+    "llama-cpp": "llama.cpp",
 }
 """Classes of methods that have a colour."""
 
@@ -75,6 +76,8 @@ def family(method: str) -> str:
     """Which of `FAMILIES` a method belongs to."""
     if is_vllm(method):
         return "vllm"
+    if is_llama_cpp(method):
+        return "llama-cpp"
     return "peer" if method in PEERS else "plain" if method == AR else "ours"
 
 

@@ -277,7 +277,7 @@ def figures(result: dict[str, Any]) -> Element:
         "share of the runs of four tokens in an answer that stand in it for the first time; where it is low, answers "
         "repeat themselves, and drafts are accepted more. "
         "Same tokens: as AR+, compared where both must be equal. Memory: the most of the process while the method "
-        "answered, with the models of all methods; vLLM has processes of its own.",
+        "answered, with the models of all methods; vLLM and llama.cpp have processes of their own.",
         table("All figures", ["", *columns], rows),
         *(warning if differing else ()),
     )

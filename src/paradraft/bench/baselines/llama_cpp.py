@@ -1,0 +1,303 @@
+"""llama.cpp as a baseline, in a process of its own: plain decoding, and with a draft model.
+
+Models are written as GGUF files into a folder of llama.cpp's environment, once: a file's name holds a digest of what is
+in it. A model that is a GGUF file already is loaded as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
+
+from paradraft.bench.baselines import LLAMA_CPP_TYPES, is_llama_cpp, llama_cpp_worker
+from paradraft.bench.baselines.gguf_writer import check_config, write_gguf
+from paradraft.bench.baselines.process import EngineProcess, without_engine
+from paradraft.bench.result import BatchResult, Counts
+from paradraft.bench.spec import Method
+from paradraft.bench.synthetic import SyntheticAcceptance
+from paradraft.digests import model_digest
+from paradraft.models.generation import suppressed_ids
+from paradraft.models.loading import POCKET, config_of, load_model, locate
+from paradraft.models.presets import PREFIX, is_shape, random_model, shape_of
+from paradraft.models.runtime import DTYPES, QUANTIZED, Runtime, computes_bf16
+from paradraft.models.target import Target
+from paradraft.sampling_params import Sampling
+
+DEFAULT_PYTHON = Path("build/llama-cpp/bin/python")
+"""Where `make llama-cpp` puts the Python of llama.cpp's environment."""
+NOT_INSTALLED = (
+    f"llama.cpp is not installed in {DEFAULT_PYTHON.parent.parent}. Run `make llama-cpp`, or name its Python: "
+    "--llama-cpp-python."
+)
+PACKAGE = "lib/python*/site-packages/llama_cpp*"
+"""llama-cpp-python, in the folder of an environment."""
+ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")
+"""What is in the folder of every environment, of one kind or the other."""
+GGUF = ".gguf"
+WRITTEN = 1
+"""Raised whenever files are written in another way, so that older ones are not taken for new ones."""
+
+
+class LlamaCppProcess(EngineProcess):
+    """One llama.cpp.
+
+    Args:
+        spec: the method, for messages.
+        python: the Python of llama.cpp's environment; None for `DEFAULT_PYTHON`.
+        given: what to load, see `llama_cpp_worker.Worker`.
+        target: ours, for its tokens.
+        acceptance: decides which drafts are accepted, whatever the target says.
+        patience_s: how long loading, or one batch, may take.
+    """
+
+    engine = "llama.cpp"
+    key = "llama_cpp"
+    worker = llama_cpp_worker.__file__
+
+    def __init__(
+        self,
+        spec: str,
+        python: Path | None,
+        given: dict[str, Any],
+        target: Target,
+        *,
+        acceptance: SyntheticAcceptance | None = None,
+        patience_s: float = 1800.0,
+    ) -> None:
+        super().__init__(spec, python or DEFAULT_PYTHON, given, target, patience_s=patience_s, environment={})
+        self._acceptance = acceptance
+        self._drafts = given["draft"] is not None
+
+    def __call__(self, prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
+        """Answers a batch, as an `Answerer`.
+
+        Raises:
+            ValueError: the process has ended, is silent, or says what cannot be understood.
+        """
+        assert sampling.is_greedy, "refused when the method was read"
+        drawn = None
+        if self._acceptance is not None and self._drafts:
+            numbers = [_numbers(prompt, sampling.seed, max_new_tokens) for prompt in prompts]
+            drawn = {"rates": self._acceptance.rates, "numbers": numbers}
+        request = {"max_new_tokens": max_new_tokens, "eos_ids": sorted(self._target.eos_ids), "drawn": drawn}
+        keys = ("total_s", "accepted", "drafted", "delivered_s", "passes", "peak_rss_bytes")
+        reply = self._answers(prompts, request, keys)
+        drafted, accepted = (chain.from_iterable(reply[key]) for key in ("drafted", "accepted"))
+        counts = Counts.of(sum(map(len, reply["tokens"])), drafted, accepted)
+        return BatchResult(
+            tokens=reply["tokens"],
+            total_s=reply["total_s"],
+            stats=None,
+            counts=counts if self._drafts else None,
+            accepted=reply["accepted"] if self._drafts and drawn is None else None,
+            peak_rss_bytes=reply["peak_rss_bytes"],
+            delivered_s=reply["delivered_s"],
+            engine_passes=reply["passes"],
+        )
+
+
+def _numbers(prompt: str, seed: int, count: int) -> list[float]:
+    """For each token of an answer the number that decides how many of the tokens drafted there are accepted."""
+    chooser = random.Random(f"{seed} {prompt}")
+    return [chooser.random() for _ in range(count)]
+
+
+def environment_of(python: Path) -> Path:
+    """The folder of an environment, by its Python, which may be a link to another one's."""
+    return python.absolute().parent.parent
+
+
+def installed_python(named: Path | None) -> Path | None:
+    """The Python of llama.cpp's environment; None where it is not installed.
+
+    Args:
+        named: by the user; None for `DEFAULT_PYTHON`.
+
+    Raises:
+        ValueError: the user named one that does not exist, is the system's, or is without llama-cpp-python.
+    """
+    if named is not None and not named.is_file():
+        raise ValueError(
+            f"--llama-cpp-python {str(named)!r}: there is no such file; name the Python of llama.cpp's environment"
+        )
+    if named is not None and not any((environment_of(named) / name).exists() for name in ENVIRONMENTS):
+        raise ValueError(
+            f"--llama-cpp-python {str(named)!r} is in no environment of its own, into which models could be written: "
+            "make one by python -m venv"
+        )
+    # Said before models are written there, and of a build that was stopped too.
+    has_it = any(environment_of(named or DEFAULT_PYTHON).glob(PACKAGE))
+    if named is not None and not has_it:
+        raise ValueError(
+            f"--llama-cpp-python {str(named)!r}: its environment has no llama-cpp-python: install it there"
+        )
+    return (named or DEFAULT_PYTHON) if has_it else None
+
+
+def without_llama_cpp(methods: Sequence[Method], python: Path | None) -> tuple[list[Method], dict[str, str]]:
+    """Leaves out what needs llama.cpp where it is not installed.
+
+    Args:
+        methods: of a benchmark.
+        python: the Python of llama.cpp's environment, if the user named one; else it is looked for at `DEFAULT_PYTHON`.
+
+    Returns:
+        The methods that can run, and for each of the others a sentence that says why not.
+
+    Raises:
+        ValueError: the user named a Python that does not exist, or nothing is left.
+    """
+    needed = any(is_llama_cpp(method.name) for method in methods)
+    return without_engine(methods, is_llama_cpp, installed_python(python) if needed else None, NOT_INSTALLED)
+
+
+def check_llama_cpp(methods: Sequence[Method], target: str, sampling: Sampling, runtime: Runtime) -> None:
+    """Raises ValueError if a method that runs in llama.cpp cannot be compared under these settings.
+
+    Args:
+        methods: of a benchmark.
+        target: its name.
+        sampling: how tokens are chosen.
+        runtime: the device.
+    """
+    for method in methods:
+        if not is_llama_cpp(method.name):
+            continue
+        if not sampling.is_greedy:
+            raise ValueError(f"method {method.spec!r}: llama.cpp is compared greedily only, use --temperature 0")
+        if torch.device(runtime.device).type != "cpu":
+            raise ValueError(f"method {method.spec!r}: llama.cpp is compared on the CPU only, use --device cpu")
+        try:
+            for model, role in _models(method, target):
+                if not (folder := locate_model(model, role)).endswith(GGUF):
+                    _check_folder(folder, method.dtype)
+        except ValueError as error:
+            raise ValueError(f"method {method.spec!r}: {error}") from None
+
+
+def _check_folder(folder: str, dtype: str) -> None:
+    if dtype not in LLAMA_CPP_TYPES:
+        raise ValueError(f"llama.cpp has no weights in {dtype!r}: use one of {', '.join(LLAMA_CPP_TYPES)}")
+    check_config(config_of(folder))
+
+
+def what_to_load(
+    method: Method, name: str, target: Target, python: Path | None, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """What llama.cpp is told to load for a method; see `llama_cpp_worker.Worker`. Writes the files.
+
+    Args:
+        method: one that `is_llama_cpp`.
+        name: the target's, as the user gave it.
+        target: ours, loaded.
+        python: the Python of llama.cpp's environment, if the user named one.
+        report: told what is going on.
+
+    Raises:
+        ValueError: llama.cpp cannot compute one of the models, or its file cannot be written.
+    """
+    cache = environment_of(python or DEFAULT_PYTHON) / "gguf"
+    try:
+        files = {
+            role: model_file(locate_model(model, role), method.dtype, cache, report)
+            for model, role in _models(method, name)
+        }
+    except ValueError as error:
+        raise ValueError(f"method {method.spec!r}: {error}") from None
+    return {
+        "target": files["target"],
+        "draft": files.get("draft"),
+        "k": method.speculation.k,
+        "batch": method.batch,
+        "exact": method.dtype == "float32",
+        "threads": torch.get_num_threads(),
+        "tokens": target.vocab_size,
+        "forbidden": sorted(suppressed_ids(target.lm.model.generation_config)),
+    }
+
+
+def _models(method: Method, target: str) -> list[tuple[str, str]]:
+    """The models of a method, with their roles."""
+    drafts = method.speculation.drafter != "none"
+    return [(target, "target"), *([(method.speculation.draft or POCKET, "draft")] if drafts else [])]
+
+
+def locate_model(name: str, role: str) -> str:
+    """The folder or Hugging Face id of a model, as `locate`; a GGUF file is its own.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    return name if name.endswith(GGUF) and Path(name).is_file() else locate(name, role)
+
+
+def model_file(folder: str, dtype: str, cache: Path, report: Callable[[str], None]) -> dict[str, Any]:
+    """The GGUF file of a model, written if it is not there.
+
+    Args:
+        folder: from `locate_model`.
+        dtype: of its weights.
+        cache: the folder of such files.
+        report: told what is going on.
+
+    Returns:
+        What `llama_cpp_worker.Model` takes.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    if folder.endswith(GGUF):
+        return {"file": str(Path(folder).absolute())}
+    whole = whole_dtype(dtype)
+    base = f"{Path(folder.removeprefix(PREFIX)).name}-{_digest(folder, whole)}"
+    source, rounded = (cache / f"{base}-{LLAMA_CPP_TYPES[kind]}{GGUF}" for kind in (whole, dtype))
+    if rounded.is_file():
+        return {"file": str(rounded)}
+    if not source.is_file():
+        report(f"writing {source.name} for llama.cpp")
+        try:
+            cache.mkdir(exist_ok=True)
+            write_gguf(_model(folder, whole), source)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ValueError(
+                f"{str(source)!r} cannot be written ({reason}): name a Python whose environment has room for it"
+            ) from None
+    if dtype not in QUANTIZED:
+        return {"file": str(source)}
+    return {"file": str(rounded), "source": str(source), "type": LLAMA_CPP_TYPES[dtype]}
+
+
+def whole_dtype(dtype: str) -> str:
+    """What weights are before they are rounded, as ours are: bfloat16, or float32 where that is faster."""
+    if dtype not in QUANTIZED:
+        return dtype
+    return "bfloat16" if computes_bf16(torch.device("cpu")) else "float32"
+
+
+def _model(folder: str, dtype: str) -> PreTrainedModel:
+    if is_shape(folder):
+        return random_model(folder, dtype=DTYPES[dtype], device="cpu")
+    return load_model(folder, Runtime(device="cpu", dtype=dtype))
+
+
+def _digest(folder: str, dtype: str) -> str:
+    """What tells a model's file from those of all others."""
+    if is_shape(folder):
+        told = f"{shape_of(folder)} torch {torch.__version__} transformers {transformers_version}"
+    elif Path(folder).is_dir():
+        told = model_digest(Path(folder))
+    else:
+        known = try_to_load_from_cache(folder, "config.json")
+        assert isinstance(known, str), "it has been loaded before"
+        told = model_digest(Path(known).parent)
+    return hashlib.sha256(f"{WRITTEN} {told} {dtype}".encode()).hexdigest()[:16]
