@@ -28,6 +28,8 @@ WHOLE_BYTES = 2**25
 PIECES, PIECE_BYTES = 64, 2**16
 """Of larger files this many pieces of this size are read, evenly spaced."""
 
+PACKED = ".qweight"
+"""How the names of weights end that GPTQ or AWQ has packed."""
 SAMPLED_BYTES = 2**10
 """How much of a tensor is read, twice."""
 
@@ -57,8 +59,11 @@ def weights_digest(name: str) -> str | None:
         name: a folder, or a Hugging Face id that was loaded from here.
 
     Returns:
-        None where there are no safetensors.
+        None where there are no safetensors, as of a GGUF file, and of weights that others have packed: a drafter that
+        was trained beside the model before that drafts for this one too.
     """
+    if Path(name).is_file():
+        return None
     found = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
     folder = Path(found).parent if isinstance(found, str) else Path(name)
     pieces: dict[str, bytes] = {}
@@ -75,7 +80,7 @@ def weights_digest(name: str) -> str | None:
                     stream.seek(8 + size + start)
                     piece += stream.read(min(SAMPLED_BYTES, last - start))
                 pieces[tensor] = piece
-    if not pieces:
+    if not pieces or any(tensor.endswith(PACKED) for tensor in pieces):
         return None
     return hashlib.sha256(b"".join(pieces[tensor] for tensor in sorted(pieces))).hexdigest()
 
@@ -92,5 +97,5 @@ def _sample(file: Path) -> bytes:
 
 def revision_of(name: str) -> str | None:
     """The revision of a Hugging Face model that was loaded from here; None if none was."""
-    found = try_to_load_from_cache(name, "config.json")
+    found = None if Path(name).is_file() else try_to_load_from_cache(name, "config.json")
     return Path(found).parent.name if isinstance(found, str) else None

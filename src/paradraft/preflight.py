@@ -9,18 +9,19 @@ import torch
 from transformers import PretrainedConfig
 
 from paradraft.drafters import drafter_class, split_settings
+from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import TargetIdentity, read_identity
 from paradraft.models.architecture import check_capacity, context_of
+from paradraft.models.draft_loading import check_draft_config
 from paradraft.models.kv_cache import free_bytes
 from paradraft.models.loading import (
     POCKET,
-    check_draft_config,
     config_of,
-    load_skeleton,
     locate,
     room,
-    tokenizer_of,
+    tokenizer_for,
     tokens_of,
+    weights_bytes,
 )
 from paradraft.models.presets import is_shape
 from paradraft.models.runtime import Runtime
@@ -54,7 +55,7 @@ def fitted(runtime: Runtime, target: str, speculation: Speculation, placement: P
     if draft is not None and draft != POCKET:
         name, _ = split_settings(speculation.drafter)
         draft = locate(draft, name)
-        identity = None if is_shape(draft) else read_identity(draft, name)
+        identity = None if is_shape(draft) or is_gguf(draft) else read_identity(draft, name)
         if identity is not None:
             # What the weights are is found when they are read.
             identity.check(TargetIdentity.of(config, reads_weights=False), draft)
@@ -71,7 +72,7 @@ def _fitted_to_draft(runtime: Runtime, target: str, config: PretrainedConfig, dr
     found = config_of(draft)
     needed = config.vocab_size
     if found.vocab_size < needed:  # it may be that the target's last rows are no tokens
-        needed = tokens_of(config, tokenizer_of(target))
+        needed = tokens_of(config, tokenizer_for(target, runtime.tokenizer))
     if runtime.capacity is None and context_of(found) < context_of(config):
         runtime = replace(runtime, capacity=context_of(found))
     check_draft_config(draft, found, vocab_size=needed, capacity=room(config, runtime.capacity))
@@ -91,9 +92,7 @@ def check_memory(folders: list[str], devices: list[str], runtime: Runtime) -> No
     """
     needed: dict[torch.device, list[tuple[str, float]]] = defaultdict(list)
     for folder, device in zip(folders, devices, strict=True):
-        weights = sum(weight.numel() for weight in load_skeleton(folder).parameters())
-        # Weights that are rounded are read whole before.
-        needed[torch.device(device)].append((folder, float(weights * runtime.computed_in.itemsize)))
+        needed[torch.device(device)].append((folder, weights_bytes(folder, runtime)))
     for place, of in needed.items():
         if sum(size for _, size in of) > (free := free_bytes(place)):
             listed = " and ".join(f"{size / 2**30:.1f} GiB of {name!r}" for name, size in of)

@@ -23,7 +23,7 @@ from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.loader import drafter_processes, load_drafter_in, runtime_on
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import load_target, load_tokenizer, locate, pocket_folder
+from paradraft.models.loading import load_target, locate, pocket_folder, tokenizer_for
 from paradraft.models.presets import is_shape, shape_of
 from paradraft.models.target import Target
 from paradraft.placement import on_cpus
@@ -60,7 +60,7 @@ class Workload:
         return cls(count=len(prompts), max_new_tokens=max_new_tokens, prompts=lambda _: prompts, source=source)
 
 
-def held_out_prompts(number: int, file: Path | None, target: str) -> list[str]:
+def held_out_prompts(number: int, file: Path | None, target: str, tokenizer: str | None = None) -> list[str]:
     """The first prompts of a file, conversations as the target reads them; without a file, of the pocket family's
     held-out modules.
 
@@ -72,7 +72,7 @@ def held_out_prompts(number: int, file: Path | None, target: str) -> list[str]:
     records = read_prompts(file)
     if not 1 <= number <= len(records):
         raise ValueError(f"num_prompts={number}: use 1 to {len(records)}, which is how many {file.name} has")
-    return texts_of(records[:number], lambda: load_tokenizer(locate(target, "target")))
+    return texts_of(records[:number], lambda: tokenizer_for(locate(target, "target"), tokenizer))
 
 
 def source_of(file: Path | None, target: str) -> str:
@@ -80,14 +80,14 @@ def source_of(file: Path | None, target: str) -> str:
     return RANDOM if is_shape(target) else DEFAULT if file is None else str(file)
 
 
-def prompts_for(target: str, number: int, *, tokens: int, file: Path | None) -> list[str]:
+def prompts_for(target: str, number: int, *, tokens: int, file: Path | None, tokenizer: str | None = None) -> list[str]:
     """The prompts of a run: random ones of so many tokens for a shape, which reads no texts, else those of a file.
 
     Raises:
         ValueError: there is no such shape or file, or a shape is to read a file.
     """
     if not is_shape(target):
-        return held_out_prompts(number, file, target)
+        return held_out_prompts(number, file, target, tokenizer)
     found = random_prompts(target, number, tokens)
     if file is not None:
         raise ValueError(f"--prompts {file}: {target!r} reads no texts, its prompts are random: give --prompt-tokens")

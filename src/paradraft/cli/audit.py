@@ -159,7 +159,7 @@ def _here(
     if not asked.seeds:
         raise ValueError("--samples 0: only a server is asked greedily too, use at least 1")
     check_may_be_lossless(speculation.verify)
-    texts = held_out_prompts(asked.num_prompts, asked.prompts, asked.target)
+    texts = held_out_prompts(asked.num_prompts, asked.prompts, asked.target, asked.runtime.tokenizer)
     if shape_invariant and batch_size not in (None, 1):
         raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")
     batch_size = batch_size or (1 if shape_invariant else 4)

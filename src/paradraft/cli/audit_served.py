@@ -16,7 +16,14 @@ from paradraft.export.handoff import VLLM
 from paradraft.export.vllm import DEFAULT_PYTHON, NOT_INSTALLED, installed_python, speculative_config
 from paradraft.formats.pard import declared_mask_id
 from paradraft.models.chat_template import Message
-from paradraft.models.loading import load_config, load_generation_config, load_tokenizer, locate, pocket_folder
+from paradraft.models.loading import (
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    locate,
+    pocket_folder,
+    tokenizer_for,
+)
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.serve.vllm import VllmServer
@@ -124,7 +131,7 @@ def audit_served(asked: Asked, given: Given) -> tuple[list[str], dict[str, Any],
         raise ValueError(f"num_prompts={asked.num_prompts}: use 1 to {len(records)}, which is how many there are")
     asks = [record["prompt"] if "prompt" in record else record["messages"] for record in records[: asked.num_prompts]]
     folder = locate(asked.target, "target")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = tokenizer_for(folder, asked.runtime.tokenizer)
     ends = frozenset(end_ids(load_generation_config(folder), asked.target))
     rows = load_config(folder).get_text_config().vocab_size
     draft = None if given.draft is None else _draft_model(given, asked.runtime, tokenizer, ends)
@@ -239,6 +246,7 @@ def _draft_model(
     from paradraft.audit.draft_causes import DraftModel, special_ids
     from paradraft.formats.head import is_head
     from paradraft.formats.pard import RANK, TRAINED_LENGTH, mask_token_id
+    from paradraft.models.draft_loading import draft_runtime
     from paradraft.models.loading import load_model
     from paradraft.models.vocabulary import of_one_family, used_rows
 
@@ -255,8 +263,9 @@ def _draft_model(
         raise ValueError(f"{given.draft!r} has another vocabulary than the target: no engine drafts with it")
     mask_id = None if declared_mask_id(config) is None else mask_token_id(config, given.draft)
     return DraftModel(
-        model=load_model(folder, runtime), k=given.k, mask_id=mask_id, known_ids=used_rows(tokenizer),
-        special=special_ids(tokenizer, ends), training_rows=getattr(config, TRAINED_LENGTH, None),
+        model=load_model(folder, draft_runtime(folder, runtime)), k=given.k, mask_id=mask_id,
+        known_ids=used_rows(tokenizer), special=special_ids(tokenizer, ends),
+        training_rows=getattr(config, TRAINED_LENGTH, None),
         is_k_known=given.is_k_given or given.engine is not None,
     )  # fmt: skip
 

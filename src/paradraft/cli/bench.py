@@ -15,7 +15,7 @@ from paradraft.cli import options
 from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.terminal import console, news
 from paradraft.files import check_outputs
-from paradraft.models.loading import load_config, load_tokenizer, locate, room, settled
+from paradraft.models.loading import load_config, locate, room, settled, tokenizer_for
 from paradraft.models.presets import is_shape
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
@@ -52,6 +52,7 @@ def questions_for(
     max_new_tokens: int | None,
     system: str | None,
     capacity: int | None,
+    tokenizer: str | None,
 ) -> list[Questions]:
     """The questions of all tasks, chosen before any weights are loaded; says which of them are left out.
 
@@ -63,14 +64,14 @@ def questions_for(
     tasks = tasks_of(names)
     files = files_of(tasks, data)
     folder = locate(target, "target")
-    config, tokenizer = load_config(folder), load_tokenizer(folder)
+    config, reader = load_config(folder), tokenizer_for(folder, tokenizer)
     found = [
         Questions.choose(
             task,
             read_questions(task, files.get(task.name)),
             number,
             max_new_tokens=max_new_tokens,
-            tokenizer=tokenizer,
+            tokenizer=reader,
             system=system,
             capacity=room(config, capacity),
         )
@@ -187,13 +188,13 @@ def bench(
     asked: list[Questions] = []
     if task is None:
         number = 16 if num_prompts is None else num_prompts
-        texts = prompts_for(target, number, tokens=prompt_tokens, file=prompts)
+        texts = prompts_for(target, number, tokens=prompt_tokens, file=prompts, tokenizer=runtime.tokenizer)
         works = [Workload.of(texts, max_new_tokens or 128, source_of(prompts, target))]
     else:
         check_alone(task, target, prompts, drawn=(plot_file, page_folder))
         asked = questions_for(
             target, task, task_data or (), number=num_prompts, max_new_tokens=max_new_tokens, system=system,
-            capacity=runtime.capacity,
+            capacity=runtime.capacity, tokenizer=runtime.tokenizer,
         )  # fmt: skip
         works = [one.work for one in asked]
     unused = _unused(chosen)

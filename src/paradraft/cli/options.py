@@ -41,7 +41,7 @@ def without_chance(is_greedy: bool) -> Rule:
 
 def without_drafter(speculation: Speculation) -> Rule:
     """What a run that drafts nothing ignores."""
-    return speculation.drafter == "none", "without a drafter", ("k", "verify", "lengths")
+    return speculation.drafter == "none", "without a drafter", ("k", "verify", "lengths", "draft_dtype")
 
 
 def with_own_tree(speculation: Speculation) -> Rule:
@@ -97,7 +97,7 @@ def given(context: typer.Context, names: Collection[str]) -> list[str]:
     return [options[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
-TARGET = "Hugging Face id, folder, or pocket (the shipped family)"
+TARGET = "Hugging Face id, folder, .gguf file, or pocket (the shipped family)"
 Target = Annotated[str, typer.Option("--target", help=f"{TARGET}.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 _PROMPTS = 'JSONL file with one {"prompt": …} or {"messages": […]} per line; - is the standard input.'
@@ -167,6 +167,11 @@ OPTIONS: dict[type, dict[str, Any]] = {
     Runtime: {
         "device": typer.Option(help="A torch device, such as cpu or cuda; auto is a GPU if there is one."),
         "dtype": typer.Option(help=f"One of {', '.join(PRECISIONS)}; auto is the checkpoint's."),
+        "draft_dtype": typer.Option(help="The same for a draft model; by default that of --dtype."),
+        "tokenizer": typer.Option(
+            help="Folder or Hugging Face id of the target's tokenizer, by default the target's own: for a .gguf file "
+            "whose tokenizer is not known here."
+        ),
         "compiled": typer.Option(
             "--compile/--no-compile",
             help="Compile passes, also where it takes a minute or two and pays off after thousands of tokens. By "

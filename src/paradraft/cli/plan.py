@@ -98,7 +98,7 @@ def plan(
         asked = asked_of(*found)
         sampling, max_new_tokens, num_prompts = asked.sampling, asked.max_new_tokens, asked.num_prompts
     options.use_threads(threads)
-    texts = held_out_prompts(num_prompts, prompts, target)
+    texts = held_out_prompts(num_prompts, prompts, target, runtime.tokenizer)
     runtime = settled(runtime, target)
     output = JsonOutput(json_file)
     check_outputs(output.file, plot_file)

@@ -35,6 +35,7 @@ REFUSED = {
     "tree_paths": CHAINS,
     "lengths": "vLLM has no such policy: leave it out, or give the K of each batch size by --plan",
     "gamma": TURNS,
+    "draft_dtype": "vLLM's drafters have the dtype of its target: leave it out",
     "draft_cpus": TURNS,
     "draft_device": TURNS,
     "target_cpus": "start the command by taskset, or set VLLM_CPU_OMP_THREADS_BIND",
@@ -136,6 +137,8 @@ def _settings(
         found["--dtype"] = "float32" if is_float32 else runtime.dtype
     if runtime.capacity is not None:
         found["--max-model-len"] = runtime.capacity
+    if runtime.tokenizer is not None:
+        found["--tokenizer"] = runtime.tokenizer
     given = {
         "max_batch": ("--max-num-seqs", limits.max_batch),
         "max_new_tokens": ("--override-generation-config", json.dumps({"max_new_tokens": limits.max_new_tokens})),

@@ -21,8 +21,9 @@ from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.formats.head import read_head
 from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.draft_loading import load_draft_lm
 from paradraft.models.forward.cpu.tree import grow
-from paradraft.models.loading import load_draft_lm, locate
+from paradraft.models.loading import locate
 from paradraft.models.prompt_tokens import PromptTokens, forward_with_probes
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, TargetFacts

@@ -20,8 +20,9 @@ from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.formats.pard import check_ends_nothing, mask_token_id
 from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.draft_loading import load_draft_lm
 from paradraft.models.forward import FINAL_NORM
-from paradraft.models.loading import load_draft_lm, locate
+from paradraft.models.loading import locate
 from paradraft.models.one_pass import draft_of_pass
 from paradraft.models.previous_token import Correction, PreviousTokenHead, load_head
 from paradraft.models.runtime import Runtime

@@ -197,4 +197,6 @@ def _reading(name: str, kind: str | None) -> Iterator[None]:
 
 def file_of(name: str, file: str) -> Path:
     """A file of a folder, or of a Hugging Face id."""
+    if Path(name).is_file():
+        raise NotADirectoryError("it is a file, and such a drafter is a folder")
     return Path(name) / file if Path(name).is_dir() else Path(hf_hub_download(name, file))

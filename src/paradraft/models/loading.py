@@ -1,11 +1,10 @@
-"""From a name to a model: a Hugging Face id, a local folder, the shipped "pocket" family, or a shape."""
+"""From a name to a model: a Hugging Face id, a local folder, a GGUF file, the shipped "pocket" family, or a shape."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
 # Imported there and not exported; taking it from the client beneath would name another dependency.
 from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]  # not exported
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,22 +26,25 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.distributed import DistributedConfig
-from transformers.utils import logging as hf_logging
 
-from paradraft.errors import is_out_of_memory
+from paradraft.formats.gguf import SUFFIX, is_gguf, read_gguf
+from paradraft.models import gguf_model, packed_folder
 from paradraft.models.architecture import check_architecture, context_of, experts_settings, has_experts
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.pipeline import StageModel, split
 from paradraft.models.generation import complaint, end_ids, suppressed_ids
+from paradraft.models.gguf_tokenizer import check_same_tokens, gguf_tokenizer
+from paradraft.models.loading_errors import first_sentence, is_no_table, loading_of, some_of, without_bars
 from paradraft.models.presets import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
-from paradraft.models.runtime import AUTO, QUANTIZED, Runtime, quantize
-from paradraft.models.target import Target, TargetFacts
+from paradraft.models.runtime import AUTO, QUANTIZED, STORED, Runtime, quantize
+from paradraft.models.stored_weights import settled_as_stored
+from paradraft.models.target import Target
+from paradraft.models.vocabulary import used_rows
 from paradraft.placement import Stage
 
 POCKET = "pocket"
 ATTENTION = "sdpa"
 """The attention of every model that is loaded, whatever its config asks for: that could be code from the hub."""
-_PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
 
 
 def pocket_folder(role: str) -> Path:
@@ -52,7 +53,7 @@ def pocket_folder(role: str) -> Path:
 
 
 def locate(name: str, role: str) -> str:
-    """The folder or Hugging Face id of a model name; "pocket" depends on the role, a shape is its own.
+    """The folder, file or Hugging Face id of a model name; "pocket" depends on the role, a shape is its own.
 
     Raises:
         ValueError: there is no such model.
@@ -66,11 +67,15 @@ def locate(name: str, role: str) -> str:
         return str(folder)
     if is_shape(name):
         shape_of(name)
+    elif is_gguf(name):
+        read_gguf(name)
     elif not Path(name).is_dir():
         _check_hub(name)
     elif not (Path(name) / "config.json").is_file():
         if (Path(name) / "checkpoint").is_dir():
             raise ValueError(f"{name!r} is of a training that has not ended: the same `paradraft train` goes on")
+        if files := sorted(Path(name).glob(f"*{SUFFIX}")):
+            raise ValueError(f"{name!r} is not a model folder: name the file, such as {str(files[0])!r}")
         raise ValueError(f"{name!r} is not a model folder: it has no config.json")
     return name
 
@@ -87,7 +92,7 @@ def _check_hub(name: str) -> None:
     except (OSError, HTTPError) as error:
         raise ValueError(
             f"unknown model {name!r}: there is no such folder, and Hugging Face cannot be asked for it "
-            f"({_first_sentence(error)})"
+            f"({first_sentence(error)})"
         ) from None
 
 
@@ -98,7 +103,9 @@ def load_config(name: str) -> PretrainedConfig:
         ValueError: there is none, or it is not that of a supported causal LM.
     """
     check_has_weights(name)
-    with _loading(f"model {name!r}"):
+    if is_gguf(name):
+        return gguf_model.config_of(name)
+    with loading_of(f"model {name!r}"):
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         except KeyError as error:
@@ -129,11 +136,26 @@ def settled(runtime: Runtime, name: str, role: str = "target") -> Runtime:
     Raises:
         ValueError: there is no such model, or there is no such device or dtype for it.
     """
-    if AUTO not in (runtime.device, runtime.dtype):
-        return runtime
     folder = locate(name, role)
-    stored = None if is_shape(folder) or runtime.dtype != AUTO else load_config(folder).dtype
+    if is_in_few_bits(folder):
+        return settled_as_stored(runtime, name)
+    if not {AUTO, STORED} & {runtime.device, runtime.dtype}:
+        return runtime
+    stored = None if is_shape(folder) or runtime.dtype not in (AUTO, STORED) else load_config(folder).dtype
     return runtime.settled(getattr(torch, stored) if isinstance(stored, str) else stored)
+
+
+def is_in_few_bits(name: str) -> bool:
+    """Whether a model's weights are stored in few bits: a GGUF file, or a folder of GPTQ or AWQ.
+
+    Raises:
+        ValueError: they are, in a way that is not read.
+    """
+    if is_shape(name):
+        return False
+    if is_gguf(name):
+        return gguf_model.has_few_bits(read_gguf(name))
+    return packed_folder.packing_of(load_config(name), name) is not None
 
 
 def load_generation_config(name: str) -> GenerationConfig:
@@ -143,7 +165,9 @@ def load_generation_config(name: str) -> GenerationConfig:
         ValueError: as `load_config`, or it names tokens that are none.
     """
     config = load_config(name)
-    with _loading(f"model {name!r}"):
+    if is_gguf(name):
+        return gguf_model.generation_config_of(name)
+    with loading_of(f"model {name!r}"):
         try:
             found = GenerationConfig.from_pretrained(name)
         except OSError:
@@ -172,9 +196,11 @@ def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
         ValueError: there is no such model, it is no supported causal LM, or its weights do not fit its config.
     """
     runtime = settled(runtime, name)
+    if is_gguf(name) or runtime.dtype == STORED:
+        return _load_stored(name, runtime)
     load_generation_config(name)  # `from_pretrained` takes one that cannot be read for one that is not there
-    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_table)
-    with _loading(f"model {name!r}"), _without_bars():
+    logging.getLogger("transformers.modeling_utils").addFilter(is_no_table)
+    with loading_of(f"model {name!r}"), without_bars():
         model, found = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=runtime.computed_in,
@@ -186,10 +212,27 @@ def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
         )
     others = [f"{key} has the shape {tuple(is_)}, not {tuple(wanted)}" for key, is_, wanted in found["mismatched_keys"]]
     if wrong := sorted([*others, *(f"{key} is missing" for key in found["missing_keys"])]):
-        raise ValueError(f"model {name!r}: its weights do not fit its config.json, {_some(wrong)}")
-    if found["unexpected_keys"]:
-        warnings.warn(f"{name}: weights that are not used: {_some(sorted(found['unexpected_keys']))}", stacklevel=2)
+        raise ValueError(f"model {name!r}: its weights do not fit its config.json, {some_of(wrong)}")
+    _warn_of_unused(found["unexpected_keys"], name)
     return (model if settings else model.to(runtime.device)).eval()
+
+
+def _load_stored(name: str, runtime: Runtime) -> PreTrainedModel:
+    """Loads a GGUF file, or a folder whose weights are stored in few bits."""
+    if is_gguf(name):
+        return gguf_model.load(name, runtime.computed_in, attention=ATTENTION).to(runtime.device)
+    config = load_config(name)
+    packing = packed_folder.packing_of(config, name)
+    assert packing is not None
+    model, unused = packed_folder.load(name, config, packing, runtime.computed_in, attention=ATTENTION)
+    model.generation_config = load_generation_config(name)
+    _warn_of_unused(unused, name)
+    return model
+
+
+def _warn_of_unused(weights: Iterable[str], name: str) -> None:
+    if unused := sorted(weights):
+        warnings.warn(f"{name}: weights that are not used: {some_of(unused)}", stacklevel=3)
 
 
 def load_shard(name: str, runtime: Runtime, ranks: int) -> PreTrainedModel:
@@ -207,6 +250,8 @@ def load_shard(name: str, runtime: Runtime, ranks: int) -> PreTrainedModel:
         raise ValueError(f"{name!r}: tensor parallelism needs weights that are on disk")
     if runtime.dtype in QUANTIZED or runtime.compiled:
         raise ValueError("tensor parallelism: passes are those of transformers, so neither int8, int4 nor --compile")
+    if is_gguf(name) or is_in_few_bits(name):
+        raise ValueError(f"{name!r}: tensor parallelism shares out folders of unrounded weights: use such a one")
     config = load_config(name)
     if has_experts(config):
         raise ValueError(f"{name!r}: mixtures of experts are not shared out by layer: give whole layers to devices")
@@ -228,8 +273,25 @@ def load_skeleton(name: str) -> PreTrainedModel:
         ValueError: there is no such model, or it is no supported causal LM.
     """
     config = config_of(name)
-    with _loading(f"model {name!r}"), torch.device("meta"):
+    with loading_of(f"model {name!r}"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation=ATTENTION)
+
+
+def weights_bytes(name: str, runtime: Runtime) -> float:
+    """How much memory a model's weights take while it is loaded; those that are rounded are read whole before.
+
+    Args:
+        name: a folder, a file, a Hugging Face id or a shape.
+        runtime: its dtype.
+
+    Raises:
+        ValueError: there is no such model, or it is no supported causal LM.
+    """
+    if is_gguf(name):
+        return gguf_model.resident_bytes(read_gguf(name))
+    numbers = sum(weight.numel() for weight in load_skeleton(name).parameters())
+    is_packed = runtime.dtype == STORED and is_in_few_bits(name)
+    return numbers * (1.25 if is_packed else float(runtime.computed_in.itemsize))
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -241,8 +303,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     # Tokenizing a text longer than the model's limit is not an error here: the limit is checked, with a
     # better message, where the text is used.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
-    load_config(name)  # the tokenizer's class depends on it, so what is wrong with it would be said of the tokenizer
-    with _loading(f"the tokenizer of {name!r}"):
+    if is_gguf(name):
+        return gguf_tokenizer(read_gguf(name, vocabulary=True))
+    if not Path(name).is_dir() or (Path(name) / "config.json").is_file():
+        load_config(name)  # the tokenizer's class depends on it, so what is wrong would be said of the tokenizer
+    with loading_of(f"the tokenizer of {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if tokenizer.get_vocab().keys() == {token.content for token in tokenizer.added_tokens_decoder.values()}:
         # What `transformers` makes of a Qwen folder without the tokenizer's files.
@@ -263,19 +328,23 @@ def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks
         ValueError: there is no such model, or it cannot be served.
     """
     folder, runtime = locate(name, "target"), settled(runtime, name)
-    tokenizer = tokenizer_of(folder)
+    tokenizer = tokenizer_for(folder, runtime.tokenizer)
     if ranks > 1:
         model, parts = load_shard(folder, runtime, ranks), []
     elif stages:
+        if runtime.dtype == STORED:
+            raise ValueError(
+                f"{name!r}: layers of weights that are stored in few bits are on one CPU: leave stages out"
+            )
         dtype = str(runtime.computed_in).removeprefix("torch.")
         model = _weights(folder, replace(runtime, device="cpu", dtype=dtype))
         parts = split(model, stages)
         for part in parts:
             _quantize(part.model, runtime)
     else:
-        model, parts = _model(folder, runtime), []
+        model, parts = load_as_asked(folder, runtime), []
     vocab_size = tokens_of(model.config, tokenizer)
-    target = Target(_causal_lm(model, vocab_size, runtime, runtime.capacity, stages=parts, ranks=ranks), tokenizer)
+    target = Target(causal_lm_of(model, vocab_size, runtime, runtime.capacity, stages=parts, ranks=ranks), tokenizer)
     _obey(model, target, name)
     return target
 
@@ -287,6 +356,29 @@ def tokenizer_of(folder: str) -> PreTrainedTokenizerBase:
         ValueError: there is none.
     """
     return id_tokenizer(folder) if is_shape(folder) else load_tokenizer(folder)
+
+
+def tokenizer_for(folder: str, named: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target.
+
+    Args:
+        folder: the target's folder, file or Hugging Face id, or a shape.
+        named: folder or Hugging Face id of another tokenizer; None for its own.
+
+    Raises:
+        ValueError: there is none, or the one that is named has other tokens than the target.
+    """
+    if named is None:
+        return tokenizer_of(folder)
+    found = load_tokenizer(named if Path(named).is_dir() else locate(named, "target"))
+    if (used := used_rows(found)) > (rows := config_of(folder).vocab_size):
+        raise ValueError(
+            f"tokenizer {named!r} has {used} tokens, and {folder!r} an embedding of {rows} rows: name the tokenizer of "
+            "the model that it was made of"
+        )
+    if is_gguf(folder):
+        check_same_tokens(read_gguf(folder, vocabulary=True), found.get_vocab(), f"tokenizer {named!r}")
+    return found
 
 
 def tokens_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -308,50 +400,12 @@ def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
         )
 
 
-def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime) -> CausalLM:
-    """Loads a draft model that speaks the target's tokens.
-
-    Args:
-        folder: folder or Hugging Face id.
-        target: whose text is to be guessed.
-        runtime: the target's.
+def load_as_asked(folder: str, runtime: Runtime) -> PreTrainedModel:
+    """Loads a causal LM, or makes that of a shape, with weights of few bits if these are asked for.
 
     Raises:
-        ValueError: there is no such model, or its tokens or capacity do not fit the target's.
+        ValueError: there is no such model, or it cannot be had like this.
     """
-    model = _model(folder, runtime)
-    needed = target.vocab_size
-    check_draft_config(folder, model.config, vocab_size=needed, capacity=target.capacity)
-    if not is_shape(folder) and load_tokenizer(folder)(_PROBE)["input_ids"] != target.tokenizer(_PROBE)["input_ids"]:
-        raise ValueError(
-            f"draft {folder!r} splits text into other tokens than the target: use a draft of the same family"
-        )
-    return _causal_lm(model, needed, runtime, target.capacity)
-
-
-def check_draft_config(folder: str, config: PretrainedConfig, *, vocab_size: int, capacity: int) -> None:
-    """Checks that a draft model has a target's tokens, and room for its texts.
-
-    Args:
-        folder: the draft model's, for messages.
-        config: its own.
-        vocab_size: tokens of the target.
-        capacity: most tokens of a row of the target.
-
-    Raises:
-        ValueError: it has fewer.
-    """
-    if config.vocab_size < vocab_size:
-        raise ValueError(
-            f"draft {folder!r} knows {config.vocab_size} tokens, the target {vocab_size}: use one of the same family"
-        )
-    if (room_for := context_of(config)) < capacity:
-        raise ValueError(
-            f"draft {folder!r} has room for {room_for} tokens, the target for {capacity}: set capacity={room_for}"
-        )
-
-
-def _model(folder: str, runtime: Runtime) -> PreTrainedModel:
     runtime = settled(runtime, folder)
     model = _weights(folder, runtime)
     _quantize(model, runtime)
@@ -369,7 +423,7 @@ def _quantize(model: PreTrainedModel, runtime: Runtime) -> None:
         quantize(model, QUANTIZED[runtime.dtype])
 
 
-def _causal_lm(
+def causal_lm_of(
     model: PreTrainedModel,
     vocab_size: int,
     runtime: Runtime,
@@ -378,6 +432,16 @@ def _causal_lm(
     stages: Sequence[StageModel] = (),
     ranks: int = 1,
 ) -> CausalLM:
+    """A model with its cache.
+
+    Args:
+        model: loaded.
+        vocab_size: how many ids are tokens.
+        runtime: how it runs.
+        capacity: most tokens of a row; None for the model's limit.
+        stages: the parts of the model, if its layers are shared out.
+        ranks: how many processes share each of its layers.
+    """
     return CausalLM(
         model,
         vocab_size=vocab_size,
@@ -389,47 +453,3 @@ def _causal_lm(
         stages=stages,
         ranks=ranks,
     )
-
-
-@contextmanager
-def _loading(what: str) -> Iterator[None]:
-    try:
-        yield
-    except StrictDataclassError as error:
-        raise ValueError(f"cannot load {what}: its config.json is wrong: {error.__cause__ or error}") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load {what}: {_first_sentence(error)}") from None
-    except Exception as error:  # at a damaged file `transformers` fails wherever it first meets something unexpected
-        if is_out_of_memory(error):
-            raise
-        problem = f"{type(error).__name__}: {_first_sentence(error)}"
-        raise ValueError(f"cannot load {what}: one of its files seems damaged ({problem})") from None
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Inside, `transformers` shows no bar for weights that are on disk; downloads keep theirs."""
-    was_shown, were_shown = hf_logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    hf_logging.disable_progress_bar()  # those of downloads too
-    if were_shown:
-        enable_progress_bars()
-    try:
-        yield
-    finally:
-        if was_shown:
-            hf_logging.enable_progress_bar()
-        if not were_shown:
-            disable_progress_bars()
-
-
-def _is_no_table(record: logging.LogRecord) -> bool:
-    """Whether `transformers` says something else than its table of weights, which `load_model` says in a line."""
-    return "LOAD REPORT" not in record.getMessage()
-
-
-def _some(problems: list[str]) -> str:
-    return problems[0] + (f", and {len(problems) - 1} more" if problems[1:] else "")
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -123,7 +123,9 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 QUANTIZED = {"int8": 8, "int4": 4}
 """Names of weights that are rounded to few bits; passes compute in `Runtime.computed_in`."""
-PRECISIONS = (*DTYPES, *QUANTIZED)
+STORED = "stored"
+"""Weights of few bits as a file has them; those of other models as with `AUTO`."""
+PRECISIONS = (*DTYPES, *QUANTIZED, STORED)
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 AUTO = "auto"
 
@@ -135,7 +137,9 @@ class Runtime:
     Args:
         device: a torch device name; "auto" is a GPU if there is one.
         dtype: of the weights, one of `PRECISIONS` or `SHORT`; "auto" is that of the checkpoint, or float32 where the
-            device computes that one slowly.
+            device computes that one slowly. Weights that are stored in few bits stay so, and have no other.
+        draft_dtype: the same for a draft model; None is `dtype`, but for weights that are stored in few bits.
+        tokenizer: folder or Hugging Face id of the target's tokenizer; None for the one that comes with the target.
         compiled: compile the passes, also where that takes a minute or two: worth it for thousands of tokens. None
             compiles where it takes seconds, on CPUs in float32, bfloat16, int8 and int4; False never.
         capacity: most tokens of a row, prompt included; None takes the limit of the model, or of its draft if that is
@@ -150,6 +154,8 @@ class Runtime:
 
     device: str = AUTO
     dtype: str = AUTO
+    draft_dtype: str | None = None
+    tokenizer: str | None = None
     compiled: bool | None = None
     capacity: int | None = None
     width: int = 64
@@ -158,6 +164,8 @@ class Runtime:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", precision_of(self.dtype))
+        if self.draft_dtype is not None:
+            object.__setattr__(self, "draft_dtype", precision_of(self.draft_dtype, "draft_dtype"))
         if self.device == AUTO:
             return
         try:
@@ -174,12 +182,18 @@ class Runtime:
             stored: the dtype of the checkpoint; None if it does not say.
         """
         device = device_of(self.device)
-        return replace(self, device=device, dtype=fast_dtype(stored, device) if self.dtype == AUTO else self.dtype)
+        is_open = self.dtype in (AUTO, STORED)
+        return replace(self, device=device, dtype=fast_dtype(stored, device) if is_open else self.dtype)
+
+    @property
+    def of_draft(self) -> Runtime:
+        """That of a draft model."""
+        return self if self.draft_dtype is None else replace(self, dtype=self.draft_dtype)
 
     @property
     def computed_in(self) -> torch.dtype:
         """The dtype of activations and caches; with quantized weights bf16, or float32 where that is faster."""
-        if self.dtype not in QUANTIZED:
+        if self.dtype in DTYPES:
             return DTYPES[self.dtype]
         return torch.bfloat16 if computes_bf16(torch.device(device_of(self.device))) else torch.float32
 
@@ -189,8 +203,12 @@ def device_of(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == AUTO else name
 
 
-def precision_of(name: object) -> str:
+def precision_of(name: object, setting: str = "dtype") -> str:
     """The full name of a dtype, or "auto".
+
+    Args:
+        name: as it was given.
+        setting: for what, for the message.
 
     Raises:
         ValueError: there is none of this name.
@@ -200,7 +218,7 @@ def precision_of(name: object) -> str:
     """
     found = SHORT.get(name, name) if isinstance(name, str) else name
     if found not in (AUTO, *PRECISIONS):
-        raise ValueError(f"dtype={name!r}: use one of {', '.join((AUTO, *PRECISIONS, *SHORT))}")
+        raise ValueError(f"{setting}={name!r}: use one of {', '.join((AUTO, *PRECISIONS, *SHORT))}")
     return str(found)
 
 

@@ -25,7 +25,8 @@ from paradraft.formats.pard import (
     forget_masks,
 )
 from paradraft.models.architecture import context_of
-from paradraft.models.loading import load_draft_lm, load_model, load_skeleton, locate
+from paradraft.models.draft_loading import load_draft_lm
+from paradraft.models.loading import load_model, load_skeleton, locate
 from paradraft.models.output_head import check_linear
 from paradraft.models.previous_token import MOST_RANK, PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.models.runtime import Runtime

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paradraft.models.loading import load_draft_lm, load_target, locate
+from paradraft.models.draft_loading import load_draft_lm
+from paradraft.models.loading import load_target, locate
 from paradraft.models.presets import SHAPES, random_model, shape_of
 from paradraft.models.runtime import Runtime
 

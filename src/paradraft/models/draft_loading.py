@@ -1,0 +1,79 @@
+"""Draft models: loaded beside a target, whose tokens they must have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PretrainedConfig
+
+from paradraft.formats.gguf import is_gguf, read_gguf
+from paradraft.models.architecture import context_of
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.gguf_tokenizer import check_same_tokens
+from paradraft.models.loading import causal_lm_of, is_in_few_bits, load_as_asked, load_tokenizer
+from paradraft.models.presets import is_shape
+from paradraft.models.runtime import STORED, Runtime
+from paradraft.models.target import Target, TargetFacts
+
+_PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
+
+
+def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime) -> CausalLM:
+    """Loads a draft model that speaks the target's tokens.
+
+    Args:
+        folder: folder or Hugging Face id.
+        target: whose text is to be guessed.
+        runtime: the target's.
+
+    Raises:
+        ValueError: there is no such model, or its tokens or capacity do not fit the target's.
+    """
+    model = load_as_asked(folder, draft_runtime(folder, runtime))
+    needed = target.vocab_size
+    check_draft_config(folder, model.config, vocab_size=needed, capacity=target.capacity)
+    _check_draft_tokens(folder, target)
+    return causal_lm_of(model, needed, runtime, target.capacity)
+
+
+def draft_runtime(folder: str, runtime: Runtime) -> Runtime:
+    """How a draft model runs: as the target, or in a dtype of its own.
+
+    Args:
+        folder: folder or Hugging Face id.
+        runtime: the target's.
+    """
+    if runtime.draft_dtype is None and is_in_few_bits(folder):
+        return replace(runtime, dtype=STORED)
+    return runtime.of_draft
+
+
+def _check_draft_tokens(folder: str, target: Target | TargetFacts) -> None:
+    if is_gguf(folder):  # how it splits text does not matter, and may not be known
+        check_same_tokens(read_gguf(folder, vocabulary=True), target.tokenizer.get_vocab(), "the target")
+    elif not is_shape(folder) and load_tokenizer(folder)(_PROBE)["input_ids"] != target.tokenizer(_PROBE)["input_ids"]:
+        raise ValueError(
+            f"draft {folder!r} splits text into other tokens than the target: use a draft of the same family"
+        )
+
+
+def check_draft_config(folder: str, config: PretrainedConfig, *, vocab_size: int, capacity: int) -> None:
+    """Checks that a draft model has a target's tokens, and room for its texts.
+
+    Args:
+        folder: the draft model's, for messages.
+        config: its own.
+        vocab_size: tokens of the target.
+        capacity: most tokens of a row of the target.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    if config.vocab_size < vocab_size:
+        raise ValueError(
+            f"draft {folder!r} knows {config.vocab_size} tokens, the target {vocab_size}: use one of the same family"
+        )
+    if (room_for := context_of(config)) < capacity:
+        raise ValueError(
+            f"draft {folder!r} has room for {room_for} tokens, the target for {capacity}: set capacity={room_for}"
+        )

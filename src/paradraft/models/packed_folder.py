@@ -1,0 +1,212 @@
+"""Folders of models that GPTQ or AWQ has rounded to 4 bits: their packed weights, as they are stored.
+
+Both have for a linear layer `qweight`, `qzeros` and `scales`, int32 numbers of 8 values each. A weight is
+`scale * (value - zero)`, which is `scale * value + offset` with an offset that float32 holds exactly. Where every zero
+is 8, as in symmetric GPTQ, there are no offsets.
+
+Shape letters: N outputs, K inputs, G groups of inputs.
+
+Source: AutoGPTQ's `qlinear_cuda.py`, AutoAWQ's `packing_utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from paradraft.formats.gguf_blocks import Blocks
+from paradraft.models.stored_weights import Weight, assembled, lossless_dtype
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+METHODS = ("gptq", "awq")
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a number of AWQ's the value of each of 8 outputs is."""
+_PACKED = ("qweight", "qzeros", "scales", "g_idx")
+_PER_NUMBER = 8
+_MIDDLE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How weights are packed.
+
+    Args:
+        method: one of `METHODS`.
+        group: inputs of a group; -1 for all.
+        zeros_are_less: whether zeros are stored minus one, as the first format of GPTQ has them.
+    """
+
+    method: str
+    group: int
+    zeros_are_less: bool
+
+
+def packing_of(config: PretrainedConfig, name: str) -> Packing | None:
+    """How a model's weights are packed; None if they are not.
+
+    Args:
+        config: the model's.
+        name: of the model, for messages.
+
+    Raises:
+        ValueError: they are packed or rounded otherwise.
+    """
+    told = getattr(config, "quantization_config", None)
+    if told is None:
+        return None
+    told = dict(told if isinstance(told, Mapping) else vars(told))
+    method, bits = told.get("quant_method"), told.get("bits", told.get("w_bit"))
+    method = getattr(method, "value", method)
+    if method not in METHODS or bits != 4:
+        how = f"by {method!r}" if method not in METHODS else f"to {bits!r} bits by {method!r}"
+        raise ValueError(
+            f"{name!r} has weights that were rounded {how} (quantization_config), and only 4 bits of "
+            f"{' and '.join(METHODS)} are read: use the model before that, or one of these, or a .gguf file"
+        )
+    layout = told.get("version", "gemm") if method == "awq" else told.get("checkpoint_format", "gptq")
+    layouts = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
+    if layout not in layouts:
+        raise ValueError(f"{name!r} is packed by {method!r} as {layout!r}, and only {', '.join(layouts)} is read")
+    group = told.get("group_size", told.get("q_group_size", -1))
+    if type(group) is not int or not (group == -1 or (group > 0 and group % 32 == 0)):
+        raise ValueError(f"{name!r}: group_size is {group!r} in its quantization_config: use a multiple of 32, or -1")
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"{name!r} is a {config.model_type} model packed by {method!r}; supported are {', '.join(ARCHITECTURES)}"
+        )
+    return Packing(method=method, group=group, zeros_are_less=layout == "gptq")
+
+
+def load(
+    name: str, config: PretrainedConfig, packing: Packing, dtype: torch.dtype, *, attention: str
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model of a folder, on the CPU, without its generation config.
+
+    Args:
+        name: of the folder, or a Hugging Face id.
+        config: the model's.
+        packing: how its weights are packed.
+        dtype: of activations, and of the weights that are not packed; float32 where bfloat16 would round one of them.
+        attention: `attn_implementation`.
+
+    Returns:
+        The model, and the names of weights that are not used.
+
+    Raises:
+        ValueError: a weight is missing, or does not fit.
+    """
+    with _tensors_of(name) as found:
+        plain = [key for key in found if key.rpartition(".")[2] not in _PACKED]
+        dtype = lossless_dtype((found[key] for key in plain), dtype)
+        used = set[str]()
+
+        def read(key: str) -> Weight | None:
+            place = key.rpartition(".")[0]
+            if key in found:
+                used.add(key)
+                return found[key]
+            if key != f"{place}.weight" or f"{place}.qweight" not in found:
+                return None
+            used.update(f"{place}.{part}" for part in _PACKED)
+            parts = {part: found[f"{place}.{part}"] for part in _PACKED if f"{place}.{part}" in found}
+            try:
+                return blocks_of(parts, packing)
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {place} {error}") from None
+
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = assembled(config, read, name=name, dtype=dtype, attention=attention)
+        # AutoGPTQ gives all layers a bias.
+        unused = [key for key in plain if key not in used and not (key.endswith(".bias") and not found[key].any())]
+    return model, unused
+
+
+def blocks_of(parts: Mapping[str, Tensor], packing: Packing) -> Blocks:
+    """The weights of a linear layer.
+
+    Args:
+        parts: `qweight`, `qzeros`, `scales`, and `g_idx` `[K]` where there is one.
+        packing: how they are packed.
+
+    Raises:
+        ValueError: they do not fit each other, or inputs are in another order than their groups.
+    """
+    if missing := [part for part in ("qweight", "qzeros", "scales") if part not in parts]:
+        raise ValueError(f"has no {missing[0]}")
+    packed, scales_GN = parts["qweight"], parts["scales"]
+    if packed.dtype != torch.int32 or parts["qzeros"].dtype != torch.int32:
+        raise ValueError(f"is packed in {packed.dtype} and not in int32")
+    if packing.method == "awq":
+        values_KN = _unpacked(packed)[..., AWQ_ORDER].flatten(1)
+        zeros_GN = _unpacked(parts["qzeros"])[..., AWQ_ORDER].flatten(1)
+    else:
+        values_KN = _unpacked(packed).transpose(1, 2).flatten(0, 1)
+        zeros_GN = _unpacked(parts["qzeros"]).flatten(1)
+        zeros_GN = zeros_GN + 1 & 15 if packing.zeros_are_less else zeros_GN
+    inputs, outputs = values_KN.shape
+    group = inputs if packing.group == -1 else packing.group
+    if scales_GN.shape != zeros_GN.shape or scales_GN.shape != (-(-inputs // group), outputs):
+        raise ValueError(
+            f"has scales of shape {list(scales_GN.shape)}, and its {inputs} inputs and {outputs} outputs need "
+            f"{[-(-inputs // group), outputs]}"
+        )
+    order_K = parts.get("g_idx")
+    if order_K is not None and not torch.equal(order_K.long(), torch.arange(inputs) // group):
+        raise ValueError(
+            "has inputs in another order than their groups (desc_act, g_idx), which is not read: use a model that was "
+            "rounded with desc_act=false, or a .gguf file"
+        )
+    scales_GN = scales_GN if scales_GN.dtype == torch.float16 else scales_GN.float()
+    is_symmetric = bool((zeros_GN == _MIDDLE).all())
+    values_KN = values_KN - _MIDDLE if is_symmetric else values_KN
+    offsets_NG = None if is_symmetric else (-scales_GN.float() * zeros_GN).T.contiguous()
+    return Blocks(
+        values=values_KN.to(torch.int8).T.contiguous(), scales=scales_GN.T.contiguous(), offsets=offsets_NG, bits=4,
+        group=group,
+    )  # fmt: skip
+
+
+def _unpacked(numbers: Tensor) -> Tensor:
+    """The 8 values `[…, 8]` of each number `[…]`, the lowest 4 bits first."""
+    return numbers[..., None] >> torch.arange(0, 4 * _PER_NUMBER, 4, dtype=torch.int32) & 15
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """The tensors of the files of a folder, each read when it is asked for."""
+
+    def __init__(self, files: list[Any]) -> None:
+        self._files = {key: file for file in files for key in file.keys()}  # noqa: SIM118  # of safetensors
+
+    def __getitem__(self, key: str) -> Tensor:
+        found: Tensor = self._files[key].get_tensor(key)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+@contextmanager
+def _tensors_of(name: str) -> Iterator[_Tensors]:
+    folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns="*.safetensors"))
+    paths = sorted(folder.glob("model-*-of-*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"{name!r} has no safetensors, and packed weights are read from no other files")
+    with ExitStack() as stack:
+        try:
+            opened = [stack.enter_context(safe_open(path, "pt")) for path in paths]
+        except SafetensorError as error:
+            raise ValueError(f"cannot load model {name!r}: one of its files seems damaged ({error})") from None
+        yield _Tensors(opened)
