@@ -16,13 +16,19 @@ if TYPE_CHECKING:
     from paradraft.export.handoff import Measured
 
 
+DRAFT_DTYPE = (
+    "The dtype of the drafter when it is measured; with --to gguf that of the file: bfloat16, float16, float32, int8 "
+    "(Q8_0) or int4 (Q4_0), by default that of the checkpoint."
+)
+
+
 @options.with_options
 def export(
     draft: Annotated[str, typer.Argument(metavar="DRAFT", help="The drafter: a folder, a Hugging Face id, or pocket.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it is empty or does not exist.")],
     *,
     target: options.Target,
-    engine: Annotated[str, typer.Option("--to", help="vllm, sglang, tensorrt-llm or transformers.")],
+    engine: Annotated[str, typer.Option("--to", help="vllm, sglang, tensorrt-llm, transformers or gguf.")],
     k: Annotated[int, typer.Option("-k", min=1, help="Tokens drafted per round.")] = 8,
     measure: Annotated[
         bool,
@@ -31,7 +37,7 @@ def export(
     prompts: options.MeasuredPrompts = None,
     num_prompts: options.NumPrompts = 8,
     max_new_tokens: options.NewTokens = 128,
-    runtime: Annotated[Runtime, options.Offer(without=("compiled",))],
+    runtime: Annotated[Runtime, options.Offer(without=("compiled",), helps={"draft_dtype": DRAFT_DTYPE})],
 ) -> None:
     """Write a drafter as an engine that serves loads it.
 
@@ -41,7 +47,7 @@ def export(
     from paradraft.bench.setup import held_out_prompts
     from paradraft.export.handoff import hand_off
 
-    texts = held_out_prompts(num_prompts, prompts, target) if measure else []
+    texts = held_out_prompts(num_prompts, prompts, target, runtime.tokenizer) if measure else []
     with news(console(stderr=True), f"writing {out}"):
         done = hand_off(
             draft, target, engine, out, k=k, prompts=texts, max_new_tokens=max_new_tokens,

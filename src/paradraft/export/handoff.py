@@ -1,7 +1,7 @@
 """A drafter's folder as an engine loads it: its tokens are the target's, and a model card says how to start the engine.
 
-vLLM and TensorRT-LLM draft in parallel with a PARD model, without the head that may stand beside it. SGLang and
-`transformers` have no mask tokens: to them the folder is an ordinary draft model, which a PARD model still is. Of
+vLLM and TensorRT-LLM draft in parallel with a PARD model, without the head that may stand beside it. SGLang,
+`transformers` and llama.cpp have no mask tokens: to them it is an ordinary draft model, which a PARD model still is. Of
 drafters on the target's states vLLM has some, see `paradraft.export.heads`.
 """
 
@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.export.engines import tensorrt_fixed, vllm_fixed
+from paradraft.export.gguf import FILE, TYPES, check_can_write, write_gguf
 from paradraft.export.heads import ELSEWHERE, INSTEAD, check_head, needs_output_head, write_for_vllm
 from paradraft.export.vllm import check_name
 from paradraft.formats.folder import whole_folder, write_model
@@ -31,7 +32,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.models.vocabulary import of_one_family, resize, used_rows
 from paradraft.speculation import Speculation
 
-VLLM, SGLANG, TENSORRT, TRANSFORMERS = ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers")
+VLLM, SGLANG, TENSORRT, TRANSFORMERS, GGUF = ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers", "gguf")
 PARALLEL = (VLLM, TENSORRT)
 """Engines that draft all tokens in one pass."""
 CARD, TENSORRT_FILE = "README.md", "speculative.yaml"
@@ -171,11 +172,16 @@ def _hand_off_model(asked: Asked, folder: str, of_target: str, out: Path) -> Han
             f"{draft!r} uses {what}, and {target!r} has an embedding of {rows} rows, while engines want as many in "
             "both: train with mask_token_id set to a token of the target that no text holds"
         )
-    is_parallel = mask is not None and engine in PARALLEL
+    dtype = asked.runtime.draft_dtype or _as_stored(config).dtype
+    if engine == GGUF:
+        check_can_write(config, dtype, draft)
+    is_parallel = mask is not None and engine in (*PARALLEL, GGUF)
     drafter = "pard" if is_parallel else "autoregressive"
     if engine == VLLM:
         check_name(drafter, str(out))
     notes = _notes(config.vocab_size, rows, engine, has_masks=mask is not None, has_head=hasattr(config, RANK))
+    if engine == GGUF and dtype != (stored := _as_stored(config).dtype):
+        notes += (f"Its weights are rounded to {TYPES[dtype]}, from {TYPES[stored]}.",)
     model = load_model(folder, _as_stored(config))
     resize(model, rows, used_rows(theirs))
     for key in CONFIG_KEYS:
@@ -185,7 +191,10 @@ def _hand_off_model(asked: Asked, folder: str, of_target: str, out: Path) -> Han
         declare_masks(model.config, mask, masks)
     model.generation_config = load_generation_config(of_target)
     with whole_folder(out) as new:
-        write_model(new, model.eval(), tokenizer)
+        if engine == GGUF:
+            write_gguf(new / FILE, model.eval(), tokenizer, model.generation_config, dtype=dtype, name=out.name)
+        else:
+            write_model(new, model.eval(), tokenizer)
         return _finished(asked, new, out, of_target, drafter, notes)
 
 
@@ -215,7 +224,8 @@ def _notes(own: int, rows: int, engine: str, *, has_masks: bool, has_head: bool)
     if has_head:
         found.append("Its head, which tells masks the tokens before them, is left out: only paradraft reads it.")
     if has_masks and engine not in PARALLEL:
-        found.append(f"{engine} has no mask tokens: there it drafts one token a pass, as any draft model.")
+        reader = "llama.cpp" if engine == GGUF else engine
+        found.append(f"{reader} has no mask tokens: there it drafts one token a pass, as any draft model.")
     if engine == VLLM:
         found.append(ON_CPUS)
     return tuple(found)
@@ -223,8 +233,9 @@ def _notes(own: int, rows: int, engine: str, *, has_masks: bool, has_head: bool)
 
 def _measure(folder: Path, drafter: str, asked: Asked) -> Measured:
     prompts, max_new_tokens = list(asked.prompts), asked.max_new_tokens
-    speculation = Speculation(drafter=drafter, draft=str(folder), k=asked.k)
-    runtime = replace(asked.runtime, width=max(asked.runtime.width, speculation.pass_width))
+    draft, own_dtype = (folder / FILE, None) if asked.engine == GGUF else (folder, asked.runtime.draft_dtype)
+    speculation = Speculation(drafter=drafter, draft=str(draft), k=asked.k)
+    runtime = replace(asked.runtime, width=max(asked.runtime.width, speculation.pass_width), draft_dtype=own_dtype)
     with load_engine(asked.target, speculation, runtime=runtime) as engine:
         answers = engine.generate(prompts, max_new_tokens=max_new_tokens)
         stats = [answer.stats for answer in answers]
@@ -253,6 +264,11 @@ def _launch(engine: str, drafter: str, target: str, draft: str, k: int) -> str:
             f"python -m sglang.launch_server --model-path {named} --speculative-algorithm STANDALONE "
             f"--speculative-draft-model-path {folder} --speculative-num-steps {k} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {k + 1}"
+        )
+    if engine == GGUF:
+        return (
+            f"paradraft generate --target {named} --drafter {drafter} --draft {shlex.quote(f'{draft}/{FILE}')} -k {k}\n"
+            f"llama-server -m TARGET.gguf -md {shlex.quote(f'{draft}/{FILE}')} --spec-draft-n-max {k}"
         )
     return (
         f"model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained({draft!r}), "

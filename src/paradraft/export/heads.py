@@ -50,6 +50,7 @@ ELSEWHERE = {
     "sglang": "SGLang has no Medusa, and no norms around the layer of its EAGLE",
     "tensorrt-llm": "TensorRT-LLM's PyTorch backend has EAGLE-3, and neither EAGLE nor Medusa",
     "transformers": "transformers has no drafters on a target's states",
+    "gguf": "llama.cpp's files of such drafters are of other kinds",
 }
 """Why other engines draft with none of them."""
 
