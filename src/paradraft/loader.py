@@ -48,7 +48,7 @@ def load(
     """Loads a target and a drafter.
 
     Args:
-        target: a Hugging Face id, a folder, or "pocket".
+        target: a Hugging Face id, a folder, a .gguf file, or "pocket".
         drafter: one of `drafter_names()`, with settings if wanted, such as "ngram:max_ngram=5"; "none" decodes plainly.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
         k: most tokens drafted per round, one after the other, at least 1.
@@ -63,7 +63,8 @@ def load(
         device: "cpu", "cuda", "cuda:1" and the like; "auto": a GPU if there is one.
         dtype: "bfloat16", "float16", "float32", "float64" or torch's names; "int8" and "int4" for the weights; "auto":
             that of the target's checkpoint.
-        runtime: compilation, widths and capacity; device and dtype too, unless they are given above.
+        runtime: compilation, widths and capacity, a tokenizer, the draft's dtype; device and dtype too, unless they are
+            given above.
         placement: where each side computes; by default both in this process.
 
     Raises:
