@@ -26,6 +26,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    WatermarkLogitsProcessor,
 )
 from transformers.generation import GenerateDecoderOnlyOutput, MinPLogitsWarper
 from transformers.generation.streamers import BaseStreamer
@@ -35,7 +36,7 @@ from paradraft.decode.batch import run
 from paradraft.decode.generation import Generation
 from paradraft.drafters import load_drafter
 from paradraft.engine import Engine
-from paradraft.errors import one_line
+from paradraft.errors import one_line, whole_number
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import load_tokenizer
 from paradraft.models.runtime import Runtime
@@ -43,8 +44,11 @@ from paradraft.models.target import Target
 from paradraft.sampling_params import LogitsProcessor, Sampling
 from paradraft.speculation import Speculation
 
-WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-"""What `Sampling` does by itself."""
+WARPERS = {
+    TemperatureLogitsWarper: ("temperature", (None, 1.0)), TopKLogitsWarper: ("top_k", (None, 0)),
+    TopPLogitsWarper: ("top_p", (None, 1.0)), MinPLogitsWarper: ("min_p", (None,)),
+}  # fmt: skip
+"""What `Sampling` does by itself: the setting for which `generate` adds each, and with which values it does not."""
 STATEFUL = (
     PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -56,7 +60,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1), "penalty_alpha": (None,), "dola_layers": (None,), "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,), "typical_p": (None, 1.0), "epsilon_cutoff": (None, 0.0),
     "eta_cutoff": (None, 0.0), "top_h": (None,), "output_scores": (None, False), "output_logits": (None, False),
-    "output_attentions": (None, False), "output_hidden_states": (None, False),
+    "output_attentions": (None, False), "output_hidden_states": (None, False), "constraints": (None,),
+    "force_words_ids": (None,),
 }  # fmt: skip
 """Settings that cannot be served, and what they are where nothing is asked for."""
 PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
@@ -122,15 +127,18 @@ def custom_generate(
     _check(generation_config, logits_processor, synced_gpus, streamer, model_kwargs, len(input_ids))
     engine = _engine_of(model, Speculation(drafter=drafter, draft=draft_model, k=k))
     mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.shape != input_ids.shape:
+        wanted, given = tuple(input_ids.shape), tuple(mask.shape)
+        raise ValueError(f"custom_generate: attention_mask of shape {given}: use {wanted}, that of input_ids")
     pads = [0] * len(input_ids) if mask is None else (mask == 0).sum(1).tolist()
-    if seed is None and generation_config.do_sample:
-        seed = int(torch.randint(2**31, ()))
+    _check_rows(mask, model_kwargs.get("position_ids"), pads, input_ids.shape[1])
+    if seed is None:
+        seed = int(torch.randint(2**31, ())) if generation_config.do_sample else 0
+    seed = whole_number("seed", seed)
     rows = input_ids.tolist()
     generations = []
     for number, (row, pad) in enumerate(zip(rows, pads, strict=True)):
-        if mask is not None and not mask[number, pad:].all():
-            raise ValueError("custom_generate: prompts must be padded on the left: set tokenizer.padding_side='left'")
-        asked = _sampling(generation_config, logits_processor, tuple(row[:pad]), (seed or 0) + number)
+        asked = _sampling(generation_config, logits_processor, tuple(row[:pad]), seed + number)
         most = generation_config.max_length or engine.target.capacity + pad
         if (wanted := max(most, len(row) + 1) - pad) > engine.target.capacity:
             raise ValueError(
@@ -164,6 +172,8 @@ def _check(
         )
     if batch_size > 1 and (found := next((one for one in processors if isinstance(one, OF_PROMPTS)), None)) is not None:
         raise ValueError(f"custom_generate: {type(found).__name__} serves one prompt, and there are {batch_size}")
+    if config.do_sample and any(isinstance(one, WatermarkLogitsProcessor) for one in processors):
+        raise ValueError("custom_generate: watermarking_config cannot be served when sampling: leave it out")
     if synced_gpus:
         raise ValueError("custom_generate: synced_gpus=True cannot be served: leave it out")
     if streamer is not None and batch_size > 1:
@@ -174,6 +184,17 @@ def _check(
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length():
         raise ValueError("custom_generate: past_key_values cannot be served: an engine of paradraft keeps rows itself")
+
+
+def _check_rows(mask: Tensor | None, positions: Tensor | None, pads: list[int], length: int) -> None:
+    """Raises ValueError for rows whose tokens do not follow each other from after the padding to the end."""
+    for number, pad in enumerate(pads):
+        if pad == length:
+            raise ValueError(f"custom_generate: prompt {number} is empty: give it at least one token")
+        if mask is not None and not mask[number, pad:].all():
+            raise ValueError("custom_generate: prompts must be padded on the left: set tokenizer.padding_side='left'")
+        if positions is not None and not (positions[number % len(positions), pad:].diff() == 1).all():
+            raise ValueError("custom_generate: position_ids other than one after the other cannot be served")
 
 
 def _is_of_sampling(name: str) -> bool:
@@ -231,8 +252,21 @@ def _of_row(processor: LogitsProcessor, padding: int) -> LogitsProcessor:
     return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=padding)
 
 
+def _without_own_warpers(config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:
+    """The processors without those that `Sampling` does by itself.
+
+    `generate` adds one of a kind for its own settings, after all others; the user's of the same kind stay.
+    """
+    left = LogitsProcessorList(processors)
+    for kind, (name, neutral) in WARPERS.items():
+        if config.do_sample and getattr(config, name) not in neutral:
+            for one in [one for one in left if isinstance(one, kind)][-1:]:
+                left.remove(one)
+    return left
+
+
 def _sampling(config: GenerationConfig, processors: LogitsProcessorList, pads: tuple[int, ...], seed: int) -> Sampling:
-    asked = [_of_row(one, len(pads)) for one in processors if not (config.do_sample and isinstance(one, WARPERS))]
+    asked = [_of_row(one, len(pads)) for one in _without_own_warpers(config, processors)]
     kept = tuple(_Padded(one, pads) if pads else one for one in asked)
     if not config.do_sample:
         return Sampling(processors=kept)

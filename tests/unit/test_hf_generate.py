@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
+    TopKLogitsWarper,
+    WatermarkingConfig,
 )
 
 import paradraft
@@ -122,6 +124,19 @@ def test_sampled_answers_are_the_engines(family: Path, folder: Path, model: PreT
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+@pytest.mark.parametrize("settings", [{}, {"top_k": 30, "temperature": 0.7, "top_p": 0.9, "min_p": 0.01}])
+def test_a_warper_of_the_users_acts_beside_those_of_the_settings(
+    family: Path, model: PreTrainedModel, settings: dict[str, Any]
+) -> None:
+    """Guards a warper in `logits_processor`, which was taken for one that `generate` had added, and left out: of the
+    likeliest token alone, sampling is greedy."""
+    warper = LogitsProcessorList([TopKLogitsWarper(1)])
+    asked = {**inputs_of(family), "max_new_tokens": 12, "do_sample": True, "pad_token_id": 0, **settings}
+    expected = model.generate(**asked, logits_processor=warper)
+    assert torch.equal(model.generate(**asked, logits_processor=warper, **ours(family)), expected)
+    assert not torch.equal(model.generate(**asked, **ours(family, seed=1)), expected)
+
+
 def test_a_model_that_has_learnt_is_prepared_again(family: Path, model: PreTrainedModel) -> None:
     """Guards training loops that sample: passes have copies of the weights."""
     asked = {**inputs_of(family), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -171,6 +186,12 @@ def test_a_processor_of_the_prompt_serves_one(family: Path, model: PreTrainedMod
         ({"prefix_allowed_tokens_fn": lambda row, text: [1, 2]}, "PrefixConstrainedLogitsProcessor is no function"),
         ({"encoder_repetition_penalty": 1.2}, "EncoderRepetitionPenaltyLogitsProcessor serves one prompt, and there"),
         ({"encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGramLogitsProcessor serves one prompt, and there are 3"),
+        ({"do_sample": True, "watermarking_config": WatermarkingConfig()}, "watermarking_config cannot be served when"),
+        ({"constraints": [1]}, r"constraints=\[1\] cannot be served"),
+        ({"position_ids": torch.zeros(3, 9, dtype=torch.long)}, "position_ids other than one after the other"),
+        ({"attention_mask": torch.zeros(3, 9, dtype=torch.long)}, "prompt 0 is empty"),
+        ({"attention_mask": torch.zeros(3, 10)}, r"attention_mask of shape \(3, 10\): use \(3, 9\)"),
+        ({"seed": "7"}, "seed='7': use a whole number"),
         ({"max_new_tokens": 100_000}, r"the model has room for \d+ tokens, and \d+ are asked for"),
         ({"k": 0}, "k=0"),
         ({"drafter": "nothing"}, "nothing"),
