@@ -10,10 +10,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 
+from paradraft.engine import Engine
+from paradraft.loader import load_engine
+from paradraft.serve.address import bound
 from tests.e2e.conftest import Paradraft, assert_mistake, drafting
 
 
@@ -29,6 +33,20 @@ def test_mistakes(family: Path, paradraft: Paradraft, monkeypatch: pytest.Monkey
     assert_mistake(paradraft(*serve, "--api-key-env", "NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE")
     assert_mistake(paradraft(*serve, "--max-batch", 0), "max_batch=0")
     assert_mistake(paradraft(*serve, "--port", 65536), "--port")
+
+
+def test_two_servers_that_start_together(family: Path, paradraft: Paradraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a server that says it is serving, and then that its port was taken while it loaded."""
+    with bound("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+
+        def load_late(*asked: Any, **settings: Any) -> Engine:
+            other.listen()
+            return load_engine(*asked, **settings)
+
+        monkeypatch.setattr("paradraft.cli.serve.load_engine", load_late)
+        found = paradraft("serve", *drafting(family, "pard"), "--port", port)
+    assert_mistake(found, f"--port {port}", "in use")  # and no line that it is serving
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -17,7 +17,7 @@ from paradraft.export.vllm import NOT_INSTALLED, installed_python
 from paradraft.loader import load_engine
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
-from paradraft.serve.address import bound, key_of, url_of
+from paradraft.serve.address import bound, key_of, listen, url_of
 from paradraft.serve.limits import Limits
 from paradraft.speculation import Speculation
 
@@ -116,5 +116,6 @@ def serve(
                 with console(stderr=True).status("compiling (a minute or two)"):
                     loaded.warm_up(limits.max_batch)
             app, admission = new_app(loaded, model=served_model_name or target, limits=limits, key=key)
+            listen(listening)
             print(f"paradraft: serving {target} at {url_of(listening)}; Ctrl-C ends it", file=sys.stderr, flush=True)
             Server(app, admission).run(sockets=[listening])

@@ -63,6 +63,19 @@ def bound(host: str, port: int) -> socket.socket:
     return made
 
 
+def listen(made: socket.socket) -> None:
+    """Lets a socket of `bound` listen.
+
+    Raises:
+        ValueError: another program has bound its address too, and listens by now.
+    """
+    try:
+        made.listen()
+    except OSError as error:
+        host, port = made.getsockname()[:2]
+        raise ValueError(f"--host {host} --port {port}: {error.strerror}; name another one") from None
+
+
 def url_of(made: socket.socket) -> str:
     """Where a server is found."""
     host, port = made.getsockname()[:2]
