@@ -267,7 +267,8 @@ class Scheduler:
                 rows = rows + joining
                 batch.leave([generation for generation in batch.generations if generation.is_finished])
                 self._let_in(joining, most)
-            batch.step()
+            if batch.members:  # who waits may have gone just now
+                batch.step()
         except BaseException as error:
             outside = [generation for generation in joining if generation not in batch.members]
             to_blame, cause = self._to_blame(error, outside)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from paradraft.decode.reading_pace import ReadingPace
 from paradraft.engine import Chunk, Engine
 from paradraft.loader import load
 from paradraft.models.runtime import Runtime
@@ -64,6 +65,33 @@ def test_many_streams_at_once(engine: Engine) -> None:
         del engine._batch.step
     assert found == [expected(engine, number) for number in range(16)]
     assert names == {"decoding"} and max(rows) == 16
+
+
+def test_the_end_of_an_answer_does_not_wait_for_the_prompt_of_another(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the last tokens of a stream: when no other answer was under way, the rest of a long prompt was read at
+    once, and they were told after that, seconds later."""
+    monkeypatch.setattr(ReadingPace, "most", 1)
+    told: list[bool] = []
+    read = engine._batch.read
+
+    def watched(most: int) -> int:
+        told.extend(one.is_told for one in engine._batch.generations if one.is_finished)
+        return read(most)
+
+    async def answers() -> list[list[int]]:
+        first = asyncio.create_task(streamed(engine, 0, 8))
+        while not engine._batch.generations:
+            await asyncio.sleep(0)
+        chunks = engine.astream("abcdefg" * 8, max_new_tokens=8)
+        return [[token async for chunk in chunks for token in chunk.tokens], await first]
+
+    monkeypatch.setattr(engine._batch, "read", watched)
+    late, first = asyncio.run(answers())
+    assert told and all(told)
+    assert first == expected(engine, 0, 8)
+    assert late == engine.generate("abcdefg" * 8, max_new_tokens=8).tokens
 
 
 def test_texts_results_and_stop_strings(engine: Engine) -> None:

@@ -244,6 +244,9 @@ class Batch:
         """Runs one round; then requests that have ended leave, as soon as that pays."""
         if not self.is_current:
             raise ValueError("another batch was started on this target: finish one before the next")
+        if self.is_finished and self.reading is not None:
+            # Not at the end of the round before: its tokens, the last of their answers, would be told after it.
+            self.read(self.target.capacity)
         self.clock.skip()
         output = self.round()
         seconds = self.clock.last_s
@@ -251,12 +254,10 @@ class Batch:
         self.lengths.observe(output, draft_s=seconds.get("draft", 0.0), verify_s=seconds["verify"], other_s=other_s)
         self.pace.decode(seconds.get("draft", 0.0) + seconds["verify"] + other_s)
         self.clock.count(output)
-        if self.is_finished and self.reading is not None:
-            self.read(self.target.capacity)
-        if self.is_finished:
+        if self.is_finished and self.reading is None:
             self._save(self.generations)
             self.clear()
-        elif not self._keeps_finished:
+        elif not (self.is_finished or self._keeps_finished):
             finished = [generation for generation in self.generations if generation.is_finished]
             if should_compact(len(finished), len(self.generations)):
                 self.leave(finished)
@@ -273,6 +274,8 @@ class Batch:
         if self.reading is not None and id(self.reading.generation) in gone:
             self.reading = None
             self.target.give_up()
+            if self.is_finished:  # the rows were kept for it
+                gone.update(map(id, self.generations))
         if self.reading is not None and gone.issuperset(map(id, self.generations)):
             self.read(self.target.capacity)
         holes = [row for row, generation in enumerate(self.generations) if id(generation) in gone]
