@@ -125,6 +125,8 @@ def custom_generate(
         ValueError: something is asked for that cannot be served.
     """
     _check(generation_config, logits_processor, synced_gpus, streamer, model_kwargs, len(input_ids))
+    if torch.is_autocast_enabled(input_ids.device.type):
+        raise ValueError("custom_generate: torch.autocast cannot be served: load the model in the dtype it is to have")
     engine = _engine_of(model, Speculation(drafter=drafter, draft=draft_model, k=k))
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from paradraft.speculation import Speculation
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
 from tests.support.drafts import draft_of
+from tests.support.serving import until
 
 
 @pytest.fixture
@@ -107,6 +111,9 @@ def test_what_an_engine_cannot_serve_is_refused(
     (taken / "mine").write_text("x")
     assert_mistake(paradraft(*asked(family / "draft", into=taken)), "is not empty: delete it")
     assert [file.name for file in taken.iterdir()] == ["mine"]
+    assert_mistake(paradraft(*asked(family / "draft", into=taken / "mine")), "mine' is a file: choose a folder")
+    assert_mistake(paradraft(*asked(family / "draft", into=taken / "mine" / "out")), "mine' is a file: choose a folder")
+    assert_mistake(paradraft(*asked(family / "draft"), "-k", 5000), "-k", "256")
     many = tiny_model(2, rows=VOCAB + 4)
     declare_masks(many.config, VOCAB, 3)
     save_model(tmp_path / "many", many, tiny_tokenizer())
@@ -144,3 +151,18 @@ def test_the_head_stays_here(paradraft: Paradraft, family: Path, tmp_path: Path,
     assert done.code == 0, done.err
     assert "Its head, which tells masks the tokens before them, is left out" in done.out
     assert not hasattr(AutoConfig.from_pretrained(out), RANK) and not list(out.glob("*/"))
+
+
+def test_sigterm_leaves_nothing_half_written(family: Path, tmp_path: Path) -> None:
+    """Guards disks: the folder that was being written and measured stayed, with a copy of the model in it."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out" / "drafter"
+    prompts.write_text('{"prompt": "hello"}\n' * 500, encoding="utf-8")
+    out.parent.mkdir()
+    asked = ["export", family / "draft", out, "--target", family / "target", "--to", "vllm", "--prompts", prompts,
+             "--num-prompts", 500, "--max-new-tokens", 200, *EXACT]  # fmt: skip
+    command = [sys.executable, "-c", "from paradraft.cli import main; main()", *map(str, asked)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        until(lambda: any(out.parent.iterdir()), 60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert list(out.parent.iterdir()) == []

@@ -207,6 +207,14 @@ def test_what_cannot_be_served_is_refused(
         model.generate(**asked)
 
 
+def test_autocast_is_refused(family: Path, model: PreTrainedModel) -> None:
+    """Guards against other tokens than those of `generate`, whose passes it changes and ours not."""
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="autocast cannot be served"):
+        model.generate(
+            torch.tensor([[5, 6]]), custom_generate=paradraft.custom_generate, max_new_tokens=3, drafter="ngram"
+        )
+
+
 def test_prompts_that_are_padded_on_the_right_are_refused(family: Path, model: PreTrainedModel) -> None:
     asked = inputs_of(family)
     turned = {name: value.flip(1) for name, value in asked.items()}

@@ -11,6 +11,8 @@ from paradraft.cli import options
 from paradraft.cli.terminal import console, news
 from paradraft.models.loading import settled
 from paradraft.models.runtime import Runtime
+from paradraft.signals import sigterm_raises
+from paradraft.speculation import MOST_DRAFTED
 
 if TYPE_CHECKING:
     from paradraft.export.handoff import Measured
@@ -29,7 +31,7 @@ def export(
     *,
     target: options.Target,
     engine: Annotated[str, typer.Option("--to", help="vllm, sglang, tensorrt-llm, transformers or gguf.")],
-    k: Annotated[int, typer.Option("-k", min=1, help="Tokens drafted per round.")] = 8,
+    k: Annotated[int, typer.Option("-k", min=1, max=MOST_DRAFTED, help="Tokens drafted per round.")] = 8,
     measure: Annotated[
         bool,
         typer.Option("--measure/--no-measure", help="Decode with the folder, and say in its card what it yields."),
@@ -48,7 +50,7 @@ def export(
     from paradraft.export.handoff import hand_off
 
     texts = held_out_prompts(num_prompts, prompts, target, runtime.tokenizer) if measure else []
-    with news(console(stderr=True), f"writing {out}"):
+    with news(console(stderr=True), f"writing {out}"), sigterm_raises():
         done = hand_off(
             draft, target, engine, out, k=k, prompts=texts, max_new_tokens=max_new_tokens,
             runtime=settled(runtime, target),

@@ -13,9 +13,7 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +35,7 @@ from paradraft.data.token_table import SCHEMA, read_table, records_of, table_of
 from paradraft.data.tokenized import Tokenization, Tokenized, tokenized
 from paradraft.digests import file_digest
 from paradraft.models.chat_template import CLOCK
+from paradraft.signals import sigterm_raises
 
 try:
     import fcntl
@@ -222,39 +221,19 @@ def _make(
     unfinished = entry.with_name(f"{entry.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     unfinished.mkdir()
-    before = _end_in_order()
     try:
-        number, mistake = _write_records(unfinished / RECORDS, source, how)
-        files = _tokenize(unfinished, source, how, max(min(processes, number // SHARE), 1)) if number else []
-        (unfinished / RECORDS).unlink()
-        if mistake is not None:
-            return read_table(files), mistake
-        manifest = {"identity": identity, "files": {file.name: file_digest(file) for file in files}}
-        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        unfinished.rename(entry)
-        return read_table(entry / file.name for file in files), None
+        with sigterm_raises():
+            number, mistake = _write_records(unfinished / RECORDS, source, how)
+            files = _tokenize(unfinished, source, how, max(min(processes, number // SHARE), 1)) if number else []
+            (unfinished / RECORDS).unlink()
+            if mistake is not None:
+                return read_table(files), mistake
+            manifest = {"identity": identity, "files": {file.name: file_digest(file) for file in files}}
+            (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+            unfinished.rename(entry)
+            return read_table(entry / file.name for file in files), None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _end_in_order() -> Any:
-    """Lets SIGTERM end the other processes and tidy up; returns what it did before, None where it is not for us."""
-    before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
-        return None
-
-    owner = os.getpid()
-
-    def end(number: int, _: object) -> None:
-        if os.getpid() != owner:
-            # A process that is being started swallows exceptions in places, and would then never end.
-            os._exit(128 + number)
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
-    return before
 
 
 def _write_records(file: Path, source: Path, how: Tokenization) -> tuple[int, ValueError | None]:

@@ -125,7 +125,9 @@ def hand_off(
     """
     if engine not in ENGINES:
         raise ValueError(f"--to {engine}: use one of {', '.join(ENGINES)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if (file := next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)) is not None:
+        raise ValueError(f"{str(file)!r} is a file: choose a folder for the drafter")
+    if out.exists() and any(out.iterdir()):
         raise ValueError(f"{str(out)!r} is not empty: delete it, or choose another folder")
     folder, of_target = locate(draft, "pard"), locate(target, "target")
     asked = Asked(

@@ -206,7 +206,7 @@ def round_linears(model: nn.Module, bits: int, head: nn.Module) -> None:
 def rounded_to_8_bits(weight: Tensor) -> QuantizedTensor:
     """Rounds weights `[N, K]` to 8 bits, with a scale for each output.
 
-    >>> rounded_to_8_bits(torch.tensor([[1.0, -0.5, 0.004]])).values.tolist()
+    >>> rounded_to_8_bits(torch.tensor([[1.0, -0.5, 0.004]])).parts[0].tolist()
     [[127, -64, 1]]
     """
     numbers = weight.detach().float()
