@@ -8,8 +8,8 @@
 The load generator is vLLM's own (`vllm bench serve`), run by the Python of vLLM's environment: it keeps a number of
 clients busy, each with one streamed request at a time, and times tokens and the chunks of streams. All servers are
 started first and sleep (SIGSTOP) but for the one whose turn it is; they take turns at each number of clients, so that
-all meet the same machine. A shape has random weights, the same for all servers, and random prompts: what its drafter
-guesses is never right, so it shows what drafting costs where it does not help.
+all meet the same machine. A shape has random weights, the same for all servers, and random prompts. Such a model
+repeats itself, which flatters n-grams.
 """
 
 from __future__ import annotations
