@@ -43,8 +43,8 @@ def test_weights_that_do_not_fit_are_not_called_damaged(
     family: Path, paradraft: Paradraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against advice to load a file again that is whole, or to use a dtype that takes more memory."""
-    asked = ["--target", family / "target", "--prompt", "x", "--dtype", "int8"]
-    monkeypatch.setattr(runtime, "_torchao", lambda bits: (take_all, None))
+    asked = ["--target", family / "target", "--prompt", "x", "--dtype", "int8", "--device", "cpu"]
+    monkeypatch.setattr(runtime, "round_linears", take_all)
     assert_mistake(paradraft("generate", *asked), f"out of memory: {LESS}")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", take_all)
     assert_mistake(paradraft("generate", *asked), f"out of memory: {LESS}")
