@@ -76,6 +76,12 @@ def quick_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paradraft.bench.bandwidth.SIDES", {"cpu": (64,)})
 
 
+@pytest.fixture(autouse=True)
+def no_packed_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the weights of tests out of the user's cache."""
+    monkeypatch.setenv("PARADRAFT_PACKED_FILES", "0")
+
+
 @pytest.fixture
 def drawn() -> None:
     """What tests ask for in which runs of training draw their curves."""

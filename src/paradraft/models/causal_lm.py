@@ -100,9 +100,11 @@ class CausalLM:
         cuda_graphs: record and replay passes that `torch.compile` makes for a GPU.
         stages: the parts of the model, if its layers are shared out; else it is on one device.
         ranks: how many processes share the heads of each layer.
+        probe: that of an earlier pass in C++ over the same packed weights, see `NativePass`.
 
     Raises:
         ValueError: an architecture or capacity that this cache cannot serve.
+        OtherLogitsError: its pass in C++ has another `probe`.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class CausalLM:
         cuda_graphs: bool = True,
         stages: Sequence[StageModel] = (),
         ranks: int = 1,
+        probe: str | None = None,
     ) -> None:
         config = model.config
         check_architecture(config, config.name_or_path or config.model_type)
@@ -133,7 +136,7 @@ class CausalLM:
         """Where tokens and logits are: the device of the last stage."""
         self._layer_devices = [part.device for part in parts for _ in part.model.layers]
         self._ranks = ranks
-        forward_of = partial(_forward_of, compiled=compiled, cuda_graphs=cuda_graphs, pad_to=pad_to)
+        forward_of = partial(_forward_of, compiled=compiled, cuda_graphs=cuda_graphs, pad_to=pad_to, probe=probe)
         self._compute: Forward = PipelinePass(stages, forward_of) if stages else forward_of(model)
         self._added: Tensor | None = None
         self.starts = 0
@@ -399,6 +402,11 @@ class CausalLM:
         return self._compute.is_native
 
     @property
+    def probe(self) -> str | None:
+        """A digest of what a pass in C++ says of a few tokens; None for other passes."""
+        return self._compute.probe if isinstance(self._compute, NativePass) else None
+
+    @property
     def threads(self) -> int:
         """Most threads of a pass in C++, else of torch's operations."""
         return self._compute.threads
@@ -468,9 +476,11 @@ class CausalLM:
         self._set_lengths(lengths)
 
 
-def _forward_of(model: PreTrainedModel, *, compiled: bool | None, cuda_graphs: bool, pad_to: int) -> Forward:
+def _forward_of(
+    model: PreTrainedModel, *, compiled: bool | None, cuda_graphs: bool, pad_to: int, probe: str | None
+) -> Forward:
     """What computes a model's passes; the arguments are those of `CausalLM`."""
-    if compiled is not False and (native := _native_pass(model)) is not None:
+    if compiled is not False and (native := _native_pass(model, probe)) is not None:
         return native
     with suppress(CannotBuildError):  # torch computes them then
         compute_products(model)
@@ -479,12 +489,12 @@ def _forward_of(model: PreTrainedModel, *, compiled: bool | None, cuda_graphs: b
     return EagerPass(model, pad_to=pad_to)
 
 
-def _native_pass(model: PreTrainedModel) -> NativePass | None:
+def _native_pass(model: PreTrainedModel, probe: str | None) -> NativePass | None:
     """The pass in C++; None where it does not serve."""
     if not can_serve(model):
         return None
     try:
-        return NativePass(model)
+        return NativePass(model, probe=probe)
     except (CannotBuildError, ValueError) as error:
         warnings.warn(f"no passes in C++, which are several times as fast: {error}", stacklevel=2)
         return None

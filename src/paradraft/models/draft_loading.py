@@ -10,7 +10,7 @@ from paradraft.formats.gguf import is_gguf, read_gguf
 from paradraft.models.architecture import context_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.gguf_tokenizer import check_same_tokens
-from paradraft.models.loading import causal_lm_of, is_in_few_bits, load_as_asked, load_tokenizer
+from paradraft.models.loading import config_of, is_in_few_bits, load_lm, load_tokenizer
 from paradraft.models.presets import is_shape
 from paradraft.models.runtime import STORED, Runtime
 from paradraft.models.target import Target, TargetFacts
@@ -29,11 +29,10 @@ def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime) -
     Raises:
         ValueError: there is no such model, or its tokens or capacity do not fit the target's.
     """
-    model = load_as_asked(folder, draft_runtime(folder, runtime))
     needed = target.vocab_size
-    check_draft_config(folder, model.config, vocab_size=needed, capacity=target.capacity)
+    check_draft_config(folder, config_of(folder), vocab_size=needed, capacity=target.capacity)
     _check_draft_tokens(folder, target)
-    return causal_lm_of(model, needed, runtime, target.capacity)
+    return load_lm(folder, draft_runtime(folder, runtime), needed, target.capacity)
 
 
 def draft_runtime(folder: str, runtime: Runtime) -> Runtime:

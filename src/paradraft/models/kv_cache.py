@@ -11,6 +11,8 @@ N new tokens, S slots in use.
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,9 +61,18 @@ def allocate(
             )
     storage = []
     for device in devices:
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        keys, values = (_zeros(shape, dtype, device) for _ in range(2))
         storage.append((_marked(keys), _marked(values)))
     return storage
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on Linux's CPUs the system makes them where they are used for the first time, and not before."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or sys.platform != "linux" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def head_size(config: PretrainedConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -31,11 +32,15 @@ from paradraft.formats.gguf import SUFFIX, is_gguf, read_gguf
 from paradraft.models import gguf_model, packed_folder
 from paradraft.models.architecture import check_architecture, context_of, experts_settings, has_experts
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward.cpu.build import is_built
+from paradraft.models.forward.cpu.model import OtherLogitsError, can_serve
 from paradraft.models.forward.pipeline import StageModel, split
 from paradraft.models.generation import complaint, end_ids, suppressed_ids
 from paradraft.models.gguf_tokenizer import check_same_tokens, gguf_tokenizer
 from paradraft.models.loading_errors import first_sentence, is_no_table, loading_of, some_of, without_bars
+from paradraft.models.packed_file import PackedFile
 from paradraft.models.presets import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
+from paradraft.models.rounding_reader import files_of, fill
 from paradraft.models.runtime import AUTO, QUANTIZED, STORED, Runtime, quantize
 from paradraft.models.stored_weights import settled_as_stored
 from paradraft.models.target import Target
@@ -266,15 +271,22 @@ def load_shard(name: str, runtime: Runtime, ranks: int) -> PreTrainedModel:
     return model
 
 
-def load_skeleton(name: str) -> PreTrainedModel:
-    """A causal LM, or a shape, without its weights, to count them: it has their shapes and takes no memory.
+def load_skeleton(name: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A causal LM, or a shape, without its weights, to count or to fill them: it has their shapes and takes no memory.
+
+    Args:
+        name: a folder, a Hugging Face id or a shape.
+        dtype: of the weights; by default what the config says.
 
     Raises:
         ValueError: there is no such model, or it is no supported causal LM.
     """
     config = config_of(name)
+    settings = {} if dtype is None else {"dtype": dtype}
     with loading_of(f"model {name!r}"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation=ATTENTION)
+        return AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, attn_implementation=ATTENTION, **settings
+        ).eval()
 
 
 def weights_bytes(name: str, runtime: Runtime) -> float:
@@ -329,8 +341,9 @@ def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks
     """
     folder, runtime = locate(name, "target"), settled(runtime, name)
     tokenizer = tokenizer_for(folder, runtime.tokenizer)
+    vocab_size = tokens_of(config_of(folder), tokenizer)
     if ranks > 1:
-        model, parts = load_shard(folder, runtime, ranks), []
+        lm = causal_lm_of(load_shard(folder, runtime, ranks), vocab_size, runtime, runtime.capacity, ranks=ranks)
     elif stages:
         if runtime.dtype == STORED:
             raise ValueError(
@@ -341,11 +354,11 @@ def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks
         parts = split(model, stages)
         for part in parts:
             _quantize(part.model, runtime)
+        lm = causal_lm_of(model, vocab_size, runtime, runtime.capacity, stages=parts)
     else:
-        model, parts = load_as_asked(folder, runtime), []
-    vocab_size = tokens_of(model.config, tokenizer)
-    target = Target(causal_lm_of(model, vocab_size, runtime, runtime.capacity, stages=parts, ranks=ranks), tokenizer)
-    _obey(model, target, name)
+        lm = load_lm(folder, runtime, vocab_size, runtime.capacity)
+    target = Target(lm, tokenizer)
+    _obey(lm.model, target, name)
     return target
 
 
@@ -400,13 +413,62 @@ def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
         )
 
 
-def load_as_asked(folder: str, runtime: Runtime) -> PreTrainedModel:
-    """Loads a causal LM, or makes that of a shape, with weights of few bits if these are asked for.
+def load_lm(folder: str, runtime: Runtime, vocab_size: int, capacity: int | None) -> CausalLM:
+    """Loads a causal LM with its cache; weights of few bits on a CPU from the file that an earlier load has written.
+
+    Args:
+        folder: a folder, a file, a Hugging Face id or a shape.
+        runtime: how it runs.
+        vocab_size: how many ids are tokens.
+        capacity: most tokens of a row; None for the model's limit.
 
     Raises:
         ValueError: there is no such model, or it cannot be had like this.
     """
     runtime = settled(runtime, folder)
+    config, file = config_of(folder), None
+    if _packs_few_bits(config, runtime):
+        file = PackedFile.of(folder, config, dtype=runtime.dtype, computed_in=runtime.computed_in)
+    if file is not None and (probe := file.read(model := _skeleton(folder, runtime))) is not None:
+        with suppress(OtherLogitsError):
+            return causal_lm_of(model, vocab_size, runtime, capacity, probe=probe)
+        file.warn_of_other_logits()
+    lm = causal_lm_of(_loaded(folder, runtime), vocab_size, runtime, capacity)
+    if file is not None and lm.probe is not None:
+        file.write(lm.model, lm.probe)
+    return lm
+
+
+def _packs_few_bits(config: PretrainedConfig, runtime: Runtime) -> bool:
+    """Whether a model may run in C++ with weights of few bits."""
+    is_on_cpu, has_few_bits = torch.device(runtime.device).type == "cpu", runtime.dtype in (*QUANTIZED, STORED)
+    return has_few_bits and is_on_cpu and runtime.compiled is not False and not has_experts(config)
+
+
+def _skeleton(folder: str, runtime: Runtime) -> PreTrainedModel:
+    """A model without weights, and with all else that it has when it is loaded."""
+    model = load_skeleton(folder, runtime.computed_in)
+    if not is_shape(folder):
+        model.generation_config = load_generation_config(folder)
+    return model
+
+
+def _rounded_when_packed(folder: str, runtime: Runtime) -> PreTrainedModel | None:
+    """A model whose weights are read and rounded when its pass in C++ packs them; None where that does not serve."""
+    if is_shape(folder) or runtime.dtype not in QUANTIZED or not _packs_few_bits(config_of(folder), runtime):
+        return None
+    if not is_built():
+        return None
+    model = _skeleton(folder, runtime)
+    if (files := files_of(folder, model)) is None:
+        return None
+    fill(model, files, bits=QUANTIZED[runtime.dtype])
+    return model if can_serve(model) else None
+
+
+def _loaded(folder: str, runtime: Runtime) -> PreTrainedModel:
+    if (model := _rounded_when_packed(folder, runtime)) is not None:
+        return model
     model = _weights(folder, runtime)
     _quantize(model, runtime)
     return model
@@ -431,6 +493,7 @@ def causal_lm_of(
     *,
     stages: Sequence[StageModel] = (),
     ranks: int = 1,
+    probe: str | None = None,
 ) -> CausalLM:
     """A model with its cache.
 
@@ -441,6 +504,7 @@ def causal_lm_of(
         capacity: most tokens of a row; None for the model's limit.
         stages: the parts of the model, if its layers are shared out.
         ranks: how many processes share each of its layers.
+        probe: of its pass in C++ when its weights were packed; see `CausalLM`.
     """
     return CausalLM(
         model,
@@ -452,4 +516,5 @@ def causal_lm_of(
         cuda_graphs=runtime.cuda_graphs,
         stages=stages,
         ranks=ranks,
+        probe=probe,
     )

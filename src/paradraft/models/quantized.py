@@ -11,7 +11,7 @@ Shape letters: M tokens, N outputs, K inputs, B blocks of inputs, G groups of in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,10 @@ OUTPUTS_AT_ONCE = 4096
 """Of a product in torch, so that few weights are numbers at a time."""
 SHRINKINGS = 16
 """Scales that are tried for a group of 4-bit weights."""
+ROUNDED_AT_ONCE = 2**17
+"""Weights that are rounded at once, so that all that is computed of them stays in the cache."""
+ROUNDING = 1
+"""The version of how weights are rounded. What was rounded before is not taken for what would be today."""
 _LIMITS = {8: (-128, 127), 4: (-8, 7)}
 Parts = tuple[Tensor, Tensor, Tensor | None]
 
@@ -95,36 +99,68 @@ class QuantizedTensor(Tensor):
         _check(values, scales, offsets, bits, group)
         self.bits, self.group = bits, group
         self._parts: Parts | None = (values, scales, offsets)
-        self._unpack: Callable[[], Parts] | None = None
-        self._scale_dtype, self._has_offsets = scales.dtype, offsets is not None
+        self.source: Callable[[], Parts] | None = None
+        """What has or makes the parts, if they are not here."""
+        self.scale_dtype, self.has_offsets = scales.dtype, offsets is not None
         self.product: Callable[[Tensor], Tensor] | None = None
         """What computes `[M, N]` of `[M, K]` with the weights, if a kernel does."""
+
+    @classmethod
+    def elsewhere(
+        cls,
+        source: Callable[[], Parts],
+        shape: Sequence[int],
+        *,
+        bits: int,
+        group: int,
+        scale_dtype: torch.dtype,
+        has_offsets: bool,
+        dtype: torch.dtype,
+    ) -> QuantizedTensor:
+        """Weights on the CPU whose parts are in another form, or are not made yet.
+
+        Args:
+            source: makes them.
+            shape: N, K.
+            bits: 8 or 4.
+            group: inputs of a group.
+            scale_dtype: of the scales.
+            has_offsets: whether there are offsets.
+            dtype: in which results are returned.
+        """
+        found: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"), requires_grad=False
+        )
+        found.bits, found.group = bits, group
+        found._parts, found.source, found.product = None, source, None
+        found.scale_dtype, found.has_offsets = scale_dtype, has_offsets
+        return found
 
     @property
     def parts(self) -> Parts:
         """Values, scales and offsets, or None in place of these."""
         if self._parts is not None:
             return self._parts
-        assert self._unpack is not None
-        return self._unpack()
+        assert self.source is not None
+        return self.source()
 
     @property
     def format(self) -> Format:
         """How the weights are stored; those of equal formats can be stored as one matrix."""
         is_whole = self.group == self.shape[1]
-        group = 0 if is_whole and not self._has_offsets else self.group
+        group = 0 if is_whole and not self.has_offsets else self.group
         group = -(-group // BLOCK) * BLOCK if is_whole else group
-        return Format(self.bits, group, self._scale_dtype == torch.float16, self._has_offsets)
+        return Format(self.bits, group, self.scale_dtype == torch.float16, self.has_offsets)
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the weights in their few bits, with scales and offsets."""
         groups = -(-self.shape[1] // self.group) * len(self)
-        return self.numel() * self.bits // 8 + groups * (self._scale_dtype.itemsize + 4 * self._has_offsets)
+        return self.numel() * self.bits // 8 + groups * (self.scale_dtype.itemsize + 4 * self.has_offsets)
 
-    def move_to(self, unpack: Callable[[], Parts]) -> None:
-        """Forgets the parts, which `unpack` has in another form."""
-        self._parts, self._unpack = None, unpack
+    def move_to(self, source: Callable[[], Parts]) -> None:
+        """Forgets the parts, which `source` has in another form."""
+        self._parts, self.source = None, source
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch passes nothing
         return f"QuantizedTensor({list(self.shape)}, {self.format})"
@@ -209,10 +245,14 @@ def rounded_to_8_bits(weight: Tensor) -> QuantizedTensor:
     >>> rounded_to_8_bits(torch.tensor([[1.0, -0.5, 0.004]])).parts[0].tolist()
     [[127, -64, 1]]
     """
-    numbers = weight.detach().float()
-    scales = numbers.abs().amax(dim=1, keepdim=True) / LARGEST
-    values = (numbers / scales.where(scales > 0, 1.0)).round().clamp(-LARGEST, LARGEST).to(torch.int8)
-    return QuantizedTensor(values, scales, bits=8, group=weight.shape[1], dtype=weight.dtype)
+    outputs, inputs = weight.shape
+    values = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(outputs, 1, dtype=torch.float32, device=weight.device)
+    for some in _slices(weight):
+        numbers = weight[some].detach().float()
+        scales[some] = numbers.abs().amax(dim=1, keepdim=True) / LARGEST
+        values[some] = (numbers / scales[some].where(scales[some] > 0, 1.0)).round_().clamp_(-LARGEST, LARGEST)
+    return QuantizedTensor(values, scales, bits=8, group=inputs, dtype=weight.dtype)
 
 
 def rounded_to_4_bits(weight: Tensor) -> QuantizedTensor:
@@ -221,22 +261,38 @@ def rounded_to_4_bits(weight: Tensor) -> QuantizedTensor:
     The number of the largest size becomes -8, as in Q4_0 of llama.cpp, or a little less or more than that: of
     `SHRINKINGS` scales the one with the smallest sum of squared errors.
     """
-    inputs = weight.shape[1]
-    padded = functional.pad(weight.detach().float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
-    largest = padded.gather(2, padded.abs().argmax(dim=2, keepdim=True))
-    best_error = torch.full_like(largest, torch.inf)
-    best_scales, best_values = torch.zeros_like(largest), torch.zeros_like(padded)
+    outputs, inputs = weight.shape
+    values = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(outputs, -(-inputs // GROUP), dtype=torch.float16, device=weight.device)
+    for some in _slices(weight):
+        numbers = functional.pad(weight[some].detach().float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
+        best = _best_scales(numbers)
+        values[some] = _whole_numbers(numbers, best).flatten(1)[:, :inputs]
+        scales[some] = best[:, :, 0]
+    return QuantizedTensor(values, scales, bits=4, group=GROUP, dtype=weight.dtype)
+
+
+def _slices(weight: Tensor) -> Iterator[slice]:
+    """Outputs that are rounded at once."""
+    rows = max(ROUNDED_AT_ONCE // max(weight.shape[1], 1), 1)
+    return (slice(first, first + rows) for first in range(0, len(weight), rows))
+
+
+def _best_scales(numbers: Tensor) -> Tensor:
+    """`[N, G, 1]` the scales of `rounded_to_4_bits`, as float32, for groups `[N, G, GROUP]`."""
+    largest = numbers.gather(2, numbers.abs().argmax(dim=2, keepdim=True))
+    best_error, best_scales = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
     for step in range(SHRINKINGS):
         scales = (largest / (-8.5 + step / SHRINKINGS * 2)).half().float()
-        values = (padded / scales.where(scales != 0, 1.0)).round().clamp(-8, 7)
-        error = (values * scales - padded).square().sum(dim=2, keepdim=True)
+        error = _whole_numbers(numbers, scales).mul_(scales).sub_(numbers).square_().sum(dim=2, keepdim=True)
         is_better = error < best_error
         best_error, best_scales = error.where(is_better, best_error), scales.where(is_better, best_scales)
-        best_values = values.where(is_better, best_values)
-    return QuantizedTensor(
-        best_values.to(torch.int8).flatten(1)[:, :inputs].contiguous(), best_scales[:, :, 0].half(), bits=4,
-        group=GROUP, dtype=weight.dtype,
-    )  # fmt: skip
+    return best_scales
+
+
+def _whole_numbers(numbers: Tensor, scales: Tensor) -> Tensor:
+    """What numbers are rounded to in 4 bits, as float32."""
+    return (numbers / scales.where(scales != 0, 1.0)).round_().clamp_(-8, 7)
 
 
 def rounded_inputs(inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -220,5 +220,5 @@ def test_4_bits_take_half_of_8(tmp_path: Path) -> None:
     packed = {
         bits: PackedMatrix([rounded(weight)]) for bits, rounded in ((8, rounded_to_8_bits), (4, rounded_to_4_bits))
     }
-    sizes = {bits: matrix._panels.numel() for bits, matrix in packed.items()}
+    sizes = {bits: matrix.panels.numbers.numel() for bits, matrix in packed.items()}
     assert sizes == {8: 128 * 256, 4: 128 * 128 + 128 * 8 * 2}

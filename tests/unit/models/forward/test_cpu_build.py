@@ -30,8 +30,8 @@ def compiled() -> bytes:
     """What the compiler makes, from the cache where it is there: it takes ten seconds."""
     build._library.cache_clear()
     build.library()
-    name = f"pass-{build._key()}.so"
-    (file, *_) = (folder / name for folder in build._folders() if build._is_whole(folder / name, build._key()))
+    name = f"pass-{build.library_key()}.so"
+    (file, *_) = (folder / name for folder in build._folders() if build._is_whole(folder / name, build.library_key()))
     return file.read_bytes()[: -build.DIGEST_BYTES]
 
 
@@ -257,7 +257,7 @@ def test_a_write_that_fails_leaves_nothing(new_machine: Path, monkeypatch: pytes
 def test_processes_at_the_same_time_do_no_harm(new_machine: Path, compiled: bytes) -> None:
     """Guards the ranks of a training, which all begin at once on a new machine, some of them finding a damaged file."""
     new_machine.mkdir(parents=True, mode=0o700)
-    key = build._key()
+    key = build.library_key()
     file = new_machine / f"pass-{key}.so"
     file.write_bytes(b"half")
     whole = compiled + build._digest(compiled, key)

@@ -70,6 +70,11 @@ def library() -> ctypes.CDLL:
     return found
 
 
+def is_built() -> bool:
+    """Whether there is a library; it is built if it can be."""
+    return not isinstance(_library(), CannotBuildError)
+
+
 def kernel_names() -> list[str]:
     """The instructions that products on this machine's CPU use, such as "avx512" and "vnni"; none without a library."""
     found = _library()
@@ -117,10 +122,10 @@ def _library() -> ctypes.CDLL | CannotBuildError:
 
 def _load() -> ctypes.CDLL:
     """Loads the library from the first folder that has it, and builds it where none has."""
-    key = _key()
+    key = library_key()
     for folder in _folders():
         file = folder / f"pass-{key}.so"
-        if _is_private(folder, is_folder=True) and _is_whole(file, key):
+        if is_private(folder, is_folder=True) and _is_whole(file, key):
             try:
                 # torch's own OpenMP is loaded already and has the same name, so that both share their threads.
                 return ctypes.CDLL(str(file))
@@ -128,7 +133,7 @@ def _load() -> ctypes.CDLL:
                 continue
     content = b""
     problem: Exception = CannotBuildError("no folder for it is yours alone: set XDG_CACHE_HOME to one that is")
-    for folder in filter(_is_made, _folders()):
+    for folder in (each for each in _folders() if is_made(each, "the compiled library is")):
         content = content or _compiled(_compiler())
         file = folder / f"pass-{key}.so"
         try:
@@ -151,32 +156,42 @@ def _compiler() -> list[str]:
 def _folders() -> list[Path]:
     """Where the library may be kept: in the user's cache, else in a folder of its own among the temporary files."""
     temporary = Path(tempfile.gettempdir()) / f"paradraft-{os.geteuid()}"
+    return [temporary] if (cache := cache_folder()) is None else [cache, temporary]
+
+
+def cache_folder() -> Path | None:
+    """Our folder in the user's cache, which may not be there yet; None where there is no home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "")
     try:
         cache = cache if cache.is_absolute() else Path.home() / ".cache"  # the standard wants others ignored
-    except RuntimeError:  # there is no home
-        return [temporary]
+    except RuntimeError:
+        return None
     # The user may have moved the cache and left a link to it. Among the temporary files a link may be any user's.
-    return [Path(os.path.realpath(cache / "paradraft")), temporary]
+    return Path(os.path.realpath(cache / "paradraft"))
 
 
-def _is_made(folder: Path) -> bool:
-    """Makes a folder if it is not there, and says whether no other user can write into it."""
+def is_made(folder: Path, kept: str) -> bool:
+    """Makes a folder if it is not there, and says whether no other user can write into it.
+
+    Args:
+        folder: in the user's cache or among the temporary files.
+        kept: what is to be kept there, with "is" or "are", for the warning.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:  # of a system where no user may write
         return False
-    if _is_private(folder, is_folder=True):
+    if is_private(folder, is_folder=True):
         return True
     warnings.warn(
-        f"the compiled library is not kept in {folder}, which others can write into or which is not yours: make it a "
+        f"{kept} not kept in {folder}, which others can write into or which is not yours: make it a "
         "folder of yours alone (chmod 700), or set XDG_CACHE_HOME",
         stacklevel=2,
     )
     return False
 
 
-def _is_private(place: Path, *, is_folder: bool = False) -> bool:
+def is_private(place: Path, *, is_folder: bool = False) -> bool:
     """Whether a file or folder is no link, belongs to this user or to root, and no other user can write into it."""
     try:
         status = place.lstat()
@@ -188,7 +203,7 @@ def _is_private(place: Path, *, is_folder: bool = False) -> bool:
 
 def _is_whole(file: Path, key: str) -> bool:
     """Whether a file is a library that was built for this key, and nothing of it is missing."""
-    if not _is_private(file):
+    if not is_private(file):
         return False
     try:
         content = file.read_bytes()
@@ -202,8 +217,9 @@ def _digest(library: bytes, key: str) -> bytes:
     return hashlib.sha256(key.encode() + library).digest()
 
 
-def _key() -> str:
-    """What decides how the library comes out: the sources and the CPU's instructions, and which compiler is asked for.
+def library_key() -> str:
+    """What decides how the library comes out, and in which order it reads weights: the sources and the CPU's
+    instructions, and which compiler is asked for.
 
     Not the compiler's version: then a machine without one could not use what it has. So a library is kept when the
     compiler is renewed.
@@ -211,9 +227,13 @@ def _key() -> str:
     found = hashlib.sha256()
     for name in SOURCES:
         found.update((Path(__file__).parent / name).read_bytes())
-    instructions = next((line for line in _cpu() if line.startswith(("flags", "Features"))), "")
-    found.update(repr((FLAGS, os.environ.get("CXX", ""), platform.machine(), instructions)).encode())
+    found.update(repr((FLAGS, os.environ.get("CXX", ""), platform.machine(), instructions())).encode())
     return found.hexdigest()[:16]
+
+
+def instructions() -> str:
+    """Which instructions the CPU has, as Linux says it."""
+    return next((line for line in _cpu() if line.startswith(("flags", "Features"))), "")
 
 
 def _cpu() -> list[str]:

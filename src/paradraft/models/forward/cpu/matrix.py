@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -43,10 +44,74 @@ def packed_dtype(weight: Tensor) -> torch.dtype:
     return torch.bfloat16 if is_bfloat16 and weight.shape[1] % 2 == 0 else torch.float32
 
 
-class PackedMatrix:
-    """A copy of the weights of linear layers with the same inputs, as one matrix.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Panels:
+    """The weights of one or more linear layers, in the order in which the C++ reads them.
 
-    Weights of few bits forget their parts, which are here then.
+    Args:
+        outputs: of all layers.
+        inputs: of each.
+        numbers: the weights, `[bytes]` uint8.
+        dtype: what they are packed as, one of `KINDS`.
+        scales: `[outputs]` float32, of whole numbers that have one scale for each output, else None.
+        format: of whole numbers, else None.
+        scale_dtype: that the scales of whole numbers had before.
+    """
+
+    outputs: int
+    inputs: int
+    numbers: Tensor
+    dtype: torch.dtype
+    scales: Tensor | None = None
+    format: Format | None = None
+    scale_dtype: torch.dtype = torch.float32
+
+    def matrix(self, bias: Tensor | None = None) -> Matrix:
+        """The same for the C++."""
+        grouping = None if self.format is None else _Grouping(*self.format)
+        return _matrix(self.outputs, self.inputs, self.dtype, self.numbers, self.scales, bias, grouping)
+
+    def unpacked(self, first: int, count: int) -> Parts:
+        """What was packed of some outputs, if they are whole numbers."""
+        assert self.format is not None
+        group = self.format.group
+        groups = -(-self.inputs // group) if group else 0
+        values = torch.empty(count, self.inputs, dtype=torch.int8, device="cpu")
+        scales = torch.empty(count, groups, dtype=self.scale_dtype, device="cpu")
+        offsets = torch.empty(count, groups, dtype=torch.float32, device="cpu") if self.format.has_offsets else None
+        library().unpack_outputs(
+            ctypes.byref(self.matrix()), first, count, values.data_ptr(), scales.data_ptr(),
+            None if offsets is None else offsets.data_ptr(),
+        )  # fmt: skip
+        if self.scales is not None:
+            scales = self.scales[first : first + count, None].to(self.scale_dtype)
+        return values, scales, offsets
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedRows:
+    """Where the parts of a weight are: some outputs of panels.
+
+    Args:
+        panels: of whole numbers.
+        first: output.
+        count: of outputs.
+    """
+
+    panels: Panels
+    first: int
+    count: int
+
+    def __call__(self) -> Parts:
+        """The parts."""
+        return self.panels.unpacked(self.first, self.count)
+
+
+class PackedMatrix:
+    """The weights of linear layers with the same inputs, as one matrix: a copy of plain ones.
+
+    Weights of few bits forget their parts, which are here then. Those that are packed already, these and no others in
+    this order, stay where they are.
 
     Args:
         weights: each `[outputs, inputs]`, one that `is_known`; all of one dtype, or all of one format of few bits.
@@ -59,63 +124,16 @@ class PackedMatrix:
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> None:
         for weight, bias in zip(weights, biases, strict=False):
             assert bias is None or bias.shape == (len(weight),), "a bias has one number for each output"
-        self._scales: Tensor | None = None
         self._bias = _joined(weights, biases)
-        self.matrix = Matrix(
-            outputs=sum(map(len, weights)),
-            inputs=weights[0].shape[1],
-            bias=None if self._bias is None else self._bias.data_ptr(),
-        )
         if quantized := [weight for weight in weights if isinstance(weight, QuantizedTensor)]:
             assert len(quantized) == len(weights)
-            self._pack_quantized(quantized)
+            self.panels = _panels_of(quantized) or _pack_quantized(quantized)
         else:
             whole = torch.cat([weight.detach() for weight in weights])
             whole = whole.to(packed_dtype(whole))
-            self._pack(KINDS[whole.dtype], whole)
-
-    def _pack(self, kind: int, weights: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None) -> None:
-        self.matrix.kind = kind
-        size = library().packed_bytes(ctypes.byref(self.matrix))
-        self._panels = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self.matrix.panels = self._panels.data_ptr()
-        addresses = [None if part is None else part.data_ptr() for part in (scales, offsets)]
-        library().pack_matrix(ctypes.byref(self.matrix), weights.data_ptr(), *addresses, self._panels.data_ptr())
-
-    def _pack_quantized(self, weights: Sequence[QuantizedTensor]) -> None:
-        formats = {weight.format for weight in weights}
-        assert len(formats) == 1, "weights of different formats"
-        self._format = formats.pop()
-        self.matrix.grouping = _Grouping(*self._format)
-        values, scales, offsets = (
-            None if any(part is None for part in parts) else torch.cat(parts).contiguous()
-            for parts in zip(*(weight.parts for weight in weights), strict=True)
-        )
-        assert values is not None and scales is not None
-        if not self._format.group:
-            self._scales = scales.float().flatten()
-            self.matrix.scales = self._scales.data_ptr()
-        self._scale_dtype = scales.dtype
-        self._pack(KINDS[torch.int8], values, scales, None if offsets is None else offsets.float())
-        first = 0
-        for weight in weights:
-            weight.move_to(partial(self._unpacked, first, len(weight)))
-            first += len(weight)
-
-    def _unpacked(self, first: int, count: int) -> Parts:
-        """What was packed of some outputs."""
-        inputs, group = self.matrix.inputs, self._format.group
-        groups = -(-inputs // group) if group else 0
-        values = torch.empty(count, inputs, dtype=torch.int8, device="cpu")
-        scales = torch.empty(count, groups, dtype=self._scale_dtype, device="cpu")
-        offsets = torch.empty(count, groups, dtype=torch.float32, device="cpu") if self._format.has_offsets else None
-        library().unpack_outputs(
-            ctypes.byref(self.matrix), first, count, values.data_ptr(), scales.data_ptr(),
-            None if offsets is None else offsets.data_ptr(),
-        )  # fmt: skip
-        if self._scales is not None:
-            scales = self._scales[first : first + count, None].to(self._scale_dtype)
-        return values, scales, offsets
+            outputs, inputs = whole.shape
+            self.panels = Panels(outputs=outputs, inputs=inputs, numbers=_packed(whole), dtype=whole.dtype)
+        self.matrix = self.panels.matrix(self._bias)
 
     def multiply(self, inputs: Tensor, outputs: Tensor, threads: int | None = None) -> bool:
         """Sets `outputs`, `[rows, outputs]` of float32, to what the layers make of `inputs`, `[rows, inputs]`.
@@ -150,6 +168,66 @@ def _joined(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tenso
             for weight, bias in parts
         ]
     )
+
+
+def _matrix(
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    numbers: Tensor | None,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    grouping: _Grouping | None,
+) -> Matrix:
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in (numbers, scales, bias)]
+    return Matrix(addresses[0], outputs, inputs, KINDS[dtype], *addresses[1:], grouping or _Grouping())
+
+
+def _packed(
+    weights: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None, grouping: _Grouping | None = None
+) -> Tensor:
+    """The bytes of panels."""
+    outputs, inputs = weights.shape
+    matrix = _matrix(outputs, inputs, weights.dtype, None, None, None, grouping)
+    numbers = torch.empty(library().packed_bytes(ctypes.byref(matrix)), dtype=torch.uint8, device="cpu")
+    addresses = [None if part is None else part.data_ptr() for part in (scales, offsets)]
+    library().pack_matrix(ctypes.byref(matrix), weights.data_ptr(), *addresses, numbers.data_ptr())
+    return numbers
+
+
+def _panels_of(weights: Sequence[QuantizedTensor]) -> Panels | None:
+    """The panels that have just these weights, in this order."""
+    rows = [weight.source for weight in weights if isinstance(weight.source, PackedRows)]
+    if len(rows) < len(weights) or any(each.panels is not rows[0].panels for each in rows):
+        return None
+    firsts = [sum(map(len, weights[:index])) for index in range(len(weights))]
+    is_whole = rows[0].panels.outputs == sum(map(len, weights))
+    return rows[0].panels if is_whole and [each.first for each in rows] == firsts else None
+
+
+def _pack_quantized(weights: Sequence[QuantizedTensor]) -> Panels:
+    formats = {weight.format for weight in weights}
+    assert len(formats) == 1, "weights of different formats"
+    format = formats.pop()
+    values, scales, offsets = (
+        None if any(part is None for part in parts) else (torch.cat(parts) if parts[1:] else parts[0]).contiguous()
+        for parts in zip(*(weight.parts for weight in weights), strict=True)
+    )
+    assert values is not None and scales is not None
+    panels = Panels(
+        outputs=len(values),
+        inputs=values.shape[1],
+        numbers=_packed(values, scales, None if offsets is None else offsets.float(), _Grouping(*format)),
+        dtype=torch.int8,
+        scales=None if format.group else scales.float().flatten(),
+        format=format,
+        scale_dtype=scales.dtype,
+    )
+    first = 0
+    for weight in weights:
+        weight.move_to(PackedRows(panels=panels, first=first, count=len(weight)))
+        first += len(weight)
+    return panels
 
 
 def compute_products(model: nn.Module) -> None:

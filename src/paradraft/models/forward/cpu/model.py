@@ -11,6 +11,7 @@ Shape letters as in `causal_lm.py`.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
 import sys
 import weakref
@@ -92,23 +93,30 @@ def _is_plain(module: nn.Module) -> bool:
     return not has_hooks and (not is_part or PLAIN.fullmatch(type(module).__name__) is not None)
 
 
+class OtherLogitsError(Exception):
+    """A pass does not compute what it did before."""
+
+
 class NativePass:
-    """Computes what the forward pass of a model does. The weights are copied and must not change afterwards.
+    """Computes what the forward pass of a model does. The weights must not change afterwards: those that are not packed
+    already are copied.
 
     Args:
         model: one that `can_serve` names.
         threads: most threads of a pass; by default `granted_threads()` at the time of loading.
+        probe: its `probe` when it was compared with the model's own code, in place of another comparison.
 
     Raises:
         CannotBuildError: there is no library for this machine.
         ValueError: it does not compute what the model does.
+        OtherLogitsError: it has another `probe`.
     """
 
     min_rows = 1
     warm_up_rounds = 0
     is_native = True
 
-    def __init__(self, model: PreTrainedModel, *, threads: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, *, threads: int | None = None, probe: str | None = None) -> None:
         self._library = library()
         self.threads = granted_threads() if threads is None else threads
         self._kept: list[Tensor] = []
@@ -146,7 +154,8 @@ class NativePass:
         self._rotations = torch.empty(0), torch.empty(0)
         self._storage: kv_cache.Storage = []
         self._pointers: list[ctypes.Array[ctypes.c_void_p]] = []
-        self._check(model)
+        self.probe = self._check(model, probe)
+        """A digest of the logits of a few tokens."""
         self.forget()
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -292,8 +301,8 @@ class NativePass:
         self._storage, self._pointers = [], []
 
     @torch.no_grad()
-    def _check(self, model: PreTrainedModel) -> None:
-        """Raises ValueError if the model itself says something else about a few tokens."""
+    def _check(self, model: PreTrainedModel, probe: str | None) -> str:
+        """The digest `probe`. Raises ValueError if the model itself says something else about a few tokens."""
         count = min(PROBE, model.config.max_position_embeddings)
         tokens_BN = torch.arange(1, count + 1)[None] % self._vocab_rows
         places_BN = torch.arange(count)[None]
@@ -305,7 +314,13 @@ class NativePass:
             devices=[model.device] * len(model.model.layers),
         )
         ours = self(storage, [0], tokens_BN, places_BN - 1, logit_rows=places_BN).logits
+        found = hashlib.sha256(ours.numpy().tobytes()).hexdigest()
+        if probe is not None:
+            if found != probe:
+                raise OtherLogitsError
+            return found
         theirs = model(tokens_BN, use_cache=False).logits.float()
         error = float((ours - theirs).square().mean().sqrt() / theirs.std())
         if not error < TOLERANCES[model.dtype]:
             raise ValueError(f"our pass and the model's own differ by {error:.2g} standard deviations")
+        return found

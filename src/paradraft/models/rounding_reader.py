@@ -1,0 +1,93 @@
+"""Checkpoints whose weights are rounded one matrix at a time, so that they are never in memory as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paradraft.models.quantized import GROUP, Parts, QuantizedTensor, rounded_to_4_bits, rounded_to_8_bits
+
+
+def files_of(name: str, model: PreTrainedModel) -> dict[str, Path] | None:
+    """The file of each of a model's weights, if these and no others are there, in safetensors, under their names.
+
+    Args:
+        name: a folder, or a Hugging Face id that was loaded before.
+        model: on the meta device.
+
+    Returns:
+        None if `transformers` is to read them, which knows of other names and formats.
+    """
+    found = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
+    folder = Path(found).parent if isinstance(found, str) else Path(name)
+    if (folder / "adapter_config.json").exists() or getattr(model.config, "quantization_config", None) is not None:
+        return None
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    try:
+        parts = [single] if single.is_file() else sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files: dict[str, Path] = {}
+        shapes: dict[str, list[int]] = {}
+        for file in (folder / part for part in parts):
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118  # it is no dict
+                    files[key], shapes[key] = file, opened.get_slice(key).get_shape()
+    except Exception:  # whatever is wrong with them, `transformers` says it
+        return None
+    if any(not key.startswith("model.rotary_emb.") for key, _ in model.named_buffers()):
+        return None
+    wanted = {key: list(weight.shape) for key, weight in model.named_parameters()}
+    if model.config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)  # the embedding is the head, whatever is there
+    return files if shapes == wanted else None
+
+
+def fill(model: PreTrainedModel, files: dict[str, Path], *, bits: int) -> None:
+    """Gives a model its weights; those of linear layers are read and rounded when they are packed.
+
+    Args:
+        model: on the meta device, in the dtype of its activations.
+        files: of each weight.
+        bits: as in `round_linears`.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = head.weight is embedding.weight
+    for prefix, module in model.named_modules():
+        for attribute, weight in [*module.named_parameters(recurse=False)]:
+            key = f"{prefix}.{attribute}"
+            if not isinstance(module, nn.Linear) or attribute != "weight":
+                setattr(module, attribute, nn.Parameter(_read(files[key], key, weight.dtype).clone()))
+                continue
+            if module is head and is_tied:
+                read: Callable[[], Tensor] = partial(Tensor.detach, embedding.weight)
+            else:
+                read = partial(_read, files[key], key, weight.dtype)
+            rounded = _rounded_later(read, weight, 8 if module is head else bits)
+            module.weight = nn.Parameter(rounded, requires_grad=False)
+    body: Any = model.model
+    body.rotary_emb = type(body.rotary_emb)(config=model.config)
+
+
+def _read(file: Path, key: str, dtype: torch.dtype) -> Tensor:
+    # Opened for each, so that what was read of the file leaves the memory with the tensor.
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(key).to(dtype)
+
+
+def _rounded_later(read: Callable[[], Tensor], weight: Tensor, bits: int) -> QuantizedTensor:
+    def parts() -> Parts:
+        rounded = rounded_to_8_bits if bits == 8 else rounded_to_4_bits
+        return rounded(read()).parts
+
+    return QuantizedTensor.elsewhere(
+        parts, weight.shape, bits=bits, group=weight.shape[1] if bits == 8 else GROUP,
+        scale_dtype=torch.float32 if bits == 8 else torch.float16, has_offsets=False, dtype=weight.dtype,
+    )  # fmt: skip
