@@ -12,7 +12,7 @@ Shape letters: M tokens, N outputs, K inputs, B blocks of inputs, G groups of in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,14 @@ class Format(NamedTuple):
     group: int
     is_half: bool
     has_offsets: bool
+
+
+@runtime_checkable
+class HasRows(Protocol):
+    """What has the parts of weights in another form, and need not make all of them for a few."""
+
+    def rows(self, outputs: Tensor) -> Parts:
+        """The parts of these outputs `[U]`."""
 
 
 class QuantizedTensor(Tensor):
@@ -189,15 +197,25 @@ class QuantizedTensor(Tensor):
 
     def rows(self, tokens: Tensor) -> Tensor:
         """The weights `[…, K]` of some outputs `[…]`: an embedding's rows."""
+        if not tokens.numel():
+            return torch.empty(*tokens.shape, self.shape[1], dtype=self.dtype, device=self.device)
+        outputs_U, which = tokens.unique(return_inverse=True)
+        if self._parts is None and isinstance(self.source, HasRows):
+            return self._numbers(self.source.rows(outputs_U))[which]
         values, scales, offsets = self.parts
-        numbers = values[tokens] * _spread(scales[tokens].float(), self.group, self.shape[1])
-        if offsets is not None:
-            numbers += _spread(offsets[tokens], self.group, self.shape[1])
-        return numbers.to(self.dtype)
+        some = values[outputs_U], scales[outputs_U], None if offsets is None else offsets[outputs_U]
+        return self._numbers(some)[which]
 
     def dequantize(self) -> Tensor:
         """The weights `[N, K]` as numbers."""
-        return self.rows(torch.arange(len(self), device=self.device))
+        return self._numbers(self.parts)
+
+    def _numbers(self, parts: Parts) -> Tensor:
+        values, scales, offsets = parts
+        numbers = values * _spread(scales.float(), self.group, self.shape[1])
+        if offsets is not None:
+            numbers += _spread(offsets, self.group, self.shape[1])
+        return numbers.to(self.dtype)
 
 
 def _check(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: int, group: int) -> None:

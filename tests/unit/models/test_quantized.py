@@ -184,7 +184,19 @@ def test_an_embedding_reads_its_rows() -> None:
     weight = rounded_to_8_bits(embedding.weight)
     embedding.weight = nn.Parameter(weight, requires_grad=False)
     tokens = torch.tensor([[3, 9], [0, 3]])
-    assert torch.equal(embedding(tokens), weight.dequantize()[tokens])
+    expected = weight.dequantize()[tokens]
+    assert torch.equal(embedding(tokens), expected)
+    PackedMatrix([rounded_to_8_bits(torch.ones(3, 64)), weight])
+    assert torch.equal(embedding(tokens), expected)
+
+
+def test_rows_of_packed_weights_are_unpacked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards drafters that embed tokens every round against unpacking a vocabulary each time."""
+    weight = rounded_to_4_bits(torch.randn(500, 64))
+    expected = weight.dequantize()
+    PackedMatrix([weight])
+    monkeypatch.setattr(QuantizedTensor, "parts", property(lambda self: pytest.fail("all of them")))
+    assert torch.equal(weight.rows(torch.tensor([[7, 499], [7, 0]])), expected[torch.tensor([[7, 499], [7, 0]])])
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,13 @@ class PackedRows:
         """The parts."""
         return self.panels.unpacked(self.first, self.count)
 
+    def rows(self, outputs: Tensor) -> Parts:
+        """The parts of these outputs `[U]`, of those that there are here."""
+        values, scales, offsets = zip(
+            *(self.panels.unpacked(self.first + output, 1) for output in outputs.tolist()), strict=True
+        )
+        return torch.cat(values), torch.cat(scales), None if offsets[0] is None else torch.cat(offsets)
+
 
 class PackedMatrix:
     """The weights of linear layers with the same inputs, as one matrix: a copy of plain ones.
