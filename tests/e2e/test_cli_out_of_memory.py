@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paradraft.models import causal_lm, kv_cache, runtime
+from paradraft.models import causal_lm, kv_cache, rounding_reader
 from paradraft.train.trainer import Loop
 from tests.e2e.conftest import EXACT, MISTAKE, Paradraft, assert_mistake
 from tests.e2e.test_cli_train import recipe as recipe
@@ -44,7 +44,7 @@ def test_weights_that_do_not_fit_are_not_called_damaged(
 ) -> None:
     """Guards against advice to load a file again that is whole, or to use a dtype that takes more memory."""
     asked = ["--target", family / "target", "--prompt", "x", "--dtype", "int8", "--device", "cpu"]
-    monkeypatch.setattr(runtime, "round_linears", take_all)
+    monkeypatch.setattr(rounding_reader, "rounded_to_8_bits", take_all)
     assert_mistake(paradraft("generate", *asked), f"out of memory: {LESS}")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", take_all)
     assert_mistake(paradraft("generate", *asked), f"out of memory: {LESS}")

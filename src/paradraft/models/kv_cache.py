@@ -71,7 +71,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or sys.platform != "linux" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes for keys and values: {error}") from None
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 

@@ -283,6 +283,8 @@ def test_other_cpus_compute_the_same_and_in_one_order(
     """Guards CPUs with half as many registers and no products of bfloat16, those with such products and no tiles, and
     equal bits on those for which GCC fuses products and sums in some loops and not in others; and systems without
     futex, CPU sets and OpenMP."""
+    if "-mno-amx-tile" in flags and "amx_tile" not in " ".join(build._cpu()):
+        pytest.skip("this CPU has no tiles that could be left out")
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
     for dtype, are_rounded in itertools.product([torch.float32, torch.bfloat16], [False, True]):
         model = random_model()
