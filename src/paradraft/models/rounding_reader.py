@@ -27,6 +27,8 @@ def files_of(name: str, model: PreTrainedModel) -> dict[str, Path] | None:
     Returns:
         None if `transformers` is to read them, which knows of other names and formats.
     """
+    if Path(name).is_file():  # GGUF
+        return None
     found = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
     folder = Path(found).parent if isinstance(found, str) else Path(name)
     if (folder / "adapter_config.json").exists() or getattr(model.config, "quantization_config", None) is not None:

@@ -130,6 +130,14 @@ def test_other_weights_than_bfloat16_numbers_are_computed_in_float32(tmp_path: P
     assert torch.equal(found.model.norm.weight.double(), expected.model.norm.weight)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_file_with_all_bits_is_rounded(tmp_path: Path, dtype: str) -> None:
+    """Guards a draft that was exported in bfloat16 beside a rounded target: it was taken for a Hugging Face id."""
+    write_gguf(tmp_path / "f.gguf", tiny_model("qwen3"), "BF16")
+    lm = load_target(str(tmp_path / "f.gguf"), Runtime(device="cpu", dtype=dtype)).lm
+    assert isinstance(lm.model.lm_head.weight, QuantizedTensor)
+
+
 def test_a_dtype_is_refused_for_few_bits_and_taken_otherwise(tmp_path: Path) -> None:
     few, all_bits = str(tmp_path / "q.gguf"), str(tmp_path / "f.gguf")
     write_gguf(Path(few), tiny_model("qwen3"), "Q8_0")
