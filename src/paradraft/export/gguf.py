@@ -19,7 +19,7 @@ from paradraft.formats.gguf import PARD_MASKS, PARD_TOKEN
 from paradraft.formats.gguf_blocks import KINDS, NAMES
 from paradraft.formats.pard import declared_mask_id
 from paradraft.models.generation import end_ids
-from paradraft.models.gguf_model import CONFIGS, INNER, PERMUTED, ROPE, llama3_factors, names_of, row_order
+from paradraft.models.gguf_model import CONFIGS, INNER, PERMUTED, ROPE, llama3_factors, names_of, row_order, settings_of
 
 FILE = "model.gguf"
 TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
@@ -117,22 +117,8 @@ def _add(writer: Any, key: str, value: object) -> None:
 
 
 def _settings(config: PretrainedConfig) -> Mapping[str, object]:
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
-    found: dict[str, object] = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": head,
-        "attention.value_length": head,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.dimension_count": head,
-        "rope.freq_base": float(rope["rope_theta"]),
-    }
+    found: dict[str, object] = {**settings_of(config)}
     if rope.get("rope_type") in ("linear", "yarn"):
         found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope.get("rope_type") == "yarn":

@@ -48,6 +48,26 @@ def names_of(layers: int) -> Iterator[tuple[str, str]]:
                 yield f"blk.{layer}.{theirs}.{part}", f"model.layers.{layer}.{ours}.{part}"
 
 
+def settings_of(config: PretrainedConfig) -> dict[str, int | float]:
+    """The settings of a model as a file has them, after the architecture's name; those that scale the rotary embedding
+    are not among them."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.dimension_count": head,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+
+
 def has_few_bits(file: GgufFile) -> bool:
     """Whether any weights of a file have few bits."""
     return any(KINDS[tensor.kind].unpack is not None for tensor in file.tensors.values())

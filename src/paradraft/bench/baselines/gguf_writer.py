@@ -17,24 +17,16 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from paradraft.models.gguf_model import INNER, OUTER, ROPE, settings_of
+
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """What llama.cpp calls them."""
 PERMUTED = "llama"
 """The architecture that rotates neighbouring numbers of a head, where `transformers` rotates the n-th of its first half
 with the n-th of the second: rows of queries and keys change places."""
-WHOLE = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-OF_LAYERS = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+WHOLE = {ours: theirs for theirs, ours in OUTER.items()}
+OF_LAYERS = {ours: theirs for theirs, ours in INNER.items()}
 """Names of weights, ours and those of GGUF."""
-ROPE = "rope_freqs.weight"
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 """Numbers of GGML's types."""
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
@@ -84,25 +76,10 @@ def _settings(model: PreTrainedModel) -> Settings:
     config = model.config
     check_config(config)
     architecture = ARCHITECTURES[config.model_type]
-    head = _head_size(config)
-    own: Settings = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": head,
-        "attention.value_length": head,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.dimension_count": head,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-    }
     return {
         "general.architecture": architecture,
         "general.file_type": FILE_TYPES[model.dtype],
-        **{f"{architecture}.{key}": value for key, value in own.items()},
+        **{f"{architecture}.{key}": value for key, value in settings_of(config).items()},
         "tokenizer.ggml.model": "none",
     }
 
