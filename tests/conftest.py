@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
+from collections.abc import Generator
 from dataclasses import asdict
 from functools import cache
 from importlib import metadata
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -17,6 +20,20 @@ from paradraft.train import curves
 
 VOCAB = 64
 """Token ids of the tiny tokenizer; the embedding has eight more rows."""
+
+END_S = 120.0
+"""The longest that what a test has used may take to end."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """Ends the process with a traceback of all threads if it hangs after a test that failed; pytest's own limit, in
+    pyproject.toml, no longer holds there."""
+    faulthandler.dump_traceback_later(END_S, exit=True, file=item.config.stash[fault_handler_stderr_fd_key])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
