@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -316,9 +317,16 @@ def test_statuses_that_are_seldom(
             found = httpx2.request(method, f"{running.url}{path}")
             assert found.status_code == status and error.is_valid(found.json())
             assert ("allow" in found.headers) == (status == 405)
-        monkeypatch.setattr(running.admission, "is_closing", True)
+    gate.close()
+    with serving(json_engine) as running, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(running.post, TEXT, body)
+        until(lambda: running.admission.running == 1)
+        running.server.end()
+        until(lambda: running.admission.is_closing)
         check(running.post(TEXT, body), 503)
         check(httpx2.get(f"{running.url}/health"), 503, "/health", "get")
+        gate.open()
+        check(answer.result(), 200)
     with serving(json_engine, key=KEY) as running:
         of = Conformance(httpx2.get(f"{running.url}/openapi.json").json())
         check(running.post(TEXT, body), 401, of=of)
