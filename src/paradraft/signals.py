@@ -7,24 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
-
-
-@dataclass(frozen=True)
-class _Raise:
-    """A handler of signals.
-
-    Args:
-        owner: the process in which it raises.
-    """
-
-    owner: int
-
-    def __call__(self, number: int, _: FrameType | None) -> None:
-        if os.getpid() != self.owner:
-            os._exit(128 + number)  # a fork that has not come to `_end_at_once` yet
-        raise SystemExit(128 + number)
 
 
 @contextmanager
@@ -38,18 +21,36 @@ def sigterm_raises() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, _Raise(os.getpid()))
+    signal.signal(signal.SIGTERM, _exit)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
+def _exit(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+# A handler waits until Python runs, and Python forgets in a fork what came before it runs there. A fork that waits in C
+# for a lock which another thread had would never end, and neither would who waits for it. So SIGTERM ends forks, and
+# one that comes too early is kept back until it does.
+_kept = threading.local()
+
+
+def _keep_back() -> None:
+    _kept.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _kept.mask)
+
+
 def _end_at_once() -> None:
-    """Lets SIGTERM end a fork again. A handler waits until Python runs: a fork that waits in C for a lock which another
-    thread had would never end, and neither would who waits for it."""
-    if isinstance(signal.getsignal(signal.SIGTERM), _Raise):
+    if signal.getsignal(signal.SIGTERM) is _exit:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _let_through()
 
 
-os.register_at_fork(after_in_child=_end_at_once)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(before=_keep_back, after_in_parent=_let_through, after_in_child=_end_at_once)
