@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -83,6 +83,13 @@ class Sampling:
         # As tuples, so that equal settings are equal and can be told apart quickly.
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "processors", _processors(self.processors))
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What rows that are served together have in common: all but the seed."""
+        numbers = (getattr(self, field.name) for field in fields(self) if field.name not in ("seed", "processors"))
+        # Processors need not be hashable, nor equal only if they do the same.
+        return *numbers, *map(id, self.processors)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -104,10 +103,7 @@ class Sampler:
         self._are_greedy = all(sampling.is_greedy for sampling in samplings)
         rows_of: dict[object, list[int]] = {}
         for row, request in enumerate(requests):
-            # Processors need not be hashable, nor equal only if they do the same.
-            sampling = replace(request.sampling, seed=0, processors=())
-            settings = sampling, tuple(map(id, request.sampling.processors)), request.eos_ids
-            rows_of.setdefault(settings, []).append(row)
+            rows_of.setdefault((request.sampling.settings, request.eos_ids), []).append(row)
         self._groups = [(requests[rows[0]], torch.tensor(rows, device=device)) for rows in rows_of.values()]
         self._is_plain = all(sampling.is_plain_greedy for sampling in samplings)
         self.reads_text = any(sampling.reads_text for sampling in samplings)

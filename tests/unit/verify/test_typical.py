@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,24 +57,32 @@ def typical_joint(first: Tensor, second: Tensor, temperature: float, rule: Typic
     return found
 
 
+@cache
+def seeded(temperature: float, seeds: int) -> list[Request]:
+    """Requests that differ in nothing but their seeds."""
+    samplings = [Sampling(temperature=temperature, seed=seed) for seed in range(seeds)]
+    return [Request(tokens=[1], sampling=sampling) for sampling in samplings]
+
+
 def drawn_joint(
     first: Tensor, second: Tensor, temperature: float, rule: Typical, drafted: list[int], seeds: int
 ) -> Tensor:
     """The same, counted over seeds, of the rule itself."""
-    samplings = [Sampling(temperature=temperature, seed=seed) for seed in range(seeds)]
-    requests = [Request(tokens=[1], sampling=sampling) for sampling in samplings]
-    sampler = Sampler(requests)
+    sampler = Sampler(seeded(temperature, seeds))
     tokens = torch.tensor([drafted]).expand(seeds, -1)
     draft = Draft(tokens=tokens, parents=torch.full_like(tokens, -1))
     logits = torch.stack([first, *(second[token] for token in drafted)]).expand(seeds, -1, -1)
     verdict = rule(draft, TargetOut(logits=logits, hidden={}), sampler)
     found = torch.zeros(V, V, dtype=torch.float64)
     # Where nothing was kept the second token is the target's own of the next round.
-    for one, two in verdict.tokens[:, :2].tolist():
+    both = joint(first, second, temperature)
+    after = both / both.sum(1, keepdim=True)
+    pairs, counts = verdict.tokens[:, :2].unique(dim=0, return_counts=True)
+    for (one, two), count in zip(pairs.tolist(), counts.tolist(), strict=True):
         if two == ABSENT:
-            found[one] += joint(first, second, temperature)[one] / joint(first, second, temperature)[one].sum()
+            found[one] += count * after[one]
         else:
-            found[one, two] += 1
+            found[one, two] += count
     return found / seeds
 
 
