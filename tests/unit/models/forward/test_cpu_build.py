@@ -275,7 +275,13 @@ def test_processes_at_the_same_time_do_no_harm(new_machine: Path, compiled: byte
 
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("fma3", False), reason="of CPUs that fuse, in that way")
 @pytest.mark.parametrize(
-    "flags", [("-march=haswell", "-mtune=znver2"), ("-mno-amx-bf16", "-mno-amx-tile"), ("-DPORTABLE", "-fno-openmp")]
+    "flags",
+    [
+        ("-march=haswell", "-mtune=znver2", "-DPORTABLE", "-fno-openmp"),
+        ("-mno-amx-bf16", "-mno-amx-tile"),
+        pytest.param(("-DPORTABLE", "-fno-openmp"), marks=pytest.mark.slow),
+        pytest.param(("-march=haswell", "-mtune=znver2"), marks=pytest.mark.slow),
+    ],
 )
 def test_other_cpus_compute_the_same_and_in_one_order(
     kept: None, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
