@@ -27,6 +27,7 @@ CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": 
 """The architectures that are read, by their names in a file; Mistral's models are `llama` there."""
 PERMUTED = ("llama",)
 EMBEDDING, HEAD, ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
+QUERIES = "blk.0.attn_q.weight"
 OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
 INNER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
@@ -158,6 +159,10 @@ class _Settings:
         """Heads and rotary embedding."""
         hidden, heads = self._get("embedding_length", int), self._get("attention.head_count", int)
         size = self._find("attention.key_length", int) or (hidden // heads if heads else 0)
+        if (rows := self._shape(QUERIES)[0]) != heads * size:  # before anything is computed that is as large as a head
+            raise ValueError(
+                f"{self._name!r} has {rows} rows of queries, and its settings say {heads} heads of {size}: it is damaged"
+            )
         for key in ("attention.value_length", "rope.dimension_count"):
             if (found := self._find(key, int) or size) != size:
                 raise ValueError(
