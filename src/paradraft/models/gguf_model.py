@@ -159,9 +159,9 @@ class _Settings:
         """Heads and rotary embedding."""
         hidden, heads = self._get("embedding_length", int), self._get("attention.head_count", int)
         size = self._find("attention.key_length", int) or (hidden // heads if heads else 0)
-        if (rows := self._shape(QUERIES)[0]) != heads * size:  # before anything is computed that is as large as a head
+        if (rows := self._shape(QUERIES)[0]) != heads * size:  # before anything of a head's size is computed
             raise ValueError(
-                f"{self._name!r} has {rows} rows of queries, and its settings say {heads} heads of {size}: it is damaged"
+                f"{self._name!r} has {rows} rows of queries, and its settings say {heads} heads of {size}: damaged"
             )
         for key in ("attention.value_length", "rope.dimension_count"):
             if (found := self._find(key, int) or size) != size:
