@@ -223,7 +223,7 @@ def test_what_cannot_be_exported_is_refused(
     out = tmp_path / "out"
     asked = [out, "--target", models / "target", "--to", "gguf", "--no-measure"]
     assert_mistake(paradraft("export", models / "pard", *asked, "--draft-dtype", "float64"), "float64", "int8")
-    assert_mistake(paradraft("export", models / "draft.gguf", *asked), "few bits")
+    assert_mistake(paradraft("export", models / "draft.gguf", *asked), "few bits", "name the model that it was made from")
     save_model(tmp_path / "word", tiny_model("qwen3"), another_tokenizer())
     word = [out, "--target", tmp_path / "word", "--to", "gguf", "--no-measure"]
     assert_mistake(paradraft("export", tmp_path / "word", *word), "no BPE of bytes")

@@ -41,7 +41,7 @@ from paradraft.models.loading_errors import first_sentence, is_no_table, loading
 from paradraft.models.packed_file import PackedFile
 from paradraft.models.presets import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
 from paradraft.models.rounding_reader import files_of, fill
-from paradraft.models.runtime import AUTO, QUANTIZED, STORED, Runtime, quantize
+from paradraft.models.runtime import AUTO, DTYPES, QUANTIZED, STORED, Runtime, quantize
 from paradraft.models.stored_weights import settled_as_stored
 from paradraft.models.target import Target
 from paradraft.models.vocabulary import used_rows
@@ -198,8 +198,14 @@ def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
         settings: further ones of `from_pretrained`.
 
     Raises:
-        ValueError: there is no such model, it is no supported causal LM, or its weights do not fit its config.
+        ValueError: there is no such model, it is no supported causal LM, its weights do not fit its config, or they are
+            stored in few bits where they are to be had in a dtype.
     """
+    if runtime.dtype in DTYPES and is_in_few_bits(name):
+        raise ValueError(
+            f"{name!r} has weights that are stored in few bits, and {runtime.dtype} is needed here: name the model that "
+            "it was made from"
+        )
     runtime = settled(runtime, name)
     if is_gguf(name) or runtime.dtype == STORED:
         return _load_stored(name, runtime)
