@@ -203,8 +203,8 @@ def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
     """
     if runtime.dtype in DTYPES and is_in_few_bits(name):
         raise ValueError(
-            f"{name!r} has weights that are stored in few bits, and {runtime.dtype} is needed here: name the model that "
-            "it was made from"
+            f"{name!r} has weights that are stored in few bits, and {runtime.dtype} is needed here: name the model "
+            "that it was made from"
         )
     runtime = settled(runtime, name)
     if is_gguf(name) or runtime.dtype == STORED:

@@ -281,6 +281,21 @@ def test_weights_that_have_changed_are_read_again(cache: Path, tmp_path: Path) -
     assert not torch.equal(logits_of(lm_of(folder)), logits)
 
 
+def test_the_file_of_a_model_that_is_gone_leaves(cache: Path, family: Path, tmp_path: Path) -> None:
+    """Guards the cache against all models that ever were; a process that computes with one of them goes on."""
+    saved(tmp_path / "model")
+    lm_of(tmp_path / "model")
+    (gone,) = files(cache)
+    mapped = lm_of(tmp_path / "model")
+    logits = logits_of(mapped)
+    lm_of(family / "target")
+    assert gone in files(cache) and len(files(cache)) == 2
+    shutil.rmtree(tmp_path / "model")
+    lm_of(family / "target", "int4")
+    assert gone not in files(cache) and len(files(cache)) == 2
+    assert torch.equal(logits_of(mapped), logits)
+
+
 def test_a_new_version_of_the_rounding_is_used(
     cache: Path, family: Path, monkeypatch: pytest.MonkeyPatch, no_rounding: Callable[[], None]
 ) -> None:
