@@ -18,9 +18,9 @@ from paradraft.formats.folder import save_model
 from paradraft.formats.pard import declare_masks
 from paradraft.loader import load
 from paradraft.models.draft_loading import load_draft_lm
-from paradraft.models.loading import load_target
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 from paradraft.plan import costs
 from paradraft.sampling_params import Sampling
 from tests.conftest import tiny_tokenizer as another_tokenizer

@@ -74,10 +74,15 @@ def has_few_bits(file: GgufFile) -> bool:
     return any(KINDS[tensor.kind].unpack is not None for tensor in file.tensors.values())
 
 
-def resident_bytes(file: GgufFile) -> int:
-    """What the weights take in memory: of those of few bits a byte for each value, and scales in float32."""
+def resident_bytes(file: GgufFile, itemsize: int) -> float:
+    """What the weights take in memory: of those of few bits a byte for each value, and scales in float32.
+
+    Args:
+        file: the header.
+        itemsize: bytes of a number in the dtype that the others are computed in.
+    """
     return sum(
-        math.prod(tensor.shape) * 5 // 4 if KINDS[tensor.kind].unpack is not None else tensor.size_bytes
+        math.prod(tensor.shape) * (1.25 if KINDS[tensor.kind].unpack is not None else itemsize)
         for tensor in file.tensors.values()
     )
 

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from paradraft.formats.gguf import read_gguf
 from paradraft.models import gguf_model
 from paradraft.models.gguf_model import row_order, shortest
-from paradraft.models.loading import load_config, load_generation_config, load_target, settled, weights_bytes
+from paradraft.models.loading import load_config, load_generation_config, settled
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target, weights_bytes
 from tests.support.gguf_files import FAMILIES, tiny_model, write_gguf
 
 EAGER = Runtime(compiled=False)
