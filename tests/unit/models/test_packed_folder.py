@@ -18,7 +18,7 @@ from paradraft.models.packed_folder import Packing, blocks_of
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import STORED, Runtime
 from paradraft.models.stored_weights import quantized
-from paradraft.models.target_loading import load_target
+from paradraft.models.target_loading import load_target, weights_bytes
 from tests.support.gguf_files import FAMILIES, tiny_model
 from tests.support.packed_models import GROUP, change_config, layer, write_packed
 
@@ -201,6 +201,17 @@ def test_biases_of_nothing_are_no_weights_too_many(tmp_path: Path) -> None:
                 load_target(str(tmp_path), EAGER)
         else:
             load_target(str(tmp_path), EAGER)
+
+
+def test_memory_of_embeddings_is_counted_too(tmp_path: Path) -> None:
+    """Guards vocabularies of a fifth of all weights: each number of theirs was counted as a byte and a fourth."""
+    model = tiny_model("qwen3", tied=False, vocab_size=4000)
+    write_packed(tmp_path, model, "gptq")
+    runtime = settled(Runtime(), str(tmp_path))
+    found = load_target(str(tmp_path), Runtime(compiled=False)).lm.model
+    whole = sum(weight.nbytes for weight in found.parameters() if not isinstance(weight, QuantizedTensor))
+    packed = sum(weight.numel() for weight in found.parameters() if isinstance(weight, QuantizedTensor))
+    assert weights_bytes(str(tmp_path), runtime) == whole + 1.25 * packed
 
 
 def test_how_packed_models_run(tmp_path: Path) -> None:
