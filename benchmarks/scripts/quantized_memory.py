@@ -44,7 +44,7 @@ def imported(kind: str) -> dict[str, Any]:
     if kind == "models":
         from transformers.models.llama import modeling_llama  # noqa: F401  # which loading a Llama imports
 
-        from paradraft.models import loading  # noqa: F401  # as above
+        from paradraft.models import target_loading  # noqa: F401  # as above
     return {"peak_bytes": peak_bytes()}
 
 
@@ -52,8 +52,8 @@ def loaded(name: str, dtype: str) -> dict[str, Any]:
     """What a process takes that loads a model and writes tokens."""
     import torch
 
-    from paradraft.models.loading import load_target
     from paradraft.models.runtime import Runtime
+    from paradraft.models.target_loading import load_target
 
     start = time.perf_counter()
     lm = load_target(name, Runtime(device="cpu", dtype=dtype)).lm

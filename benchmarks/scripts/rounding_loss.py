@@ -20,9 +20,9 @@ from torch.nn.functional import cross_entropy
 from paradraft.bench.summary import write_json
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import load_target
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 
 CORPUS = Path(__file__).parents[2] / "recipes" / "pocket" / "corpus.py"
 WINDOW, PASS = 256, 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,19 +13,12 @@ from paradraft.drafters import drafter_class, split_settings
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import TargetIdentity, read_identity
 from paradraft.models.architecture import check_capacity, context_of
-from paradraft.models.draft_loading import check_draft_config
+from paradraft.models.draft_loading import check_draft_config, draft_runtime
 from paradraft.models.kv_cache import free_bytes
-from paradraft.models.loading import (
-    POCKET,
-    config_of,
-    locate,
-    room,
-    tokenizer_for,
-    tokens_of,
-    weights_bytes,
-)
+from paradraft.models.loading import POCKET, config_of, locate, room, tokenizer_for, tokens_of
 from paradraft.models.presets import is_shape
-from paradraft.models.runtime import Runtime
+from paradraft.models.runtime import QUANTIZED, STORED, Runtime
+from paradraft.models.target_loading import weights_bytes
 from paradraft.placement import Placement
 from paradraft.speculation import Speculation
 
@@ -49,8 +43,7 @@ def fitted(runtime: Runtime, target: str, speculation: Speculation, placement: P
     folder = locate(target, "target")
     config = config_of(folder)
     check_capacity(runtime.capacity, context_of(config))
-    devices = [runtime.device]
-    folders = [folder]
+    loaded = [(folder, runtime)]
     draft = speculation.draft
     if draft is not None and draft != POCKET:
         name, _ = split_settings(speculation.drafter)
@@ -61,10 +54,10 @@ def fitted(runtime: Runtime, target: str, speculation: Speculation, placement: P
             identity.check(TargetIdentity.of(config, reads_weights=False), draft)
         elif drafter_class(speculation.drafter).can_run_ahead:
             runtime = _fitted_to_draft(runtime, folder, config, draft)
-            folders.append(draft)
-            devices.append(placement.draft_device or runtime.device)
+            of_draft = draft_runtime(draft, runtime)
+            loaded.append((draft, replace(of_draft, device=placement.draft_device or runtime.device)))
     if placement.target_stages is None and not placement.tensor_parallel:
-        check_memory(folders, devices, runtime)
+        check_memory(loaded)
     return runtime
 
 
@@ -79,25 +72,24 @@ def _fitted_to_draft(runtime: Runtime, target: str, config: PretrainedConfig, dr
     return runtime
 
 
-def check_memory(folders: list[str], devices: list[str], runtime: Runtime) -> None:
+def check_memory(loaded: Sequence[tuple[str, Runtime]]) -> None:
     """Checks that weights fit into the memory that is free.
 
     Args:
-        folders: of the models.
-        devices: where each of them is to be.
-        runtime: its dtype.
+        loaded: the models, by their folders, and how and where each of them runs.
 
     Raises:
         ValueError: they do not.
     """
-    needed: dict[torch.device, list[tuple[str, float]]] = defaultdict(list)
-    for folder, device in zip(folders, devices, strict=True):
-        needed[torch.device(device)].append((folder, weights_bytes(folder, runtime)))
+    needed: dict[torch.device, list[tuple[str, str, float]]] = defaultdict(list)
+    for folder, runtime in loaded:
+        dtype = runtime.dtype if runtime.dtype in (*QUANTIZED, STORED) else str(runtime.computed_in)
+        size = weights_bytes(folder, runtime)
+        needed[torch.device(runtime.device)].append((folder, dtype.removeprefix("torch."), size))
     for place, of in needed.items():
-        if sum(size for _, size in of) > (free := free_bytes(place)):
-            listed = " and ".join(f"{size / 2**30:.1f} GiB of {name!r}" for name, size in of)
-            dtype = str(runtime.computed_in).removeprefix("torch.")
+        if sum(size for *_, size in of) > (free := free_bytes(place)):
+            listed = " and ".join(f"{size / 2**30:.1f} GiB of {name!r} in {dtype}" for name, dtype, size in of)
             raise ValueError(
-                f"weights in {dtype}, {listed}, do not fit into the {free / 2**30:.1f} GiB that are free on {place}: "
+                f"weights, {listed}, do not fit into the {free / 2**30:.1f} GiB that are free on {place}: "
                 "use smaller models, or another device"
             )

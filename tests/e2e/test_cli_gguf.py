@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -16,14 +18,16 @@ from paradraft.formats.folder import save_model
 from paradraft.formats.pard import declare_masks
 from paradraft.loader import load
 from paradraft.models.draft_loading import load_draft_lm
-from paradraft.models.loading import load_target
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
+from paradraft.plan import costs
 from paradraft.sampling_params import Sampling
 from tests.conftest import tiny_tokenizer as another_tokenizer
 from tests.e2e.conftest import Paradraft, assert_mistake
 from tests.support.gguf_files import FAMILIES, tiny_model, tiny_tokenizer, write_gguf
 from tests.support.packed_models import write_packed
+from tests.support.serving import MODEL, serving
 
 PROMPTS = ["def f(x):\n    return x", "for i in range(", "print("]
 PADDED = Runtime(pad_to=6)
@@ -191,6 +195,45 @@ def test_files_are_audited(paradraft: Paradraft, models: Path, tmp_path: Path) -
     assert json.loads(done.out.splitlines()[-1])["verdict"] == "PASS"
 
 
+def test_files_are_served(models: Path) -> None:
+    """Guards conversations with a file, whose template must be the one in its metadata, and drafts of a second file."""
+    engine = load(str(models / "target.gguf"), drafter="autoregressive", draft=str(models / "draft.gguf"), k=3)
+    talk: list[Any] = [{"role": "user", "content": "print("}]
+    expected = engine.generate(tiny_tokenizer().apply_chat_template(talk)["input_ids"], max_new_tokens=12)
+    with serving(engine) as server:
+        asked = server.client().chat.completions.create(model=MODEL, messages=talk, max_tokens=12, temperature=0)
+    assert asked.choices[0].message.content == expected.text
+    assert asked.usage is not None and asked.usage.completion_tokens == len(expected.tokens) > 0
+
+
+def test_a_file_chats(paradraft: Paradraft, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"print(\n/exit\n")))
+    done = paradraft("chat", "--target", models / "target.gguf", "--max-new-tokens", 8)
+    assert done.code == 0, done.err
+
+
+def test_files_are_measured_and_planned(
+    paradraft: Paradraft, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards `bench` and `plan`, which count the bytes of weights and time passes of one and of several tokens."""
+    monkeypatch.setattr(costs, "VISITS", 1)
+    monkeypatch.setattr(costs, "LEAST_S", 0.0)
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    asked = [
+        "--target", models / "target.gguf", "--draft", models / "draft.gguf", "--prompts", tmp_path / "p.jsonl",
+        "--num-prompts", 2, "--max-new-tokens", 8,
+    ]  # fmt: skip
+    report = tmp_path / "bench.json"
+    benched = paradraft(
+        "bench", *asked, "--methods", "ar,autoregressive:k=2", "--runs", 1, "--json", report
+    )  # fmt: skip
+    assert benched.code == 0, benched.err
+    found = json.loads(report.read_text())["methods"]["autoregressive:k=2"]
+    assert found["dtype"] == "stored" and found["tokens"] == 16 and found["acceptance_length"] > 1
+    planned = paradraft("plan", *asked, "--drafter", "autoregressive", "-k", "1-2", "--batch-size", 1)
+    assert planned.code == 0, planned.err
+
+
 def test_mistakes_with_files(paradraft: Paradraft, models: Path, tmp_path: Path) -> None:
     """Guards that each gives one line and exit code 2, before anything is loaded or written."""
     whole, cut, text = models / "target.gguf", tmp_path / "cut.gguf", tmp_path / "notes.txt"
@@ -223,7 +266,9 @@ def test_what_cannot_be_exported_is_refused(
     out = tmp_path / "out"
     asked = [out, "--target", models / "target", "--to", "gguf", "--no-measure"]
     assert_mistake(paradraft("export", models / "pard", *asked, "--draft-dtype", "float64"), "float64", "int8")
-    assert_mistake(paradraft("export", models / "draft.gguf", *asked), "few bits")
+    assert_mistake(
+        paradraft("export", models / "draft.gguf", *asked), "few bits", "name the model that it was made from"
+    )
     save_model(tmp_path / "word", tiny_model("qwen3"), another_tokenizer())
     word = [out, "--target", tmp_path / "word", "--to", "gguf", "--no-measure"]
     assert_mistake(paradraft("export", tmp_path / "word", *word), "no BPE of bytes")

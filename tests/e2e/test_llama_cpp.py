@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
@@ -13,10 +15,15 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from paradraft.bench.baselines.llama_cpp import LlamaCppProcess, model_file
 from paradraft.formats.folder import save_model
 from paradraft.loader import load
+from paradraft.models.gguf_model import names_of
+from paradraft.models.quantized import QuantizedTensor
+from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 from paradraft.sampling_params import GREEDY
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.e2e.conftest import Paradraft
 from tests.support.drafts import PROMPTS
+from tests.support.gguf_files import tiny_model, unpermuted, write_gguf
 from tests.support.installed_llama_cpp import PYTHON, needs_llama_cpp
 from tests.support.random_models import SIZES, random_model
 
@@ -168,3 +175,47 @@ def test_a_benchmark_with_llama_cpp(paradraft: Paradraft, tmp_path: Path) -> Non
     found = json.loads(outcome.out.splitlines()[-1])
     assert 1.2 < found["llama-cpp-draft:k=2:batch=2"]["acceptance_length"] < 2.5
     assert found["llama-cpp"]["synthetic_acceptance"] is None and found["llama-cpp"]["tokens"] == 96
+
+
+QUANTIZE = """
+import ctypes, sys
+import llama_cpp
+source, *made = sys.argv[1:]
+for path, kind in zip(made[::2], made[1::2]):
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype, settings.nthread = int(kind), 1
+    if llama_cpp.llama_model_quantize(source.encode(), path.encode(), ctypes.byref(settings)):
+        sys.exit(f"{path} was not made")
+"""
+FILE_TYPES = {"Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18, "Q4_1": 3, "Q3_K_M": 12, "IQ4_NL": 25}
+"""llama.cpp's numbers of some mixtures of types; the last two are not read here."""
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("tied", [True, False])
+def test_files_that_llama_cpp_has_rounded(tied: bool, tmp_path: Path) -> None:
+    """Guards real mixtures, where embedding, head and some layers have other types than the rest, against blocks that
+    tests make up: the weights are those that the `gguf` package reads, bit for bit, and what is not read is named."""
+    model = tiny_model("llama", tied=tied, width=256, num_hidden_layers=3)
+    write_gguf(tmp_path / "f16.gguf", model, "F16")
+    files = {name: tmp_path / f"{name}.gguf" for name in FILE_TYPES}
+    made = [str(part) for name, file in files.items() for part in (file, FILE_TYPES[name])]
+    subprocess.run([PYTHON, "-c", QUANTIZE, tmp_path / "f16.gguf", *made], check=True, capture_output=True, timeout=60)
+    for name, file in files.items():
+        if name in ("Q3_K_M", "IQ4_NL"):
+            with pytest.raises(ValueError, match=rf"the tensor '.*' is of the type {name[:4]}.* is not supported"):
+                load_target(str(file), Runtime())
+            continue
+        stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+        assert len({tensor.tensor_type for tensor in stored.values()}) > (1 if name == "Q6_K" else 2)
+        found = load_target(str(file), Runtime(compiled=False)).lm.model
+        weights = dict(found.named_parameters())
+        for theirs, ours in names_of(3):
+            if theirs not in stored:
+                continue
+            expected = torch.from_numpy(gguf.quants.dequantize(stored[theirs].data, stored[theirs].tensor_type).copy())
+            heads = {"q_proj": 4, "k_proj": 2}.get(ours.split(".")[-2])
+            expected = expected if heads is None else unpermuted(expected, heads)
+            weight = weights[ours]
+            numbers = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+            assert torch.equal(numbers, expected.to(numbers.dtype)), (name, theirs)

@@ -62,14 +62,15 @@ def layer(weight: Tensor, method: str, *, symmetric: bool, group: int = GROUP, v
 
 
 def write_packed(
-    folder: Path, model: PreTrainedModel, method: str, *, symmetric: bool = False, v2: bool = False, **settings: Any
-) -> PreTrainedModel:
-    """Writes a folder whose layers are packed, but for the head; returns the model of the weights that it stands for,
-    in float64."""
+    folder: Path, model: PreTrainedModel, method: str, *, symmetric: bool = False, v2: bool = False,
+    head: bool = False, **settings: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """Writes a folder whose layers are packed, and the head if that is wanted; returns the model of the weights that it
+    stands for, in float64."""
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     weights, expected = load_file(folder / "model.safetensors"), model.state_dict()
-    for name in [name for name in weights if "_proj.weight" in name]:
+    for name in [name for name in weights if "_proj.weight" in name or (head and name == "lm_head.weight")]:
         place = name.removesuffix(".weight")
         parts = layer(weights.pop(name), method, symmetric=symmetric, v2=v2)
         expected[name] = parts.pop("numbers")

@@ -11,7 +11,7 @@ import pytest
 
 from paradraft import preflight
 from paradraft.loader import HERE, load_engine
-from paradraft.models import loading
+from paradraft.models import loading, target_loading
 from paradraft.models.runtime import Runtime
 from paradraft.preflight import fitted
 from paradraft.speculation import Speculation
@@ -24,7 +24,7 @@ def _nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(loading, "load_model", read)
+    monkeypatch.setattr(target_loading, "load_model", read)
 
 
 def changed(model: Path, folder: Path, **settings: object) -> str:
@@ -92,7 +92,7 @@ def test_weights_that_do_not_fit_into_memory(family: Path, monkeypatch: pytest.M
         if fits:
             fitted(runtime, target, speculation(target), HERE)
             continue
-        with pytest.raises(ValueError, match=r"weights in float32, .* do not fit into the .* free on cpu"):
+        with pytest.raises(ValueError, match=r"weights, .* in float32.*, do not fit into the .* free on cpu"):
             fitted(runtime, target, speculation(target), HERE)
 
 

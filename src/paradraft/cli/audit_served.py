@@ -186,7 +186,7 @@ def _asked(
     from paradraft.audit.endpoint_audit import audit_endpoint
     from paradraft.audit.prompt_causes import expected_ids
     from paradraft.audit.tables import ModelReference, Reference, ServerReference
-    from paradraft.models.loading import load_target
+    from paradraft.models.target_loading import load_target
     from paradraft.request import requests_of
     from paradraft.sampling_params import GREEDY
 

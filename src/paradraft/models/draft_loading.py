@@ -10,10 +10,11 @@ from paradraft.formats.gguf import is_gguf, read_gguf
 from paradraft.models.architecture import context_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.gguf_tokenizer import check_same_tokens
-from paradraft.models.loading import config_of, is_in_few_bits, load_lm, load_tokenizer
+from paradraft.models.loading import config_of, is_in_few_bits, load_tokenizer
 from paradraft.models.presets import is_shape
 from paradraft.models.runtime import STORED, Runtime
 from paradraft.models.target import Target, TargetFacts
+from paradraft.models.target_loading import load_lm
 
 _PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
 

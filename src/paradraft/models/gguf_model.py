@@ -27,6 +27,7 @@ CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": 
 """The architectures that are read, by their names in a file; Mistral's models are `llama` there."""
 PERMUTED = ("llama",)
 EMBEDDING, HEAD, ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
+QUERIES = "blk.0.attn_q.weight"
 OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
 INNER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
@@ -73,10 +74,15 @@ def has_few_bits(file: GgufFile) -> bool:
     return any(KINDS[tensor.kind].unpack is not None for tensor in file.tensors.values())
 
 
-def resident_bytes(file: GgufFile) -> int:
-    """What the weights take in memory: of those of few bits a byte for each value, and scales in float32."""
+def resident_bytes(file: GgufFile, itemsize: int) -> float:
+    """What the weights take in memory: of those of few bits a byte for each value, and scales in float32.
+
+    Args:
+        file: the header.
+        itemsize: bytes of a number in the dtype that the others are computed in.
+    """
     return sum(
-        math.prod(tensor.shape) * 5 // 4 if KINDS[tensor.kind].unpack is not None else tensor.size_bytes
+        math.prod(tensor.shape) * (1.25 if KINDS[tensor.kind].unpack is not None else itemsize)
         for tensor in file.tensors.values()
     )
 
@@ -158,6 +164,10 @@ class _Settings:
         """Heads and rotary embedding."""
         hidden, heads = self._get("embedding_length", int), self._get("attention.head_count", int)
         size = self._find("attention.key_length", int) or (hidden // heads if heads else 0)
+        if (rows := self._shape(QUERIES)[0]) != heads * size:  # before anything of a head's size is computed
+            raise ValueError(
+                f"{self._name!r} has {rows} rows of queries, and its settings say {heads} heads of {size}: damaged"
+            )
         for key in ("attention.value_length", "rope.dimension_count"):
             if (found := self._find(key, int) or size) != size:
                 raise ValueError(

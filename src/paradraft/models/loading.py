@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,21 +29,13 @@ from transformers.distributed import DistributedConfig
 from paradraft.formats.gguf import SUFFIX, is_gguf, read_gguf
 from paradraft.models import gguf_model, packed_folder
 from paradraft.models.architecture import check_architecture, context_of, experts_settings, has_experts
-from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward.cpu.build import is_built
-from paradraft.models.forward.cpu.model import OtherLogitsError, can_serve
-from paradraft.models.forward.pipeline import StageModel, split
-from paradraft.models.generation import complaint, end_ids, suppressed_ids
+from paradraft.models.generation import end_ids, suppressed_ids
 from paradraft.models.gguf_tokenizer import check_same_tokens, gguf_tokenizer
 from paradraft.models.loading_errors import first_sentence, is_no_table, loading_of, some_of, without_bars
-from paradraft.models.packed_file import PackedFile
-from paradraft.models.presets import check_has_weights, id_tokenizer, is_shape, random_model, shape_of
-from paradraft.models.rounding_reader import files_of, fill
-from paradraft.models.runtime import AUTO, QUANTIZED, STORED, Runtime, quantize
+from paradraft.models.presets import check_has_weights, id_tokenizer, is_shape, shape_of
+from paradraft.models.runtime import AUTO, DTYPES, QUANTIZED, STORED, Runtime
 from paradraft.models.stored_weights import settled_as_stored
-from paradraft.models.target import Target
 from paradraft.models.vocabulary import used_rows
-from paradraft.placement import Stage
 
 POCKET = "pocket"
 ATTENTION = "sdpa"
@@ -198,8 +188,14 @@ def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
         settings: further ones of `from_pretrained`.
 
     Raises:
-        ValueError: there is no such model, it is no supported causal LM, or its weights do not fit its config.
+        ValueError: there is no such model, it is no supported causal LM, its weights do not fit its config, or they are
+            stored in few bits where they are to be had in a dtype.
     """
+    if runtime.dtype in DTYPES and is_in_few_bits(name):
+        raise ValueError(
+            f"{name!r} has weights that are stored in few bits, and {runtime.dtype} is needed here: name the model "
+            "that it was made from"
+        )
     runtime = settled(runtime, name)
     if is_gguf(name) or runtime.dtype == STORED:
         return _load_stored(name, runtime)
@@ -289,23 +285,6 @@ def load_skeleton(name: str, dtype: torch.dtype | None = None) -> PreTrainedMode
         ).eval()
 
 
-def weights_bytes(name: str, runtime: Runtime) -> float:
-    """How much memory a model's weights take while it is loaded; those that are rounded are read whole before.
-
-    Args:
-        name: a folder, a file, a Hugging Face id or a shape.
-        runtime: its dtype.
-
-    Raises:
-        ValueError: there is no such model, or it is no supported causal LM.
-    """
-    if is_gguf(name):
-        return gguf_model.resident_bytes(read_gguf(name))
-    numbers = sum(weight.numel() for weight in load_skeleton(name).parameters())
-    is_packed = runtime.dtype == STORED and is_in_few_bits(name)
-    return numbers * (1.25 if is_packed else float(runtime.computed_in.itemsize))
-
-
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a model.
 
@@ -325,41 +304,6 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         # What `transformers` makes of a Qwen folder without the tokenizer's files.
         raise ValueError(f"cannot load the tokenizer of {name!r}: it has no tokens but special ones")
     return tokenizer
-
-
-def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks: int = 1) -> Target:
-    """Loads the model whose text is produced, and its tokenizer.
-
-    Args:
-        name: a folder, a Hugging Face id, "pocket" or a shape.
-        runtime: how it runs; where, unless there are stages.
-        stages: where its layers are, if they are shared out.
-        ranks: how many processes share each of its layers, this one among them (tensor parallelism).
-
-    Raises:
-        ValueError: there is no such model, or it cannot be served.
-    """
-    folder, runtime = locate(name, "target"), settled(runtime, name)
-    tokenizer = tokenizer_for(folder, runtime.tokenizer)
-    vocab_size = tokens_of(config_of(folder), tokenizer)
-    if ranks > 1:
-        lm = causal_lm_of(load_shard(folder, runtime, ranks), vocab_size, runtime, runtime.capacity, ranks=ranks)
-    elif stages:
-        if runtime.dtype == STORED:
-            raise ValueError(
-                f"{name!r}: layers of weights that are stored in few bits are on one CPU: leave stages out"
-            )
-        dtype = str(runtime.computed_in).removeprefix("torch.")
-        model = _weights(folder, replace(runtime, device="cpu", dtype=dtype))
-        parts = split(model, stages)
-        for part in parts:
-            _quantize(part.model, runtime)
-        lm = causal_lm_of(model, vocab_size, runtime, runtime.capacity, stages=parts)
-    else:
-        lm = load_lm(folder, runtime, vocab_size, runtime.capacity)
-    target = Target(lm, tokenizer)
-    _obey(lm.model, target, name)
-    return target
 
 
 def tokenizer_of(folder: str) -> PreTrainedTokenizerBase:
@@ -397,124 +341,3 @@ def tokenizer_for(folder: str, named: str | None) -> PreTrainedTokenizerBase:
 def tokens_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """How many ids of a target are tokens; further rows of its embedding only fill it up."""
     return min(max(tokenizer.get_vocab().values()) + 1, int(config.vocab_size))
-
-
-def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
-    """Does what a model's generation config asks for, and warns of what is ignored."""
-    config = model.generation_config
-    target.lm.forbid(suppressed_ids(config))
-    if (ignored := complaint(config)) is not None:
-        warnings.warn(f"{name}: {ignored}", stacklevel=3)
-    if not end_ids(config) and model.config.eos_token_id not in (None, []):
-        warnings.warn(
-            f"{name}: its generation_config.json names no eos_token_id, so its texts end at their limit only, as with "
-            f"generate; its config.json names {model.config.eos_token_id}",
-            stacklevel=3,
-        )
-
-
-def load_lm(folder: str, runtime: Runtime, vocab_size: int, capacity: int | None) -> CausalLM:
-    """Loads a causal LM with its cache; weights of few bits on a CPU from the file that an earlier load has written.
-
-    Args:
-        folder: a folder, a file, a Hugging Face id or a shape.
-        runtime: how it runs.
-        vocab_size: how many ids are tokens.
-        capacity: most tokens of a row; None for the model's limit.
-
-    Raises:
-        ValueError: there is no such model, or it cannot be had like this.
-    """
-    runtime = settled(runtime, folder)
-    config, file = config_of(folder), None
-    if _packs_few_bits(config, runtime):
-        file = PackedFile.of(folder, config, dtype=runtime.dtype, computed_in=runtime.computed_in)
-    if file is not None and (probe := file.read(model := _skeleton(folder, runtime))) is not None:
-        with suppress(OtherLogitsError):
-            return causal_lm_of(model, vocab_size, runtime, capacity, probe=probe)
-        file.warn_of_other_logits()
-    lm = causal_lm_of(_loaded(folder, runtime), vocab_size, runtime, capacity)
-    if file is not None and lm.probe is not None:
-        file.write(lm.model, lm.probe)
-    return lm
-
-
-def _packs_few_bits(config: PretrainedConfig, runtime: Runtime) -> bool:
-    """Whether a model may run in C++ with weights of few bits."""
-    is_on_cpu, has_few_bits = torch.device(runtime.device).type == "cpu", runtime.dtype in (*QUANTIZED, STORED)
-    return has_few_bits and is_on_cpu and runtime.compiled is not False and not has_experts(config)
-
-
-def _skeleton(folder: str, runtime: Runtime) -> PreTrainedModel:
-    """A model without weights, and with all else that it has when it is loaded."""
-    model = load_skeleton(folder, runtime.computed_in)
-    if not is_shape(folder):
-        model.generation_config = load_generation_config(folder)
-    return model
-
-
-def _rounded_when_packed(folder: str, runtime: Runtime) -> PreTrainedModel | None:
-    """A model whose weights are read and rounded when its pass in C++ packs them; None where that does not serve."""
-    if is_shape(folder) or runtime.dtype not in QUANTIZED or not _packs_few_bits(config_of(folder), runtime):
-        return None
-    if not is_built():
-        return None
-    model = _skeleton(folder, runtime)
-    if (files := files_of(folder, model)) is None:
-        return None
-    fill(model, files, bits=QUANTIZED[runtime.dtype])
-    return model if can_serve(model) else None
-
-
-def _loaded(folder: str, runtime: Runtime) -> PreTrainedModel:
-    if (model := _rounded_when_packed(folder, runtime)) is not None:
-        return model
-    model = _weights(folder, runtime)
-    _quantize(model, runtime)
-    return model
-
-
-def _weights(folder: str, runtime: Runtime) -> PreTrainedModel:
-    if is_shape(folder):
-        return random_model(folder, dtype=runtime.computed_in, device=runtime.device)
-    return load_model(folder, runtime)
-
-
-def _quantize(model: PreTrainedModel, runtime: Runtime) -> None:
-    if runtime.dtype in QUANTIZED:
-        quantize(model, QUANTIZED[runtime.dtype])
-
-
-def causal_lm_of(
-    model: PreTrainedModel,
-    vocab_size: int,
-    runtime: Runtime,
-    capacity: int | None,
-    *,
-    stages: Sequence[StageModel] = (),
-    ranks: int = 1,
-    probe: str | None = None,
-) -> CausalLM:
-    """A model with its cache.
-
-    Args:
-        model: loaded.
-        vocab_size: how many ids are tokens.
-        runtime: how it runs.
-        capacity: most tokens of a row; None for the model's limit.
-        stages: the parts of the model, if its layers are shared out.
-        ranks: how many processes share each of its layers.
-        probe: of its pass in C++ when its weights were packed; see `CausalLM`.
-    """
-    return CausalLM(
-        model,
-        vocab_size=vocab_size,
-        capacity=room(model.config, capacity),
-        width=runtime.width,
-        compiled=runtime.compiled,
-        pad_to=runtime.pad_to,
-        cuda_graphs=runtime.cuda_graphs,
-        stages=stages,
-        ranks=ranks,
-        probe=probe,
-    )

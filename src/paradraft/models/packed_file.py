@@ -5,8 +5,8 @@ its matrices, and its other weights and buffers. It is a safetensors file, so te
 is read, rounded, packed or copied again, and several processes share the memory. One that is damaged, or was made of
 other weights or by other code, is made anew.
 
-To delete `weights-*.safetensors` in the cache folder is safe at any time. `PARADRAFT_PACKED_FILES=0` neither reads nor
-writes such files.
+To delete `weights-*.safetensors` in the cache folder is safe at any time; `paradraft.models.packed_cache` does it with
+those of models that are gone. `PARADRAFT_PACKED_FILES=0` neither reads nor writes such files.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from paradraft.models.forward.cpu.build import (
     library_key,
 )
 from paradraft.models.forward.cpu.matrix import PackedRows, Panels
+from paradraft.models.packed_cache import LEAST_FREE, SOURCE, make_room, mark_as_read
 from paradraft.models.presets import is_shape
 from paradraft.models.quantized import ROUNDING, Format, QuantizedTensor
 
@@ -50,8 +51,6 @@ FORMAT = 1
 """The version of the files."""
 ALIGNMENT = 64
 """Bytes of a line of a CPU's cache: tensors begin at a multiple of it, as those that torch allocates."""
-LEAST_FREE = 2**30
-"""Bytes of the disk that are left free."""
 NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
     torch.uint8: "U8", torch.int8: "I8", torch.int64: "I64",
@@ -71,11 +70,13 @@ class PackedFile:
         path: in the user's cache; one for each model and dtype.
         key: a digest of all that decides what is in it.
         name: of the model, for messages.
+        source: where the model is; empty for a shape.
     """
 
     path: Path
     key: str
     name: str
+    source: str
 
     @classmethod
     def of(cls, name: str, config: PretrainedConfig, *, dtype: str, computed_in: torch.dtype) -> PackedFile | None:
@@ -100,7 +101,8 @@ class PackedFile:
         versions = FORMAT, ROUNDING, library_key(), *(version(package) for package in ("torch", "transformers"))
         key = repr((versions, dtype, str(computed_in), config.to_json_string(use_diff=False), contents))
         path = folder / f"weights-{hashlib.sha256(place.encode()).hexdigest()[:16]}.safetensors"
-        return cls(path=path, key=hashlib.sha256(key.encode()).hexdigest(), name=name)
+        source = "" if is_shape(name) else os.path.realpath(_place_of(name) or name)
+        return cls(path=path, key=hashlib.sha256(key.encode()).hexdigest(), name=name, source=source)
 
     def read(self, model: PreTrainedModel) -> str | None:
         """Maps the weights of a model that has none.
@@ -120,6 +122,7 @@ class PackedFile:
             return None
         if found is None:
             return None
+        mark_as_read(self.path)
         description, tensors = found
         _fill(model, description, tensors)
         model.config.dtype = model.dtype  # what was loaded may have needed another than was asked for
@@ -137,13 +140,14 @@ class PackedFile:
         description, tensors = described
         needed = sum(tensor.nbytes for tensor in tensors.values())
         try:
+            make_room(self.path, needed)
             free = shutil.disk_usage(self.path.parent).free
             if free < needed + LEAST_FREE:
                 room = f"{needed / 2**30:.1f} GiB, and 1 that stays free, do not fit into {free / 2**30:.1f}"
                 return self._warn(f"its packed weights are not kept for the next start: {room} in {self.path.parent}")
             with _locked(self.path.with_suffix(".new")) as new:
                 if new is not None:
-                    _write(new, self.key, description | {"probe": probe}, tensors)
+                    _write(new, self.key, self.source, description | {"probe": probe}, tensors)
                     os.replace(self.path.with_suffix(".new"), self.path)
             sync_entries(self.path.parent)
         except OSError as error:
@@ -161,12 +165,8 @@ def _contents(name: str) -> str | None:
     """What changes when the weights of a model do; None where that is not known."""
     if is_shape(name):
         return name
-    place = Path(name)
-    if not place.exists():
-        found = try_to_load_from_cache(name, "config.json")
-        if not isinstance(found, str):
-            return None
-        place = Path(found).parent
+    if (place := _place_of(name)) is None:
+        return None
     if (place / "adapter_config.json").exists():  # which names another model
         return None
     files = [place] if place.is_file() else [file for pattern in READ for file in place.glob(pattern)]
@@ -176,6 +176,14 @@ def _contents(name: str) -> str | None:
         # The time of the last change of its status is not kept by copies and archives, as that of its content is.
         known[file] = status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
     return repr(sorted(known.items()))
+
+
+def _place_of(name: str) -> Path | None:
+    """The folder or file of a model; None of a Hugging Face id that was not loaded before."""
+    if (place := Path(name)).exists():
+        return place
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _described(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
@@ -302,10 +310,10 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _write(stream: BinaryIO, key: str, description: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _write(stream: BinaryIO, key: str, source: str, description: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Writes a safetensors file without a copy of the tensors in memory, and waits until it is on the disk."""
     text = json.dumps(description | {"sums": _sums(tensors)})
-    metadata = {"format": "pt", "key": key, "description": text, "digest": _digest(key, text)}
+    metadata = {"format": "pt", "key": key, SOURCE: source, "description": text, "digest": _digest(key, text)}
     header: dict[str, Any] = {"__metadata__": metadata}
     # Those that would shift others away from a multiple of `ALIGNMENT` or of their numbers come last.
     ordered = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT != 0, -item[1].itemsize))

@@ -11,6 +11,7 @@ Source: AutoGPTQ's `qlinear_cuda.py`, AutoAWQ's `packing_utils.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,13 +25,19 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from paradraft.formats.gguf_blocks import Blocks
-from paradraft.models.stored_weights import Weight, assembled, lossless_dtype
+from paradraft.models.stored_weights import HEAD, Weight, assembled, lossless_dtype
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 METHODS = ("gptq", "awq")
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a number of AWQ's the value of each of 8 outputs is."""
 _PACKED = ("qweight", "qzeros", "scales", "g_idx")
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where older folders say how they are packed, instead of in their config.json, and by which method."""
+_SKIPPED = "-:"
+"""Before the pattern of layers that GPTQModel leaves as they are."""
+_COMPUTED = "rotary_emb.inv_freq"
+"""What older folders hold of each layer, and is computed."""
 _PER_NUMBER = 8
 _MIDDLE = 8
 
@@ -60,10 +67,8 @@ def packing_of(config: PretrainedConfig, name: str) -> Packing | None:
     Raises:
         ValueError: they are packed or rounded otherwise.
     """
-    told = getattr(config, "quantization_config", None)
-    if told is None:
+    if (told := _told_of(config, name)) is None:
         return None
-    told = dict(told if isinstance(told, Mapping) else vars(told))
     method, bits = told.get("quant_method"), told.get("bits", told.get("w_bit"))
     method = getattr(method, "value", method)
     if method not in METHODS or bits != 4:
@@ -72,10 +77,14 @@ def packing_of(config: PretrainedConfig, name: str) -> Packing | None:
             f"{name!r} has weights that were rounded {how} (quantization_config), and only 4 bits of "
             f"{' and '.join(METHODS)} are read: use the model before that, or one of these, or a .gguf file"
         )
-    layout = told.get("version", "gemm") if method == "awq" else told.get("checkpoint_format", "gptq")
-    layouts = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
+    layout, layouts = _layout(told, method), ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
     if layout not in layouts:
         raise ValueError(f"{name!r} is packed by {method!r} as {layout!r}, and only {', '.join(layouts)} is read")
+    if others := [pattern for pattern in told.get("dynamic") or () if not pattern.startswith(_SKIPPED)]:
+        raise ValueError(
+            f"{name!r} has layers that are packed in another way than the others (dynamic, {others[0]!r}), which is "
+            "not read: use a model whose layers are packed alike, or a .gguf file"
+        )
     group = told.get("group_size", told.get("q_group_size", -1))
     if type(group) is not int or not (group == -1 or (group > 0 and group % 32 == 0)):
         raise ValueError(f"{name!r}: group_size is {group!r} in its quantization_config: use a multiple of 32, or -1")
@@ -84,6 +93,30 @@ def packing_of(config: PretrainedConfig, name: str) -> Packing | None:
             f"{name!r} is a {config.model_type} model packed by {method!r}; supported are {', '.join(ARCHITECTURES)}"
         )
     return Packing(method=method, group=group, zeros_are_less=layout == "gptq")
+
+
+def _told_of(config: PretrainedConfig, name: str) -> dict[str, Any] | None:
+    """What a folder says of how it is packed: its config, or a file beside it in folders of older versions."""
+    told = getattr(config, "quantization_config", None)
+    if told is not None:
+        return dict(told if isinstance(told, Mapping) else vars(told))
+    for file, method in _FILES.items():
+        if (path := Path(name) / file).is_file():
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+                return {"quant_method": method, **found}
+            except (OSError, ValueError, TypeError) as error:
+                raise ValueError(f"cannot read {str(path)!r}: {str(error).splitlines()[0]}") from None
+    return None
+
+
+def _layout(told: Mapping[str, Any], method: str) -> object:
+    """What the way is called in which numbers are packed: the keys differ with the version that wrote them."""
+    if told.get("is_marlin_format"):
+        return "marlin"
+    keys = ("version", "checkpoint_format", "format") if method == "awq" else ("checkpoint_format", "format")
+    found = next((told[key] for key in keys if told.get(key)), "gemm" if method == "awq" else "gptq")
+    return found.lower() if isinstance(found, str) else found
 
 
 def load(
@@ -105,7 +138,7 @@ def load(
         ValueError: a weight is missing, or does not fit.
     """
     with _tensors_of(name) as found:
-        plain = [key for key in found if key.rpartition(".")[2] not in _PACKED]
+        plain = [key for key in found if key.rpartition(".")[2] not in _PACKED and not key.endswith(_COMPUTED)]
         dtype = lossless_dtype((found[key] for key in plain), dtype)
         used = set[str]()
 
@@ -126,9 +159,14 @@ def load(
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         model = assembled(config, read, name=name, dtype=dtype, attention=attention)
-        # AutoGPTQ gives all layers a bias.
-        unused = [key for key in plain if key not in used and not (key.endswith(".bias") and not found[key].any())]
+        unused = [key for key in found if key not in used and not _is_nothing(key, found, config)]
     return model, unused
+
+
+def _is_nothing(key: str, found: Mapping[str, Tensor], config: PretrainedConfig) -> bool:
+    """Whether a weight that no model reads changes nothing: AutoGPTQ gives all layers a bias."""
+    is_embedding = key == HEAD and config.tie_word_embeddings
+    return key.endswith(_COMPUTED) or is_embedding or (key.endswith(".bias") and not found[key].any())
 
 
 def blocks_of(parts: Mapping[str, Tensor], packing: Packing) -> Blocks:

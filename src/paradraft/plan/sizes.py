@@ -33,9 +33,10 @@ from paradraft.environment import describe_machine
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint
 from paradraft.loader import HERE
 from paradraft.models.kv_cache import head_size
-from paradraft.models.loading import POCKET, load_target, locate, settled
+from paradraft.models.loading import POCKET, locate, settled
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
+from paradraft.models.target_loading import load_target
 from paradraft.plan.costs import measure_rounds
 from paradraft.plan.replay import RANKS, UNKNOWN, Ranks, accuracy_of, random_trees, replayed, static_trees
 from paradraft.plan.steadiness import Watch

@@ -11,8 +11,8 @@ from paradraft.decode.batch import run
 from paradraft.decode.generation import Generation
 from paradraft.drafters import load_drafter
 from paradraft.engine import Engine
-from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 from paradraft.speculation import Speculation
 
 

@@ -26,8 +26,8 @@ from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.cli.audit_served import findings
 from paradraft.engine import Engine
 from paradraft.loader import load
-from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.fake_engine import MODEL, Decoding, Draw, FakeEngine, Plain, Rows, Telling, lossless, pard
 from tests.support.serving import MODEL as OURS

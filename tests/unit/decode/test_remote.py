@@ -30,8 +30,8 @@ from paradraft.decode.drafter_process import Server
 from paradraft.decode.remote import DrafterLostError, DrafterProcess, RemoteDrafter, Setup, versions
 from paradraft.engine import Engine
 from paradraft.loader import load
-from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 from paradraft.placement import Placement, cpus_of, on_cpus
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation

@@ -14,8 +14,9 @@ from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.pard import Config, PardDrafter, build
 from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import load_model, load_target
+from paradraft.models.loading import load_model
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 from paradraft.ragged import to_lists
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT, Tree

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from paradraft.formats.gguf import read_gguf
 from paradraft.models import gguf_model
 from paradraft.models.gguf_model import row_order, shortest
-from paradraft.models.loading import load_config, load_generation_config, load_target, settled, weights_bytes
+from paradraft.models.loading import load_config, load_generation_config, settled
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target, weights_bytes
 from tests.support.gguf_files import FAMILIES, tiny_model, write_gguf
 
 EAGER = Runtime(compiled=False)
@@ -159,7 +160,7 @@ def test_a_dtype_is_refused_for_few_bits_and_taken_otherwise(tmp_path: Path) -> 
         ({"qwen3.block_count": 1}, r"has the tensor blk\.1\..*which a qwen3 model has not"),
         ({"qwen3.embedding_length": 32}, "has the shape"),
         ({"qwen3.feed_forward_length": 160}, "has the shape"),
-        ({"qwen3.attention.head_count": 0}, "num_attention_heads is 0"),
+        ({"qwen3.attention.head_count": 0}, "64 rows of queries, and its settings say 0 heads of 16"),
         ({"qwen3.attention.head_count_kv": 3}, "num_attention_heads is 4"),
         ({"qwen3.attention.value_length": 4}, "value_length is 4 and heads have 16"),
         ({"qwen3.expert_count": 8}, "mixture of experts"),
@@ -191,6 +192,15 @@ def test_any_damage_of_a_header_gives_a_model_or_a_line(tmp_path: Path) -> None:
         except ValueError:
             refused += 1
     assert refused > 20
+
+
+def test_the_size_of_a_head_is_not_believed(tmp_path: Path) -> None:
+    """Guards memory: the angles of heads of 2**31 numbers were computed before anything else was looked at, and the
+    process was killed."""
+    more = {"llama.attention.key_length": 2**31, "llama.rope.dimension_count": 2**31}
+    write_gguf(tmp_path / "m.gguf", tiny_model("llama", **LLAMA3), more=more)
+    with pytest.raises(ValueError, match=r"64 rows of queries, and its settings say 4 heads of 2147483648"):
+        load_config(str(tmp_path / "m.gguf"))
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from paradraft.drafters import drafter_names
 from paradraft.loader import load
-from paradraft.models import loading, packed_file, quantized
+from paradraft.models import loading, packed_file, quantized, target_loading
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu import build, matrix
-from paradraft.models.loading import load_target
 from paradraft.models.packed_file import SETTING
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.rounding_reader import files_of
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target, weights_bytes
 from paradraft.sampling_params import Sampling
 from tests.conftest import tiny_tokenizer
 from tests.support.drafts import draft_of
@@ -67,7 +67,7 @@ def no_rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         raise AssertionError("that is on disk")
 
     def forbid() -> None:
-        for place, name in [(matrix, "_pack_quantized"), (loading, "fill"), (loading, "quantize")]:
+        for place, name in [(matrix, "_pack_quantized"), (target_loading, "fill"), (target_loading, "quantize")]:
             monkeypatch.setattr(place, name, fail)
 
     return forbid
@@ -175,7 +175,7 @@ def test_weights_that_are_stored_in_few_bits(
         write_gguf(place, model, kind)
     first = load_target(str(place), Runtime(device="cpu")).lm
     assert len(files(cache)) == first.is_native == 1
-    monkeypatch.setattr(loading, "load_model", None)
+    monkeypatch.setattr(target_loading, "load_model", None)
     second = load_target(str(place), Runtime(device="cpu")).lm
     assert torch.equal(logits_of(second), logits_of(first)) and second.model.dtype == first.model.dtype
     pairs = zip(first.model.named_parameters(), second.model.named_parameters(), strict=True)
@@ -279,6 +279,21 @@ def test_weights_that_have_changed_are_read_again(cache: Path, tmp_path: Path) -
     logits = logits_of(lm_of(folder))
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
     assert not torch.equal(logits_of(lm_of(folder)), logits)
+
+
+def test_the_file_of_a_model_that_is_gone_leaves(cache: Path, family: Path, tmp_path: Path) -> None:
+    """Guards the cache against all models that ever were; a process that computes with one of them goes on."""
+    saved(tmp_path / "model")
+    lm_of(tmp_path / "model")
+    (gone,) = files(cache)
+    mapped = lm_of(tmp_path / "model")
+    logits = logits_of(mapped)
+    lm_of(family / "target")
+    assert gone in files(cache) and len(files(cache)) == 2
+    shutil.rmtree(tmp_path / "model")
+    lm_of(family / "target", "int4")
+    assert gone not in files(cache) and len(files(cache)) == 2
+    assert torch.equal(logits_of(mapped), logits)
 
 
 def test_a_new_version_of_the_rounding_is_used(
@@ -425,7 +440,7 @@ def child(code: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
 CHILD = """
 import os, signal, sys
 from paradraft.models import packed_file
-from paradraft.models.loading import load_target
+from paradraft.models.target_loading import load_target
 from paradraft.models.runtime import Runtime
 
 def resident(kind):
@@ -467,6 +482,25 @@ loaded({folder!r})
     assert torch.equal(logits_of(lm_of(folder)), logits)
 
 
+def test_memory_is_counted_with_few_bits(
+    cache: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards models that fit once they are rounded: the check before loading counted all bits, and refused them."""
+    size = (256, 1024, 8, 4, 32, 1024)
+    saved(tmp_path, size=size)
+    runtime = Runtime(device="cpu", dtype=dtype)
+    whole = sum(weight.numel() for weight in loading.load_skeleton(str(tmp_path)).parameters())
+    itemsize = runtime.computed_in.itemsize
+    asked = weights_bytes(str(tmp_path), runtime)
+    lm_of(tmp_path, dtype)
+    (file,) = files(cache)
+    largest = 256 * 1024 * (itemsize + 1)
+    assert file.stat().st_size == pytest.approx(asked - largest, rel=0.05)
+    assert asked - largest < 0.75 * whole * itemsize
+    monkeypatch.setattr(target_loading, "files_of", lambda *_: None)  # the control
+    assert weights_bytes(str(tmp_path), runtime) == whole * itemsize
+
+
 @pytest.mark.slow
 def test_memory_has_the_weights_once(cache: Path, tmp_path: Path) -> None:
     """Guards against a second copy; the control has the setting 0, and the weights in memory of its own."""
@@ -494,9 +528,9 @@ def test_a_checkpoint_is_rounded_as_it_is_packed(
     folder = saved(tmp_path / "model", kind, **settings)
     ours = logits_of(lm_of(folder, dtype))
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "load_model", None)
+        patch.setattr(target_loading, "load_model", None)
         lm_of(folder, dtype)  # which is not asked
-    monkeypatch.setattr(loading, "files_of", lambda *_: None)
+    monkeypatch.setattr(target_loading, "files_of", lambda *_: None)
     assert torch.equal(logits_of(lm_of(folder, dtype)), ours)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paradraft.digests import weights_digest
-from paradraft.models.loading import load_target, settled
+from paradraft.models.loading import settled
 from paradraft.models.packed_folder import Packing, blocks_of
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import STORED, Runtime
 from paradraft.models.stored_weights import quantized
+from paradraft.models.target_loading import load_target, weights_bytes
 from tests.support.gguf_files import FAMILIES, tiny_model
 from tests.support.packed_models import GROUP, change_config, layer, write_packed
 
@@ -84,6 +87,9 @@ def test_one_group_for_all_inputs(tmp_path: Path) -> None:
         ({"quant_method": "fp8"}, "rounded by 'fp8'"),
         ({"quant_method": "awq", "version": "gemv"}, "packed by 'awq' as 'gemv', and only gemm"),
         ({"checkpoint_format": "marlin"}, "packed by 'gptq' as 'marlin', and only gptq, gptq_v2"),
+        ({"is_marlin_format": True}, "packed by 'gptq' as 'marlin'"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}, "rounded by 'auto-round'"),
+        ({"dynamic": {r"-:.*\.down_proj": {}, r".*\.layers\.1\.": {"bits": 8}}}, "(dynamic, '.*"),
         ({"group_size": 24}, "group_size is 24"),
         ({"group_size": None}, "group_size is None"),
         ({"group_size": 64}, "has scales of shape"),
@@ -96,6 +102,54 @@ def test_other_methods_are_refused_in_a_line(tmp_path: Path, settings: dict[str,
     with pytest.raises(ValueError, match=re.escape(told)) as raised:
         load_target(str(tmp_path), EAGER)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("method", "file"), [("gptq", "quantize_config.json"), ("awq", "quant_config.json")])
+def test_folders_of_older_versions_say_in_another_file_how_they_are_packed(
+    tmp_path: Path, method: str, file: str
+) -> None:
+    """Guards folders before `quantization_config` was in config.json: all their weights were said to be missing."""
+    expected = write_packed(tmp_path, tiny_model("llama"), method)
+    config = json.loads((tmp_path / "config.json").read_text())
+    told = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    old = {"w_bit": 4, "q_group_size": GROUP, "version": "GEMM"} if method == "awq" else told
+    (tmp_path / file).write_text(json.dumps({key: value for key, value in old.items() if key != "quant_method"}))
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(8)  # such versions stored them
+    save_file(weights, tmp_path / "gptq_model-4bit-32g.safetensors", metadata={"format": "pt"})
+    (tmp_path / "model.safetensors").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = load_target(str(tmp_path), EAGER).lm.model.model.layers[1].mlp.up_proj.weight
+    assert isinstance(weight, QuantizedTensor)
+    assert torch.equal(weight.dequantize(), expected.model.layers[1].mlp.up_proj.weight.to(weight.dtype))
+    (tmp_path / file).write_text("{")
+    with pytest.raises(ValueError, match=rf"cannot read .*{file}"):
+        load_target(str(tmp_path), EAGER)
+
+
+def test_a_head_may_be_packed(tmp_path: Path) -> None:
+    """Guards GPTQModel's `lm_head`; one beside a config that ties it to the embedding was left out without a word."""
+    expected = write_packed(tmp_path, tiny_model("qwen3", tied=False, vocab_size=320), "gptq", head=True)
+    head = load_target(str(tmp_path), EAGER).lm.model.lm_head.weight
+    assert isinstance(head, QuantizedTensor)
+    assert torch.equal(head.dequantize().double(), expected.lm_head.weight.to(head.dtype).double())
+    change_config(tmp_path, tie_word_embeddings=True)
+    with pytest.warns(UserWarning, match=r"weights that are not used: lm_head\.g_idx, and 3 more"):
+        load_target(str(tmp_path), EAGER)
+
+
+def test_layers_may_be_left_as_they_are(tmp_path: Path) -> None:
+    """Guards `modules_to_not_convert` and negative patterns of `dynamic`, which the weights themselves say."""
+    model = tiny_model("qwen3")
+    write_packed(tmp_path, model, "gptq", dynamic={r"-:.*\.layers\.1\.mlp\.up_proj": {}})
+    weights, place = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj"
+    weights = {name: weight for name, weight in weights.items() if not name.startswith(place)}
+    weights[f"{place}.weight"] = model.get_parameter(f"{place}.weight").half()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = load_target(str(tmp_path), EAGER).lm.model.get_parameter(f"{place}.weight")
+    assert torch.equal(found.float(), model.get_parameter(f"{place}.weight").float())
 
 
 def test_inputs_in_another_order_are_refused(tmp_path: Path) -> None:
@@ -147,6 +201,17 @@ def test_biases_of_nothing_are_no_weights_too_many(tmp_path: Path) -> None:
                 load_target(str(tmp_path), EAGER)
         else:
             load_target(str(tmp_path), EAGER)
+
+
+def test_memory_of_embeddings_is_counted_too(tmp_path: Path) -> None:
+    """Guards vocabularies of a fifth of all weights: each number of theirs was counted as a byte and a fourth."""
+    model = tiny_model("qwen3", tied=False, vocab_size=4000)
+    write_packed(tmp_path, model, "gptq")
+    runtime = settled(Runtime(), str(tmp_path))
+    found = load_target(str(tmp_path), Runtime(compiled=False)).lm.model
+    whole = sum(weight.nbytes for weight in found.parameters() if not isinstance(weight, QuantizedTensor))
+    packed = sum(weight.numel() for weight in found.parameters() if isinstance(weight, QuantizedTensor))
+    assert weights_bytes(str(tmp_path), runtime) == whole + 1.25 * packed
 
 
 def test_how_packed_models_run(tmp_path: Path) -> None:

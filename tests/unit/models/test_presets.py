@@ -7,9 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paradraft.models.draft_loading import load_draft_lm
-from paradraft.models.loading import load_target, locate
+from paradraft.models.loading import locate
 from paradraft.models.presets import SHAPES, random_model, shape_of
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 
 PUBLISHED = {
     "llama-3.1-8b": 8_030_261_248,

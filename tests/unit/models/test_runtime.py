@@ -13,9 +13,9 @@ from torch._inductor import config as inductor
 
 from paradraft.bench.roofline import Size
 from paradraft.loader import load
-from paradraft.models.loading import load_target
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime, check_quantization, stored_bytes
+from paradraft.models.target_loading import load_target
 from paradraft.sampling_params import Sampling
 from tests.e2e.conftest import Paradraft, assert_mistake
 from tests.e2e.conftest import paradraft as paradraft

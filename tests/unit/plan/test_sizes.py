@@ -12,8 +12,8 @@ import pytest
 from paradraft.drafters.ppd import PLANS, Plan, PpdDrafter, machine_of, plans_for, read_plans, write_plan
 from paradraft.formats.head import read_checkpoint
 from paradraft.loader import load
-from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 from paradraft.plan import sizes
 from paradraft.plan.replay import RANKS, accuracy_of, random_trees, replayed, static_trees
 from paradraft.plan.sizes import SizeTask, count_ranks, run_size_plan

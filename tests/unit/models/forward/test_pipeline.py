@@ -16,8 +16,8 @@ from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM, NotFiniteError
 from paradraft.models.forward.pipeline import FEW_ROWS, split
-from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 from paradraft.placement import Placement, Stage, stages_of
 from paradraft.sampling_params import Sampling
 from tests.conftest import VOCAB, tiny_model

@@ -1,0 +1,250 @@
+"""Targets, and causal LMs with their caches: weights in the precision, and in the places, that were asked for.
+
+Weights of few bits on a CPU come from the file that an earlier load has written, or are read and rounded one matrix at
+a time, so that the checkpoint is never in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from paradraft.formats.gguf import is_gguf, read_gguf
+from paradraft.models import gguf_model
+from paradraft.models.architecture import has_experts
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward.cpu.build import is_built
+from paradraft.models.forward.cpu.model import ARCHITECTURES as CPP_ARCHITECTURES
+from paradraft.models.forward.cpu.model import OtherLogitsError, can_serve
+from paradraft.models.forward.pipeline import StageModel, split
+from paradraft.models.generation import complaint, end_ids, suppressed_ids
+from paradraft.models.loading import (
+    config_of,
+    is_in_few_bits,
+    load_generation_config,
+    load_model,
+    load_shard,
+    load_skeleton,
+    locate,
+    room,
+    settled,
+    tokenizer_for,
+    tokens_of,
+)
+from paradraft.models.packed_file import PackedFile
+from paradraft.models.presets import is_shape, random_model
+from paradraft.models.quantized import GROUP
+from paradraft.models.rounding_reader import files_of, fill
+from paradraft.models.runtime import QUANTIZED, STORED, Runtime, quantize
+from paradraft.models.target import Target
+from paradraft.placement import Stage
+
+
+def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks: int = 1) -> Target:
+    """Loads the model whose text is produced, and its tokenizer.
+
+    Args:
+        name: a folder, a Hugging Face id, "pocket" or a shape.
+        runtime: how it runs; where, unless there are stages.
+        stages: where its layers are, if they are shared out.
+        ranks: how many processes share each of its layers, this one among them (tensor parallelism).
+
+    Raises:
+        ValueError: there is no such model, or it cannot be served.
+    """
+    folder, runtime = locate(name, "target"), settled(runtime, name)
+    tokenizer = tokenizer_for(folder, runtime.tokenizer)
+    vocab_size = tokens_of(config_of(folder), tokenizer)
+    if ranks > 1:
+        lm = causal_lm_of(load_shard(folder, runtime, ranks), vocab_size, runtime, runtime.capacity, ranks=ranks)
+    elif stages:
+        if runtime.dtype == STORED:
+            raise ValueError(
+                f"{name!r}: layers of weights that are stored in few bits are on one CPU: leave stages out"
+            )
+        dtype = str(runtime.computed_in).removeprefix("torch.")
+        model = _weights(folder, replace(runtime, device="cpu", dtype=dtype))
+        parts = split(model, stages)
+        for part in parts:
+            _quantize(part.model, runtime)
+        lm = causal_lm_of(model, vocab_size, runtime, runtime.capacity, stages=parts)
+    else:
+        lm = load_lm(folder, runtime, vocab_size, runtime.capacity)
+    target = Target(lm, tokenizer)
+    _obey(lm.model, target, name)
+    return target
+
+
+def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
+    """Does what a model's generation config asks for, and warns of what is ignored."""
+    config = model.generation_config
+    target.lm.forbid(suppressed_ids(config))
+    if (ignored := complaint(config)) is not None:
+        warnings.warn(f"{name}: {ignored}", stacklevel=3)
+    if not end_ids(config) and model.config.eos_token_id not in (None, []):
+        warnings.warn(
+            f"{name}: its generation_config.json names no eos_token_id, so its texts end at their limit only, as with "
+            f"generate; its config.json names {model.config.eos_token_id}",
+            stacklevel=3,
+        )
+
+
+def load_lm(folder: str, runtime: Runtime, vocab_size: int, capacity: int | None) -> CausalLM:
+    """Loads a causal LM with its cache; weights of few bits on a CPU from the file that an earlier load has written.
+
+    Args:
+        folder: a folder, a file, a Hugging Face id or a shape.
+        runtime: how it runs.
+        vocab_size: how many ids are tokens.
+        capacity: most tokens of a row; None for the model's limit.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be had like this.
+    """
+    runtime = settled(runtime, folder)
+    config, file = config_of(folder), None
+    if _packs_few_bits(config, runtime):
+        file = PackedFile.of(folder, config, dtype=runtime.dtype, computed_in=runtime.computed_in)
+    if file is not None and (probe := file.read(model := _skeleton(folder, runtime))) is not None:
+        with suppress(OtherLogitsError):
+            return causal_lm_of(model, vocab_size, runtime, capacity, probe=probe)
+        file.warn_of_other_logits()
+    lm = causal_lm_of(_loaded(folder, runtime), vocab_size, runtime, capacity)
+    if file is not None and lm.probe is not None:
+        file.write(lm.model, lm.probe)
+    return lm
+
+
+def _packs_few_bits(config: PretrainedConfig, runtime: Runtime) -> bool:
+    """Whether a model may run in C++ with weights of few bits."""
+    is_on_cpu, has_few_bits = torch.device(runtime.device).type == "cpu", runtime.dtype in (*QUANTIZED, STORED)
+    return has_few_bits and is_on_cpu and runtime.compiled is not False and not has_experts(config)
+
+
+def _skeleton(folder: str, runtime: Runtime) -> PreTrainedModel:
+    """A model without weights, and with all else that it has when it is loaded."""
+    model = load_skeleton(folder, runtime.computed_in)
+    if not is_shape(folder):
+        model.generation_config = load_generation_config(folder)
+    return model
+
+
+def _rounded_when_packed(folder: str, runtime: Runtime) -> PreTrainedModel | None:
+    """A model whose weights are read and rounded when its pass in C++ packs them; None where that does not serve."""
+    if (found := _read_in_pieces(folder, runtime)) is None:
+        return None
+    model, files = found
+    fill(model, files, bits=QUANTIZED[runtime.dtype])
+    return model if can_serve(model) else None
+
+
+def _read_in_pieces(folder: str, runtime: Runtime) -> tuple[PreTrainedModel, dict[str, Path]] | None:
+    """A model without weights, and the file of each; None if they are not rounded, or are read as a whole."""
+    if is_shape(folder) or runtime.dtype not in QUANTIZED or not _packs_few_bits(config_of(folder), runtime):
+        return None
+    if not is_built():
+        return None
+    model = _skeleton(folder, runtime)
+    if model.config.model_type not in CPP_ARCHITECTURES or (files := files_of(folder, model)) is None:
+        return None
+    return model, files
+
+
+def _loaded(folder: str, runtime: Runtime) -> PreTrainedModel:
+    if (model := _rounded_when_packed(folder, runtime)) is not None:
+        return model
+    model = _weights(folder, runtime)
+    _quantize(model, runtime)
+    return model
+
+
+def _weights(folder: str, runtime: Runtime) -> PreTrainedModel:
+    if is_shape(folder):
+        return random_model(folder, dtype=runtime.computed_in, device=runtime.device)
+    return load_model(folder, runtime)
+
+
+def _quantize(model: PreTrainedModel, runtime: Runtime) -> None:
+    if runtime.dtype in QUANTIZED:
+        quantize(model, QUANTIZED[runtime.dtype])
+
+
+def causal_lm_of(
+    model: PreTrainedModel,
+    vocab_size: int,
+    runtime: Runtime,
+    capacity: int | None,
+    *,
+    stages: Sequence[StageModel] = (),
+    ranks: int = 1,
+    probe: str | None = None,
+) -> CausalLM:
+    """A model with its cache.
+
+    Args:
+        model: loaded.
+        vocab_size: how many ids are tokens.
+        runtime: how it runs.
+        capacity: most tokens of a row; None for the model's limit.
+        stages: the parts of the model, if its layers are shared out.
+        ranks: how many processes share each of its layers.
+        probe: of its pass in C++ when its weights were packed; see `CausalLM`.
+    """
+    return CausalLM(
+        model,
+        vocab_size=vocab_size,
+        capacity=room(model.config, capacity),
+        width=runtime.width,
+        compiled=runtime.compiled,
+        pad_to=runtime.pad_to,
+        cuda_graphs=runtime.cuda_graphs,
+        stages=stages,
+        ranks=ranks,
+        probe=probe,
+    )
+
+
+def weights_bytes(name: str, runtime: Runtime) -> float:
+    """How much memory a model's weights take while it is loaded.
+
+    Those that are rounded count with their few bits where they are read one matrix at a time, as later loads map as
+    much; where they are read as a whole, all their bits count.
+
+    Args:
+        name: a folder, a file, a Hugging Face id or a shape.
+        runtime: its device and dtype.
+
+    Raises:
+        ValueError: there is no such model, or it is no supported causal LM.
+    """
+    itemsize = runtime.computed_in.itemsize
+    if is_gguf(name):
+        return gguf_model.resident_bytes(read_gguf(name), itemsize)
+    if (found := _read_in_pieces(name, runtime)) is not None:
+        return _rounded_bytes(found[0], QUANTIZED[runtime.dtype])
+    model = load_skeleton(name)
+    numbers = sum(weight.numel() for weight in model.parameters())
+    if runtime.dtype != STORED or not is_in_few_bits(name):
+        return numbers * float(itemsize)
+    packed = sum(layer.weight.numel() for layer in model.model.layers.modules() if isinstance(layer, nn.Linear))
+    return packed * 1.25 + (numbers - packed) * float(itemsize)  # a byte for each value, and scales
+
+
+def _rounded_bytes(model: PreTrainedModel, bits: int) -> float:
+    """The memory of a model that is rounded one matrix at a time, with the largest matrix as it is read and rounded."""
+    head, total, largest = model.get_output_embeddings(), 0.0, 0
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if isinstance(module, nn.Linear) and name == "weight":
+                total += weight.numel() * (1 if module is head or bits == 8 else 1 / 2 + 2 / GROUP)  # a float16 scale
+                largest = max(largest, weight.numel())
+            else:
+                total += weight.numel() * weight.itemsize
+    return total + largest * (model.dtype.itemsize + 1)
