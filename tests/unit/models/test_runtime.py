@@ -81,14 +81,21 @@ def test_a_drafter_changes_no_token_of_a_rounded_target(family: Path, sampling: 
 
 
 @pytest.mark.slow
-def test_compiled_passes_compute_the_same(family: Path, has_bf16: bool) -> None:
+def test_compiled_passes_compute_the_same(family: Path, has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a cache on disk that takes rounded weights for others, and against a failed compilation, which is
-    only warned of. A compiled pass rounds less often than an eager one, which in bfloat16 is seen."""
+    only warned of. In bfloat16 a compiled pass rounds at other places than an eager one, and what is rounded to 8 bits
+    after that falls to either side: it is as far from what float32 gives."""
     plain = logits(family, "int8")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="compilation failed")
         fast = logits(family, "int8", compiled=True)
-    assert (fast - plain).abs().max() < (0.1 if has_bf16 else 1e-4) * plain.std()
+    if not has_bf16:
+        assert (fast - plain).abs().max() < 1e-4 * plain.std()
+        return
+    monkeypatch.setattr("paradraft.models.runtime.computes_bf16", lambda device: False)
+    exact = logits(family, "int8")
+    far, as_far = ((found - exact).square().mean().sqrt() / exact.std() for found in (fast, plain))
+    assert 1e-3 < far < 1.25 * as_far < 0.05
 
 
 def test_methods_of_a_benchmark_may_have_it(paradraft: Paradraft, family: Path, tmp_path: Path) -> None:
