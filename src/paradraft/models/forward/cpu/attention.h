@@ -60,12 +60,12 @@ dot_keys(const Query<Input>* queries, const Stored* const (&keys)[SLOTS], int64_
             for (int q = 0; q < QUERIES; q++) products[q][s] = fused(load(queries[q].at + i), key, products[q][s]);
         }
 #pragma GCC unroll 8
-    for (int q = 0; q < QUERIES; q++) {
-        float* scores = queries[q].scores + at;
-        sum_four(products[q], scores);
-        for (int64_t i = whole; i < size; i++)
-            for (int s = 0; s < SLOTS; s++) scores[s] += queries[q].at[i] * number(keys[s][i]);
-    }
+    for (int q = 0; q + 1 < QUERIES; q += 2)
+        sum_eight(products[q], products[q + 1], queries[q].scores + at, queries[q + 1].scores + at);
+    if (QUERIES % 2) sum_four(products[QUERIES - 1], queries[QUERIES - 1].scores + at);
+    for (int64_t i = whole; i < size; i++)
+        for (int q = 0; q < QUERIES; q++)
+            for (int s = 0; s < SLOTS; s++) queries[q].scores[at + s] += queries[q].at[i] * number(keys[s][i]);
 }
 
 /// Products of `QUERIES` queries with any number of keys; `key(i)` is the i-th, `at + i` its place.
