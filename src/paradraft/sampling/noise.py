@@ -25,6 +25,9 @@ FEWEST_KEPT = 1024
 SPARSE = 1 / 16
 """Up to which share of all tokens noise is computed one by one; each takes several times as long then."""
 
+FEW_NUMBERS = 64
+"""Up to how many uniform numbers are computed one by one: each operation of torch takes longer than several numbers."""
+
 
 def gumbel_noise(seed: int | Tensor, positions_BN: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise `[B, N, V]` in float64, a pure function of (seed, position, token id).
@@ -67,7 +70,21 @@ def _gumbel(uniform: Tensor) -> Tensor:
 
 def uniform_numbers(seed: int | Tensor, positions_BN: Tensor) -> Tensor:
     """Numbers `[B, N]` in float64, uniform between 0 and 1, a pure function of (seed, position)."""
-    return _uniform(seed, positions_BN, 1)[..., 0]
+    if positions_BN.device.type != "cpu" or positions_BN.numel() > FEW_NUMBERS:
+        return _uniform(seed, positions_BN, 1)[..., 0]
+    seeds = torch.as_tensor(seed).expand(len(positions_BN)).tolist()
+    rows = [
+        [_uniform_number(mixed, position) for position in positions]
+        for mixed, positions in zip(
+            (_mixed_word(each + _GOLDEN & _WORD) for each in seeds), positions_BN.tolist(), strict=True
+        )
+    ]
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").view(positions_BN.shape)
+
+
+def _uniform_number(mixed_seed: int, position: int) -> float:
+    start = _mixed_word(mixed_seed + (position + 1) * _GOLDEN & _WORD)
+    return ((_mixed_word(start + _GOLDEN & _WORD) >> 12) + 0.5) * 2.0**-52
 
 
 def seed_of(seed: int | Tensor, purpose: int) -> Tensor:

@@ -96,6 +96,7 @@ class Sampler:
         samplings = [request.sampling for request in requests]
         device = self._device
         self._seeds_B = upload([sampling.seed for sampling in samplings], device)
+        self._acceptance_seeds_B = seed_of(self._seeds_B, _ACCEPT)
         self._prompt_lengths_B = upload([len(request.tokens) - request.answered for request in requests], device)
         self._limits_B = upload([request.max_new_tokens for request in requests], device)
         self._is_random_B = torch.tensor([not sampling.is_greedy for sampling in samplings], device=device)
@@ -140,7 +141,7 @@ class Sampler:
     def acceptance_numbers(self, number: int) -> Tensor:
         """`[B, number]` uniform numbers for the acceptance tests of a round."""
         keys = self.lengths_B[:, None] * _MOST_DEPTH + torch.arange(number, device=self.lengths_B.device)
-        return uniform_numbers(seed_of(self._seeds_B, _ACCEPT), keys)
+        return uniform_numbers(self._acceptance_seeds_B, keys)
 
     def draw_next(self, probs_BV: Tensor) -> Tensor:
         """`[B]` the token that ends a round under the rejection rule, drawn from `[B, V]` probabilities.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paradraft.sampling import noise as module
-from paradraft.sampling.noise import gumbel_noise, seed_of, uniform_numbers, with_noise
+from paradraft.sampling.noise import FEW_NUMBERS, gumbel_noise, seed_of, uniform_numbers, with_noise
 
 
 def test_noise_is_standard_gumbel() -> None:
@@ -117,3 +117,15 @@ def test_noise_of_a_few_tokens_is_that_of_all(
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], scores + gumbel_noise(seed, positions, 200))
     assert not torch.equal(found[0], scores.double())
+
+
+def test_few_uniform_numbers_are_those_of_many() -> None:
+    """Guards the shortcut for few numbers: with others, a round of one row would accept other tokens than the same row
+    among many, and than on a GPU. Seeds and positions at the ends of 64 bits would overflow differently."""
+    seeds = torch.tensor([0, 7, 2**63 - 1, -(2**63), -1])
+    positions = torch.tensor([[0, 1, 2**20], [5, 2**40, 2**62], [2**63 - 1, 0, 3], [-1, -(2**63), 9], [1, 2, 3]])
+    many = positions.repeat(1, FEW_NUMBERS)
+    assert torch.equal(uniform_numbers(seeds, positions), uniform_numbers(seeds, many)[:, :3])
+    assert torch.equal(uniform_numbers(5, positions), uniform_numbers(5, many)[:, :3])
+    assert uniform_numbers(seeds[:0], positions[:0]).shape == (0, 3)
+    assert not torch.equal(uniform_numbers(6, positions), uniform_numbers(5, positions))

@@ -1,6 +1,8 @@
 // Norms, rotary positions and attention over a cache, token by token.
 #pragma once
 
+#include <algorithm>
+
 #include "simd.h"
 
 /// Root-mean-square norm (Zhang & Sennrich 2019).
@@ -58,12 +60,12 @@ dot_keys(const Query<Input>* queries, const Stored* const (&keys)[SLOTS], int64_
             for (int q = 0; q < QUERIES; q++) products[q][s] = fused(load(queries[q].at + i), key, products[q][s]);
         }
 #pragma GCC unroll 8
-    for (int q = 0; q < QUERIES; q++) {
-        float* scores = queries[q].scores + at;
-        sum_four(products[q], scores);
-        for (int64_t i = whole; i < size; i++)
-            for (int s = 0; s < SLOTS; s++) scores[s] += queries[q].at[i] * number(keys[s][i]);
-    }
+    for (int q = 0; q + 1 < QUERIES; q += 2)
+        sum_eight(products[q], products[q + 1], queries[q].scores + at, queries[q + 1].scores + at);
+    if (QUERIES % 2) sum_four(products[QUERIES - 1], queries[QUERIES - 1].scores + at);
+    for (int64_t i = whole; i < size; i++)
+        for (int q = 0; q < QUERIES; q++)
+            for (int s = 0; s < SLOTS; s++) queries[q].scores[at + s] += queries[q].at[i] * number(keys[s][i]);
 }
 
 /// Products of `QUERIES` queries with any number of keys; `key(i)` is the i-th, `at + i` its place.
@@ -140,6 +142,21 @@ static inline void weighted_values(
     }
 }
 
+/// Counts the new slots right after the kept ones that all queries see among those, so that they are read once for all.
+/// Returns how many slots are kept then; the queries have the others.
+template <class Input> static inline int64_t with_shared(int64_t count, Query<Input>* queries, int64_t kept) {
+    int64_t shared = queries[0].count;
+    for (int64_t q = 1; q < count; q++) shared = std::min(shared, queries[q].count);
+    // Slots rise along a path: where one is as far after the first as it is deep, so are all before it.
+    for (int64_t q = 0; q < count; q++)
+        while (shared && queries[q].slots[shared - 1] != kept + shared - 1) shared--;
+    for (int64_t q = 0; q < count; q++) {
+        queries[q].slots += shared;
+        queries[q].count -= shared;
+    }
+    return kept + shared;
+}
+
 /// Attention of `QUERIES` queries of one row over the first `kept` slots, which all of them see, and their own.
 ///
 /// What comes out depends on what stands in the slots that a query sees and on their order, and not on where they are
@@ -149,9 +166,9 @@ static inline void weighted_values(
 /// `keys` and `values` are those of one row and head, `stride` apart.
 template <int QUERIES, class Stored, class Input>
 static inline void attend_together(
-    const Query<Input>* queries, const Stored* keys, const Stored* values, int64_t stride, int64_t kept, int64_t size,
-    float scale
+    Query<Input>* queries, const Stored* keys, const Stored* values, int64_t stride, int64_t kept, int64_t size, float scale
 ) {
+    kept = with_shared(QUERIES, queries, kept);
     score_all<QUERIES>(queries, kept, [&](int64_t slot) { return keys + slot * stride; }, 0, size);
     for (int q = 0; q < QUERIES; q++) {
         const Query<Input>& query = queries[q];
@@ -176,7 +193,7 @@ static inline void attend_together(
 /// The same for as many queries as there are, at most `Q_TILE`.
 template <class Stored, class Input, int QUERIES = Q_TILE>
 static inline void attend(
-    int64_t count, const Query<Input>* queries, const Stored* keys, const Stored* values, int64_t stride, int64_t kept,
+    int64_t count, Query<Input>* queries, const Stored* keys, const Stored* values, int64_t stride, int64_t kept,
     int64_t size, float scale
 ) {
     if constexpr (QUERIES > 0) {
