@@ -26,8 +26,8 @@ from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
-from paradraft.models.loading import load_target
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.verify import Verify, load_rule
