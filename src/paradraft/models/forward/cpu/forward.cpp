@@ -72,9 +72,7 @@ constexpr int64_t BLOCKS_AT_ONCE = 128; // that are rounded in less time than it
 
 /// Where the inputs of a product are rounded.
 struct Rounding {
-    std::vector<int8_t> values;
-    std::vector<float> scales;
-    std::vector<int32_t> sums;
+    std::vector<RoundedBlock> all;
 
     /// What `matrix` is multiplied with; rounded if it needs that, and valid until the next call then.
     template <class Input> Operand<Input> of(Team& team, const Matrix& matrix, const Input* inputs, int64_t rows) {
@@ -82,17 +80,14 @@ struct Rounding {
         if constexpr (std::is_same_v<Input, float>)
             if (matrix.kind == INTEGERS) {
                 int64_t blocks = blocks_of(matrix.inputs), count = rows * blocks;
-                int8_t* all_values = grown(values, count * BLOCK);
-                float* all_scales = grown(scales, count);
-                int32_t* all_sums = grown(sums, count * 2);
+                RoundedBlock* to = grown(all, count);
                 team.each(count, BLOCKS_AT_ONCE, [&](Span share, int) {
                     for (int64_t at = share.first; at < share.last; at++) {
-                        int64_t first = at % blocks * BLOCK, left = matrix.inputs - first;
-                        const float* from = inputs + at / blocks * matrix.inputs + first;
-                        round_block(from, std::min(left, BLOCK), all_values + at * BLOCK, all_scales + at, all_sums + at * 2);
+                        int64_t first = at / rows * BLOCK, left = matrix.inputs - first;
+                        round_block(inputs + at % rows * matrix.inputs + first, std::min(left, BLOCK), to[at]);
                     }
                 });
-                operand.rounded = {all_values, all_scales, all_sums, blocks};
+                operand.rounded = {to, rows, blocks};
             }
         return operand;
     }

@@ -76,10 +76,10 @@ template <int BITS> __attribute__((noinline)) static Integers dot_quads(Quads we
 }
 #endif
 
-// Products of nibbles are so small that those of a whole block fit into 16 bits, where x86 adds them. Where it has the
-// instruction above for sums of 32 bits, a quarter of a block goes this way: the fastest share of those that were tried.
+// Products of nibbles are so small that those of a whole block fit into 16 bits, where x86 adds them, unless it has the
+// instruction above for sums of 32 bits.
 #if defined(__AVX512BW__)
-constexpr int QUADS_IN_SHORTS = HAS_UNSIGNED ? 2 : QUADS;
+constexpr bool HAS_SHORTS = !HAS_UNSIGNED;
 static inline Quads add_products(Quads nibbles, Quads inputs, Quads sum) {
     __m512i total = _mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)nibbles, (__m512i)inputs));
     asm("" : "+v"(total)); // GCC would make all products first and then add them in pairs, for which it has no registers
@@ -87,7 +87,7 @@ static inline Quads add_products(Quads nibbles, Quads inputs, Quads sum) {
 }
 static inline Integers widened(Quads sums) { return (Integers)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1)); }
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int QUADS_IN_SHORTS = HAS_UNSIGNED ? 2 : QUADS;
+constexpr bool HAS_SHORTS = !HAS_UNSIGNED;
 static inline Quads add_products(Quads nibbles, Quads inputs, Quads sum) {
     __m256i total = _mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)nibbles, (__m256i)inputs));
     asm("" : "+v"(total)); // GCC would make all products first and then add them in pairs, for which it has no registers
@@ -95,7 +95,7 @@ static inline Quads add_products(Quads nibbles, Quads inputs, Quads sum) {
 }
 static inline Integers widened(Quads sums) { return (Integers)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
 #else
-constexpr int QUADS_IN_SHORTS = 0;
+constexpr bool HAS_SHORTS = false;
 static inline Quads add_products(Quads, Quads, Quads sum) { return sum; }
 static inline Integers widened(Quads) { return Integers{}; }
 #endif
@@ -157,83 +157,75 @@ template <int SCALES, bool HALVES, bool OFFSETS> struct Scheme {
 /// What is added to every stored weight so that it is not negative.
 template <int BITS, bool OFFSETS> constexpr int32_t SHIFT = BITS == 8 ? (HAS_UNSIGNED ? 128 : 0) : OFFSETS ? 0 : 8;
 
-/// Sets `sums` to the products of a block, or of one of its halves, and what `begun(row)` adds to them.
-template <int BITS, int PARTS, int ROWS, int COUNT, class Begun>
-static inline void sum_quads(
-    const uint8_t* values, int part, const int8_t* inputs, int64_t stride, Begun begun, Integers (&sums)[ROWS][COUNT]
-) {
+/// Sets `sums` to the products of a block, or of one of its halves.
+template <int BITS, int PARTS, int ROWS, int COUNT>
+static inline void
+sum_quads(const uint8_t* values, int part, const RoundedBlock* inputs, Integers (&sums)[ROWS][COUNT]) {
     constexpr int STEP = 8 / BITS; // quads that a vector of weights holds
-    constexpr int64_t BYTES = N_TILE * 4;
-    constexpr int SHORT = BITS == 4 ? QUADS_IN_SHORTS : 0;
-    Quads shorts[ROWS][COUNT];
-    auto add_all_shorts = [&] {
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 8
-            for (int v = 0; v < COUNT; v++) sums[row][v] = begun(row) + widened(shorts[row][v]);
-    };
+    constexpr bool IN_SHORTS = BITS == 4 && HAS_SHORTS;
+    Quads shorts[ROWS][COUNT] = {};
+    // From zeros, and not from what is to be taken away: a CPU clears a register by giving it another name.
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++)
-            if constexpr (SHORT > 0) shorts[row][v] = Quads{};
-            else sums[row][v] = begun(row);
+        for (int v = 0; v < COUNT; v++) sums[row][v] = Integers{};
 #pragma GCC unroll 8
     for (int quad = part * (QUADS / PARTS); quad < (part + 1) * (QUADS / PARTS); quad++) {
-        int number = quad - part * (QUADS / PARTS);
-        if (SHORT && number == SHORT) add_all_shorts();
         Quads weights[COUNT];
 #pragma GCC unroll 8
         for (int v = 0; v < COUNT; v++) {
-            weights[v] = load_quads(values + quad / STEP * BYTES + v * LANES * 4);
+            weights[v] = load_quads(values + (quad / STEP * N_TILE + v * LANES) * 4);
             if constexpr (BITS == 4) weights[v] = (Quads)((same_bits<Bits>(weights[v]) >> (quad % 2 * 4)) & 0x0f0f0f0fu);
         }
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
-            Quads input = splat_quad(inputs + row * stride + quad * 4);
+            Quads input = splat_quad(inputs[row].values + quad * 4);
 #pragma GCC unroll 8
             for (int v = 0; v < COUNT; v++)
-                if (number < SHORT) shorts[row][v] = add_products(weights[v], input, shorts[row][v]);
+                if constexpr (IN_SHORTS) shorts[row][v] = add_products(weights[v], input, shorts[row][v]);
                 else sums[row][v] = dot_quads<BITS>(weights[v], input, sums[row][v]);
         }
     }
-    if (SHORT >= QUADS / PARTS) add_all_shorts();
+    if constexpr (IN_SHORTS)
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) sums[row][v] = widened(shorts[row][v]);
 }
 
 /// Adds one block's products, times its scales, to the sums of some outputs and rows. These are not kept in registers,
 /// where more outputs then have their whole numbers: each input is loaded less often.
 template <int BITS, class Scheme, int ROWS, int COUNT>
-static inline void add_block(
-    const uint8_t* header, const uint8_t* values, int64_t output, const Rounded& inputs, float (*__restrict sums)[N_TILE]
+__attribute__((noinline)) static void add_block( // within its caller GCC has no registers for all whole numbers
+    const uint8_t* header, const uint8_t* values, int64_t output, const RoundedBlock* inputs, float (*__restrict sums)[N_TILE]
 ) {
     constexpr int32_t BIAS = SHIFT<BITS, Scheme::HAS_OFFSETS>;
-    int64_t stride = inputs.blocks;
     Vector products[ROWS][COUNT];
 #pragma GCC unroll 2
     for (int part = 0; part < Scheme::PARTS; part++) {
         Integers totals[ROWS][COUNT];
-        auto sum_of = [&](int row) {
-            const int32_t* both = inputs.sums + row * stride * 2;
-            return Scheme::PARTS == 1 ? both[0] : part ? both[0] - both[1] : both[1];
-        };
-        auto begun = [&](int row) { return BIAS ? (sum_of(row) - Integers{}) * -BIAS : Integers{}; };
-        sum_quads<BITS, Scheme::PARTS>(values + output * 4, part, inputs.values, stride * BLOCK, begun, totals);
+        sum_quads<BITS, Scheme::PARTS>(values + output * 4, part, inputs, totals);
+        Vector scales[COUNT] = {}, offsets[COUNT] = {};
 #pragma GCC unroll 8
         for (int v = 0; v < COUNT; v++) {
-            Vector scales = {}, offsets = {};
-            if constexpr (Scheme::HAS_SCALES) scales = Scheme::scales(header, part, output + v * LANES);
-            if constexpr (Scheme::HAS_OFFSETS) offsets = Scheme::offsets(header, part, output + v * LANES);
+            if constexpr (Scheme::HAS_SCALES) scales[v] = Scheme::scales(header, part, output + v * LANES);
+            if constexpr (Scheme::HAS_OFFSETS) offsets[v] = Scheme::offsets(header, part, output + v * LANES);
+        }
 #pragma GCC unroll 16
-            for (int row = 0; row < ROWS; row++) {
-                Vector numbers = __builtin_convertvector(totals[row][v], Vector), product = numbers;
+        for (int row = 0; row < ROWS; row++) {
+            const RoundedBlock& input = inputs[row];
+            int32_t sum = Scheme::PARTS == 1 ? input.sum : part ? input.sum - input.first_sum : input.first_sum;
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) {
+                Vector numbers = __builtin_convertvector(totals[row][v] - BIAS * sum, Vector), product = numbers;
                 Vector before = part ? products[row][v] : Vector{};
-                if constexpr (Scheme::HAS_OFFSETS) before = fused_exactly(offsets, splat(float(sum_of(row))), before);
-                if constexpr (Scheme::HAS_OFFSETS || Scheme::PARTS == 2) product = fused_exactly(numbers, scales, before);
-                else if constexpr (Scheme::HAS_SCALES) product = numbers * scales;
+                if constexpr (Scheme::HAS_OFFSETS) before = fused_exactly(offsets[v], splat(float(sum)), before);
+                if constexpr (Scheme::HAS_OFFSETS || Scheme::PARTS == 2) product = fused_exactly(numbers, scales[v], before);
+                else if constexpr (Scheme::HAS_SCALES) product = numbers * scales[v];
                 products[row][v] = product;
                 if (part + 1 < Scheme::PARTS) continue;
-                float* sum = sums[row] + output + v * LANES;
-                store(sum, fused_exactly(product, splat(inputs.scales[row * stride]), load(sum)));
+                float* to = sums[row] + output + v * LANES;
+                store(to, fused_exactly(product, splat(input.scale), load(to)));
             }
         }
     }
@@ -247,28 +239,29 @@ constexpr int vectors_at_once(int rows) {
     return 1;
 }
 
-/// A run of blocks of a panel, and which of several groups of rows are multiplied with it.
+/// A run of blocks of a panel, and whether the first rows are multiplied with it: these ask for what follows.
 struct Piece {
     const uint8_t* from; // the first block's header
     int64_t blocks;
     Grouping grouping;
-    int64_t group, groups;
+    bool is_first;
 };
 
 template <int BITS, class Scheme, int ROWS>
-static inline void multiply_integer_rows(const Piece& piece, const Rounded& inputs, float (*__restrict sums)[N_TILE]) {
-    constexpr int COUNT = vectors_at_once(ROWS);
-    constexpr int64_t BYTES = BLOCK * N_TILE * BITS / 8;
+static inline void
+multiply_integer_rows(const Piece& piece, const Rounded& inputs, float (*__restrict sums)[N_TILE]) {
+    constexpr int COUNT = vectors_at_once(ROWS), PARTS = VECTORS_PER_TILE / COUNT;
     int64_t of_header = piece.grouping.header_blocks(), header_bytes = piece.grouping.header_bytes();
-    // Each group of rows asks for a part of what follows: all at once would be more than memory has on its way.
-    Span ahead((BYTES + header_bytes / of_header) / 64, piece.group, piece.groups);
+    int64_t lines = piece.is_first ? (piece.grouping.block_bytes() + header_bytes / of_header) / 64 : 0;
     const uint8_t *header = piece.from, *values = header + header_bytes;
     for (int64_t block = 0, left = of_header; block < piece.blocks; block++) {
-        for (int64_t line = ahead.first; line < ahead.last; line++) __builtin_prefetch(values + PREFETCH_BYTES + line * 64);
-#pragma GCC unroll 4
-        for (int part = 0; part < VECTORS_PER_TILE; part += COUNT)
-            add_block<BITS, Scheme, ROWS, COUNT>(header, values, part * LANES, inputs.from(0, block), sums);
-        values += BYTES;
+        for (int part = 0; part < PARTS; part++) {
+            // Some before each part, and not unrolled: more at once would wait for each other, and products for them.
+            Span ahead(lines, part, PARTS);
+            for (; ahead.first < ahead.last; ahead.first++) __builtin_prefetch(values + PREFETCH_BYTES + ahead.first * 64);
+            add_block<BITS, Scheme, ROWS, COUNT>(header, values, part * COUNT * LANES, inputs.from(0, block).all, sums);
+        }
+        values += piece.grouping.block_bytes();
         if (Scheme::HAS_SCALES && !--left) {
             header = values;
             values += header_bytes;
@@ -297,7 +290,7 @@ static void multiply_in_pieces(
     for (int64_t block = 0; block < inputs.blocks; block += blocks)
         for (int64_t group = 0; group < groups; group++) {
             Span few(rows, group, groups);
-            Piece piece = {panel + grouping.bytes(block), std::min(blocks, inputs.blocks - block), grouping, group, groups};
+            Piece piece = {panel + grouping.bytes(block), std::min(blocks, inputs.blocks - block), grouping, group == 0};
             Rounded from = inputs.from(few.first, block);
             multiply_few_integers<BITS, Scheme>(few.last - few.first, piece, from, sums + few.first);
         }

@@ -32,21 +32,23 @@ struct Grouping {
 
 static inline int64_t blocks_of(int64_t inputs) { return (inputs + BLOCK - 1) / BLOCK; }
 
-/// Rows of inputs, rounded: each block to whole numbers from -127 to 127 and a scale.
-struct Rounded {
-    const int8_t* values; // [rows, blocks, BLOCK], 0 after the last input
-    const float* scales;  // [rows, blocks]
-    const int32_t* sums;  // [rows, blocks, 2], of the values of a block and of its first half
-    int64_t blocks;
+/// A block of a row's inputs, rounded to whole numbers from -127 to 127 and a scale.
+struct RoundedBlock {
+    int8_t values[BLOCK]; // 0 after the last input
+    float scale;
+    int32_t sum, first_sum; // of the values, and of their first half
+};
 
-    Rounded from(int64_t row, int64_t block) const {
-        int64_t at = row * blocks + block;
-        return {values + at * BLOCK, scales + at, sums + at * 2, blocks};
-    }
+/// Rows of inputs, rounded.
+struct Rounded {
+    const RoundedBlock* all; // [blocks, rows]: what is multiplied with the same weights is in one place
+    int64_t rows, blocks;
+
+    Rounded from(int64_t row, int64_t block) const { return {all + block * rows + row, rows, blocks - block}; }
 };
 
 /// Rounds at most a block of numbers. The scale is NaN if one of them is NaN or infinite.
-static inline void round_block(const float* from, int64_t count, int8_t* values, float* scale, int32_t* sums) {
+static inline void round_block(const float* from, int64_t count, RoundedBlock& to) {
     alignas(64) float padded[BLOCK] = {};
     if (count < BLOCK) from = std::copy_n(from, count, padded) - count;
     Integers most = {}; // sizes are in the order of their bits, NaN after all others
@@ -57,18 +59,18 @@ static inline void round_block(const float* from, int64_t count, int8_t* values,
     int32_t bits = largest(most);
     float found = bits < 0x7f800000 ? same_bits<float>(bits) : NAN;
     float factor = found < 0x1p-119f ? 0.0f : 127.0f / found; // 127 / found is finite, and so is a number times it
-    *scale = found < 0x1p-119f ? 0.0f : found * (1.0f / 127.0f);
+    to.scale = found < 0x1p-119f ? 0.0f : found * (1.0f / 127.0f);
     const Vector shift = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number, ties to even
     Integers totals[2] = {};
     for (int64_t i = 0; i < BLOCK; i += LANES) {
         Vector whole = (load(from + i) * factor + shift) - shift;
         Integers numbers = __builtin_convertvector(whole == whole ? whole : Vector{}, Integers);
         Bytes bytes = __builtin_convertvector(numbers, Bytes);
-        memcpy(values + i, &bytes, sizeof(bytes));
+        memcpy(to.values + i, &bytes, sizeof(bytes));
         totals[i * 2 / BLOCK] += numbers;
     }
-    sums[0] = sum(totals[0] + totals[1]);
-    sums[1] = sum(totals[0]);
+    to.sum = sum(totals[0] + totals[1]);
+    to.first_sum = sum(totals[0]);
 }
 
 /// A float16 number, of those that are no NaN and not infinite.
