@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Passes in C++ are compiled once, and not by each process of the tests at the same time.
+COMPILED = $(BIN)/python -c "from paradraft.models.forward.cpu import build; build.is_built()"
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 MUTANTS ?=
@@ -27,9 +29,11 @@ demo: setup ## Adapt a drafter, decode with it and compare; DEMO_ARGS=--short fo
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: setup ## Run the quick tests, one on each core.
+	@$(COMPILED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu and not vllm and not llama_cpp"
 
 test-long: setup ## Run the slow tests too.
+	@$(COMPILED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu and not vllm and not llama_cpp"
 
 test-gpu: setup ## Run the tests that need a GPU.

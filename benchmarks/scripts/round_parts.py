@@ -20,14 +20,13 @@ from paradraft.bench.setup import random_prompts
 from paradraft.bench.summary import write_json
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds, without_ends
 from paradraft.decode.stats import Stats
-from paradraft.drafters import load_drafter
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
+from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.verify import Verify, load_rule
@@ -68,16 +67,14 @@ class Case:
 
     def __init__(self, dtype: str, k: int) -> None:
         self.seconds: Parts = defaultdict(float)
-        runtime, plain = Runtime(device="cpu", dtype=dtype, capacity=512), Speculation(k=1)
-        target = load_target(TARGET, runtime)
-        without_ends(target)
-        drafter = load_drafter("pard", target, draft=DRAFT, runtime=runtime)
-        self.draft = drafter.models[0]
-        for name, lm in (("target", target.lm), ("draft", self.draft)):
+        runtime = Runtime(device="cpu", dtype=dtype, capacity=512)
+        drafting = load(TARGET, drafter="pard", draft=DRAFT, k=k, runtime=runtime)
+        without_ends(drafting.target)
+        self.draft = drafting.drafter.models[0]
+        for name, lm in (("target", drafting.target.lm), ("draft", self.draft)):
             TimedPass(lm, name, self.seconds)
-        speculation = Speculation(drafter="pard", draft=DRAFT, k=k)
-        self.engines = {"ar": Engine(target, NoDrafter(), plain), "pard": Engine(target, drafter, speculation)}
-        drawn = SyntheticAcceptance.parse(RATES).instead_of(load_rule(speculation.verify))
+        self.engines = {"ar": Engine(drafting.target, NoDrafter(), Speculation(k=1)), "pard": drafting}
+        drawn = SyntheticAcceptance.parse(RATES).instead_of(load_rule(drafting.speculation.verify))
         self.rules: dict[str, Verify | None] = {"ar": None, "pard": drawn}
 
     def answer(self, name: str, prompt: str) -> Stats:
@@ -112,25 +109,31 @@ class Case:
         return total(drafts, size, speeds).bytes / speeds.bytes_per_s(size.weight_bytes)
 
 
-def summary(turns: list[dict[str, Parts]], draft_floor_s: float) -> dict[str, Any]:
-    """Medians of an answer's parts in ms, and the speedups with parts left out."""
-    parts = {
-        name: {part: statistics.median(turn[name].get(part, 0.0) for turn in turns) for part in turns[0][name]}
+def medians(turns: list[dict[str, Parts]]) -> dict[str, Parts]:
+    """Of each part of an answer by each method, in ms; and of the number of rounds."""
+    return {
+        name: {
+            part: statistics.median(turn[name].get(part, 0.0) for turn in turns) * (1 if part == "rounds" else 1000)
+            for part in turns[0][name]
+        }
         for name in turns[0]
     }
+
+
+def summary(turns: list[dict[str, Parts]], draft_floor_s: float) -> dict[str, Any]:
+    """Medians of an answer's parts in ms, and the speedups with parts left out."""
+    parts, floor = medians(turns), draft_floor_s * 1000
     ar, pard = parts["ar"], parts["pard"]
     prompts = pard["target_prompt"] + pard["draft_prompt"]
     return {
-        "ms": {
-            name: {part: s * (1 if part == "rounds" else 1000) for part, s in of.items()} for name, of in parts.items()
-        },
-        "draft_floor_ms": draft_floor_s * 1000,
+        "ms": parts,
+        "draft_floor_ms": floor,
         "speedup": ar["total"] / pard["total"],
         "speedup_without_rest": ar["total"] / (pard["total"] - pard["rest"]),
         "speedup_without_prompts": (ar["total"] - ar["target_prompt"]) / (pard["total"] - prompts),
-        "speedup_with_draft_at_floor": ar["total"] / (pard["total"] - pard["draft_pass"] + draft_floor_s),
+        "speedup_with_draft_at_floor": ar["total"] / (pard["total"] - pard["draft_pass"] + floor),
         "speedup_without_rest_with_draft_at_floor": ar["total"]
-        / (pard["total"] - pard["rest"] - pard["draft_pass"] + draft_floor_s),
+        / (pard["total"] - pard["rest"] - pard["draft_pass"] + floor),
     }
 
 
@@ -152,7 +155,7 @@ def main() -> None:
             print("   ", name, *(f"{part} {value:.1f}" for part, value in parts.items()))
     if given.json:
         machine = describe_machine("cpu") | {"kernels": kernel_names()}
-        write_json(given.json, {"target": TARGET, "draft": DRAFT, "rates": RATES, "methods": found, "machine": machine})
+        write_json(given.json, {"target": TARGET, "draft": DRAFT, "rates": RATES, "cases": found, "machine": machine})
 
 
 if __name__ == "__main__":
