@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.bench.roofline import Size, speeds_for, total
-from paradraft.bench.setup import random_prompts
+from paradraft.bench.setup import load_target, random_prompts  # type: ignore[attr-defined]  # one place in all versions
 from paradraft.bench.summary import write_json
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds, without_ends
 from paradraft.decode.stats import Stats
+from paradraft.drafters import load_drafter
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
-from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
 from paradraft.models.runtime import Runtime
@@ -68,13 +68,18 @@ class Case:
     def __init__(self, dtype: str, k: int) -> None:
         self.seconds: Parts = defaultdict(float)
         runtime = Runtime(device="cpu", dtype=dtype, capacity=512)
-        drafting = load(TARGET, drafter="pard", draft=DRAFT, k=k, runtime=runtime)
-        without_ends(drafting.target)
-        self.draft = drafting.drafter.models[0]
-        for name, lm in (("target", drafting.target.lm), ("draft", self.draft)):
+        target = load_target(TARGET, runtime)
+        without_ends(target)
+        drafter = load_drafter("pard", target, draft=DRAFT, runtime=runtime)
+        self.draft = drafter.models[0]
+        for name, lm in (("target", target.lm), ("draft", self.draft)):
             TimedPass(lm, name, self.seconds)
-        self.engines = {"ar": Engine(drafting.target, NoDrafter(), Speculation(k=1)), "pard": drafting}
-        drawn = SyntheticAcceptance.parse(RATES).instead_of(load_rule(drafting.speculation.verify))
+        speculation = Speculation(drafter="pard", draft=DRAFT, k=k)
+        self.engines = {
+            "ar": Engine(target, NoDrafter(), Speculation(k=1)),
+            "pard": Engine(target, drafter, speculation),
+        }
+        drawn = SyntheticAcceptance.parse(RATES).instead_of(load_rule(speculation.verify))
         self.rules: dict[str, Verify | None] = {"ar": None, "pard": drawn}
 
     def answer(self, name: str, prompt: str) -> Stats:
