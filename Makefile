@@ -30,7 +30,7 @@ demo: setup ## Adapt a drafter, decode with it and compare; DEMO_ARGS=--short fo
 
 test: setup ## Run the quick tests, one on each core.
 	@$(COMPILED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu and not vllm and not llama_cpp"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu and not vllm and not llama_cpp" -o faulthandler_timeout=300
 
 test-long: setup ## Run the slow tests too.
 	@$(COMPILED)
