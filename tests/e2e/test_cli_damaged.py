@@ -6,6 +6,7 @@ import ast
 import copy
 import io
 import json
+import re
 import shutil
 import sys
 import warnings
@@ -244,6 +245,17 @@ def test_a_config_with_any_wrong_value(tmp_path: Path, config: dict[str, Any]) -
             refused.append(f"{name}: {error}")
     assert len(refused) > 100
     assert [line for line in refused if str(tmp_path) not in line or "\n" in line] == []
+
+
+@pytest.mark.parametrize("dtype", [{}, "bfloat17", "linear", 16, []])
+def test_a_dtype_that_is_none(family: Path, tmp_path: Path, dtype: object) -> None:
+    """Guards against a traceback where the checkpoint's dtype decides what passes compute in."""
+    folder = shutil.copytree(family / "target", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    with pytest.raises(ValueError, match=re.escape(str(folder))) as told:
+        load(str(folder))
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.slow

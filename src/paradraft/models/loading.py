@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
+from paradraft.errors import one_line
 from paradraft.formats.gguf import SUFFIX, is_gguf, read_gguf
 from paradraft.models import gguf_model, packed_folder
 from paradraft.models.architecture import check_architecture, context_of, experts_settings, has_experts
@@ -137,7 +138,13 @@ def settled(runtime: Runtime, name: str, role: str = "target") -> Runtime:
     if not {AUTO, STORED} & {runtime.device, runtime.dtype}:
         return runtime
     stored = None if is_shape(folder) or runtime.dtype not in (AUTO, STORED) else load_config(folder).dtype
-    return runtime.settled(getattr(torch, stored) if isinstance(stored, str) else stored)
+    found = getattr(torch, stored, stored) if isinstance(stored, str) else stored
+    if not isinstance(found, torch.dtype | None):
+        raise ValueError(
+            f"{name!r} has dtype {one_line(found)} in its config.json, which PyTorch does not have: write one such as "
+            '"bfloat16", or give another dtype than auto'
+        )
+    return runtime.settled(found)
 
 
 def is_in_few_bits(name: str) -> bool:
