@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.bench.roofline import Size, speeds_for, total
-from paradraft.bench.setup import load_target, random_prompts  # type: ignore[attr-defined]  # one place in all versions
+from paradraft.bench.setup import random_prompts
 from paradraft.bench.summary import write_json
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds, without_ends
 from paradraft.decode.stats import Stats
@@ -27,6 +27,7 @@ from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
 from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.verify import Verify, load_rule
