@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,6 +30,7 @@ from paradraft.models.forward.cpu.model import NativePass, can_serve
 from paradraft.models.forward.cuda_graphs import graph_size
 from paradraft.models.forward.eager import BUCKET, EagerPass
 from paradraft.models.forward.pipeline import PipelinePass, StageModel
+from paradraft.models.quantized import keep_parts
 from paradraft.ragged import from_lists, upload
 from paradraft.tree import ABSENT, depths, parents_of_chains
 
@@ -482,8 +482,10 @@ def _forward_of(
     """What computes a model's passes; the arguments are those of `CausalLM`."""
     if compiled is not False and (native := _native_pass(model, probe)) is not None:
         return native
-    with suppress(CannotBuildError):  # torch computes them then
+    try:
         compute_products(model)
+    except CannotBuildError:  # torch computes them then
+        keep_parts(model)
     if compiled:
         return CompiledPass(model, pad_to=pad_to, cuda_graphs=cuda_graphs)
     return EagerPass(model, pad_to=pad_to)
