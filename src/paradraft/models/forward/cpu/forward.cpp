@@ -371,9 +371,11 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
             copy_states(team, model, batch, scratch, number, all_hidden);
             rms_norm_all(layer.norm);
             float* part = projected;
+            auto is_rounded = [](const Matrix& matrix) { return matrix.kind == INTEGERS; };
+            const Matrix* first_rounded = std::find_if(layer.qkv, layer.qkv + 3, is_rounded);
+            Operand<Input> operand = scratch.rounding.of(team, first_rounded < layer.qkv + 3 ? *first_rounded : layer.qkv[0], normed, count);
             for (const Matrix& matrix : layer.qkv) {
                 if (!matrix.outputs) break;
-                Operand<Input> operand = scratch.rounding.of(team, matrix, normed, count);
                 set_product(team, matrix, operand, count, part, stride);
                 part += matrix.outputs;
             }

@@ -302,18 +302,21 @@ static inline void
 multiply_integer_rows(const Piece& piece, const Rounded& inputs, float (*__restrict sums)[N_TILE]) {
     constexpr int COUNT = vectors_at_once(ROWS), PARTS = VECTORS_PER_TILE / COUNT;
     int64_t of_header = piece.grouping.header_blocks(), header_bytes = piece.grouping.header_bytes();
-    int64_t lines = piece.is_first ? (piece.grouping.block_bytes() + header_bytes / of_header) / 64 : 0;
+    int64_t block_bytes = piece.grouping.block_bytes(), step = block_bytes + header_bytes / of_header;
     const uint8_t *header = piece.from, *values = header + header_bytes;
+    const uint8_t *ahead = header + PREFETCH_BYTES, *until = ahead;
     for (int64_t block = 0, in_header = 0; block < piece.blocks; block++) {
+        until += step;
         for (int part = 0; part < PARTS; part++) {
-            // Some before each part, and not unrolled: more at once would wait for each other, and products for them.
-            Span ahead(lines, part, PARTS);
-            for (; ahead.first < ahead.last; ahead.first++) __builtin_prefetch(values + PREFETCH_BYTES + ahead.first * 64);
+            // Some before each part, and not unrolled: more at once would wait for each other, and products for them. They go to
+            // the second cache: of types with bits in two places twice as many bytes come in the same time as in the nearest.
+            const uint8_t* last = part + 1 < PARTS ? ahead + step / PARTS : until;
+            for (; piece.is_first && ahead < last; ahead += 64) __builtin_prefetch(ahead, 0, 2);
             add_block<BITS, Scheme, ROWS, COUNT>(
                 header, in_header, values, part * COUNT * LANES, inputs.from(0, block).all, sums
             );
         }
-        values += piece.grouping.block_bytes();
+        values += block_bytes;
         if (Scheme::HAS_SCALES && ++in_header == of_header) {
             header = values;
             values += header_bytes;
