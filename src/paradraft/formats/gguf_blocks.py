@@ -119,7 +119,9 @@ def _fifth_bits(raw_NC4: Tensor) -> Tensor:
 
 def _simple(values_NCI: Tensor, scales_NC: Tensor, least_NC: Tensor | None, bits: int) -> Blocks:
     """Blocks that are one group each."""
-    return Blocks(values=values_NCI.view(torch.int8).flatten(1), scales=scales_NC, offsets=least_NC, bits=bits, group=32)
+    return Blocks(
+        values=values_NCI.view(torch.int8).flatten(1), scales=scales_NC, offsets=least_NC, bits=bits, group=32
+    )
 
 
 def _q4_0(raw: Tensor) -> Blocks:

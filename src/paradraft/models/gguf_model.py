@@ -76,15 +76,15 @@ def has_few_bits(file: GgufFile) -> bool:
     return any(KINDS[tensor.kind].unpack is not None for tensor in file.tensors.values())
 
 
-def resident_bytes(file: GgufFile, itemsize: int) -> float:
-    """What the weights take in memory: of those of few bits a byte for each value, and scales in float32.
+def resident_bytes(file: GgufFile, itemsize: int) -> int:
+    """Bytes that the weights take in memory: those of few bits as many as in the file.
 
     Args:
         file: the header.
         itemsize: bytes of a number in the dtype that the others are computed in.
     """
     return sum(
-        math.prod(tensor.shape) * (1.25 if KINDS[tensor.kind].unpack is not None else itemsize)
+        tensor.size_bytes if KINDS[tensor.kind].unpack is not None else math.prod(tensor.shape) * itemsize
         for tensor in file.tensors.values()
     )
 

@@ -213,10 +213,7 @@ def _described(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor
         tensors[f"panels.{number}"] = each.numbers
         if each.scales is not None:
             tensors[f"scales.{number}"] = each.scales
-    shapes = [
-        {"outputs": each.outputs, "inputs": each.inputs, "format": each.format}
-        for _, each in panels.values()
-    ]
+    shapes = [{"outputs": each.outputs, "inputs": each.inputs, "format": each.format} for _, each in panels.values()]
     return {"panels": shapes, "weights": weights}, tensors
 
 

@@ -82,7 +82,8 @@ class Format(NamedTuple):
     @property
     def is_known(self) -> bool:
         """Whether there is a kernel for it."""
-        return self.bits in _FORMATS[min(self.group, BLOCK)].get((self.scales, self.offsets), ())
+        is_block = self.group <= BLOCK or NumberKind.PRODUCTS not in (self.scales, self.offsets)
+        return is_block and self.bits in _FORMATS[min(self.group, BLOCK)].get((self.scales, self.offsets), ())
 
     def stored_bytes(self, outputs: int, inputs: int) -> int:
         """Bytes of weights, scales and offsets."""
@@ -102,7 +103,7 @@ _FORMATS: dict[int, dict[tuple[NumberKind, NumberKind], tuple[int, ...]]] = {
     16: {(_P, _N): (6,)},
     32: {(_H, _N): (4, 5, 8), (_H, _H): (4, 5), (_H, _F): (4,), (_F, _N): (4,), (_F, _F): (4,), (_P, _P): (4, 5)},
 }
-"""The bits that there are kernels for, by the inputs of a group (32 for more too) and the kinds of scales and offsets."""
+"""The bits that kernels take, by the inputs of a group (32 for more too) and the kinds of scales and offsets."""
 
 
 @runtime_checkable

@@ -14,7 +14,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paradraft.models.quantized import GROUP, Format, NumberKind, Parts, QuantizedTensor, rounded_to_4_bits, rounded_to_8_bits
+from paradraft.models.quantized import (
+    GROUP,
+    Format,
+    NumberKind,
+    Parts,
+    QuantizedTensor,
+    rounded_to_4_bits,
+    rounded_to_8_bits,
+)
 
 
 def files_of(name: str, model: PreTrainedModel) -> dict[str, Path] | None:

@@ -213,7 +213,8 @@ def _matrix(
 
 def _packed(weights: Tensor) -> Tensor:
     """The bytes of panels of numbers."""
-    matrix = _matrix(*weights.shape, weights.dtype, None, None, None, None)
+    outputs, inputs = weights.shape
+    matrix = _matrix(outputs, inputs, weights.dtype, None, None, None, None)
     numbers = torch.empty(library().packed_bytes(ctypes.byref(matrix)), dtype=torch.uint8, device="cpu")
     library().pack_matrix(ctypes.byref(matrix), weights.data_ptr(), numbers.data_ptr())
     return numbers
