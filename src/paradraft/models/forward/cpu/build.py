@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 SOURCES = (
-    "forward.cpp", "integers.cpp", "correction.cpp", "tree.cpp",
+    "forward.cpp", "integers.cpp", "correction.cpp", "tree.cpp", "draw.cpp",
     "attention.h", "gemm.h", "integers.h", "team.h", "tiles.h", "simd.h",
 )  # fmt: skip
 FLAGS = (
@@ -114,6 +114,11 @@ def _library() -> ctypes.CDLL | CannotBuildError:
         *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int64
     ]  # fmt: skip
     found.grow_corrected.restype = None
+    found.draw_tokens.argtypes = [
+        ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p,
+        ctypes.c_int64,
+    ]  # fmt: skip
+    found.draw_tokens.restype = ctypes.c_int64
     found.compact_paths.argtypes = [
         ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2
     ]  # fmt: skip
