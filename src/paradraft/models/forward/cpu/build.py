@@ -97,6 +97,8 @@ def _library() -> ctypes.CDLL | CannotBuildError:
     found.pack_matrix.restype = None
     found.unpack_outputs.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3]
     found.unpack_outputs.restype = None
+    found.copy_outputs.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p]
+    found.copy_outputs.restype = None
     found.multiply_all.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]
     found.multiply_all.restype = ctypes.c_int64
     found.set_openmp_threads.argtypes = [ctypes.c_int]
