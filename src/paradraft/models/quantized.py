@@ -255,11 +255,21 @@ class QuantizedTensor(Tensor):
         return self._numbers(self.parts)
 
     def _numbers(self, parts: Parts) -> Tensor:
-        values, scales, offsets = parts
-        numbers = values * _spread(scales.float(), self.group, self.shape[1])
-        if offsets is not None:
-            numbers += _spread(offsets.float(), self.group, self.shape[1])
-        return numbers.to(self.dtype)
+        return numbers_of(parts, self.group).to(self.dtype)
+
+
+def numbers_of(parts: Parts, group: int) -> Tensor:
+    """Weights `[N, K]` as float32.
+
+    Args:
+        parts: of the weights.
+        group: inputs of a group.
+    """
+    values, scales, offsets = parts
+    numbers = values * _spread(scales.float(), group, values.shape[1])
+    if offsets is not None:
+        numbers += _spread(offsets.float(), group, values.shape[1])
+    return numbers
 
 
 def _check(values: Tensor, scales: Numbers, offsets: Numbers | None, format: Format, group: int) -> None:
@@ -290,7 +300,7 @@ def _check(values: Tensor, scales: Numbers, offsets: Numbers | None, format: For
 
 def _spread(groups: Tensor, group: int, inputs: int) -> Tensor:
     """`[…, K]` what each input's group has, of `[…, G]`."""
-    return groups.repeat_interleave(group, dim=-1)[..., :inputs]
+    return groups[..., None].expand(*groups.shape, group).flatten(-2)[..., :inputs]
 
 
 def round_linears(model: nn.Module, bits: int, head: nn.Module) -> None:

@@ -37,6 +37,9 @@ struct Model {
     const Layer* layer;
     const float* added; // [added_rows, hidden_size], the embeddings of the ids from `vocabulary` on
     int64_t added_rows;
+    // Whether nothing is rounded but float32 arithmetic, whatever the weights are: what other passes are compared with. The
+    // cache is float32 then.
+    int64_t is_exact;
 };
 
 struct Batch {
@@ -73,12 +76,13 @@ constexpr int64_t BLOCKS_AT_ONCE = 128; // that are rounded in less time than it
 /// Where the inputs of a product are rounded.
 struct Rounding {
     std::vector<RoundedBlock> all;
+    bool is_off = false; // for an exact pass
 
     /// What `matrix` is multiplied with; rounded if it needs that, and valid until the next call then.
     template <class Input> Operand<Input> of(Team& team, const Matrix& matrix, const Input* inputs, int64_t rows) {
         Operand<Input> operand = {inputs, {}};
         if constexpr (std::is_same_v<Input, float>)
-            if (matrix.kind == INTEGERS) {
+            if (matrix.kind == INTEGERS && !is_off) {
                 int64_t blocks = blocks_of(matrix.inputs), count = rows * blocks;
                 RoundedBlock* to = grown(all, count);
                 team.each(count, BLOCKS_AT_ONCE, [&](Span share, int) {
@@ -269,8 +273,7 @@ static void copy_numbers(int64_t kind, int64_t groups, int64_t group, const void
     }
 }
 
-/// The weights of one output as numbers.
-static void copy_output(const Matrix& matrix, int64_t output, float* to) {
+void copy_output(const Matrix& matrix, int64_t output, float* to) {
     const Grouping& grouping = matrix.grouping;
     int64_t groups = groups_of(grouping, matrix.inputs), group = grouping.group ? grouping.group : matrix.inputs;
     thread_local std::vector<int8_t> values, scale_numbers, offset_numbers;
@@ -480,6 +483,24 @@ void unpack_integers(const Matrix* matrix, int64_t first, int64_t count, const W
         );
 }
 
+/// The weights of `count` outputs from `first` on as numbers, `[count, inputs]`: as packed, of any kind.
+void copy_outputs(const Matrix* matrix, int64_t first, int64_t count, float* to) {
+#pragma omp parallel for
+    for (int64_t i = 0; i < count; i++) {
+        int64_t output = first + i, inputs = matrix->inputs;
+        int64_t panel = output / N_TILE * N_TILE * inputs, place = output % N_TILE;
+        if (matrix->kind == INTEGERS)
+            copy_output(*matrix, output, to + i * inputs);
+        else if (matrix->kind == FLOAT32)
+            for (int64_t k = 0; k < inputs; k++)
+                to[i * inputs + k] = ((const float*)matrix->panels)[panel + k * N_TILE + place];
+        else
+            for (int64_t k = 0; k < inputs; k++)
+                to[i * inputs + k] =
+                    number(((const BFloat16*)matrix->panels)[panel + k / 2 * 2 * N_TILE + place * 2 + k % 2]);
+    }
+}
+
 /// Inputs are float, or bfloat16 if the matrix is. Returns 0; 1 if nothing was done because this CPU does not multiply so.
 int64_t multiply_all(
     const Matrix* matrix, const void* inputs, int64_t are_bfloat16, int64_t rows, float* outputs, int64_t threads
@@ -519,7 +540,10 @@ void delete_scratch(Scratch* scratch) { delete scratch; }
 /// Returns 0; 1 if nothing was done because an index is outside of what it indexes.
 int64_t forward(const Model* model, const Batch* batch, Scratch* scratch, int64_t threads) {
     if (!is_sound(*model, *batch)) return 1;
-    if (model->is_bfloat16 && is_whole(*model) && HAS_DOTS)
+    scratch->rounding.is_off = model->is_exact;
+    if (model->is_exact)
+        run<float, float>(*model, *batch, *scratch, threads);
+    else if (model->is_bfloat16 && is_whole(*model) && HAS_DOTS)
         run<BFloat16, BFloat16>(*model, *batch, *scratch, threads);
     else if (model->is_bfloat16)
         run<BFloat16, float>(*model, *batch, *scratch, threads);

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,10 +13,26 @@ from torch import Tensor, nn
 
 from paradraft.formats.gguf_blocks import Numbers, Products
 from paradraft.models.forward.cpu.build import library
-from paradraft.models.quantized import SUPERBLOCK, Format, NumberKind, Parts, QuantizedTensor
+from paradraft.models.quantized import SUPERBLOCK, Format, NumberKind, Parts, QuantizedTensor, numbers_of
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """How weights may be stored, with the numbers that `gemm.h` has for them."""
+
+CHECKED_AT_ONCE = 2**18
+"""Weights that are float32 numbers at a time, while it is checked how they were packed: they stay in the cache."""
+
+
+class WrongPassError(Exception):
+    """A pass in C++ does not compute what the model's own code does, and how far it is from that.
+
+    Args:
+        found: in words.
+        seconds: that the pass takes for one token, if it was made.
+    """
+
+    def __init__(self, found: str, seconds: float | None = None) -> None:
+        super().__init__(found)
+        self.seconds = seconds
 
 
 class _Grouping(ctypes.Structure):
@@ -85,6 +102,12 @@ class Panels:
         grouping = None if self.format is None else _Grouping(*self.format)
         return _matrix(self.outputs, self.inputs, self.dtype, self.numbers, self.scales, bias, grouping)
 
+    def numbers_of(self, first: int, count: int) -> Tensor:
+        """`[count, inputs]` the weights of some outputs as float32, as passes read them."""
+        numbers = torch.empty(count, self.inputs, dtype=torch.float32, device="cpu")
+        library().copy_outputs(ctypes.byref(self.matrix()), first, count, numbers.data_ptr())
+        return numbers
+
     def unpacked(self, first: int, count: int) -> Parts:
         """What was packed of some outputs, if they are whole numbers."""
         assert self.format is not None
@@ -147,6 +170,7 @@ class PackedMatrix:
 
     Raises:
         CannotBuildError: there is no library for this machine.
+        WrongPassError: weights were packed as others than they are.
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> None:
@@ -161,6 +185,7 @@ class PackedMatrix:
             whole = whole.to(packed_dtype(whole))
             outputs, inputs = whole.shape
             self.panels = Panels(outputs=outputs, inputs=inputs, numbers=_packed(whole), dtype=whole.dtype)
+            _check_packed(self.panels, lambda few: whole[few].float())
         self.matrix = self.panels.matrix(self._bias)
 
     def multiply(self, inputs: Tensor, outputs: Tensor, threads: int | None = None) -> bool:
@@ -246,6 +271,10 @@ def _pack_quantized(weights: Sequence[QuantizedTensor]) -> Panels:
         scales=None if format.group else scales.float().flatten(),
         format=format,
     )
+    _check_packed(
+        panels,
+        lambda few: numbers_of((values[few], scales[few], None if offsets is None else offsets[few]), weights[0].group),
+    )
     first = 0
     for weight in weights:
         weight.move_to(PackedRows(panels=panels, first=first, count=len(weight)))
@@ -272,15 +301,32 @@ def _joined_numbers(numbers: Sequence[Numbers | None]) -> Numbers | None:
     return torch.cat([each for each in numbers if isinstance(each, Tensor)])
 
 
+def _check_packed(panels: Panels, numbers_of: Callable[[slice], Tensor]) -> None:
+    """Compares all weights, as they were packed, with what they were, to the last bit.
+
+    Raises:
+        WrongPassError: one is another.
+    """
+    step = max(CHECKED_AT_ONCE // panels.inputs, 1)
+    for first in range(0, panels.outputs, step):
+        few = slice(first, min(first + step, panels.outputs))
+        found, expected = panels.numbers_of(few.start, few.stop - few.start), numbers_of(few)
+        if not torch.equal(found.view(torch.int32), expected.view(torch.int32)):
+            raise WrongPassError(f"weights of the shape {[panels.outputs, panels.inputs]} are packed as others")
+
+
 def compute_products(model: nn.Module) -> None:
     """Has the C++ compute all products of a model with weights of few bits, in the model's own code.
+
+    Torch computes those of weights that would be packed wrongly.
 
     Raises:
         CannotBuildError: there is no library for this machine.
     """
     for weight in {id(weight): weight for weight in model.parameters()}.values():
         if isinstance(weight, QuantizedTensor) and weight.device.type == "cpu":
-            weight.product = partial(_product, PackedMatrix([weight]))
+            with suppress(WrongPassError):
+                weight.product = partial(_product, PackedMatrix([weight]))
 
 
 def _product(matrix: PackedMatrix, inputs_MK: Tensor) -> Tensor:
