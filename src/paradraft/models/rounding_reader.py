@@ -14,7 +14,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paradraft.models.quantized import GROUP, Parts, QuantizedTensor, rounded_to_4_bits, rounded_to_8_bits
+from paradraft.models.quantized import (
+    GROUP,
+    Format,
+    NumberKind,
+    Parts,
+    QuantizedTensor,
+    rounded_to_4_bits,
+    rounded_to_8_bits,
+)
 
 
 def files_of(name: str, model: PreTrainedModel) -> dict[str, Path] | None:
@@ -89,7 +97,9 @@ def _rounded_later(read: Callable[[], Tensor], weight: Tensor, bits: int) -> Qua
         rounded = rounded_to_8_bits if bits == 8 else rounded_to_4_bits
         return rounded(read()).parts
 
+    format = Format(8, 0, NumberKind.FLOATS, NumberKind.NONE)
+    if bits == 4:
+        format = Format(4, GROUP, NumberKind.HALVES, NumberKind.NONE)
     return QuantizedTensor.elsewhere(
-        parts, weight.shape, bits=bits, group=weight.shape[1] if bits == 8 else GROUP,
-        scale_dtype=torch.float32 if bits == 8 else torch.float16, has_offsets=False, dtype=weight.dtype,
-    )  # fmt: skip
+        parts, weight.shape, format=format, group=format.group or weight.shape[1], dtype=weight.dtype
+    )
