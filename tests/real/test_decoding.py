@@ -19,7 +19,7 @@ def test_answers_are_of_the_model(target: Loaded, sampling: str) -> None:
     assert all(4 < len(answer) <= TOKENS for answer in answers), texts
     assert all("�" not in text and sum(map(str.isascii, text)) > 0.9 * len(text) for text in texts), texts
     if sampling == "T=0":
-        assert "Anna lives in a small house by the lake" in texts[0]
+        assert all(word in texts[0] for word in ("Anna", "lake", "ducks")), texts[0]
 
 
 def test_ngram_in_a_batch(target: Loaded, sampling: str) -> None:
@@ -36,11 +36,10 @@ def test_trees(target: Loaded, sampling: str) -> None:
     assert sum(sum(each.accepted) for each in stats) > TOKENS
 
 
+@pytest.mark.parametrize("target", [(CODER_15B, "auto")], ids=[CODER_15B], indirect=True, scope="module")
 @pytest.mark.parametrize(("k", "batch_size"), [(3, 1), (5, 4)])
 def test_a_small_model_drafts_for_a_larger_one(target: Loaded, sampling: str, k: int, batch_size: int) -> None:
     """Guards the pair that users have: 0.5B for 1.5B, which accepts more than two drafted tokens a round."""
-    if target.name != CODER_15B:
-        pytest.skip("the 0.5B file is a draft for the 1.5B one")
     engine = target.with_drafter(Speculation(drafter="autoregressive", draft=real(CODER_05B), k=k))
     stats = target.check(engine, sampling, batch_size=batch_size)
     assert sum(each.tokens for each in stats) > 2 * sum(each.rounds for each in stats)
