@@ -61,16 +61,17 @@ def realistic_model(
 
 
 def _add_massive(model: PreTrainedModel) -> None:
-    """Has a few neurons of the first layer write massive channels, and later layers attend to where they are.
+    """Has one neuron of the first layer write massive channels, and later layers attend to where they are.
 
-    Their outputs grow with the square of what they read, so that few tokens have most of it.
+    It reads little but the token itself, and its output grows with the square of that, so that few tokens have most of it.
     """
     first, *others = model.model.layers
+    first.self_attn.o_proj.weight *= 0.1
     mlp = first.mlp
-    mlp.gate_proj.weight[:4] *= 8
-    mlp.gate_proj.weight[:4, CONSTANT] = 0
-    mlp.up_proj.weight[:4] = mlp.gate_proj.weight[:4]
-    mlp.down_proj.weight[list(MASSIVE), :4] = torch.tensor([[4.0], [-2.0]])
+    mlp.gate_proj.weight[0] *= 8
+    mlp.gate_proj.weight[0, CONSTANT] = 0
+    mlp.up_proj.weight[0] = mlp.gate_proj.weight[0]
+    mlp.down_proj.weight[list(MASSIVE), 0] = torch.tensor([4.0, -2.0])
     for layer in others:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             norm.weight[list(MASSIVE)] *= 0.3  # which trained layers read less than other channels

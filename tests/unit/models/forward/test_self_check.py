@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from paradraft.models.forward.cpu import matrix, model as cpu_model
+from paradraft.models.forward.cpu import matrix
 from paradraft.models.forward.cpu.matrix import WrongPassError
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import TOKENS, Figures, figures_of, text_for
 from paradraft.models.runtime import quantize
 from tests.support.pass_faults import faults_of, faulty, unchanged
 from tests.support.random_models import KINDS_OF_MODELS, SIZES, random_model
-from tests.support.real_statistics import MASSIVE, VOCABULARIES, realistic_model
+from tests.support.real_statistics import MASSIVE, SPECIAL, VOCABULARIES, realistic_model
 
 WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 ROWS = 2048
@@ -105,22 +105,21 @@ def test_wrong_kernels_are_found(weights: str) -> None:
         native.__init__(model)
 
 
-def test_a_cache_that_rounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_rounds_is_found() -> None:
     """Guards what only the real pass does: it rounds keys and values here, which this model's own code does not."""
 
     def plant(native: NativePass, model: PreTrainedModel) -> None:
         native._model.is_bfloat16 = True
 
-    for weights in ("float32",):
-        with pytest.raises(WrongPassError, match="rounding"):
-            faulty(plant)(small("qwen2", weights))
+    with pytest.raises(WrongPassError, match="rounding"):
+        faulty(plant)(small("qwen2", "float32"))
 
 
 def test_texts_are_spread() -> None:
     """Guards against the first ids, on which trained models are ill-conditioned, and positions that are all close."""
     tokens, positions = text_for(realistic_model())
     assert len(tokens) == TOKENS and tokens.sort().values.diff().min() > 2000 and tokens.min() > 1000
-    assert positions.diff().min() >= 1 and positions[-1] == 4095 and positions[1] == 1
+    assert positions.diff().min() >= 1 and positions[-1] == 4095 and positions[1] == 2
     small_model = random_model()
     small_model.config.max_position_embeddings = 5
     assert text_for(small_model)[1].tolist() == [0, 1, 2, 3, 4]
@@ -132,7 +131,6 @@ def test_models_have_the_statistics_of_trained_ones(kind: str) -> None:
     model = realistic_model(kind)
     states = model(torch.arange(1, 400)[None] * 100, output_hidden_states=True).hidden_states[1][0].abs()
     sizes = states.amax(1) / states.median()
-    assert sizes.max() > 100 and sizes.median() < sizes.max() / 3
+    assert sizes.max() > 100 and sizes.median() < sizes.max() / 10
     assert set(states.amax(0).topk(2).indices.tolist()) == set(MASSIVE)
-    assert model.get_input_embeddings().weight[:17].abs().max() < 1e-3
-    assert cpu_model.can_serve(model)
+    assert model.get_input_embeddings().weight[:SPECIAL].abs().max() < 1e-3
