@@ -167,8 +167,8 @@ OPTIONS: dict[type, dict[str, Any]] = {
     Runtime: {
         "device": typer.Option(help="A torch device, such as cpu or cuda; auto is a GPU if there is one."),
         "dtype": typer.Option(
-            help=f"One of {', '.join(PRECISIONS)}; auto is the checkpoint's. int8 changes texts hardly more than bfloat16; "
-            "int4 costs quality, the more the smaller the model (docs/quantized.md has numbers)."
+            help=f"One of {', '.join(PRECISIONS)}; auto is the checkpoint's. int8 changes texts hardly more than "
+            "bfloat16; int4 costs quality, the more the smaller the model (docs/quantized.md has numbers)."
         ),
         "draft_dtype": typer.Option(help="The same for a draft model; by default that of --dtype."),
         "tokenizer": typer.Option(

@@ -10,10 +10,10 @@ V vocabulary, D hidden size, E rows of the embedding, P rows added to it.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,12 +26,15 @@ from paradraft.models.architecture import check_architecture, check_capacity, co
 from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut, NotFiniteError
 from paradraft.models.forward.compiled import CompiledPass
 from paradraft.models.forward.cpu.build import CannotBuildError
-from paradraft.models.forward.cpu.matrix import compute_products
+from paradraft.models.forward.cpu.draw import draw
+from paradraft.models.forward.cpu.matrix import WrongPassError, compute_products
 from paradraft.models.forward.cpu.model import NativePass, can_serve
 from paradraft.models.forward.cuda_graphs import graph_size
 from paradraft.models.forward.eager import BUCKET, EagerPass
 from paradraft.models.forward.pipeline import PipelinePass, StageModel
+from paradraft.models.quantized import keep_parts
 from paradraft.ragged import from_lists, upload
+from paradraft.sampling.sampler import Draw
 from paradraft.tree import ABSENT, depths, parents_of_chains
 
 
@@ -412,6 +415,11 @@ class CausalLM:
         return self._compute.threads
 
     @property
+    def draw(self) -> Draw | None:
+        """What draws tokens from its logits, with the threads of its passes; None unless these are in C++."""
+        return partial(draw, threads=self.threads) if self.is_native else None
+
+    @property
     def is_ragged(self) -> bool:
         """Whether a pass computes only the tokens that there are; else absent ones cost as much as others."""
         return self.is_native
@@ -480,21 +488,36 @@ def _forward_of(
     model: PreTrainedModel, *, compiled: bool | None, cuda_graphs: bool, pad_to: int, probe: str | None
 ) -> Forward:
     """What computes a model's passes; the arguments are those of `CausalLM`."""
-    if compiled is not False and (native := _native_pass(model, probe)) is not None:
-        return native
-    with suppress(CannotBuildError):  # torch computes them then
+    wrong: WrongPassError | None = None
+    if compiled is not False and can_serve(model):
+        try:
+            return NativePass(model, probe=probe)
+        except CannotBuildError as error:
+            warnings.warn(f"no passes in C++, which are several times as fast: {error}", stacklevel=2)
+        except WrongPassError as error:
+            wrong = error
+    try:
         compute_products(model)
+    except CannotBuildError:  # torch computes them then
+        keep_parts(model)
+    if wrong is not None:
+        warnings.warn(_refusal(model, wrong), stacklevel=2)
     if compiled:
         return CompiledPass(model, pad_to=pad_to, cuda_graphs=cuda_graphs)
     return EagerPass(model, pad_to=pad_to)
 
 
-def _native_pass(model: PreTrainedModel, probe: str | None) -> NativePass | None:
-    """The pass in C++; None where it does not serve."""
-    if not can_serve(model):
-        return None
-    try:
-        return NativePass(model, probe=probe)
-    except (CannotBuildError, ValueError) as error:
-        warnings.warn(f"no passes in C++, which are several times as fast: {error}", stacklevel=2)
-        return None
+@torch.no_grad()
+def _refusal(model: PreTrainedModel, wrong: WrongPassError) -> str:
+    """What a user is told whose model's pass in C++ failed its self-check."""
+    times = "many times"
+    if wrong.seconds is not None:
+        token = torch.zeros(1, 1, dtype=torch.long)
+        model(token, use_cache=False)  # the first pass takes longer than others
+        start = time.perf_counter()
+        model(token, use_cache=False)
+        times = f"about {(time.perf_counter() - start) / wrong.seconds:.2g} times"
+    return (
+        f"the C++ pass failed its self-check on this model ({wrong}), PyTorch is used, {times} slower; the text is "
+        "still the model's own; please report this"
+    )

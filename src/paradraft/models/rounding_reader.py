@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paradraft.models.quantized import GROUP, Parts, QuantizedTensor, bits_of, rounded
+from paradraft.models.quantized import GROUP, Format, NumberKind, Parts, QuantizedTensor, bits_of, rounded
 
 
 def files_of(name: str, model: PreTrainedModel) -> dict[str, Path] | None:
@@ -88,7 +88,9 @@ def _rounded_later(read: Callable[[], Tensor], weight: Tensor, bits: int) -> Qua
     def parts() -> Parts:
         return rounded(read(), bits).parts
 
+    format = Format(8, 0, NumberKind.FLOATS, NumberKind.NONE)
+    if bits == 4:
+        format = Format(4, GROUP, NumberKind.HALVES, NumberKind.NONE)
     return QuantizedTensor.elsewhere(
-        parts, weight.shape, bits=bits, group=weight.shape[1] if bits == 8 else GROUP,
-        scale_dtype=torch.float32 if bits == 8 else torch.float16, has_offsets=False, dtype=weight.dtype,
-    )  # fmt: skip
+        parts, weight.shape, format=format, group=format.group or weight.shape[1], dtype=weight.dtype
+    )

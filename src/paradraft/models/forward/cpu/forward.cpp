@@ -37,6 +37,9 @@ struct Model {
     const Layer* layer;
     const float* added; // [added_rows, hidden_size], the embeddings of the ids from `vocabulary` on
     int64_t added_rows;
+    // Whether nothing is rounded but float32 arithmetic, whatever the weights are: what other passes are compared with. The
+    // cache is float32 then.
+    int64_t is_exact;
 };
 
 struct Batch {
@@ -73,12 +76,13 @@ constexpr int64_t BLOCKS_AT_ONCE = 128; // that are rounded in less time than it
 /// Where the inputs of a product are rounded.
 struct Rounding {
     std::vector<RoundedBlock> all;
+    bool is_off = false; // for an exact pass
 
     /// What `matrix` is multiplied with; rounded if it needs that, and valid until the next call then.
     template <class Input> Operand<Input> of(Team& team, const Matrix& matrix, const Input* inputs, int64_t rows) {
         Operand<Input> operand = {inputs, {}};
         if constexpr (std::is_same_v<Input, float>)
-            if (matrix.kind == INTEGERS) {
+            if (matrix.kind == INTEGERS && !is_off) {
                 int64_t blocks = blocks_of(matrix.inputs), count = rows * blocks;
                 RoundedBlock* to = grown(all, count);
                 team.each(count, BLOCKS_AT_ONCE, [&](Span share, int) {
@@ -258,25 +262,34 @@ static void set_product(
     });
 }
 
-/// The weights of one output as numbers.
-static void copy_output(const Matrix& matrix, int64_t output, float* to) {
+/// Numbers of groups as floats, those of one output.
+static void copy_numbers(int64_t kind, int64_t groups, int64_t group, const void* numbers, const int8_t* of_groups, float* to) {
+    for (int64_t i = 0; i < groups; i++) {
+        int64_t at = kind == PRODUCTS ? i * group / SUPERBLOCK : i;
+        uint16_t half;
+        if (kind == FLOATS) to[i] = ((const float*)numbers)[at];
+        else memcpy(&half, (const uint16_t*)numbers + at, 2), to[i] = half_number(half);
+        if (kind == PRODUCTS) to[i] *= of_groups[i];
+    }
+}
+
+void copy_output(const Matrix& matrix, int64_t output, float* to) {
     const Grouping& grouping = matrix.grouping;
     int64_t groups = groups_of(grouping, matrix.inputs), group = grouping.group ? grouping.group : matrix.inputs;
-    thread_local std::vector<int8_t> values;
-    thread_local std::vector<float> scales, offsets;
-    int8_t* all_values = grown(values, matrix.inputs);
-    float *all_scales = grown(scales, groups + 1), *all_offsets = grown(offsets, groups + 1);
-    unpack_output((const uint8_t*)matrix.panels, matrix.inputs, grouping, output, all_values, all_scales, all_offsets);
-    if (!grouping.group) *all_scales = matrix.scales[output];
-    else if (grouping.is_half)
-        for (int64_t i = groups; i-- > 0;) {
-            uint16_t half;
-            memcpy(&half, (const char*)all_scales + i * 2, 2);
-            all_scales[i] = half_number(half);
-        }
+    thread_local std::vector<int8_t> values, scale_numbers, offset_numbers;
+    thread_local std::vector<float> scales, offsets, all_scales, all_offsets; // of those as they are stored, which are not larger
+    Weights own = {
+        grown(values, matrix.inputs), grown(scales, groups), grown(offsets, groups), grown(scale_numbers, groups),
+        grown(offset_numbers, groups),
+    };
+    unpack_output((const uint8_t*)matrix.panels, matrix.inputs, grouping, output, own);
+    float *scale = grown(all_scales, groups + 1), *offset = grown(all_offsets, groups);
+    if (grouping.group) copy_numbers(grouping.scales, groups, group, own.scales, own.scale_numbers, scale);
+    else *scale = matrix.scales[output];
+    if (grouping.offsets) copy_numbers(grouping.offsets, groups, group, own.offsets, own.offset_numbers, offset);
     for (int64_t i = 0; i < matrix.inputs; i++) {
-        to[i] = all_values[i] * all_scales[i / group];
-        if (grouping.has_offsets) to[i] += all_offsets[i / group];
+        to[i] = own.values[i] * scale[i / group];
+        if (grouping.offsets) to[i] += offset[i / group];
     }
 }
 
@@ -361,9 +374,12 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
             copy_states(team, model, batch, scratch, number, all_hidden);
             rms_norm_all(layer.norm);
             float* part = projected;
+            auto is_rounded = [](const Matrix& matrix) { return matrix.kind == INTEGERS; };
+            const Matrix* first_rounded = std::find_if(layer.qkv, layer.qkv + 3, is_rounded);
+            const Matrix& rounded_for = first_rounded < layer.qkv + 3 ? *first_rounded : layer.qkv[0];
+            Operand<Input> operand = scratch.rounding.of(team, rounded_for, normed, count);
             for (const Matrix& matrix : layer.qkv) {
                 if (!matrix.outputs) break;
-                Operand<Input> operand = scratch.rounding.of(team, matrix, normed, count);
                 set_product(team, matrix, operand, count, part, stride);
                 part += matrix.outputs;
             }
@@ -441,29 +457,49 @@ int64_t packed_bytes(const Matrix* matrix) {
     return matrix->count() * N_TILE * matrix->inputs * (matrix->kind == BFLOAT16 ? 2 : 4);
 }
 
-/// Sets the panels of a matrix: `weights` `[outputs, inputs]`, and what `pack_panel` needs of whole numbers.
-void pack_matrix(const Matrix* matrix, const void* weights, const void* scales, const float* offsets, void* panels) {
-    if (matrix->kind == BFLOAT16) return pack((const BFloat16*)weights, matrix->outputs, matrix->inputs, (BFloat16*)panels);
-    if (matrix->kind == FLOAT32) return pack((const float*)weights, matrix->outputs, matrix->inputs, (float*)panels);
-    int64_t bytes = matrix->grouping.bytes(blocks_of(matrix->inputs));
-#pragma omp parallel for
-    for (int64_t panel = 0; panel < matrix->count(); panel++)
-        pack_panel(
-            (const int8_t*)weights, scales, offsets, matrix->outputs, matrix->inputs, matrix->grouping, panel,
-            (uint8_t*)panels + panel * bytes
-        );
+/// Sets the panels of a matrix of numbers `[outputs, inputs]`.
+void pack_matrix(const Matrix* matrix, const void* weights, void* panels) {
+    if (matrix->kind == BFLOAT16) pack((const BFloat16*)weights, matrix->outputs, matrix->inputs, (BFloat16*)panels);
+    else pack((const float*)weights, matrix->outputs, matrix->inputs, (float*)panels);
 }
 
-/// What `pack_matrix` was given of `count` outputs from `first` on, for weights that are whole numbers.
-void unpack_outputs(const Matrix* matrix, int64_t first, int64_t count, int8_t* values, char* scales, float* offsets) {
+/// Sets the panels of a matrix of few bits.
+void pack_integers(const Matrix* matrix, const Weights* from, uint8_t* panels) {
     const Grouping& grouping = matrix->grouping;
-    int64_t groups = groups_of(grouping, matrix->inputs);
+    int64_t bytes = grouping.bytes(blocks_of(matrix->inputs));
+#pragma omp parallel for
+    for (int64_t panel = 0; panel < matrix->count(); panel++) {
+        Weights first = from_output(*from, panel * N_TILE, matrix->inputs, grouping);
+        pack_panel(first, matrix->outputs - panel * N_TILE, matrix->inputs, grouping, panels + panel * bytes);
+    }
+}
+
+/// What `pack_integers` was given of `count` outputs from `first` on.
+void unpack_integers(const Matrix* matrix, int64_t first, int64_t count, const Weights* to) {
 #pragma omp parallel for
     for (int64_t i = 0; i < count; i++)
         unpack_output(
-            (const uint8_t*)matrix->panels, matrix->inputs, grouping, first + i, values + i * matrix->inputs,
-            scales + i * groups * grouping.scale_bytes(), offsets + i * groups
+            (const uint8_t*)matrix->panels, matrix->inputs, matrix->grouping, first + i,
+            from_output(*to, i, matrix->inputs, matrix->grouping)
         );
+}
+
+/// The weights of `count` outputs from `first` on as numbers, `[count, inputs]`: as packed, of any kind.
+void copy_outputs(const Matrix* matrix, int64_t first, int64_t count, float* to) {
+#pragma omp parallel for
+    for (int64_t i = 0; i < count; i++) {
+        int64_t output = first + i, inputs = matrix->inputs;
+        int64_t panel = output / N_TILE * N_TILE * inputs, place = output % N_TILE;
+        if (matrix->kind == INTEGERS)
+            copy_output(*matrix, output, to + i * inputs);
+        else if (matrix->kind == FLOAT32)
+            for (int64_t k = 0; k < inputs; k++)
+                to[i * inputs + k] = ((const float*)matrix->panels)[panel + k * N_TILE + place];
+        else
+            for (int64_t k = 0; k < inputs; k++)
+                to[i * inputs + k] =
+                    number(((const BFloat16*)matrix->panels)[panel + k / 2 * 2 * N_TILE + place * 2 + k % 2]);
+    }
 }
 
 /// Inputs are float, or bfloat16 if the matrix is. Returns 0; 1 if nothing was done because this CPU does not multiply so.
@@ -505,7 +541,10 @@ void delete_scratch(Scratch* scratch) { delete scratch; }
 /// Returns 0; 1 if nothing was done because an index is outside of what it indexes.
 int64_t forward(const Model* model, const Batch* batch, Scratch* scratch, int64_t threads) {
     if (!is_sound(*model, *batch)) return 1;
-    if (model->is_bfloat16 && is_whole(*model) && HAS_DOTS)
+    scratch->rounding.is_off = model->is_exact;
+    if (model->is_exact)
+        run<float, float>(*model, *batch, *scratch, threads);
+    else if (model->is_bfloat16 && is_whole(*model) && HAS_DOTS)
         run<BFloat16, BFloat16>(*model, *batch, *scratch, threads);
     else if (model->is_bfloat16)
         run<BFloat16, float>(*model, *batch, *scratch, threads);

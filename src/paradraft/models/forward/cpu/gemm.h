@@ -2,6 +2,7 @@
 #pragma once
 
 #include <type_traits>
+#include <vector>
 
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
@@ -251,10 +252,43 @@ template <class Input> struct Operand {
     Rounded rounded;
 };
 
+/// The weights of one output as numbers (forward.cpp).
+void copy_output(const Matrix& matrix, int64_t output, float* to);
+
+/// A panel of whole numbers, as one of float32; valid until the thread's next call.
+static inline const float* unpacked_panel(const Matrix& matrix, int64_t panel) {
+    thread_local std::vector<float> weights, one;
+    weights.assign(matrix.inputs * N_TILE, 0.0f);
+    one.resize(matrix.inputs);
+    Outputs outputs(matrix, panel);
+    for (int64_t i = 0; i < outputs.count; i++) {
+        copy_output(matrix, outputs.first + i, one.data());
+        for (int64_t k = 0; k < matrix.inputs; k++) weights[k * N_TILE + i] = one[k];
+    }
+    return weights.data();
+}
+
+/// The product of `multiply` with weights that are whole numbers, and inputs that are not rounded: slow, for comparison.
+template <class Done>
+static inline void multiply_exactly(const Matrix& matrix, int64_t panel, const float* inputs, int64_t rows, Done done) {
+    alignas(64) float sums[M_BLOCK][N_TILE];
+    const float* weights = unpacked_panel(matrix, panel);
+    Matrix scaled = matrix; // the weights have their scales already
+    scaled.scales = nullptr;
+    for (int64_t first = 0; first < rows; first += M_BLOCK) {
+        int64_t count = rows - first < M_BLOCK ? rows - first : M_BLOCK;
+        multiply_group(weights, matrix.inputs, inputs + first * matrix.inputs, count, sums);
+        finish(scaled, panel, first, count, sums, done);
+    }
+}
+
 /// `rows` rows of `inputs` times one panel of a matrix, bias included; `done(row, sums)` takes each row's `N_TILE` sums.
 /// Inputs are float, or bfloat16 where `HAS_DOTS` and the matrix is.
 template <class Input, class Done>
 static inline void multiply(const Matrix& matrix, int64_t panel, const Operand<Input>& inputs, int64_t rows, Done done) {
+    if constexpr (std::is_same_v<Input, float>)
+        if (matrix.kind == INTEGERS && !inputs.rounded.all)
+            return multiply_exactly(matrix, panel, inputs.numbers, rows, done);
     alignas(64) float sums[M_BLOCK][N_TILE];
     int64_t offset = panel * N_TILE * matrix.inputs;
     for (int64_t first = 0; first < rows; first += M_BLOCK) {

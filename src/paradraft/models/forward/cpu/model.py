@@ -14,10 +14,12 @@ import ctypes
 import hashlib
 import re
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,19 +29,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 from paradraft.models import kv_cache
 from paradraft.models.architecture import STATIC_ROPES
 from paradraft.models.forward import FINAL_NORM, ForwardOut
-from paradraft.models.forward.cpu.build import library
-from paradraft.models.forward.cpu.matrix import KINDS, Matrix, PackedMatrix, is_known, packed_dtype
+from paradraft.models.forward.cpu.build import kernel_names, library
+from paradraft.models.forward.cpu.matrix import KINDS, Matrix, PackedMatrix, WrongPassError, is_known, packed_dtype
+from paradraft.models.forward.cpu.self_check import figures_of, text_for
 from paradraft.models.forward.cpu.threads import granted_threads
-from paradraft.models.quantized import QuantizedTensor
+from paradraft.models.quantized import QuantizedTensor, rounded_inputs
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 PLAIN = re.compile(r"Linear|Embedding|(Llama|Mistral|Qwen2|Qwen3)(RMSNorm|RotaryEmbedding)|SiLU|SiLUActivation")
 """Kinds of modules without parts in these; an adapter has others."""
 PROFILED_AS = "paradraft::pass"
-PROBE = 8
-"""Tokens with which a pass is compared with the model's own."""
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest root mean square of the difference in that comparison, in standard deviations of the logits."""
+DTYPES = (torch.float32, torch.bfloat16)
+"""That models compute in."""
 
 
 class _Layer(ctypes.Structure):
@@ -58,6 +59,7 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "final_norm", "embedding", "embedding_bfloat16")),
         ("embedding_integers", ctypes.POINTER(Matrix)),
         ("head", Matrix), ("layer", ctypes.POINTER(_Layer)), ("added", ctypes.c_void_p), ("added_rows", ctypes.c_int64),
+        ("is_exact", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -76,7 +78,7 @@ def can_serve(model: PreTrainedModel) -> bool:
     return (
         sys.platform == "linux"
         and model.device.type == "cpu"
-        and model.dtype in TOLERANCES
+        and model.dtype in DTYPES
         and config.model_type in ARCHITECTURES
         and all(map(_is_plain, model.modules()))
         and config.hidden_act == "silu"
@@ -108,7 +110,7 @@ class NativePass:
 
     Raises:
         CannotBuildError: there is no library for this machine.
-        ValueError: it does not compute what the model does.
+        WrongPassError: it does not compute what the model does.
         OtherLogitsError: it has another `probe`.
     """
 
@@ -122,6 +124,8 @@ class NativePass:
         self._kept: list[Tensor] = []
         self._added: Tensor | None = None
         self._matrices: list[PackedMatrix] = []
+        self._places: dict[int, tuple[PackedMatrix, int]] = {}
+        self._config: PretrainedConfig = model.config
         config: PretrainedConfig = model.config
         body: Any = model.model
         layers = [self._layer(layer) for layer in body.layers]
@@ -156,7 +160,6 @@ class NativePass:
         self._pointers: list[ctypes.Array[ctypes.c_void_p]] = []
         self.probe = self._check(model, probe)
         """A digest of the logits of a few tokens."""
-        self.forget()
 
     def _keep(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach().contiguous()
@@ -168,14 +171,17 @@ class NativePass:
 
     def _matrix(self, linears: Sequence[nn.Linear]) -> Matrix:
         """Linear layers with the same inputs as one matrix, packed."""
-        self._matrices.append(PackedMatrix([each.weight for each in linears], [each.bias for each in linears]))
-        return self._matrices[-1].matrix
+        packed, first = PackedMatrix([each.weight for each in linears], [each.bias for each in linears]), 0
+        self._matrices.append(packed)
+        for each in linears:
+            self._places[id(each.weight)] = packed, first
+            first += len(each.weight)
+        return packed.matrix
 
     def _qkv(self, linears: Sequence[nn.Linear]) -> Any:
-        """The projections of queries, keys and values: one matrix, or three if their weights are stored differently."""
-        formats = {each.weight.format if isinstance(each.weight, QuantizedTensor) else None for each in linears}
-        parts = [linears] if len(formats) == 1 else [[each] for each in linears]
-        return (Matrix * 3)(*map(self._matrix, parts))
+        """The projections of queries, keys and values: those whose weights are stored alike are one matrix."""
+        alike = groupby(linears, lambda each: getattr(each.weight, "format", None))
+        return (Matrix * 3)(*(self._matrix([*some]) for _, some in alike))
 
     def _embedding(self, weight: Tensor, head: Tensor) -> dict[str, Any]:
         """Where the embedding is, under its name in the struct."""
@@ -183,6 +189,7 @@ class NativePass:
             # The output head is stored already.
             packed = self._head if weight is head else PackedMatrix([weight])
             self._matrices.append(packed)
+            self._places[id(weight)] = packed, 0
             return {"embedding_integers": ctypes.pointer(packed.matrix)}
         name = "embedding_bfloat16" if weight.dtype == torch.bfloat16 else "embedding"
         return {name: self._keep(weight).data_ptr()}
@@ -204,19 +211,32 @@ class NativePass:
 
     def head(self, states: Tensor) -> Tensor:
         """See `Forward`."""
-        return self._product(self._head, states)
+        return self.product(self._head, states)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """See `Forward`; what comes out is float32."""
-        return partial(self._product, PackedMatrix([weight], [bias]))
+        return partial(self.product, PackedMatrix([weight], [bias]))
 
-    def _product(self, matrix: PackedMatrix, inputs: Tensor) -> Tensor:
+    def product(self, matrix: PackedMatrix, inputs: Tensor) -> Tensor:
         """`[M, outputs]` of `[M, inputs]`, rounded before if those of a pass's own products are."""
         outputs = torch.empty(len(inputs), matrix.matrix.outputs, dtype=torch.float32, device="cpu")
-        rounds = self._rounds and matrix.matrix.kind == KINDS[torch.bfloat16]
-        if not (rounds and matrix.multiply(inputs.bfloat16().contiguous(), outputs, self.threads)):
-            matrix.multiply(inputs.float().contiguous(), outputs, self.threads)
+        dtype = torch.bfloat16 if self._rounds_to_bfloat16(matrix) else torch.float32
+        matrix.multiply(inputs.to(dtype).contiguous(), outputs, self.threads)
         return outputs
+
+    def _rounds_to_bfloat16(self, matrix: PackedMatrix) -> bool:
+        return self._rounds and matrix.matrix.kind == KINDS[torch.bfloat16] and "bf16" in kernel_names()
+
+    def rounded(self, matrix: PackedMatrix, inputs: Tensor) -> Tensor:
+        """What `product` multiplies with a matrix in place of `inputs`, as float32."""
+        if matrix.matrix.kind == KINDS[torch.int8]:
+            blocks_MBI, scales_MB = rounded_inputs(inputs)
+            return (blocks_MBI * scales_MB[:, :, None]).flatten(1)[:, : inputs.shape[1]]
+        return inputs.bfloat16().float() if self._rounds_to_bfloat16(matrix) else inputs.float()
+
+    def packed(self, weight: Tensor) -> tuple[PackedMatrix, int]:
+        """The matrix that a weight of the model is part of, and which of its outputs is the weight's first."""
+        return self._places[id(weight)]
 
     def weight_bytes(self, weight: Tensor) -> int:
         """What a pass reads of a weight of the model; of one of few bits, its scales and offsets too."""
@@ -300,27 +320,45 @@ class NativePass:
         """Lets go of the storage, before another is allocated."""
         self._storage, self._pointers = [], []
 
+    def logits_at(self, tokens_N: Tensor, positions_N: Tensor, *, exactly: bool = False) -> Tensor:
+        """The logits `[N, V]` of one text whose tokens stand at any positions.
+
+        Args:
+            tokens_N: ids.
+            positions_N: ascending.
+            exactly: rounds nothing but float32 arithmetic; slow, for comparison.
+        """
+        count, dtype = len(tokens_N), torch.float32 if exactly or not self._model.is_bfloat16 else torch.bfloat16
+        devices = [torch.device("cpu")] * self._model.layers
+        storage = kv_cache.allocate(self._config, batch_size=1, capacity=count, dtype=dtype, devices=devices)
+        self._rotate(int(positions_N[-1]) + 1)
+        rotations = [each[positions_N].contiguous() for each in self._rotations]
+        places_BN = torch.arange(count)[None]
+        self._model.cosines, self._model.sines = (each.data_ptr() for each in rotations)
+        self._model.is_exact = exactly
+        try:
+            return self(storage, [0], tokens_N[None], places_BN - 1, logit_rows=places_BN).logits[0]
+        finally:
+            self._model.cosines, self._model.sines = (each.data_ptr() for each in self._rotations)
+            self._model.is_exact = False
+            self.forget()
+
     @torch.no_grad()
     def _check(self, model: PreTrainedModel, probe: str | None) -> str:
-        """The digest `probe`. Raises ValueError if the model itself says something else about a few tokens."""
-        count = min(PROBE, model.config.max_position_embeddings)
-        tokens_BN = torch.arange(1, count + 1)[None] % self._vocab_rows
-        places_BN = torch.arange(count)[None]
-        storage = kv_cache.allocate(
-            model.config,
-            batch_size=1,
-            capacity=count,
-            dtype=model.dtype,
-            devices=[model.device] * len(model.model.layers),
-        )
-        ours = self(storage, [0], tokens_BN, places_BN - 1, logit_rows=places_BN).logits
-        found = hashlib.sha256(ours.numpy().tobytes()).hexdigest()
+        """The digest `probe`. Raises an error if the pass does not compute what the model's own code does."""
+        logits_NV = self.logits_at(*text_for(model))
+        found = hashlib.sha256(logits_NV.numpy().tobytes()).hexdigest()
         if probe is not None:
             if found != probe:
                 raise OtherLogitsError
             return found
-        theirs = model(tokens_BN, use_cache=False).logits.float()
-        error = float((ours - theirs).square().mean().sqrt() / theirs.std())
-        if not error < TOLERANCES[model.dtype]:
-            raise ValueError(f"our pass and the model's own differ by {error:.2g} standard deviations")
+        if not (figures := figures_of(model, self, logits_NV)).is_right:
+            raise WrongPassError(str(figures), self._seconds())
         return found
+
+    def _seconds(self) -> float:
+        """That a pass over one token takes."""
+        token_N = torch.zeros(1, dtype=torch.long)
+        start = time.perf_counter()
+        self.logits_at(token_N, token_N)
+        return time.perf_counter() - start

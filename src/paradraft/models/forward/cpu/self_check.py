@@ -1,0 +1,265 @@
+"""Whether a pass in C++ computes what the model's own code does, asked once after loading.
+
+Two right passes do not give the same logits: each rounds what it multiplies, and models amplify that, some more than
+others and on some tokens more than on others. So there is no single bound on a difference. The check has three parts,
+each of which knows how much difference is right:
+
+1. *The formula.* The C++ has an exact mode, in which nothing is rounded but float32 arithmetic. It is compared with the
+   model's own code in float32, over the same weights. How far two right float32 passes are apart is measured: the own
+   code reads the same tokens a second time, with all that it multiplies moved by about a unit in the last place.
+2. *The kernels.* Each product of the pass, of the states that the model really has, is compared with a float32 product
+   of the same rounded inputs, all outputs of all matrices. Only the order of a sum differs.
+3. *The rounding.* The logits of the pass are at most `MOST_ROUNDING` times as far from the exact ones as those of the
+   model's own code in the model's dtype.
+
+That weights were packed as they are is checked to the last bit where they are packed (`PackedMatrix`).
+
+Tokens are spread over the vocabulary, and stand at positions that are farther and farther apart, so that rotations by
+large angles are compared too.
+
+Shape letters: N tokens, V vocabulary, K inputs of a matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from paradraft.models.forward.cpu.matrix import PackedMatrix
+from paradraft.models.quantized import QuantizedTensor
+
+TOKENS = 16
+FARTHEST = 4096
+"""Positions of the tokens are below this."""
+GOLDEN = 0.6180339887498949
+MOST_FORMULA = 5.0
+"""Times the distance of two right float32 passes that the exact mode may be from the own code, as a geometric mean over
+all places; of right passes it was at most 1.6."""
+MOST_AT_A_PLACE = 30.0
+"""The same at each place, where it was at most 5.6."""
+MOST_KERNEL = 5e-6
+"""Of a product's error, where 1 is the product of the lengths of the two vectors."""
+MOST_ROUNDING = 2.5
+"""Times the own code's distance from the exact logits that the pass may have, as a geometric mean over all places. Of
+one place, two right passes had between a fifth and 3.4 times the other's; the mean of 16 was at most 1.1."""
+LEAST = 1e-6
+"""A distance, in standard deviations of the logits, that is never too large."""
+AT_ONCE = 2**21
+"""Weights that are float32 numbers at a time."""
+
+
+class Checked(Protocol):
+    """What the check needs of a pass."""
+
+    threads: int
+
+    def logits_at(self, tokens_N: Tensor, positions_N: Tensor, *, exactly: bool) -> Tensor:
+        """`[N, V]` of one text whose tokens stand at these positions; exactly: without any rounding of inputs."""
+
+    def packed(self, weight: Tensor) -> tuple[PackedMatrix, int]:
+        """The matrix that a weight is part of, and the number of its first output there."""
+
+    def product(self, matrix: PackedMatrix, inputs: Tensor) -> Tensor:
+        """`[M, outputs]` of `[M, K]`, bias included."""
+
+    def rounded(self, matrix: PackedMatrix, inputs: Tensor) -> Tensor:
+        """What `product` multiplies with a matrix in place of `inputs`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What was measured.
+
+    Args:
+        formula: distance of the exact mode from the own code, times that of two right float32 passes; a geometric mean.
+        worst: the same at the worst place.
+        kernel: the largest error of a product, see `MOST_KERNEL`.
+        rounding: distance of the pass from the exact logits, times the own code's; 0 where nothing is rounded.
+    """
+
+    formula: float
+    worst: float
+    kernel: float
+    rounding: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the pass is the model's."""
+        return all(found <= most for found, most in self._limited)
+
+    @property
+    def _limited(self) -> list[tuple[float, float]]:
+        return [
+            (self.formula, MOST_FORMULA), (self.worst, MOST_AT_A_PLACE), (self.kernel, MOST_KERNEL),
+            (self.rounding, MOST_ROUNDING),
+        ]  # fmt: skip
+
+    def __str__(self) -> str:
+        formula, worst, kernel, rounding = (f"{found:.2g} of at most {most:g}" for found, most in self._limited)
+        return f"formula {formula} and {worst}, products {kernel}, rounding {rounding}"
+
+
+def text_for(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """The tokens and positions `[N]` of the check.
+
+    The vocabulary's first ids are often special tokens that were hardly trained, and its last ones rows that no token
+    has, so ids are spread by the golden ratio; positions begin close together and end at `FARTHEST`.
+    """
+    most, rows = model.config.max_position_embeddings, len(model.get_input_embeddings().weight)
+    count, last = min(TOKENS, most), min(FARTHEST, most) - 1
+    tokens = [int((place + 1) * GOLDEN % 1 * rows) for place in range(count)]
+    steps = [round(last ** (place / max(count - 1, 1))) for place in range(count)]
+    positions = [0]
+    for place in range(1, count):
+        positions.append(min(max(steps[place], positions[-1] + 1), last - (count - 1 - place)))
+    return torch.tensor(tokens), torch.tensor(positions)
+
+
+@torch.no_grad()
+def figures_of(model: PreTrainedModel, native: Checked, logits_NV: Tensor) -> Figures:
+    """Compares a pass with the model's own code.
+
+    Args:
+        model: on the CPU; its weights of few bits are packed.
+        native: the pass.
+        logits_NV: what it says of `text_for`.
+    """
+    text = text_for(model)
+    exact_NV = native.logits_at(*text, exactly=True)
+    own = _OwnFloats(native)
+    with own:
+        right_NV, moved_NV = _own_logits(model, *text, rows=2)
+    apart = _distances(exact_NV, right_NV) / _distances(moved_NV, right_NV).clamp(min=LEAST)
+    if torch.equal(logits_NV, exact_NV):
+        rounding = 0.0
+    else:
+        with _OwnProducts(native):
+            (rounded_NV,) = _own_logits(model, *text, rows=1)
+        limits = _distances(rounded_NV, exact_NV).clamp(min=LEAST)
+        rounding = _mean(_distances(logits_NV, exact_NV) / limits)
+    return Figures(formula=_mean(apart), worst=float(apart.max()), kernel=own.largest, rounding=rounding)
+
+
+def _mean(ratios_N: Tensor) -> float:
+    """The geometric mean."""
+    return float(ratios_N.log().mean().exp())
+
+
+def _own_logits(model: PreTrainedModel, tokens_N: Tensor, positions_N: Tensor, *, rows: int) -> Tensor:
+    """`[rows, N, V]` the logits of the model's own code, in float32; rows are equal texts."""
+    ids = tokens_N.expand(rows, -1)
+    # Without a mask, positions that are not neighbours are taken for those of several texts.
+    mask = torch.ones_like(ids)
+    logits: Tensor = model(ids, attention_mask=mask, position_ids=positions_N.expand(rows, -1), use_cache=False).logits
+    return logits.float()
+
+
+def _distances(a_NV: Tensor, b_NV: Tensor) -> Tensor:
+    """`[N]` root mean squares of differences, in standard deviations of the second."""
+    return (a_NV - b_NV).square().mean(dim=1).sqrt() / b_NV.std(dim=1)
+
+
+class _OwnFloats(TorchFunctionMode):
+    """Makes a model's own code compute in float32, with weights that become such numbers a few at a time.
+
+    Of two rows, all that the second multiplies is moved by what float32 rounds away in a sum. Products of the first are
+    compared with those of the pass.
+    """
+
+    def __init__(self, native: Checked) -> None:
+        super().__init__()
+        self.native = native
+        self.largest = 0.0
+        """The largest error of a product."""
+        self._random = torch.Generator().manual_seed(1)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        if func is linear:
+            return self._linear(*args, **(kwargs or {}))
+        if func is embedding:
+            return self._rows(args[1], args[0])
+        if func is scaled_dot_product_attention:
+            return func(*map(self._move_second, args[:2]), *args[2:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _rows(self, weight: Tensor, tokens: Tensor) -> Tensor:
+        """An embedding's rows as float32."""
+        if not isinstance(weight, QuantizedTensor):
+            return weight[tokens].float()
+        matrix, first = self.native.packed(weight)
+        rows = [matrix.panels.numbers_of(first + token, 1) for token in tokens.flatten().tolist()]
+        return torch.cat(rows).unflatten(0, tokens.shape)
+
+    def _linear(self, inputs_2NK: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        matrix, first = self.native.packed(weight)
+        own_NK, moved_NK = inputs_2NK
+        moved_NK = self._moved(moved_NK)
+        rounded_NK = self.native.rounded(matrix, own_NK)
+        all_MK = torch.cat([own_NK, moved_NK, rounded_NK])
+        outputs = torch.empty(len(all_MK), len(weight), dtype=torch.float32, device="cpu")
+        lengths = torch.empty(len(weight), dtype=torch.float32, device="cpu")
+        step = max(AT_ONCE // weight.shape[1], 1)
+        for start in range(0, len(weight), step):
+            few = slice(start, min(start + step, len(weight)))
+            numbers = _slice(weight, matrix, first, few)
+            outputs[:, few] = all_MK @ numbers.T
+            lengths[few] = numbers.norm(dim=1)
+        if bias is not None:
+            outputs += bias.float()
+        own_NO, moved_NO, expected_NO = outputs.chunk(3)
+        self._compare(matrix, own_NK, expected_NO, first, rounded_NK.norm(dim=1)[:, None] * lengths)
+        if bias is not None:  # which may be far larger than the product
+            moved_NO = self._moved(moved_NO, 1.0)
+        return torch.stack([own_NO, moved_NO])
+
+    def _moved(self, numbers: Tensor, units: float | None = None) -> Tensor:
+        """Numbers that are some units in the last place away, by default as a sum over their last dimension may be: its
+        error grows with the root of the number of terms."""
+        units = math.sqrt(numbers.shape[-1]) / 4 if units is None else units
+        noise = torch.randn(numbers.shape, generator=self._random)
+        return numbers * (1 + units * torch.finfo(torch.float32).eps * noise)
+
+    def _move_second(self, rows: Tensor) -> Tensor:
+        return torch.stack([rows[0], self._moved(rows[1])])
+
+    def _compare(self, matrix: PackedMatrix, inputs: Tensor, expected: Tensor, first: int, sizes: Tensor) -> None:
+        found = self.native.product(matrix, inputs)[:, first : first + expected.shape[1]]
+        errors = (found - expected).abs() / (sizes + expected.abs()).clamp(min=torch.finfo(torch.float32).tiny)
+        self.largest = max(self.largest, float(errors.max()))
+
+
+class _OwnProducts(TorchFunctionMode):
+    """Has the C++ compute the products of a model's own code with weights of few bits."""
+
+    def __init__(self, native: Checked) -> None:
+        super().__init__()
+        self.native = native
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        if func is linear and isinstance(args[1], QuantizedTensor):
+            inputs, weight = args[:2]
+            matrix, first = self.native.packed(weight)
+            outputs = self.native.product(matrix, inputs.flatten(0, -2))[:, first : first + len(weight)]
+            return outputs.to(inputs.dtype).unflatten(0, inputs.shape[:-1])
+        return func(*args, **(kwargs or {}))
+
+
+def _slice(weight: Tensor, matrix: PackedMatrix, first: int, few: slice) -> Tensor:
+    """Some outputs of a weight as float32."""
+    if isinstance(weight, QuantizedTensor):
+        return matrix.panels.numbers_of(first + few.start, few.stop - few.start)
+    return weight[few].float()
