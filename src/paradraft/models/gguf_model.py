@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from paradraft.formats.gguf_blocks import KINDS, Blocks, unpacked
 from paradraft.formats.pard import declare_masks
 from paradraft.models.architecture import check_architecture
 from paradraft.models.gguf_tokenizer import end_ids_of
-from paradraft.models.stored_weights import Weight, assembled, lossless_dtype
+from paradraft.models.quantized import Parts, QuantizedTensor
+from paradraft.models.stored_weights import Weight, assembled, lossless_dtype, quantized
 
 CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 """The architectures that are read, by their names in a file; Mistral's models are `llama` there."""
@@ -74,15 +76,15 @@ def has_few_bits(file: GgufFile) -> bool:
     return any(KINDS[tensor.kind].unpack is not None for tensor in file.tensors.values())
 
 
-def resident_bytes(file: GgufFile, itemsize: int) -> float:
-    """What the weights take in memory: of those of few bits a byte for each value, and scales in float32.
+def resident_bytes(file: GgufFile, itemsize: int) -> int:
+    """Bytes that the weights take in memory: those of few bits as many as in the file.
 
     Args:
         file: the header.
         itemsize: bytes of a number in the dtype that the others are computed in.
     """
     return sum(
-        math.prod(tensor.shape) * (1.25 if KINDS[tensor.kind].unpack is not None else itemsize)
+        tensor.size_bytes if KINDS[tensor.kind].unpack is not None else math.prod(tensor.shape) * itemsize
         for tensor in file.tensors.values()
     )
 
@@ -301,14 +303,11 @@ def load(name: str, dtype: torch.dtype, *, attention: str) -> PreTrainedModel:
     def read(ours: str) -> Weight | None:
         if ours not in theirs:
             return None
-        tensor = file.tensors[theirs[ours]]
-        found = unpacked(tensor.kind, file.bytes_of(theirs[ours]))
-        if isinstance(found, Tensor):
-            found = found.view(tensor.shape)
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(ours.split(".")[-2])
-        return (
-            found if heads is None or config.model_type not in PERMUTED else unpermuted(found, heads, config.head_dim)
-        )
+        order = None
+        if heads is not None and config.model_type in PERMUTED:
+            order = row_order(heads, config.head_dim)
+        return _stored(file, theirs[ours], order, dtype)
 
     model = assembled(config, read, name=name, dtype=dtype, attention=attention)
     used = {theirs.get(key) for key, _ in model.named_parameters()}
@@ -330,15 +329,54 @@ def row_order(heads: int, size: int) -> Tensor:
     return torch.arange(heads * size).view(heads, size // 2, 2).transpose(1, 2).flatten()
 
 
-def unpermuted(weight: Weight, heads: int, size: int) -> Weight:
-    """Weights or biases of queries or keys of a Llama file, with rows in the order of `transformers`."""
-    rows = len(weight.values) if isinstance(weight, Blocks) else len(weight)
-    if rows != heads * size:
-        return weight  # another shape than the config says, which is found later
-    order = row_order(heads, size)
-    if isinstance(weight, Tensor):
-        return weight[order]
-    return Blocks(
-        values=weight.values[order], scales=weight.scales[order], bits=weight.bits, group=weight.group,
-        offsets=None if weight.offsets is None else weight.offsets[order],
-    )  # fmt: skip
+def _stored(file: GgufFile, name: str, order: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A tensor of a file; one of few bits is unpacked when its parts are asked for.
+
+    Args:
+        file: the header.
+        name: of the tensor.
+        order: of its rows; None for that of the file.
+        dtype: that products with few bits are in.
+    """
+    tensor = file.tensors[name]
+    if order is not None and len(order) != tensor.shape[0]:
+        order = None  # another shape than the config says, about which the caller complains
+    if KINDS[tensor.kind].unpack is None:
+        numbers = numbers_of(file, name)
+        return numbers if order is None else numbers[order]
+    rows = _StoredRows(file=file, name=name, order=order)
+    first = quantized(rows.blocks([0]), dtype)
+    return QuantizedTensor.elsewhere(rows, tensor.shape, format=first.format, group=first.group, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _StoredRows:
+    """Weights of few bits that are read and unpacked when their parts are asked for.
+
+    Args:
+        file: the header.
+        name: of the tensor.
+        order: of its rows; None for that of the file.
+    """
+
+    file: GgufFile
+    name: str
+    order: Tensor | None
+
+    def blocks(self, rows: list[int] | None = None) -> Blocks:
+        """The weights of some rows of the file, or of all."""
+        found = unpacked(self.file.tensors[self.name].kind, self.file.bytes_of(self.name, rows))
+        assert isinstance(found, Blocks)
+        return found
+
+    def __call__(self) -> Parts:
+        """The parts."""
+        return self._parts(None if self.order is None else self.order.tolist())
+
+    def rows(self, outputs: Tensor) -> Parts:
+        """See `HasRows`."""
+        return self._parts((outputs if self.order is None else self.order[outputs]).tolist())
+
+    def _parts(self, rows: list[int] | None) -> Parts:
+        blocks = self.blocks(rows)
+        return blocks.values, blocks.scales, blocks.offsets

@@ -34,7 +34,7 @@ class LastStateDrafter(Drafter):
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """Forgets all rows."""
-        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
+        self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.lm.draw), drafting.tree
         self._states_BD = torch.empty(0, self.lm.model.config.hidden_size, device=device)
         self._last_B = torch.empty(0, dtype=torch.long, device=device)
 

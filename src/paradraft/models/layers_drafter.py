@@ -45,7 +45,7 @@ class LayersDrafter(Drafter):
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """Forgets all rows."""
-        self._sampler, self._tree = Sampler(drafting=drafting, device=device), drafting.tree
+        self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.layers.lm.draw), drafting.tree
         self.layers.start()
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:

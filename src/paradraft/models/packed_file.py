@@ -44,10 +44,10 @@ from paradraft.models.forward.cpu.build import (
 from paradraft.models.forward.cpu.matrix import PackedRows, Panels
 from paradraft.models.packed_cache import LEAST_FREE, SOURCE, make_room, mark_as_read
 from paradraft.models.presets import is_shape
-from paradraft.models.quantized import ROUNDING, Format, QuantizedTensor
+from paradraft.models.quantized import ROUNDING, Format, NumberKind, QuantizedTensor
 
 SETTING = "PARADRAFT_PACKED_FILES"
-FORMAT = 1
+FORMAT = 2
 """The version of the files."""
 ALIGNMENT = 64
 """Bytes of a line of a CPU's cache: tensors begin at a multiple of it, as those that torch allocates."""
@@ -213,10 +213,7 @@ def _described(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor
         tensors[f"panels.{number}"] = each.numbers
         if each.scales is not None:
             tensors[f"scales.{number}"] = each.scales
-    shapes = [
-        {"outputs": each.outputs, "inputs": each.inputs, "format": each.format, "scale_dtype": _name(each.scale_dtype)}
-        for _, each in panels.values()
-    ]
+    shapes = [{"outputs": each.outputs, "inputs": each.inputs, "format": each.format} for _, each in panels.values()]
     return {"panels": shapes, "weights": weights}, tensors
 
 
@@ -228,8 +225,7 @@ def _fill(model: PreTrainedModel, description: dict[str, Any], tensors: dict[str
             numbers=tensors[f"panels.{number}"],
             dtype=torch.int8,
             scales=tensors.get(f"scales.{number}"),
-            format=Format(*each["format"]),
-            scale_dtype=getattr(torch, each["scale_dtype"]),
+            format=Format(*each["format"][:2], *map(NumberKind, each["format"][2:])),
         )
         for number, each in enumerate(description["panels"])
     ]
@@ -255,10 +251,8 @@ def _rows_of(panels: Panels, stored: dict[str, Any]) -> QuantizedTensor:
     return QuantizedTensor.elsewhere(
         PackedRows(panels=panels, first=stored["first"], count=outputs),
         (outputs, panels.inputs),
-        bits=panels.format.bits,
+        format=panels.format,
         group=stored["group"],
-        scale_dtype=panels.scale_dtype,
-        has_offsets=panels.format.has_offsets,
         dtype=getattr(torch, stored["dtype"]),
     )
 

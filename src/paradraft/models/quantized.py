@@ -11,12 +11,16 @@ Shape letters: M tokens, N outputs, K inputs, B blocks of inputs, G groups of in
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from paradraft.formats.gguf_blocks import Numbers, Products
 
 BLOCK = 32
 """Inputs of a token that are rounded with one scale."""
@@ -30,26 +34,78 @@ SHRINKINGS = 16
 """Scales that are tried for a group of 4-bit weights."""
 ROUNDED_AT_ONCE = 2**17
 """Weights that are rounded at once, so that all that is computed of them stays in the cache."""
-ROUNDING = 1
+KEPT_IN_8_BITS = ("k_proj", "v_proj")
+"""Layers whose weights keep 8 bits where others get 4, if several heads of queries share what they compute."""
+ROUNDING = 2
 """The version of how weights are rounded. What was rounded before is not taken for what would be today."""
-_LIMITS = {8: (-128, 127), 4: (-8, 7)}
-Parts = tuple[Tensor, Tensor, Tensor | None]
+SUPERBLOCK = 256
+"""Inputs that share the factors of `Products`."""
+Parts = tuple[Tensor, Numbers, Numbers | None]
+
+
+class NumberKind(IntEnum):
+    """How scales or offsets are stored: not at all, in float32, in float16, or as `Products`."""
+
+    NONE = 0
+    FLOATS = 1
+    HALVES = 2
+    PRODUCTS = 3
+
+    @staticmethod
+    def of(numbers: Numbers | None) -> NumberKind:
+        """The kind of some numbers."""
+        if numbers is None:
+            return NumberKind.NONE
+        if isinstance(numbers, Products):
+            return NumberKind.PRODUCTS
+        return NumberKind.HALVES if numbers.dtype == torch.float16 else NumberKind.FLOATS
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the numbers, or of the factors of products."""
+        return torch.float32 if self is NumberKind.FLOATS else torch.float16
 
 
 class Format(NamedTuple):
     """How weights of few bits are stored.
 
     Args:
-        bits: 8 or 4.
+        bits: 4, 5, 6 or 8.
         group: inputs that share a scale; 0 if an output has one scale and no offset.
-        is_half: whether scales are float16, else float32.
-        has_offsets: whether there are offsets.
+        scales: their kind.
+        offsets: likewise.
     """
 
     bits: int
     group: int
-    is_half: bool
-    has_offsets: bool
+    scales: NumberKind
+    offsets: NumberKind
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a kernel for it."""
+        is_block = self.group <= BLOCK or NumberKind.PRODUCTS not in (self.scales, self.offsets)
+        return is_block and self.bits in _FORMATS[min(self.group, BLOCK)].get((self.scales, self.offsets), ())
+
+    def stored_bytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of weights, scales and offsets."""
+        groups = -(-inputs // self.group) if self.group else 1
+        total = inputs * self.bits / 8
+        for kind in (self.scales, self.offsets):
+            if kind is NumberKind.PRODUCTS:
+                total += inputs // SUPERBLOCK * 2 + groups * (1 if self.offsets is NumberKind.NONE else 6 / 8)
+            elif kind is not NumberKind.NONE:
+                total += groups * kind.dtype.itemsize
+        return round(outputs * total)
+
+
+_N, _F, _H, _P = NumberKind
+_FORMATS: dict[int, dict[tuple[NumberKind, NumberKind], tuple[int, ...]]] = {
+    0: {(_F, _N): (4, 8), (_H, _N): (4, 8)},
+    16: {(_P, _N): (6,)},
+    32: {(_H, _N): (4, 5, 8), (_H, _H): (4, 5), (_H, _F): (4,), (_F, _N): (4,), (_F, _F): (4,), (_P, _P): (4, 5)},
+}
+"""The bits that kernels take, by the inputs of a group (32 for more too) and the kinds of scales and offsets."""
 
 
 @runtime_checkable
@@ -64,26 +120,27 @@ class QuantizedTensor(Tensor):
     """Weights `[N, K]` of few bits, in place of an ordinary tensor in a linear layer or an embedding.
 
     Args:
-        values: `[N, K]` int8. Of 8 bits -128 to 127; of 4 bits -8 to 7, or 0 to 15 with offsets.
-        scales: `[N, G]` float16 or float32 (of groups of 16, float32); a group has K inputs if G is 1, else `group`.
-        offsets: `[N, G]` float32, or None; groups of 16 have none.
-        bits: 8 or 4.
+        values: `[N, K]` int8. With offsets 0 to 15 of 4 bits, else -8 to 7, and so on.
+        scales: `[N, G]` float16, float32 or products; a group has K inputs if G is 1, else `group`.
+        offsets: likewise, or None.
+        bits: 4, 5, 6 or 8.
         group: inputs of a group, 16 or a multiple of 32; the last may be smaller. K if G is 1.
         dtype: in which results are returned.
 
     Raises:
-        ValueError: the parts do not fit each other.
+        ValueError: the parts do not fit each other, or there is no kernel for them.
     """
 
     bits: int
     group: int
+    format: Format
 
     @staticmethod
     def __new__(  # noqa: D102  # as __init__
         cls,
         values: Tensor,
-        scales: Tensor,
-        offsets: Tensor | None = None,
+        scales: Numbers,
+        offsets: Numbers | None = None,
         *,
         bits: int,
         group: int,
@@ -97,52 +154,47 @@ class QuantizedTensor(Tensor):
     def __init__(
         self,
         values: Tensor,
-        scales: Tensor,
-        offsets: Tensor | None = None,
+        scales: Numbers,
+        offsets: Numbers | None = None,
         *,
         bits: int,
         group: int,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        _check(values, scales, offsets, bits, group)
-        self.bits, self.group = bits, group
-        self._parts: Parts | None = (values, scales, offsets)
-        self.source: Callable[[], Parts] | None = None
+        is_whole = group == values.shape[-1]
+        in_blocks = 0 if is_whole and offsets is None else -(-group // BLOCK) * BLOCK if is_whole else group
+        format = Format(bits, in_blocks, NumberKind.of(scales), NumberKind.of(offsets))
+        _check(values, scales, offsets, format, group)
+        self._hold(format, group, (values, scales, offsets), None)
+
+    def _hold(self, format: Format, group: int, parts: Parts | None, source: Callable[[], Parts] | None) -> None:
+        self.format, self.bits, self.group = format, format.bits, group
+        self._parts = parts
+        self.source = source
         """What has or makes the parts, if they are not here."""
-        self.scale_dtype, self.has_offsets = scales.dtype, offsets is not None
+        self.stored = source
+        """What had or made them first: before they were packed."""
         self.product: Callable[[Tensor], Tensor] | None = None
         """What computes `[M, N]` of `[M, K]` with the weights, if a kernel does."""
 
     @classmethod
     def elsewhere(
-        cls,
-        source: Callable[[], Parts],
-        shape: Sequence[int],
-        *,
-        bits: int,
-        group: int,
-        scale_dtype: torch.dtype,
-        has_offsets: bool,
-        dtype: torch.dtype,
+        cls, source: Callable[[], Parts], shape: Sequence[int], *, format: Format, group: int, dtype: torch.dtype
     ) -> QuantizedTensor:
         """Weights on the CPU whose parts are in another form, or are not made yet.
 
         Args:
             source: makes them.
             shape: N, K.
-            bits: 8 or 4.
+            format: how they are stored.
             group: inputs of a group.
-            scale_dtype: of the scales.
-            has_offsets: whether there are offsets.
             dtype: in which results are returned.
         """
-        found: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+        made: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"), requires_grad=False
         )
-        found.bits, found.group = bits, group
-        found._parts, found.source, found.product = None, source, None
-        found.scale_dtype, found.has_offsets = scale_dtype, has_offsets
-        return found
+        made._hold(format, group, None, source)
+        return made
 
     @property
     def parts(self) -> Parts:
@@ -153,29 +205,23 @@ class QuantizedTensor(Tensor):
         return self.source()
 
     @property
-    def format(self) -> Format:
-        """How the weights are stored; those of equal formats can be stored as one matrix."""
-        is_whole = self.group == self.shape[1]
-        group = 0 if is_whole and not self.has_offsets else self.group
-        group = -(-group // BLOCK) * BLOCK if is_whole else group
-        return Format(self.bits, group, self.scale_dtype == torch.float16, self.has_offsets)
-
-    @property
     def stored_bytes(self) -> int:
         """Bytes of the weights in their few bits, with scales and offsets."""
-        groups = -(-self.shape[1] // self.group) * len(self)
-        return self.numel() * self.bits // 8 + groups * (self.scale_dtype.itemsize + 4 * self.has_offsets)
+        return self.format.stored_bytes(*self.shape)
 
     def move_to(self, source: Callable[[], Parts]) -> None:
         """Forgets the parts, which `source` has in another form."""
         self._parts, self.source = None, source
 
+    def keep_parts(self) -> None:
+        """Makes the parts once, where every product needs them."""
+        self._parts, self.source = self.parts, None
+
     def __repr__(self) -> str:  # type: ignore[override]  # torch passes nothing
         return f"QuantizedTensor({list(self.shape)}, {self.format})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
-        parts = [None if part is None else part.clone() for part in self.parts]
-        return QuantizedTensor(*parts, bits=self.bits, group=self.group, dtype=self.dtype)  # type: ignore[arg-type]  # the first two are there
+        return QuantizedTensor(*copy.deepcopy(self.parts), bits=self.bits, group=self.group, dtype=self.dtype)
 
     @classmethod
     def __torch_function__(
@@ -224,27 +270,34 @@ def numbers_of(parts: Parts, group: int) -> Tensor:
     values, scales, offsets = parts
     numbers = values * _spread(scales.float(), group, values.shape[1])
     if offsets is not None:
-        numbers += _spread(offsets, group, values.shape[1])
+        numbers += _spread(offsets.float(), group, values.shape[1])
     return numbers
 
 
-def _check(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: int, group: int) -> None:
-    if bits not in _LIMITS or values.dtype != torch.int8 or values.ndim != 2:
+def _check(values: Tensor, scales: Numbers, offsets: Numbers | None, format: Format, group: int) -> None:
+    bits = format.bits
+    if bits not in (4, 5, 6, 8) or values.dtype != torch.int8 or values.ndim != 2:
         raise ValueError(
-            f"{bits} bits, {values.dtype} values of shape {list(values.shape)}: use int8 [N, K], bits 8 or 4"
+            f"{bits} bits, {values.dtype} values of shape {list(values.shape)}: use int8 [N, K], bits 4, 5, 6 or 8"
         )
     outputs, inputs = values.shape
     if group != inputs and group != BLOCK // 2 and group % BLOCK:
         raise ValueError(f"groups of {group} inputs: use {BLOCK // 2}, a multiple of {BLOCK}, or all {inputs}")
-    if group == BLOCK // 2 and (offsets is not None or scales.dtype != torch.float32):
-        raise ValueError(f"groups of {group} inputs: with float32 scales, and without offsets")
-    for part in (scales, *([] if offsets is None else [offsets])):
-        if part.shape != (needed := (outputs, -(-inputs // group))):
-            raise ValueError(f"scales or offsets of shape {list(part.shape)}: these weights need {list(needed)}")
-    lowest, highest = (0, 15) if bits == 4 and offsets is not None else _LIMITS[bits]
-    found = (int(values.min()), int(values.max())) if values.numel() else (0, 0)
-    if not lowest <= found[0] <= found[1] <= highest:
-        raise ValueError(f"values of {bits} bits from {found[0]} to {found[1]}: use {lowest} to {highest}")
+    for part in (scales, offsets):
+        for found, per in (
+            [(part.factors, SUPERBLOCK), (part.numbers, group)] if isinstance(part, Products) else [(part, group)]
+        ):
+            if found is not None and found.shape != (needed := (outputs, -(-inputs // per))):
+                raise ValueError(f"scales or offsets of shape {list(found.shape)}: these weights need {list(needed)}")
+    if not format.is_known:
+        raise ValueError(
+            f"{bits} bits in groups of {group} inputs, scales {format.scales.name} and offsets {format.offsets.name}: "
+            "there is no kernel for weights that are stored so"
+        )
+    lowest, highest = (0, 2**bits - 1) if offsets is not None else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    found_least, found_most = (int(values.min()), int(values.max())) if values.numel() else (0, 0)
+    if not lowest <= found_least <= found_most <= highest:
+        raise ValueError(f"values of {bits} bits from {found_least} to {found_most}: use {lowest} to {highest}")
 
 
 def _spread(groups: Tensor, group: int, inputs: int) -> Tensor:
@@ -253,18 +306,43 @@ def _spread(groups: Tensor, group: int, inputs: int) -> Tensor:
 
 
 def round_linears(model: nn.Module, bits: int, head: nn.Module) -> None:
-    """Rounds the weights of all linear layers of a model, in place; to 4 bits those of all but its head, which keeps 8.
+    """Rounds the weights of all linear layers of a model, in place, to as many bits as `bits_of` says.
 
     Args:
+        model: on the CPU.
         bits: 8 or 4.
         head: the output head. Where it was the embedding, it gets a matrix of its own.
     """
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            weight = (
-                rounded_to_8_bits(module.weight) if bits == 8 or module is head else rounded_to_4_bits(module.weight)
-            )
+            weight = rounded(module.weight, 8 if module is head else bits_of(name, module.weight, bits))
             module.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def bits_of(name: str, weight: Tensor, bits: int) -> int:
+    """To how many bits a linear layer of a model that is rounded to 8 or 4 is rounded, if it is not the head.
+
+    In 4 bits the head, keys and values keep 8: a value is read by all heads of queries that share it, and an error in
+    it is an error of all of them. With fewer heads of keys and values than of queries these are a few hundredths of the
+    weights. Where there are as many of both, they are a third of an attention's, and get 4 bits like all others.
+
+    Args:
+        name: the layer's; `v_proj` at its end is that of values.
+        weight: `[N, K]`.
+        bits: 8 or 4.
+
+    >>> bits_of("layers.0.self_attn.v_proj", torch.zeros(192, 576), 4)
+    8
+    >>> bits_of("layers.0.mlp.down_proj", torch.zeros(576, 1536), 4)
+    4
+    """
+    is_shared = name.endswith(KEPT_IN_8_BITS) and weight.shape[0] < weight.shape[1]
+    return 8 if is_shared else bits
+
+
+def rounded(weight: Tensor, bits: int) -> QuantizedTensor:
+    """Rounds weights `[N, K]` to 8 or 4 bits."""
+    return rounded_to_8_bits(weight) if bits == 8 else rounded_to_4_bits(weight)
 
 
 def rounded_to_8_bits(weight: Tensor) -> QuantizedTensor:
@@ -323,6 +401,13 @@ def _whole_numbers(numbers: Tensor, scales: Tensor) -> Tensor:
     return (numbers / scales.where(scales != 0, 1.0)).round_().clamp_(-8, 7)
 
 
+def keep_parts(model: nn.Module) -> None:
+    """Makes the parts of all weights of few bits, for products by torch alone."""
+    for weight in model.parameters():
+        if isinstance(weight, QuantizedTensor):
+            weight.keep_parts()
+
+
 def rounded_inputs(inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Rounds what is multiplied with weights of few bits.
 
@@ -358,11 +443,11 @@ def plain_product(inputs_MK: Tensor, weight: QuantizedTensor) -> Tensor:
     some = []
     for first in range(0, len(weight), OUTPUTS_AT_ONCE):
         of = slice(first, first + OUTPUTS_AT_ONCE)
+        some_scales, some_offsets = scales[of].float(), None if offsets is None else offsets[of].float()
         totals_MN = _products(
-            rounded, values[of], None if has_one_scale else scales[of], None if offsets is None else offsets[of],
-            step, weight.group,
-        )  # fmt: skip
-        some.append(totals_MN * scales[of, 0].float() if has_one_scale else totals_MN)
+            rounded, values[of], None if has_one_scale else some_scales, some_offsets, step, weight.group
+        )
+        some.append(totals_MN * some_scales[:, 0] if has_one_scale else totals_MN)
     return torch.cat(some, dim=1)
 
 
@@ -387,7 +472,7 @@ def _products(
             if offsets is not None:
                 products_MN = _fused(few_MI.sum(1, keepdim=True), offsets[:, first // group], products_MN)
             if scales is not None:
-                sums_MN = _fused(sums_MN, scales[:, first // group].float(), products_MN)
+                sums_MN = _fused(sums_MN, scales[:, first // group], products_MN)
             products_MN = sums_MN
         totals_MN = _fused(products_MN, scales_MB[:, block, None], totals_MN)
     return totals_MN

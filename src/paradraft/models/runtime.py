@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from paradraft.errors import is_out_of_memory
+from paradraft.formats.gguf_blocks import Products
 from paradraft.models.architecture import has_experts
 from paradraft.models.quantized import GROUP, QuantizedTensor, round_linears
 
@@ -41,8 +42,8 @@ def quantize(model: PreTrainedModel, bits: int) -> None:
     """Rounds the weights of all linear layers, the head's too, in place.
 
     Embeddings and norms stay as they are. A head that was the embedding becomes a matrix of its own. On CPUs what is
-    multiplied is rounded too, and the head keeps 8 bits; see `paradraft.models.quantized`. Elsewhere torchao rounds
-    weights alone.
+    multiplied is rounded too, and the head and shared keys and values keep 8 bits; see `paradraft.models.quantized`.
+    Elsewhere torchao rounds weights alone.
 
     Args:
         model: on the device it is to run on.
@@ -106,7 +107,8 @@ def store_in_nf4(model: PreTrainedModel, device: torch.device) -> None:
 def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a weight is stored in: itself, or the whole numbers and scales of a quantized one."""
     if isinstance(tensor, QuantizedTensor):
-        return [part for part in tensor.parts if part is not None]
+        numbers = [part for part in tensor.parts if part is not None]
+        return [each for part in numbers for each in (part.tensors if isinstance(part, Products) else [part])]
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

@@ -14,6 +14,7 @@ from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import AUTO, STORED, Runtime, device_of
 
 Weight = Blocks | Tensor
+"""Of few bits, or numbers; a `QuantizedTensor` is of few bits that are not read yet."""
 HEAD = "lm_head.weight"
 
 
@@ -101,13 +102,14 @@ def _put(model: PreTrainedModel, key: str, found: Weight | None, *, name: str, d
     shape = getattr(module, last).shape
     if found is None:
         raise ValueError(f"model {name!r}: its weights do not fit its config, {key} is missing")
-    weight = quantized(found, dtype) if isinstance(found, Blocks) else found.to(dtype)
+    weight = quantized(found, dtype) if isinstance(found, Blocks) else found
+    weight = weight if isinstance(weight, QuantizedTensor) else weight.to(dtype)
     if weight.shape != shape:
         raise ValueError(
             f"model {name!r}: its weights do not fit its config, {key} has the shape {tuple(weight.shape)}, not "
             f"{tuple(shape)}"
         )
-    if isinstance(found, Blocks) and not isinstance(module, nn.Linear | nn.Embedding):
+    if isinstance(weight, QuantizedTensor) and not isinstance(module, nn.Linear | nn.Embedding):
         raise ValueError(f"model {name!r}: {key} has few bits, which only linear layers and embeddings may have")
     setattr(module, last, nn.Parameter(weight, requires_grad=False))
 

@@ -22,6 +22,7 @@ from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, _candidates, joined
 from paradraft.sampling.distribution import best_token, filtered_logits, penalized_logits, probabilities
 from paradraft.sampling.noise import gumbel_noise, seed_of, uniform_numbers, with_noise
+from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
 
 # Purposes of random numbers under the rejection rule, where each must be independent of all others.
@@ -29,6 +30,9 @@ _DRAFT, _ACCEPT, _NEXT = 1, 2, 3
 _MOST_DEPTH = 2**20
 CACHED = 2**15
 """Numbers that a CPU's cache holds a few times in float64."""
+Draw = Callable[[Tensor, Sequence[Sampling], Tensor], Tensor | None]
+"""What draws tokens `[B, R]` as `Sampler.draw` does, from logits `[B, R, V]` after bias, penalties and processors, the
+settings of the rows and the positions `[B, R]`. It may return None where it cannot serve."""
 
 
 class Sampler:
@@ -38,6 +42,7 @@ class Sampler:
         requests: the first rows.
         drafting: its rule decides how candidates are drawn.
         device: of all tensors.
+        faster: does what `draw` does.
     """
 
     def __init__(
@@ -46,7 +51,9 @@ class Sampler:
         *,
         drafting: Drafting = CHAINS,
         device: torch.device | None = None,
+        faster: Draw | None = None,
     ) -> None:
+        self._faster = faster
         self.rule = drafting.rule
         self._has_paths = drafting.tree is not None and drafting.tree.paths is not None
         self._is_chain = drafting.tree is None
@@ -93,7 +100,7 @@ class Sampler:
     def _serve(self, requests: list[Request]) -> None:
         """Sets what follows from who the rows are."""
         self._requests = requests
-        samplings = [request.sampling for request in requests]
+        samplings = self._samplings = [request.sampling for request in requests]
         device = self._device
         self._seeds_B = upload([sampling.seed for sampling in samplings], device)
         self._acceptance_seeds_B = seed_of(self._seeds_B, _ACCEPT)
@@ -107,6 +114,7 @@ class Sampler:
             rows_of.setdefault((request.sampling.settings, request.eos_ids), []).append(row)
         self._groups = [(requests[rows[0]], torch.tensor(rows, device=device)) for rows in rows_of.values()]
         self._is_plain = all(sampling.is_plain_greedy for sampling in samplings)
+        self._are_raw = not any(sampling.changes_logits for sampling in samplings)
         self.reads_text = any(sampling.reads_text for sampling in samplings)
 
     def draw(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
@@ -117,18 +125,25 @@ class Sampler:
             depths_BR: `[B, R]` how many drafted tokens stand between the committed text and each.
             paths_BRD: `[B, R, D]` these tokens, `ABSENT` where there are none; None without any.
         """
-        if self._is_plain:
-            return best_token(logits_BRV)
-        return best_token(self.scores(logits_BRV, depths_BR, paths_BRD))
+        logits = logits_BRV if self._are_raw else self._each(self._penalized, logits_BRV, paths_BRD)
+        positions_BR = self.lengths_B[:, None] + depths_BR
+        if self._faster is not None and (tokens := self._faster(logits, self._samplings, positions_BR)) is not None:
+            return tokens
+        return best_token(logits if self._is_plain else self._noised_at(logits, positions_BR))
 
     def scores(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
         """What the target's token is the largest of, `[B, R, V]`: log p, up to a constant, plus noise; see `draw`."""
-        positions_BR, sampling = self.lengths_B[:, None] + depths_BR, self._groups[0][0].sampling
+        logits = self._each(self._penalized, logits_BRV, paths_BRD)
+        return self._noised_at(logits, self.lengths_B[:, None] + depths_BR)
+
+    def _noised_at(self, logits_BRV: Tensor, positions_BR: Tensor) -> Tensor:
+        """Scores of logits after bias, penalties and processors."""
+        sampling = self._groups[0][0].sampling
         if len(self._groups) == 1 and sampling.is_plain and not sampling.is_greedy:
             # The same numbers; logits that are no numbers make scores that are none.
             scores = logits_BRV if logits_BRV.dtype == torch.float64 else logits_BRV.float()
             return scores / sampling.temperature + gumbel_noise(self._seeds_B, positions_BR, scores.shape[2])
-        return self._noised(self._each(self._scores, logits_BRV, paths_BRD), self._seeds_B, positions_BR)
+        return self._noised(self._each(self._filtered, logits_BRV, None), self._seeds_B, positions_BR)
 
     def probabilities(self, logits_BRV: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
         """The distributions `[B, R, V]` that tokens are drawn from, in float64; arguments as in `draw`."""
@@ -284,7 +299,9 @@ class Sampler:
         return noised if self._are_random else torch.where(self._is_random_B[rows, None, None], noised, scores_BRV)
 
     def _scores(self, request: Request, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
-        logits = self._penalized(request, logits, paths, rows)
+        return self._filtered(request, self._penalized(request, logits, paths, rows))
+
+    def _filtered(self, request: Request, logits: Tensor, *_: Tensor | None) -> Tensor:
         return logits if request.sampling.is_greedy else filtered_logits(logits, request.sampling)
 
     def _penalized(self, request: Request, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:

@@ -10,48 +10,70 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paradraft.formats.gguf_blocks import Products
 from paradraft.models.forward.cpu import build
 from paradraft.models.forward.cpu.matrix import PackedMatrix
 from paradraft.models.quantized import (
+    _FORMATS,
     BLOCK,
+    Format,
+    NumberKind,
     QuantizedTensor,
     plain_product,
     round_linears,
+    rounded,
     rounded_inputs,
     rounded_to_4_bits,
     rounded_to_8_bits,
 )
-from paradraft.models.runtime import Runtime, stored_bytes
+from paradraft.models.runtime import Runtime, stored_bytes, stored_parts
 from tests.unit.models.forward.test_cpu_build import kept, new_machine  # noqa: F401  # fixtures
 
 SHAPES = [(70, 96), (3, 100), (130, 33), (65, 320), (1, 7)]
 FORMATS = [
-    pytest.param(bits, group, half, offsets, id=f"{bits}-{group}-{'half' if half else 'float'}{'-offsets' * offsets}")
-    for bits in (8, 4)
-    for group in (16, 32, 64, 0)
-    for half in (False, True)
-    for offsets in (False, True)
-    if group != 16 or not (half or offsets)
+    Format(bits, group, *kinds)
+    for least, known in _FORMATS.items()
+    for group in ((least,) if least < 32 else (32, 64))
+    for kinds, all_bits in known.items()
+    for bits in all_bits
+    if group == 32 or NumberKind.PRODUCTS not in kinds or group == 16
 ]
+"""All that there are kernels for."""
 ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 13, 26]
 """Of products: all numbers that kernels have code for, and those that are cut into some of these."""
 
 
-def random_weight(bits: int, group: int, half: bool, offsets: bool, shape: tuple[int, int]) -> QuantizedTensor:
-    generator = torch.Generator().manual_seed(bits + group)
-    lowest, highest = {(8, False): (-128, 127), (8, True): (-128, 127), (4, False): (-8, 7), (4, True): (0, 15)}[
-        bits, offsets
-    ]
-    group = group or shape[1]
-    groups = shape[0], math.ceil(shape[1] / group)
-    scales = torch.randn(groups, generator=generator) / 100
-    return QuantizedTensor(
-        torch.randint(lowest, highest + 1, shape, dtype=torch.int8, generator=generator),
-        scales.half() if half else scales,
-        torch.randn(groups, generator=generator) / 10 if offsets else None,
-        bits=bits,
-        group=group,
-    )
+def named(format: Format) -> str:
+    return "-".join([str(format.bits), str(format.group), format.scales.name.lower(), format.offsets.name.lower()])
+
+
+def shapes_of(format: Format) -> list[tuple[int, int]]:
+    """Shapes with parts of panels, of groups and of blocks."""
+    return [(70, 512), (3, 256)] if format.scales is NumberKind.PRODUCTS else SHAPES
+
+
+def random_weight(format: Format, shape: tuple[int, int]) -> QuantizedTensor:
+    generator = torch.Generator().manual_seed(format.bits + format.group)
+    has_offsets = format.offsets is not NumberKind.NONE
+    half = 2 ** (format.bits - 1)
+    lowest, highest = (0, 2 * half - 1) if has_offsets else (-half, half - 1)
+    group = format.group or shape[1]
+
+    def numbers(kind: NumberKind, size: float) -> Tensor | Products | None:
+        groups = shape[0], math.ceil(shape[1] / group)
+        if kind is NumberKind.NONE:
+            return None
+        if kind is not NumberKind.PRODUCTS:
+            return (torch.randn(groups, generator=generator) * size).to(kind.dtype)
+        least, most = (0, 63) if has_offsets else (-128, 127)
+        factors = torch.randn(shape[0], shape[1] // 256, generator=generator) * size / most
+        whole = torch.randint(least, most + 1, groups, dtype=torch.int8, generator=generator)
+        return Products(factors=factors.half(), numbers=whole)
+
+    scales = numbers(format.scales, 0.01)
+    assert scales is not None
+    values = torch.randint(lowest, highest + 1, shape, dtype=torch.int8, generator=generator)
+    return QuantizedTensor(values, scales, numbers(format.offsets, 0.1), bits=format.bits, group=group)
 
 
 def random_inputs(rows: int, width: int) -> Tensor:
@@ -76,17 +98,19 @@ def assert_kernels_follow(weight: QuantizedTensor) -> None:
     for rows in ROWS:
         inputs = random_inputs(rows, weight.shape[1])
         assert torch.equal(product(packed, inputs, 1 + rows % 2), plain_product(inputs, plain)), rows
-    for before, after in zip(plain.parts, weight.parts, strict=True):
-        assert (before is None and after is None) or torch.equal(before, after)  # type: ignore[arg-type]  # both are there
+    for before, after in zip(stored_parts(plain), stored_parts(weight), strict=True):
+        assert before.dtype == after.dtype and torch.equal(before, after)
     assert torch.equal(plain.dequantize(), weight.dequantize())
+    some = torch.tensor([len(plain) - 1, 0])
+    assert torch.equal(plain.rows(some), weight.rows(some)) and torch.equal(weight.rows(some), plain.dequantize()[some])
 
 
-@pytest.mark.parametrize(("bits", "group", "half", "offsets"), FORMATS)
-def test_kernels_give_the_bits_of_the_definition(bits: int, group: int, half: bool, offsets: bool) -> None:
+@pytest.mark.parametrize("format", FORMATS, ids=named)
+def test_kernels_give_the_bits_of_the_definition(format: Format) -> None:
     """Guards the promise that the text is the same on every CPU and in every batch, and stored weights against a place
     of their own that differs from where they are read."""
-    for shape in SHAPES:
-        assert_kernels_follow(random_weight(bits, group, half, offsets, shape))
+    for shape in shapes_of(format):
+        assert_kernels_follow(random_weight(format, shape))
 
 
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx2", False), reason="of x86 CPUs")
@@ -108,18 +132,19 @@ def test_other_cpus_give_the_same_bits(kept: None, monkeypatch: pytest.MonkeyPat
     ):
         pytest.skip("this CPU has no such instructions")
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *flags.split()))
-    for bits, group, offsets in [(8, 0, False), (8, 32, False), (8, 16, False), (4, 32, False), (4, 32, True)]:
-        assert_kernels_follow(random_weight(bits, group, group == 32, offsets, (70, 100)))
+    for format in FORMATS:
+        if format.group in (0, 16, 32):
+            assert_kernels_follow(random_weight(format, shapes_of(format)[0]))
     extremes = QuantizedTensor(torch.full((4, 64), -128, dtype=torch.int8), torch.ones(4, 1), bits=8, group=64)
     assert product(PackedMatrix([extremes]), torch.full((1, 64), -1.0)).tolist() == [[64 * 128.0] * 4]
 
 
 def test_a_product_is_what_its_definition_says() -> None:
     """Guards the oracle itself: a double loop over outputs and inputs, in Python's numbers."""
-    weight = random_weight(4, 32, True, True, (3, 70))
+    weight = random_weight(Format(4, 32, NumberKind.HALVES, NumberKind.FLOATS), (3, 70))
     inputs = random_inputs(2, 70)
     values, scales, offsets = weight.parts
-    assert offsets is not None
+    assert isinstance(scales, Tensor) and isinstance(offsets, Tensor)
     blocks, factors = rounded_inputs(inputs)
     for row in range(2):
         for output in range(3):
@@ -146,7 +171,7 @@ def test_numbers_that_are_none_stay_so(wrong: float) -> None:
     """Guards the message of a model whose states overflow: rounded to 8 bits, they would look like others."""
     inputs = torch.randn(2, 64)
     inputs[1, 40] = wrong
-    weight = random_weight(8, 32, True, False, (5, 64))
+    weight = random_weight(Format(8, 32, NumberKind.HALVES, NumberKind.NONE), (5, 64))
     plain = plain_product(inputs, weight)
     assert plain[0].isfinite().all() and plain[1].isnan().all()
     packed = product(PackedMatrix([weight]), inputs)
@@ -157,18 +182,73 @@ def test_4_bits_are_rounded_better_than_to_the_largest() -> None:
     """Guards the search for scales: Q4_0 takes a quarter more error."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     ours = (rounded_to_4_bits(weight).dequantize() - weight).square().mean()
-    groups = weight.unflatten(1, (-1, 32))
-    scales = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8
-    theirs = ((groups / scales).round().clamp(-8, 7) * scales - groups).square().mean()
+    theirs = (plain_q4_0(weight) - weight).square().mean()
     assert ours < 0.9 * theirs
 
 
-@pytest.mark.parametrize("rounded", [rounded_to_8_bits, rounded_to_4_bits])
-def test_weights_that_are_nothing_stay_so(rounded: type) -> None:
+def like_real_weights(seed: int, *, outliers: int) -> torch.Tensor:
+    """`[96, 200]` with heavy tails, outputs of other sizes, and channels ten times as large as others."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(96, 200, generator=generator)
+    tails = normal / torch.rand(96, 200, generator=generator).sqrt().clamp(min=0.05)
+    channels = torch.ones(200)
+    channels[torch.randperm(200, generator=generator)[:outliers]] = 10
+    return 0.02 * tails * channels * torch.logspace(-2, 1, 96)[:, None]
+
+
+def plain_q4_0(weight: torch.Tensor) -> torch.Tensor:
+    """Weights as llama.cpp's Q4_0 has them: the number of the largest size becomes -8."""
+    groups = nn.functional.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
+    scales = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8
+    values = (groups / scales.where(scales != 0, torch.inf) + 8.5).floor().clamp(0, 15) - 8
+    return (values * scales.half()).flatten(1)[:, : weight.shape[1]]
+
+
+@pytest.mark.parametrize("outliers", [0, 4])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_no_group_of_4_bits_is_worse_than_in_q4_0(seed: int, outliers: int) -> None:
+    """Guards the search for scales where a few numbers, outputs or channels are far larger than the rest."""
+    weight = like_real_weights(seed, outliers=outliers)
+    errors = [
+        nn.functional.pad((numbers - weight).square(), (0, -200 % 32)).unflatten(1, (-1, 32)).sum(2)
+        for numbers in (rounded_to_4_bits(weight).dequantize(), plain_q4_0(weight))
+    ]
+    assert bool((errors[0] <= errors[1] * (1 + 1e-5)).all())
+    assert (errors[0] / errors[1]).mean() < 0.95
+
+
+def attention(keys: int) -> nn.Module:
+    """The layers of an attention of 64 numbers, and of the block after it."""
+    shapes = {
+        "q_proj": (64, 64),
+        "k_proj": (keys, 64),
+        "v_proj": (keys, 64),
+        "o_proj": (64, 64),
+        "down_proj": (64, 128),
+    }
+    return nn.ModuleDict({name: nn.Linear(inputs, outputs) for name, (outputs, inputs) in shapes.items()})
+
+
+@pytest.mark.parametrize(("keys", "in_8_bits"), [(16, {"k_proj", "v_proj"}), (64, set())])
+def test_shared_keys_and_values_keep_8_bits(keys: int, in_8_bits: set[str]) -> None:
+    """Guards the cheapest third of what 4 bits cost, and the size of models whose heads share nothing."""
+    model = attention(keys)
+    expected = {
+        name: rounded(layer.weight, 8 if name in in_8_bits else 4).dequantize()
+        for name, layer in model.named_children()
+    }
+    round_linears(model, 4, model)
+    for name, layer in model.named_children():
+        assert layer.weight.bits == (8 if name in in_8_bits else 4)
+        assert torch.equal(layer.weight.dequantize(), expected[name])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_that_are_nothing_stay_so(bits: int) -> None:
     """Guards a division by a scale of 0, in rows that only fill up a vocabulary."""
     weight = torch.zeros(3, 40)
     weight[1, 0] = 1e-30
-    assert torch.equal(rounded(weight).dequantize()[[0, 2]], torch.zeros(2, 40))
+    assert torch.equal(rounded(weight, bits).dequantize()[[0, 2]], torch.zeros(2, 40))
 
 
 def test_the_head_keeps_8_bits() -> None:
@@ -202,10 +282,12 @@ def test_rows_of_packed_weights_are_unpacked_alone(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"bits": 5}, "use int8"),
+        ({"bits": 7}, "use int8"),
+        ({"bits": 6}, "there is no kernel"),
+        ({"bits": 8, "offsets": torch.ones(2, 2)}, "there is no kernel"),
         ({"values": torch.zeros(2, 64)}, "use int8"),
         ({"group": 24}, "groups of 24 inputs"),
-        ({"group": 16, "scales": torch.ones(2, 4).half()}, "with float32 scales"),
+        ({"group": 16, "scales": torch.ones(2, 4).half()}, "there is no kernel"),
         ({"scales": torch.ones(2, 3)}, r"shape \[2, 3\]: these weights need \[2, 2\]"),
         ({"offsets": torch.ones(1, 2)}, r"shape \[1, 2\]"),
         ({"values": torch.full((2, 64), 9, dtype=torch.int8)}, "values of 4 bits from 9 to 9: use -8 to 7"),
@@ -229,8 +311,6 @@ def test_4_bits_take_half_of_8(tmp_path: Path) -> None:
     """Guards `int4` on CPUs against 8 bits in disguise."""
     assert Runtime(device="cpu", dtype="int4").computed_in in (torch.bfloat16, torch.float32)
     weight = torch.randn(128, 256)
-    packed = {
-        bits: PackedMatrix([rounded(weight)]) for bits, rounded in ((8, rounded_to_8_bits), (4, rounded_to_4_bits))
-    }
+    packed = {bits: PackedMatrix([rounded(weight, bits)]) for bits in (8, 4)}
     sizes = {bits: matrix.panels.numbers.numel() for bits, matrix in packed.items()}
     assert sizes == {8: 128 * 256, 4: 128 * 128 + 128 * 8 * 2}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from contextlib import suppress
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +14,7 @@ from paradraft.models.forward.cpu.build import CannotBuildError
 from paradraft.models.forward.cpu.matrix import WrongPassError, compute_products
 from paradraft.models.forward.cpu.model import NativePass, can_serve
 from paradraft.models.forward.eager import EagerPass
+from paradraft.models.quantized import keep_parts
 
 
 def chosen(
@@ -48,8 +48,10 @@ def chosen(
             reason = f"no passes in C++, which are several times as fast: {error}"
         except WrongPassError as error:
             wrong = error
-    with suppress(CannotBuildError):  # torch computes them then
+    try:
         compute_products(model)
+    except CannotBuildError:  # torch computes them then
+        keep_parts(model)
     if wrong is not None:
         reason = _refusal(model, wrong)
     if reason is not None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from paradraft.models.forward.cpu import build
 from paradraft.models.forward.cpu.matrix import PackedMatrix
 from paradraft.models.quantized import QuantizedTensor, plain_product
-from tests.unit.models.test_quantized import product, random_inputs, random_weight
+from paradraft.models.runtime import stored_parts
+from tests.unit.models.test_quantized import FORMATS, product, random_inputs, random_weight, shapes_of
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SOURCES = Path(build.__file__).parent
@@ -48,9 +49,9 @@ def asked(weight: Tensor, inputs: Tensor) -> bytes:
     parts = [weight.detach()]
     settings = [0, 0, 0, 0]
     if isinstance(weight, QuantizedTensor):
-        values, scales, offsets = weight.parts
         settings = [int(setting) for setting in weight.format]
-        parts = [values, scales if weight.format.group else scales.float(), *([] if offsets is None else [offsets])]
+        parts = stored_parts(weight)
+        parts = parts if weight.format.group else [parts[0], parts[1].float()]
     sizes = struct.pack("8q", outputs, width, len(inputs), parts[0].element_size(), *settings)
     return sizes + b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in (*parts, inputs))
 
@@ -71,15 +72,11 @@ def emulated(program: Path, weights: list[Tensor], inputs: list[Tensor]) -> list
 
 def test_whole_numbers_give_the_same_bits(program: Path) -> None:
     """Guards the texts of quantized models on ARM: they are those of x86, to the last bit of each product."""
-    formats = [
-        (8, 0, False, False),
-        (8, 32, True, False),
-        (8, 16, False, False),
-        (4, 32, True, False),
-        (4, 64, False, True),
+    formats = [format for format in FORMATS for _ in range(3)]
+    weights: list[Tensor] = [random_weight(format, shapes_of(format)[0]) for format in formats]
+    inputs = [
+        random_inputs(rows, weight.shape[1]) for weight, rows in zip(weights, (1, 9, 26) * len(FORMATS), strict=True)
     ]
-    weights: list[Tensor] = [random_weight(*each, (70, 100)) for each in formats for _ in range(3)]
-    inputs = [random_inputs(rows, 100) for _ in formats for rows in (1, 9, 26)]
     for weight, rows, found in zip(weights, inputs, emulated(program, weights, inputs), strict=True):
         assert isinstance(weight, QuantizedTensor)
         assert torch.equal(found, plain_product(rows, weight))

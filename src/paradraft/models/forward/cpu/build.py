@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 SOURCES = (
-    "forward.cpp", "integers.cpp", "correction.cpp", "tree.cpp",
+    "forward.cpp", "integers.cpp", "packing.cpp", "correction.cpp", "tree.cpp", "draw.cpp",
     "attention.h", "gemm.h", "integers.h", "team.h", "tiles.h", "simd.h",
 )  # fmt: skip
 FLAGS = (
@@ -93,10 +93,11 @@ def _library() -> ctypes.CDLL | CannotBuildError:
     found.kernel_names.restype = ctypes.c_char_p
     found.packed_bytes.argtypes = [ctypes.c_void_p]
     found.packed_bytes.restype = ctypes.c_int64
-    found.pack_matrix.argtypes = [ctypes.c_void_p] * 5
-    found.pack_matrix.restype = None
-    found.unpack_outputs.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3]
-    found.unpack_outputs.restype = None
+    for pack in (found.pack_matrix, found.pack_integers):
+        pack.argtypes = [ctypes.c_void_p] * 3
+        pack.restype = None
+    found.unpack_integers.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p]
+    found.unpack_integers.restype = None
     found.copy_outputs.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p]
     found.copy_outputs.restype = None
     found.multiply_all.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]
@@ -115,6 +116,11 @@ def _library() -> ctypes.CDLL | CannotBuildError:
         *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int64
     ]  # fmt: skip
     found.grow_corrected.restype = None
+    found.draw_tokens.argtypes = [
+        ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p,
+        ctypes.c_int64,
+    ]  # fmt: skip
+    found.draw_tokens.restype = ctypes.c_int64
     found.compact_paths.argtypes = [
         ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2
     ]  # fmt: skip

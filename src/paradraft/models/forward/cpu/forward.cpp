@@ -262,24 +262,34 @@ static void set_product(
     });
 }
 
+/// Numbers of groups as floats, those of one output.
+static void copy_numbers(int64_t kind, int64_t groups, int64_t group, const void* numbers, const int8_t* of_groups, float* to) {
+    for (int64_t i = 0; i < groups; i++) {
+        int64_t at = kind == PRODUCTS ? i * group / SUPERBLOCK : i;
+        uint16_t half;
+        if (kind == FLOATS) to[i] = ((const float*)numbers)[at];
+        else memcpy(&half, (const uint16_t*)numbers + at, 2), to[i] = half_number(half);
+        if (kind == PRODUCTS) to[i] *= of_groups[i];
+    }
+}
+
 void copy_output(const Matrix& matrix, int64_t output, float* to) {
     const Grouping& grouping = matrix.grouping;
     int64_t groups = groups_of(grouping, matrix.inputs), group = grouping.group ? grouping.group : matrix.inputs;
-    thread_local std::vector<int8_t> values;
-    thread_local std::vector<float> scales, offsets;
-    int8_t* all_values = grown(values, matrix.inputs);
-    float *all_scales = grown(scales, groups + 1), *all_offsets = grown(offsets, groups + 1);
-    unpack_output((const uint8_t*)matrix.panels, matrix.inputs, grouping, output, all_values, all_scales, all_offsets);
-    if (!grouping.group) *all_scales = matrix.scales[output];
-    else if (grouping.is_half)
-        for (int64_t i = groups; i-- > 0;) {
-            uint16_t half;
-            memcpy(&half, (const char*)all_scales + i * 2, 2);
-            all_scales[i] = half_number(half);
-        }
+    thread_local std::vector<int8_t> values, scale_numbers, offset_numbers;
+    thread_local std::vector<float> scales, offsets, all_scales, all_offsets; // of those as they are stored, which are not larger
+    Weights own = {
+        grown(values, matrix.inputs), grown(scales, groups), grown(offsets, groups), grown(scale_numbers, groups),
+        grown(offset_numbers, groups),
+    };
+    unpack_output((const uint8_t*)matrix.panels, matrix.inputs, grouping, output, own);
+    float *scale = grown(all_scales, groups + 1), *offset = grown(all_offsets, groups);
+    if (grouping.group) copy_numbers(grouping.scales, groups, group, own.scales, own.scale_numbers, scale);
+    else *scale = matrix.scales[output];
+    if (grouping.offsets) copy_numbers(grouping.offsets, groups, group, own.offsets, own.offset_numbers, offset);
     for (int64_t i = 0; i < matrix.inputs; i++) {
-        to[i] = all_values[i] * all_scales[i / group];
-        if (grouping.has_offsets) to[i] += all_offsets[i / group];
+        to[i] = own.values[i] * scale[i / group];
+        if (grouping.offsets) to[i] += offset[i / group];
     }
 }
 
@@ -364,9 +374,12 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
             copy_states(team, model, batch, scratch, number, all_hidden);
             rms_norm_all(layer.norm);
             float* part = projected;
+            auto is_rounded = [](const Matrix& matrix) { return matrix.kind == INTEGERS; };
+            const Matrix* first_rounded = std::find_if(layer.qkv, layer.qkv + 3, is_rounded);
+            const Matrix& rounded_for = first_rounded < layer.qkv + 3 ? *first_rounded : layer.qkv[0];
+            Operand<Input> operand = scratch.rounding.of(team, rounded_for, normed, count);
             for (const Matrix& matrix : layer.qkv) {
                 if (!matrix.outputs) break;
-                Operand<Input> operand = scratch.rounding.of(team, matrix, normed, count);
                 set_product(team, matrix, operand, count, part, stride);
                 part += matrix.outputs;
             }
@@ -444,28 +457,30 @@ int64_t packed_bytes(const Matrix* matrix) {
     return matrix->count() * N_TILE * matrix->inputs * (matrix->kind == BFLOAT16 ? 2 : 4);
 }
 
-/// Sets the panels of a matrix: `weights` `[outputs, inputs]`, and what `pack_panel` needs of whole numbers.
-void pack_matrix(const Matrix* matrix, const void* weights, const void* scales, const float* offsets, void* panels) {
-    if (matrix->kind == BFLOAT16) return pack((const BFloat16*)weights, matrix->outputs, matrix->inputs, (BFloat16*)panels);
-    if (matrix->kind == FLOAT32) return pack((const float*)weights, matrix->outputs, matrix->inputs, (float*)panels);
-    int64_t bytes = matrix->grouping.bytes(blocks_of(matrix->inputs));
-#pragma omp parallel for
-    for (int64_t panel = 0; panel < matrix->count(); panel++)
-        pack_panel(
-            (const int8_t*)weights, scales, offsets, matrix->outputs, matrix->inputs, matrix->grouping, panel,
-            (uint8_t*)panels + panel * bytes
-        );
+/// Sets the panels of a matrix of numbers `[outputs, inputs]`.
+void pack_matrix(const Matrix* matrix, const void* weights, void* panels) {
+    if (matrix->kind == BFLOAT16) pack((const BFloat16*)weights, matrix->outputs, matrix->inputs, (BFloat16*)panels);
+    else pack((const float*)weights, matrix->outputs, matrix->inputs, (float*)panels);
 }
 
-/// What `pack_matrix` was given of `count` outputs from `first` on, for weights that are whole numbers.
-void unpack_outputs(const Matrix* matrix, int64_t first, int64_t count, int8_t* values, char* scales, float* offsets) {
+/// Sets the panels of a matrix of few bits.
+void pack_integers(const Matrix* matrix, const Weights* from, uint8_t* panels) {
     const Grouping& grouping = matrix->grouping;
-    int64_t groups = groups_of(grouping, matrix->inputs);
+    int64_t bytes = grouping.bytes(blocks_of(matrix->inputs));
+#pragma omp parallel for
+    for (int64_t panel = 0; panel < matrix->count(); panel++) {
+        Weights first = from_output(*from, panel * N_TILE, matrix->inputs, grouping);
+        pack_panel(first, matrix->outputs - panel * N_TILE, matrix->inputs, grouping, panels + panel * bytes);
+    }
+}
+
+/// What `pack_integers` was given of `count` outputs from `first` on.
+void unpack_integers(const Matrix* matrix, int64_t first, int64_t count, const Weights* to) {
 #pragma omp parallel for
     for (int64_t i = 0; i < count; i++)
         unpack_output(
-            (const uint8_t*)matrix->panels, matrix->inputs, grouping, first + i, values + i * matrix->inputs,
-            scales + i * groups * grouping.scale_bytes(), offsets + i * groups
+            (const uint8_t*)matrix->panels, matrix->inputs, matrix->grouping, first + i,
+            from_output(*to, i, matrix->inputs, matrix->grouping)
         );
 }
 

@@ -4,20 +4,16 @@
 
 typedef int8_t Quads __attribute__((vector_size(LANES * 4))); // four numbers in each lane
 
-// In each lane, the products of four weights with four inputs, added to a sum. `HAS_UNSIGNED`: the instruction takes weights
-// from 0 to 255, which are then stored with 128 added; what that adds to a block's sum is taken away at its beginning.
+// In each lane, the products of four weights with four inputs, added to a sum.
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
-constexpr bool HAS_UNSIGNED = true;
 template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
     return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)inputs);
 }
 #elif defined(__AVXVNNI__) && defined(__AVX2__) && !defined(__AVX512F__)
-constexpr bool HAS_UNSIGNED = true;
 template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
     return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)inputs);
 }
 #elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-constexpr bool HAS_UNSIGNED = false;
 // Pairs of products are added in 16 bits, and cut off where they do not fit. So a weight's sign moves to its input: two
 // products of at most 128 * 127 fit.
 template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
@@ -39,18 +35,15 @@ template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs
 #endif
 }
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
-constexpr bool HAS_UNSIGNED = false;
 template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
     return vdotq_s32(sum, weights, inputs);
 }
 #elif defined(__aarch64__)
-constexpr bool HAS_UNSIGNED = false;
 template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
     int16x8_t lower = vmull_s8(vget_low_s8(weights), vget_low_s8(inputs)), upper = vmull_high_s8(weights, inputs);
     return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(lower), vpaddlq_s16(upper)));
 }
 #elif defined(__SSE2__)
-constexpr bool HAS_UNSIGNED = false;
 template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
     auto lower = [](__m128i bytes) { return _mm_srai_epi16(_mm_unpacklo_epi8(bytes, bytes), 8); };
     auto upper = [](__m128i bytes) { return _mm_srai_epi16(_mm_unpackhi_epi8(bytes, bytes), 8); };
@@ -68,7 +61,6 @@ template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs
     return sum;
 }
 #else
-constexpr bool HAS_UNSIGNED = false;
 template <int BITS> __attribute__((noinline)) static Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
     for (int lane = 0; lane < LANES; lane++)
         for (int i = 0; i < 4; i++) sum[lane] += int32_t(weights[lane * 4 + i]) * inputs[lane * 4 + i];
@@ -138,30 +130,80 @@ static inline Vector load_halves(const uint8_t* from) {
 #endif
 }
 
-/// How many scales an output has in a header, whether they are float16 numbers, and whether there are as many offsets. In
-/// kernels it is known when they are compiled.
-template <int SCALES, bool HALVES, bool OFFSETS> struct Scheme {
-    static constexpr bool HAS_SCALES = SCALES > 0, HAS_OFFSETS = OFFSETS;
-    static constexpr int PARTS = SCALES == 2 ? 2 : 1; // that a block is cut into
+/// Bytes as whole numbers of 32 bits.
+static inline Integers load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (Integers)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+    return (Integers)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    UnsignedBytes bytes;
+    memcpy(&bytes, from, sizeof(bytes));
+    return __builtin_convertvector(bytes, Integers);
+#endif
+}
 
-    static Vector scales(const uint8_t* header, int part, int64_t output) {
-        int64_t at = part * N_TILE + output;
-        if constexpr (HALVES) return load_halves(header + at * 2);
-        return load((const float*)header + at);
+/// A header with numbers in the order in which blocks are read, known when kernels are compiled. `GROUPS` are those of a block
+/// that have scales in it: 0 where an output has one scale.
+template <int GROUPS, NumberKind SCALES, NumberKind OFFSETS> struct Scheme {
+    static constexpr bool HAS_SCALES = GROUPS > 0, HAS_OFFSETS = OFFSETS != NONE;
+    static constexpr int PARTS = GROUPS == 2 ? 2 : 1; // that a block is cut into
+
+    /// The scales of some outputs for a part of a block; `block` counts from the header on.
+    static Vector scales(const uint8_t* header, int block, int part, int64_t output) {
+        if constexpr (SCALES == PRODUCTS && HAS_OFFSETS)
+            return factors(header, output) * number(sixes(header, block, output, block % 2 ? 2 : 0) & 63);
+        if constexpr (SCALES == PRODUCTS) {
+            Integers bytes = load_bytes(header + N_TILE * (2 + block * PARTS + part) + output);
+            return factors(header, output) * number((bytes << 24) >> 24);
+        }
+        return numbers<SCALES>(header, part * N_TILE + output);
     }
-    static Vector offsets(const uint8_t* header, int part, int64_t output) {
-        return load((const float*)(header + PARTS * N_TILE * (HALVES ? 2 : 4)) + part * N_TILE + output);
+
+    static Vector offsets(const uint8_t* header, int block, int part, int64_t output) {
+        if constexpr (OFFSETS == PRODUCTS) {
+            Integers numbers = sixes(header, block, output, 1);
+            if (block % 2) {
+                Integers low = sixes(header, block, output, 0) >> 6, high = sixes(header, block, output, 2) >> 6;
+                numbers = low | ((numbers >> 6) << 2) | (high << 4);
+            }
+            return factors(header + N_TILE * 2, output) * number(numbers & 63);
+        }
+        return numbers<OFFSETS>(header + PARTS * N_TILE * Grouping::size_of(SCALES), part * N_TILE + output);
+    }
+
+  private:
+    template <NumberKind KIND> static Vector numbers(const uint8_t* from, int64_t at) {
+        if constexpr (KIND == HALVES) return load_halves(from + at * 2);
+        return load((const float*)from + at);
+    }
+    static Vector factors(const uint8_t* from, int64_t output) { return load_halves(from + output * 2); }
+    static Vector number(Integers numbers) { return __builtin_convertvector(numbers, Vector); }
+    /// One of the three rows of bytes that two blocks have for numbers of 6 bits: the first block's scale, its offset, and the
+    /// second's scale; the second's offset is in their upper bits, the lowest first.
+    static Integers sixes(const uint8_t* header, int block, int64_t output, int row) {
+        return load_bytes(header + N_TILE * (4 + block / 2 * 3 + row) + output);
     }
 };
 
-/// What is added to every stored weight so that it is not negative.
-template <int BITS, bool OFFSETS> constexpr int32_t SHIFT = BITS == 8 ? (HAS_UNSIGNED ? 128 : 0) : OFFSETS ? 0 : 8;
+/// Four weights of some outputs, and of a block whose values begin at `from`.
+template <int BITS> static inline Quads weights_of(const uint8_t* from, int quad, int64_t output) {
+    if constexpr (BITS == 8) return load_quads(from + (quad * N_TILE + output) * 4);
+    Bits nibbles = (same_bits<Bits>(load_quads(from + (quad / 2 * N_TILE + output) * 4)) >> (quad % 2 * 4)) & 0x0f0f0f0fu;
+    if constexpr (BITS == 5 || BITS == 6) {
+        constexpr int MORE = BITS - 4, QUADS_OF_A_WORD = 8 / MORE;
+        const uint8_t* upper = from + BLOCK / 2 * N_TILE + (quad / QUADS_OF_A_WORD * N_TILE + output) * 4;
+        Bits word = same_bits<Bits>(load_quads(upper));
+        int shift = 4 - quad % QUADS_OF_A_WORD * MORE;
+        nibbles |= (shift < 0 ? word >> -shift : word << shift) & (0x10101010u * ((1 << MORE) - 1));
+    }
+    return (Quads)nibbles;
+}
 
 /// Sets `sums` to the products of a block, or of one of its halves.
 template <int BITS, int PARTS, int ROWS, int COUNT>
 static inline void
-sum_quads(const uint8_t* values, int part, const RoundedBlock* inputs, Integers (&sums)[ROWS][COUNT]) {
-    constexpr int STEP = 8 / BITS; // quads that a vector of weights holds
+sum_quads(const uint8_t* values, int64_t output, int part, const RoundedBlock* inputs, Integers (&sums)[ROWS][COUNT]) {
     constexpr bool IN_SHORTS = BITS == 4 && HAS_SHORTS;
     Quads shorts[ROWS][COUNT] = {};
     // From zeros, and not from what is to be taken away: a CPU clears a register by giving it another name.
@@ -173,10 +215,7 @@ sum_quads(const uint8_t* values, int part, const RoundedBlock* inputs, Integers 
     for (int quad = part * (QUADS / PARTS); quad < (part + 1) * (QUADS / PARTS); quad++) {
         Quads weights[COUNT];
 #pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++) {
-            weights[v] = load_quads(values + (quad / STEP * N_TILE + v * LANES) * 4);
-            if constexpr (BITS == 4) weights[v] = (Quads)((same_bits<Bits>(weights[v]) >> (quad % 2 * 4)) & 0x0f0f0f0fu);
-        }
+        for (int v = 0; v < COUNT; v++) weights[v] = weights_of<BITS>(values, quad, output + v * LANES);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             Quads input = splat_quad(inputs[row].values + quad * 4);
@@ -197,19 +236,20 @@ sum_quads(const uint8_t* values, int part, const RoundedBlock* inputs, Integers 
 /// where more outputs then have their whole numbers: each input is loaded less often.
 template <int BITS, class Scheme, int ROWS, int COUNT>
 __attribute__((noinline)) static void add_block( // within its caller GCC has no registers for all whole numbers
-    const uint8_t* header, const uint8_t* values, int64_t output, const RoundedBlock* inputs, float (*__restrict sums)[N_TILE]
+    const uint8_t* header, int block, const uint8_t* values, int64_t output, const RoundedBlock* inputs,
+    float (*__restrict sums)[N_TILE]
 ) {
-    constexpr int32_t BIAS = SHIFT<BITS, Scheme::HAS_OFFSETS>;
+    constexpr int32_t BIAS = shift_of(BITS, Scheme::HAS_OFFSETS);
     Vector products[ROWS][COUNT];
 #pragma GCC unroll 2
     for (int part = 0; part < Scheme::PARTS; part++) {
         Integers totals[ROWS][COUNT];
-        sum_quads<BITS, Scheme::PARTS>(values + output * 4, part, inputs, totals);
+        sum_quads<BITS, Scheme::PARTS>(values, output, part, inputs, totals);
         Vector scales[COUNT] = {}, offsets[COUNT] = {};
 #pragma GCC unroll 8
         for (int v = 0; v < COUNT; v++) {
-            if constexpr (Scheme::HAS_SCALES) scales[v] = Scheme::scales(header, part, output + v * LANES);
-            if constexpr (Scheme::HAS_OFFSETS) offsets[v] = Scheme::offsets(header, part, output + v * LANES);
+            if constexpr (Scheme::HAS_SCALES) scales[v] = Scheme::scales(header, block, part, output + v * LANES);
+            if constexpr (Scheme::HAS_OFFSETS) offsets[v] = Scheme::offsets(header, block, part, output + v * LANES);
         }
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
@@ -252,20 +292,25 @@ static inline void
 multiply_integer_rows(const Piece& piece, const Rounded& inputs, float (*__restrict sums)[N_TILE]) {
     constexpr int COUNT = vectors_at_once(ROWS), PARTS = VECTORS_PER_TILE / COUNT;
     int64_t of_header = piece.grouping.header_blocks(), header_bytes = piece.grouping.header_bytes();
-    int64_t lines = piece.is_first ? (piece.grouping.block_bytes() + header_bytes / of_header) / 64 : 0;
+    int64_t block_bytes = piece.grouping.block_bytes(), step = block_bytes + header_bytes / of_header;
     const uint8_t *header = piece.from, *values = header + header_bytes;
-    for (int64_t block = 0, left = of_header; block < piece.blocks; block++) {
+    const uint8_t *ahead = header + PREFETCH_BYTES, *until = ahead;
+    for (int64_t block = 0, in_header = 0; block < piece.blocks; block++) {
+        until += step;
         for (int part = 0; part < PARTS; part++) {
-            // Some before each part, and not unrolled: more at once would wait for each other, and products for them.
-            Span ahead(lines, part, PARTS);
-            for (; ahead.first < ahead.last; ahead.first++) __builtin_prefetch(values + PREFETCH_BYTES + ahead.first * 64);
-            add_block<BITS, Scheme, ROWS, COUNT>(header, values, part * COUNT * LANES, inputs.from(0, block).all, sums);
+            // Some before each part, and not unrolled: more at once would wait for each other, and products for them. They go to
+            // the second cache: of types with bits in two places twice as many bytes come in the same time as in the nearest.
+            const uint8_t* last = part + 1 < PARTS ? ahead + step / PARTS : until;
+            for (; piece.is_first && ahead < last; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+            add_block<BITS, Scheme, ROWS, COUNT>(
+                header, in_header, values, part * COUNT * LANES, inputs.from(0, block).all, sums
+            );
         }
-        values += piece.grouping.block_bytes();
-        if (Scheme::HAS_SCALES && !--left) {
+        values += block_bytes;
+        if (Scheme::HAS_SCALES && ++in_header == of_header) {
             header = values;
             values += header_bytes;
-            left = of_header;
+            in_header = 0;
         }
     }
 }
@@ -296,96 +341,34 @@ static void multiply_in_pieces(
         }
 }
 
-template <int BITS, bool HALVES>
-static void multiply_with(
-    const uint8_t* panel, const Grouping& grouping, const Rounded& inputs, int64_t rows, float (*sums)[N_TILE]
-) {
-    auto multiply = multiply_in_pieces<BITS, Scheme<1, HALVES, false>>;
-    if (!grouping.group) multiply = multiply_in_pieces<BITS, Scheme<0, false, false>>;
-    else if (grouping.header_rows() == 2) multiply = multiply_in_pieces<BITS, Scheme<2, false, false>>; // all there are
-    else if (grouping.has_offsets) multiply = multiply_in_pieces<BITS, Scheme<1, HALVES, true>>;
-    multiply(panel, grouping, inputs, rows, sums);
+using Kernel = void (*)(const uint8_t*, const Grouping&, const Rounded&, int64_t, float (*)[N_TILE]);
+template <int BITS, int GROUPS, NumberKind SCALES, NumberKind OFFSETS = NONE>
+static constexpr Kernel kernel = multiply_in_pieces<BITS, Scheme<GROUPS, SCALES, OFFSETS>>;
+
+/// The kernel for weights that are stored in a way; null where none are.
+static Kernel kernel_of(const Grouping& grouping) {
+    auto is = [&](int64_t bits, int64_t scales, int64_t offsets) {
+        return grouping.bits == bits && grouping.scales == scales && grouping.offsets == offsets;
+    };
+    if (!grouping.group) return grouping.bits == 8 ? kernel<8, 0, FLOATS> : grouping.bits == 4 ? kernel<4, 0, FLOATS> : nullptr;
+    if (grouping.group < BLOCK) return is(6, PRODUCTS, NONE) ? kernel<6, 2, PRODUCTS> : nullptr;
+    if (is(8, HALVES, NONE)) return kernel<8, 1, HALVES>;
+    if (is(5, HALVES, NONE)) return kernel<5, 1, HALVES>;
+    if (is(5, HALVES, HALVES)) return kernel<5, 1, HALVES, HALVES>;
+    if (is(5, PRODUCTS, PRODUCTS)) return kernel<5, 1, PRODUCTS, PRODUCTS>;
+    if (is(4, HALVES, NONE)) return kernel<4, 1, HALVES>;
+    if (is(4, HALVES, HALVES)) return kernel<4, 1, HALVES, HALVES>;
+    if (is(4, HALVES, FLOATS)) return kernel<4, 1, HALVES, FLOATS>;
+    if (is(4, FLOATS, NONE)) return kernel<4, 1, FLOATS>;
+    if (is(4, FLOATS, FLOATS)) return kernel<4, 1, FLOATS, FLOATS>;
+    if (is(4, PRODUCTS, PRODUCTS)) return kernel<4, 1, PRODUCTS, PRODUCTS>;
+    return nullptr;
 }
 
 void multiply_integers(
     const uint8_t* panel, const Grouping& grouping, const Rounded& inputs, int64_t rows, float (*sums)[N_TILE]
 ) {
-    auto multiply = grouping.bits == 8 ? grouping.is_half ? multiply_with<8, true> : multiply_with<8, false>
-                    : grouping.is_half ? multiply_with<4, true>
-                                       : multiply_with<4, false>;
-    multiply(panel, grouping, inputs, rows, sums);
-}
-
-/// Where the header and the values of a block are in a panel.
-static inline int64_t header_of(const Grouping& grouping, int64_t block) {
-    return grouping.bytes(block - block % grouping.header_blocks());
-}
-
-static inline int64_t values_of(const Grouping& grouping, int64_t block) {
-    return grouping.bytes(block) + (block % grouping.header_blocks() ? 0 : grouping.header_bytes());
-}
-
-/// Where in a header the scale or the offset of a group and an output is.
-struct Place {
-    int64_t scale, offset;
-    Place(const Grouping& grouping, int64_t group, int64_t output) {
-        int64_t size = grouping.scale_bytes(), rows = grouping.header_rows(), at = group % rows * N_TILE + output;
-        scale = header_of(grouping, group * grouping.group / BLOCK) + at * size;
-        offset = scale - at * size + rows * N_TILE * size + at * 4;
-    }
-};
-
-/// Calls `with(values, byte, upper)` for each quad of an output in a block: where its four numbers begin among the output's,
-/// the first of their bytes, and whether they are the upper halves of these.
-template <class Byte, class With>
-static inline void each_quad(Byte* panel, const Grouping& grouping, int64_t inputs, int64_t output, With with) {
-    for (int64_t block = 0; block < blocks_of(inputs); block++) {
-        Byte* base = panel + values_of(grouping, block) + output * 4;
-        for (int64_t quad = 0; quad < QUADS && block * BLOCK + quad * 4 < inputs; quad++)
-            with(block * BLOCK + quad * 4, base + quad / (grouping.bits == 8 ? 1 : 2) * N_TILE * 4, grouping.bits == 4 && quad % 2);
-    }
-}
-
-static int64_t shift_of(const Grouping& grouping) {
-    return grouping.bits == 8 ? SHIFT<8, false> : grouping.has_offsets ? SHIFT<4, true> : SHIFT<4, false>;
-}
-
-void pack_panel(
-    const int8_t* values, const void* scales, const float* offsets, int64_t outputs, int64_t inputs, const Grouping& grouping,
-    int64_t panel, uint8_t* to
-) {
-    int64_t groups = groups_of(grouping, inputs), size = grouping.scale_bytes(), shift = shift_of(grouping);
-    memset(to, 0, grouping.bytes(blocks_of(inputs)));
-    for (int64_t i = 0, output = panel * N_TILE; i < N_TILE && output < outputs; i++, output++) {
-        each_quad(to, grouping, inputs, i, [&](int64_t input, uint8_t* bytes, bool is_upper) {
-            const int8_t* from = values + output * inputs + input;
-            for (int64_t k = 0; k < std::min<int64_t>(4, inputs - input); k++)
-                bytes[k] |= uint8_t(from[k] + shift) << (is_upper ? 4 : 0);
-        });
-        for (int64_t group = 0; group < groups; group++) {
-            Place place(grouping, group, i);
-            memcpy(to + place.scale, (const char*)scales + (output * groups + group) * size, size);
-            if (grouping.has_offsets) memcpy(to + place.offset, offsets + output * groups + group, 4);
-        }
-    }
-}
-
-void unpack_output(
-    const uint8_t* panels, int64_t inputs, const Grouping& grouping, int64_t output, int8_t* values, void* scales, float* offsets
-) {
-    const uint8_t* from = panels + output / N_TILE * grouping.bytes(blocks_of(inputs));
-    int64_t i = output % N_TILE, size = grouping.scale_bytes(), shift = shift_of(grouping);
-    each_quad(from, grouping, inputs, i, [&](int64_t input, const uint8_t* bytes, bool is_upper) {
-        for (int64_t k = 0; k < std::min<int64_t>(4, inputs - input); k++) {
-            int stored = grouping.bits == 8 ? bytes[k] : is_upper ? bytes[k] >> 4 : bytes[k] & 15;
-            values[input + k] = int8_t(stored - shift);
-        }
-    });
-    for (int64_t group = 0; group < groups_of(grouping, inputs); group++) {
-        Place place(grouping, group, i);
-        memcpy((char*)scales + group * size, from + place.scale, size);
-        if (grouping.has_offsets) memcpy(offsets + group, from + place.offset, 4);
-    }
+    kernel_of(grouping)(panel, grouping, inputs, rows, sums);
 }
 
 /// The instructions that products use, with spaces between them.

@@ -10,24 +10,63 @@
 constexpr int64_t BLOCK = 32; // inputs of a row that are rounded with one scale
 constexpr int QUADS = BLOCK / 4;
 
+/// How scales or offsets of groups are stored; their values are those of `quantized.NumberKind`.
+enum NumberKind : int64_t {
+    NONE,
+    FLOATS,
+    HALVES,   // float16 numbers
+    PRODUCTS, // a float16 number for `SUPERBLOCK` inputs times a whole number for each group, as in llama.cpp's K-quants
+};
+
+constexpr int64_t SUPERBLOCK = 256;
+
 /// How weights of few bits are stored.
 struct Grouping {
-    int64_t bits;        // 8 or 4
-    int64_t group;       // inputs that share a scale, half a block or a multiple of one; 0 if all inputs of an output do
-    int64_t is_half;     // whether scales are float16 numbers, else float32
-    int64_t has_offsets; // a weight is scale * value + offset; only with groups
+    int64_t bits;    // 4, 5, 6 or 8
+    int64_t group;   // inputs that share a scale, half a block or a multiple of one; 0 if all inputs of an output do
+    int64_t scales;  // a kind of `NumberKind`
+    int64_t offsets; // likewise; a weight is scale * value + offset. `PRODUCTS` have 6 bits, and 8 where there are none
 
-    int64_t scale_bytes() const { return is_half ? 2 : 4; }
-    /// Blocks that follow on a header: scales, and then offsets, of one group or of the two halves of a block.
-    int64_t header_blocks() const { return group > BLOCK ? group / BLOCK : 1; }
-    int64_t header_rows() const { return group && group < BLOCK ? BLOCK / group : group ? 1 : 0; }
-    int64_t header_bytes() const { return header_rows() * N_TILE * (scale_bytes() + (has_offsets ? 4 : 0)); }
+    /// Groups of a block, and blocks after a header with the scales and offsets of these.
+    int64_t parts() const { return group && group < BLOCK ? BLOCK / group : 1; }
+    int64_t header_blocks() const { return scales == PRODUCTS ? SUPERBLOCK / BLOCK : group > BLOCK ? group / BLOCK : 1; }
+    int64_t header_bytes() const {
+        if (!group) return 0;
+        if (scales == PRODUCTS && offsets) return N_TILE * (2 * 2 + 3 * header_blocks() / 2);
+        if (scales == PRODUCTS) return N_TILE * (2 + header_blocks() * parts());
+        return N_TILE * parts() * (size_of(scales) + size_of(offsets));
+    }
+    /// Bits from the fifth on are after the first four of all weights of a block.
     int64_t block_bytes() const { return BLOCK * N_TILE * bits / 8; }
     /// Bytes of the first `blocks` blocks of a panel, and their headers.
     int64_t bytes(int64_t blocks) const {
         int64_t headers = group ? (blocks + header_blocks() - 1) / header_blocks() : 0;
         return blocks * block_bytes() + headers * header_bytes();
     }
+
+    static constexpr int64_t size_of(int64_t numbers) { return numbers == FLOATS ? 4 : numbers == NONE ? 0 : 2; }
+};
+
+/// Whether the CPU multiplies weights from 0 to 255 with inputs that have signs, and adds four products at once.
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+constexpr bool HAS_UNSIGNED = true;
+#elif defined(__AVXVNNI__) && defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool HAS_UNSIGNED = true;
+#else
+constexpr bool HAS_UNSIGNED = false;
+#endif
+
+/// What is added to every weight when it is stored, so that it is not negative; what that adds to a block's sum is taken away.
+constexpr int32_t shift_of(int64_t bits, bool has_offsets) {
+    return has_offsets ? 0 : bits < 8 ? 1 << (bits - 1) : HAS_UNSIGNED ? 128 : 0;
+}
+
+/// Weights as they are before they are packed, of one or more outputs. Of G groups, or S superblocks of K inputs, an output has
+/// K values; G scales and offsets, or S where they are `PRODUCTS` of these and of G whole numbers.
+struct Weights {
+    int8_t* values;
+    void *scales, *offsets;
+    int8_t *scale_numbers, *offset_numbers;
 };
 
 static inline int64_t blocks_of(int64_t inputs) { return (inputs + BLOCK - 1) / BLOCK; }
@@ -89,13 +128,17 @@ void multiply_integers(
     const uint8_t* panel, const Grouping& grouping, const Rounded& inputs, int64_t rows, float (*sums)[N_TILE]
 );
 
-/// Sets one panel. `values` `[outputs, inputs]`; `scales` and `offsets` `[outputs, groups]`, null where there are none.
-void pack_panel(
-    const int8_t* values, const void* scales, const float* offsets, int64_t outputs, int64_t inputs, const Grouping& grouping,
-    int64_t panel, uint8_t* to
-);
+/// Sets the panel of the `outputs` first outputs that `from` has, at most `N_TILE`.
+void pack_panel(const Weights& from, int64_t outputs, int64_t inputs, const Grouping& grouping, uint8_t* to);
 
-/// What `pack_panel` was given of one output: `[inputs]` values, and `[groups]` scales and offsets where panels have them.
-void unpack_output(
-    const uint8_t* panels, int64_t inputs, const Grouping& grouping, int64_t output, int8_t* values, void* scales, float* offsets
-);
+/// Sets `to` to what `pack_panel` was given of one output.
+void unpack_output(const uint8_t* panels, int64_t inputs, const Grouping& grouping, int64_t output, const Weights& to);
+
+/// How many numbers an output has of its scales, and as many of its offsets.
+static inline int64_t numbers_of(const Grouping& grouping, int64_t inputs) {
+    if (grouping.scales == PRODUCTS) return (inputs + SUPERBLOCK - 1) / SUPERBLOCK;
+    return groups_of(grouping, inputs);
+}
+
+/// Where the weights of an output are.
+Weights from_output(const Weights& weights, int64_t output, int64_t inputs, const Grouping& grouping);

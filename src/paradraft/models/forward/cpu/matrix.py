@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from paradraft.formats.gguf_blocks import Numbers, Products
 from paradraft.models.forward.cpu.build import library
-from paradraft.models.quantized import Format, Parts, QuantizedTensor, numbers_of
+from paradraft.models.quantized import SUPERBLOCK, Format, NumberKind, Parts, QuantizedTensor, numbers_of
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """How weights may be stored, with the numbers that `gemm.h` has for them."""
@@ -36,6 +37,21 @@ class WrongPassError(Exception):
 
 class _Grouping(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in Format._fields)
+
+
+class _Weights(ctypes.Structure):
+    """The struct `Weights` of `integers.h`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("values", "scales", "offsets", "scale_numbers", "offset_numbers")
+    )
+
+    @staticmethod
+    def of(parts: Parts) -> _Weights:
+        values, *numbers = parts
+        firsts = [each.factors if isinstance(each, Products) else each for each in numbers]
+        products = [each.numbers if isinstance(each, Products) else None for each in numbers]
+        return _Weights(*(None if each is None else each.data_ptr() for each in (values, *firsts, *products)))
 
 
 class Matrix(ctypes.Structure):
@@ -72,7 +88,6 @@ class Panels:
         dtype: what they are packed as, one of `KINDS`.
         scales: `[outputs]` float32, of whole numbers that have one scale for each output, else None.
         format: of whole numbers, else None.
-        scale_dtype: that the scales of whole numbers had before.
     """
 
     outputs: int
@@ -81,7 +96,6 @@ class Panels:
     dtype: torch.dtype
     scales: Tensor | None = None
     format: Format | None = None
-    scale_dtype: torch.dtype = torch.float32
 
     def matrix(self, bias: Tensor | None = None) -> Matrix:
         """The same for the C++."""
@@ -98,17 +112,27 @@ class Panels:
         """What was packed of some outputs, if they are whole numbers."""
         assert self.format is not None
         group = self.format.group
-        groups = -(-self.inputs // group) if group else 0
         values = torch.empty(count, self.inputs, dtype=torch.int8, device="cpu")
-        scales = torch.empty(count, groups, dtype=self.scale_dtype, device="cpu")
-        offsets = torch.empty(count, groups, dtype=torch.float32, device="cpu") if self.format.has_offsets else None
-        library().unpack_outputs(
-            ctypes.byref(self.matrix()), first, count, values.data_ptr(), scales.data_ptr(),
-            None if offsets is None else offsets.data_ptr(),
-        )  # fmt: skip
+        scales, offsets = (
+            _no_numbers(kind, count, -(-self.inputs // group) if group else 0, self.inputs)
+            for kind in (self.format.scales, self.format.offsets)
+        )
+        parts = _Weights.of((values, scales, offsets))  # type: ignore[arg-type]  # scales are there
+        library().unpack_integers(ctypes.byref(self.matrix()), first, count, ctypes.byref(parts))
         if self.scales is not None:
-            scales = self.scales[first : first + count, None].to(self.scale_dtype)
+            scales = self.scales[first : first + count, None].to(self.format.scales.dtype)
+        assert scales is not None
         return values, scales, offsets
+
+
+def _no_numbers(kind: NumberKind, outputs: int, groups: int, inputs: int) -> Numbers | None:
+    """Room for scales or offsets."""
+    if kind is NumberKind.NONE:
+        return None
+    if kind is not NumberKind.PRODUCTS:
+        return torch.empty(outputs, groups, dtype=kind.dtype, device="cpu")
+    factors = torch.empty(outputs, -(-inputs // SUPERBLOCK), dtype=kind.dtype, device="cpu")
+    return Products(factors=factors, numbers=torch.empty(outputs, groups, dtype=torch.int8, device="cpu"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,10 +155,7 @@ class PackedRows:
 
     def rows(self, outputs: Tensor) -> Parts:
         """The parts of these outputs `[U]`, of those that there are here."""
-        values, scales, offsets = zip(
-            *(self.panels.unpacked(self.first + output, 1) for output in outputs.tolist()), strict=True
-        )
-        return torch.cat(values), torch.cat(scales), None if offsets[0] is None else torch.cat(offsets)
+        return joined([self.panels.unpacked(self.first + output, 1) for output in outputs.tolist()])
 
 
 class PackedMatrix:
@@ -215,15 +236,12 @@ def _matrix(
     return Matrix(addresses[0], outputs, inputs, KINDS[dtype], *addresses[1:], grouping or _Grouping())
 
 
-def _packed(
-    weights: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None, grouping: _Grouping | None = None
-) -> Tensor:
-    """The bytes of panels."""
+def _packed(weights: Tensor) -> Tensor:
+    """The bytes of panels of numbers."""
     outputs, inputs = weights.shape
-    matrix = _matrix(outputs, inputs, weights.dtype, None, None, None, grouping)
+    matrix = _matrix(outputs, inputs, weights.dtype, None, None, None, None)
     numbers = torch.empty(library().packed_bytes(ctypes.byref(matrix)), dtype=torch.uint8, device="cpu")
-    addresses = [None if part is None else part.data_ptr() for part in (scales, offsets)]
-    library().pack_matrix(ctypes.byref(matrix), weights.data_ptr(), *addresses, numbers.data_ptr())
+    library().pack_matrix(ctypes.byref(matrix), weights.data_ptr(), numbers.data_ptr())
     return numbers
 
 
@@ -238,22 +256,20 @@ def _panels_of(weights: Sequence[QuantizedTensor]) -> Panels | None:
 
 
 def _pack_quantized(weights: Sequence[QuantizedTensor]) -> Panels:
-    formats = {weight.format for weight in weights}
-    assert len(formats) == 1, "weights of different formats"
-    format = formats.pop()
-    values, scales, offsets = (
-        None if any(part is None for part in parts) else (torch.cat(parts) if parts[1:] else parts[0]).contiguous()
-        for parts in zip(*(weight.parts for weight in weights), strict=True)
-    )
-    assert values is not None and scales is not None
+    format, inputs = weights[0].format, weights[0].shape[1]
+    assert all(weight.format == format for weight in weights), "weights of different formats"
+    values, scales, offsets = joined([weight.parts for weight in weights])
+    matrix = _matrix(len(values), inputs, torch.int8, None, None, None, _Grouping(*format))
+    numbers = torch.empty(library().packed_bytes(ctypes.byref(matrix)), dtype=torch.uint8, device="cpu")
+    parts = _Weights.of((values, scales, offsets))
+    library().pack_integers(ctypes.byref(matrix), ctypes.byref(parts), numbers.data_ptr())
     panels = Panels(
         outputs=len(values),
-        inputs=values.shape[1],
-        numbers=_packed(values, scales, None if offsets is None else offsets.float(), _Grouping(*format)),
+        inputs=inputs,
+        numbers=numbers,
         dtype=torch.int8,
         scales=None if format.group else scales.float().flatten(),
         format=format,
-        scale_dtype=scales.dtype,
     )
     _check_packed(
         panels,
@@ -264,6 +280,25 @@ def _pack_quantized(weights: Sequence[QuantizedTensor]) -> Panels:
         weight.move_to(PackedRows(panels=panels, first=first, count=len(weight)))
         first += len(weight)
     return panels
+
+
+def joined(parts: Sequence[Parts]) -> Parts:
+    """The parts of weights of one format as those of one matrix."""
+    values, scales, offsets = zip(*parts, strict=True)
+    joined_scales = _joined_numbers(scales)
+    assert joined_scales is not None
+    return torch.cat(values) if values[1:] else values[0].contiguous(), joined_scales, _joined_numbers(offsets)
+
+
+def _joined_numbers(numbers: Sequence[Numbers | None]) -> Numbers | None:
+    if (first := numbers[0]) is None:
+        return None
+    if isinstance(first, Products):
+        return Products(
+            factors=torch.cat([each.factors for each in numbers if isinstance(each, Products)]),
+            numbers=torch.cat([each.numbers for each in numbers if isinstance(each, Products)]),
+        )
+    return torch.cat([each for each in numbers if isinstance(each, Tensor)])
 
 
 def _check_packed(panels: Panels, numbers_of: Callable[[slice], Tensor]) -> None:

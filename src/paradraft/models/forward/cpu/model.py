@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -172,10 +173,9 @@ class NativePass:
         return packed.matrix
 
     def _qkv(self, linears: Sequence[nn.Linear]) -> Any:
-        """The projections of queries, keys and values: one matrix, or three if their weights are stored differently."""
-        formats = {each.weight.format if isinstance(each.weight, QuantizedTensor) else None for each in linears}
-        parts = [linears] if len(formats) == 1 else [[each] for each in linears]
-        return (Matrix * 3)(*map(self._matrix, parts))
+        """The projections of queries, keys and values: those whose weights are stored alike are one matrix."""
+        alike = groupby(linears, lambda each: getattr(each.weight, "format", None))
+        return (Matrix * 3)(*(self._matrix([*some]) for _, some in alike))
 
     def _embedding(self, weight: Tensor, head: Tensor) -> dict[str, Any]:
         """Where the embedding is, under its name in the struct."""

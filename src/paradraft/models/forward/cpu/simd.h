@@ -35,6 +35,7 @@ typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint8_t UnsignedBytes __attribute__((vector_size(LANES)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
 /// A bfloat16: the upper half of a float's bits.

@@ -1,0 +1,58 @@
+"""Tokens drawn from logits in C++ (`draw.cpp`).
+
+Shape letters: B rows of a batch, R positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paradraft.models.forward.cpu.build import library
+from paradraft.sampling_params import Sampling
+
+
+class _Choice(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("seed", "top_k")),
+        ("top_p", ctypes.c_double),
+        *((name, ctypes.c_float) for name in ("temperature", "min_log_ratio")),
+    )
+
+
+def draw(logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor, *, threads: int) -> Tensor | None:
+    """The tokens `[B, R]` that `Sampler.draw` chooses, `INVALID` where logits are no numbers.
+
+    Args:
+        logits_BRV: after bias, penalties and processors, on the CPU.
+        samplings: of the rows.
+        positions_BR: of the tokens in their texts.
+        threads: most threads.
+
+    Returns:
+        None where the logits are not float32, or where a token depends on how torch rounds.
+
+    Raises:
+        CannotBuildError: there is no library for this machine.
+    """
+    if logits_BRV.dtype != torch.float32:
+        return None
+    (B, R, V), positions_BR = logits_BRV.shape, positions_BR.contiguous()
+    assert len(samplings) == B and positions_BR.shape == (B, R) and V
+    logits_BRV = logits_BRV if logits_BRV.stride(2) == 1 else logits_BRV.contiguous()
+    choices = (_Choice * B)(*map(_choice, samplings))
+    tokens_BR = torch.empty(B, R, dtype=torch.long, device="cpu")
+    is_undecided = library().draw_tokens(
+        logits_BRV.data_ptr(), *logits_BRV.stride()[:2], V, ctypes.addressof(choices), positions_BR.data_ptr(), B, R,
+        tokens_BR.data_ptr(), threads,
+    )  # fmt: skip
+    return None if is_undecided else tokens_BR
+
+
+def _choice(sampling: Sampling) -> _Choice:
+    least = math.log(sampling.min_p) if sampling.min_p else -math.inf
+    return _Choice(sampling.seed, sampling.top_k, sampling.top_p, sampling.temperature, least)
