@@ -121,10 +121,10 @@ def norm(name: str, change: Callable[[Tensor], Tensor]) -> Plant:
 
     def plant(native: NativePass, model: PreTrainedModel) -> None:
         layer = model.model.layers[1]
+        attention = layer.self_attn
         whole: dict[str, Any] = {
             "norm": layer.input_layernorm, "post_attention_norm": layer.post_attention_layernorm,
-            "query_norm": getattr(layer.self_attn, "q_norm", None),
-            "key_norm": getattr(layer.self_attn, "k_norm", None),
+            "query_norm": getattr(attention, "q_norm", None), "key_norm": getattr(attention, "k_norm", None),
         }  # fmt: skip
         if name == "final_norm":
             native._model.final_norm = keep(native, change(model.model.norm.weight.float()))

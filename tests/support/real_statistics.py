@@ -1,7 +1,7 @@
 """Random models with the statistics of trained ones: what random weights alone never meet.
 
-States of a few tokens are hundreds of times as large in two channels as elsewhere (massive activations), and other tokens
-attend to these (attention sinks); rows of special tokens are nearly zero; Qwen2's keys have biases in the tens;
+States of a few tokens are hundreds of times as large in two channels as elsewhere (massive activations), and other
+tokens attend to these (attention sinks); rows of special tokens are nearly zero; Qwen2's keys have biases in the tens;
 vocabularies are large beside the width, and the head is the embedding.
 """
 
@@ -63,7 +63,8 @@ def realistic_model(
 def _add_massive(model: PreTrainedModel) -> None:
     """Has one neuron of the first layer write massive channels, and later layers attend to where they are.
 
-    It reads little but the token itself, and its output grows with the square of that, so that few tokens have most of it.
+    It reads little but the token itself, and its output grows with the square of that, so that few tokens have most of
+    it.
     """
     first, *others = model.model.layers
     first.self_attn.o_proj.weight *= 0.1

@@ -22,7 +22,8 @@ from paradraft.models.architecture import has_experts
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import is_built
 from paradraft.models.forward.cpu.model import ARCHITECTURES as CPP_ARCHITECTURES
-from paradraft.models.forward.cpu.model import OtherLogitsError, can_serve
+from paradraft.models.forward.cpu.model import can_serve
+from paradraft.models.forward.cpu.self_check import OtherLogitsError
 from paradraft.models.forward.pipeline import StageModel, split
 from paradraft.models.generation import complaint, end_ids, suppressed_ids
 from paradraft.models.loading import (

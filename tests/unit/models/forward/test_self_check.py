@@ -1,14 +1,18 @@
-"""The self-check of passes in C++: it accepts right ones, on models as random and as trained ones are, and no wrong one."""
+"""The self-check of passes in C++: it accepts right ones, random and like trained ones, and no wrong one."""
 
 from __future__ import annotations
 
+import os
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from paradraft.models.forward.cpu import matrix
+from paradraft.models.forward.cpu import matrix, self_check, verdicts
+from paradraft.models.forward.cpu.build import library
 from paradraft.models.forward.cpu.matrix import WrongPassError
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import TOKENS, Figures, figures_of, text_for
@@ -91,8 +95,7 @@ def test_one_bit_of_packed_weights_is_found(weights: str, byte: int, monkeypatch
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_wrong_kernels_are_found(weights: str) -> None:
-    """Guards products with weights of few bits, which the exact mode does not make: here of inputs that are rounded to 6
-    bits."""
+    """Guards products with weights of few bits, which the exact mode does not make: here of inputs of 6 bits."""
 
     class Coarse(NativePass):
         def product(self, matrix: matrix.PackedMatrix, inputs: torch.Tensor) -> torch.Tensor:
@@ -113,6 +116,40 @@ def test_a_cache_that_rounds_is_found() -> None:
 
     with pytest.raises(WrongPassError, match="rounding"):
         faulty(plant)(small("qwen2", "float32"))
+
+
+def test_the_second_load_checks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards starts of folders, which have no file of packed weights, and right verdicts on other models."""
+    checked: list[PreTrainedModel] = []
+
+    def count(model: PreTrainedModel, *rest: Any) -> Figures:
+        checked.append(model)
+        return figures_of(model, *rest)
+
+    library()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(self_check, "figures_of", count)
+    (tmp_path / "paradraft").mkdir(mode=0o700)
+    model = realistic_model(rows=ROWS)
+    NativePass(model)
+    assert len(checked) == 1 and not list(tmp_path.glob("*/checked-*"))  # that was fast
+    monkeypatch.setattr(verdicts, "LEAST_S", 0.0)
+    NativePass(model)
+    old = tmp_path / "paradraft" / f"checked-{'0' * 64}"
+    old.touch(mode=0o600)
+    os.utime(old, (0, 0))
+    with pytest.raises(WrongPassError):
+        faulty(faults_of("qwen2")["scores times 1.05"])(model)
+    assert len(checked) == 3 and len(list(tmp_path.glob("*/checked-*"))) == 2
+    NativePass(model)
+    assert len(checked) == 3
+    model.model.layers[1].self_attn.scaling *= 2  # which the pass does not know of
+    with pytest.raises(WrongPassError):
+        NativePass(model)
+    model.model.layers[1].self_attn.scaling /= 2
+    model.get_input_embeddings().weight += 0.01
+    NativePass(model)
+    assert len(checked) == 5 and not old.exists() and len(list(tmp_path.glob("*/checked-*"))) == 2
 
 
 def test_texts_are_spread() -> None:

@@ -22,7 +22,9 @@ Shape letters: N tokens, V vocabulary, K inputs of a matrix.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,7 +35,8 @@ from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from paradraft.models.forward.cpu.matrix import PackedMatrix
+from paradraft.models.forward.cpu.matrix import PackedMatrix, WrongPassError
+from paradraft.models.forward.cpu.verdicts import has_passed, remember, verdict_of
 from paradraft.models.quantized import QuantizedTensor
 
 TOKENS = 16
@@ -56,12 +59,16 @@ AT_ONCE = 2**21
 """Weights that are float32 numbers at a time."""
 
 
+class OtherLogitsError(Exception):
+    """A pass does not compute what it did before."""
+
+
 class Checked(Protocol):
     """What the check needs of a pass."""
 
     threads: int
 
-    def logits_at(self, tokens_N: Tensor, positions_N: Tensor, *, exactly: bool) -> Tensor:
+    def logits_at(self, tokens_N: Tensor, positions_N: Tensor, *, exactly: bool = False) -> Tensor:
         """`[N, V]` of one text whose tokens stand at these positions; exactly: without any rounding of inputs."""
 
     def packed(self, weight: Tensor) -> tuple[PackedMatrix, int]:
@@ -121,6 +128,45 @@ def text_for(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     for place in range(1, count):
         positions.append(min(max(steps[place], positions[-1] + 1), last - (count - 1 - place)))
     return torch.tensor(tokens), torch.tensor(positions)
+
+
+@torch.no_grad()
+def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
+    """Checks a pass that was just made.
+
+    Args:
+        model: whose pass it is.
+        native: the pass.
+        probe: what an earlier check of a pass over the same packed weights has returned; only that is compared then.
+
+    Returns:
+        A digest of the logits of a few tokens.
+
+    Raises:
+        OtherLogitsError: it is another than `probe`.
+        WrongPassError: the pass does not compute what the model's own code does.
+    """
+    logits_NV = native.logits_at(*text_for(model))
+    found = hashlib.sha256(logits_NV.numpy().tobytes()).hexdigest()
+    if probe is not None:
+        if found != probe:
+            raise OtherLogitsError
+        return found
+    if has_passed(verdict := verdict_of(model, found)):
+        return found
+    start = time.perf_counter()
+    if not (figures := figures_of(model, native, logits_NV)).is_right:
+        raise WrongPassError(str(figures), _seconds(native))
+    remember(verdict, time.perf_counter() - start)
+    return found
+
+
+def _seconds(native: Checked) -> float:
+    """That a pass over one token takes."""
+    token_N = torch.zeros(1, dtype=torch.long)
+    start = time.perf_counter()
+    native.logits_at(token_N, token_N)
+    return time.perf_counter() - start
 
 
 @torch.no_grad()
