@@ -13,6 +13,7 @@ from paradraft.models.target_loading import load_target
 from tests.real.conftest import CODER_05B, CODER_15B, SMOLLM2, TARGETS, real
 from tests.support.pass_faults import FAULTS, WITH_BIASES, Plant, faulty, unchanged
 
+pytestmark = pytest.mark.real
 FEW = ("base times 0.99", "epsilon of 1e-4", "keys in llama.cpp's order")
 """Faults that are tried on the largest model, where each takes ten seconds: the smallest ones."""
 

@@ -80,15 +80,17 @@ def test_what_plants_faults_is_none(weights: str) -> None:
 @pytest.mark.parametrize("byte", [0, 1, -1])
 def test_one_bit_of_packed_weights_is_found(weights: str, byte: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards each weight, scale and offset: of a large model, no logit tells of one that is a little wrong."""
-    packed = matrix._packed
+    packed, packed_integers = matrix._packed, matrix._packed_integers
 
-    def damaged(*parts: torch.Tensor) -> torch.Tensor:
-        numbers = packed(*parts)
-        if parts[0].shape == (64, 192):
+    def damaged(numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if weights.shape == (64, 192):
             numbers[byte] ^= 1
         return numbers
 
-    monkeypatch.setattr(matrix, "_packed", damaged)
+    monkeypatch.setattr(matrix, "_packed", lambda weights: damaged(packed(weights), weights))
+    monkeypatch.setattr(
+        matrix, "_packed_integers", lambda parts, format: damaged(packed_integers(parts, format), parts[0])
+    )
     with pytest.raises(WrongPassError, match=r"\[64, 192\] are packed as others"):
         NativePass(as_stored(realistic_model(rows=ROWS), weights))
 
