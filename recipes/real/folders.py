@@ -45,11 +45,13 @@ def make_folder(file: Path, folder: Path) -> None:
         return
     tokenizer, config = load_tokenizer(str(file)), gguf_model.config_of(str(file))
     logging.set_verbosity_error()  # it would advise another dtype
-    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    read = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16, trust_remote_code=False
+    )
     # The model that was read counts as quantised, and `save_pretrained` refuses it.
     config.dtype, config.name_or_path = torch.bfloat16, ""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
     model.generation_config = gguf_model.generation_config_of(str(file))

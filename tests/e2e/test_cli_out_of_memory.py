@@ -44,7 +44,7 @@ def test_weights_that_do_not_fit_are_not_called_damaged(
 ) -> None:
     """Guards against advice to load a file again that is whole, or to use a dtype that takes more memory."""
     asked = ["--target", family / "target", "--prompt", "x", "--dtype", "int8", "--device", "cpu"]
-    monkeypatch.setattr(rounding_reader, "rounded_to_8_bits", take_all)
+    monkeypatch.setattr(rounding_reader, "rounded", take_all)
     assert_mistake(paradraft("generate", *asked), f"out of memory: {LESS}")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", take_all)
     assert_mistake(paradraft("generate", *asked), f"out of memory: {LESS}")

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paradraft.models import causal_lm
-from paradraft.models.forward import compiled, cuda_graphs
+from paradraft.models.forward import choice, compiled, cuda_graphs
 
 
 class Recorder:
@@ -36,5 +35,5 @@ def replay_everything(monkeypatch: pytest.MonkeyPatch, recorder: type[Recorder] 
 def replay_compiled(monkeypatch: pytest.MonkeyPatch, recorder: type[Recorder] = Recorder) -> None:
     """Makes compiled passes replayed ones of `torch.compile`, without C++."""
     monkeypatch.setattr(recorder, "recorded", 0)
-    monkeypatch.setattr(causal_lm, "can_serve", lambda _: False)
+    monkeypatch.setattr(choice, "can_serve", lambda _: False)
     monkeypatch.setattr(compiled, "replays_on", lambda _: cuda_graphs.Replays(recorder))

@@ -129,6 +129,9 @@ def _summary(
         summary[one.method.spec]["sides"] = of_sides([answer.sides for run in one.runs for answer in run])
         summary[one.method.spec]["engine"] = _engine(one, prepared)
         summary[one.method.spec]["weights"] = _weights(prepared.models[one.method])
+        summary[one.method.spec]["refusals"] = {
+            name: lm.refusals for name, lm in prepared.models[one.method].items() if lm.refusals
+        }
     return summary
 
 

@@ -98,7 +98,9 @@ def table(summary: Summary, title: str) -> FoldingTable:
     is_drawn = any(figures.get("synthetic_acceptance") for figures in summary.values())
     ratios = [*["vs AR"] * has_hf, "vs AR+", *["vs **"] * has_several]
     names = ["tok/s", *ratios, "len", "1-32", "draft", "verify", "rest", "floor", "same"]
-    result = FoldingTable(title, columns("method", *names), legend=[DRAWN] * is_drawn + [legend(summary)])
+    result = FoldingTable(
+        title, columns("method", *names), legend=[DRAWN] * is_drawn + refusals(summary) + [legend(summary)]
+    )
     for spec, figures in summary.items():
         parts = [_share(figures, key) for key in ("draft_s", "verify_s")]
         parts.append(_share(figures, "prefill_s", "other_s"))
@@ -115,6 +117,17 @@ def table(summary: Summary, title: str) -> FoldingTable:
             {True: "yes", False: "no", None: "-"}[figures["identical_to_ar"]],
         )
     return result
+
+
+def refusals(summary: Summary) -> list[str]:
+    """Which models were computed by PyTorch because their passes in C++ were refused, and why, each once."""
+    found = {
+        f"SLOW: {name}: {reason}"
+        for figures in summary.values()
+        for name, reasons in figures.get("refusals", {}).items()
+        for reason in reasons
+    }
+    return sorted(found)
 
 
 def legend(summary: Summary) -> str:

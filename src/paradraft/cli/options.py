@@ -166,7 +166,10 @@ OPTIONS: dict[type, dict[str, Any]] = {
     },
     Runtime: {
         "device": typer.Option(help="A torch device, such as cpu or cuda; auto is a GPU if there is one."),
-        "dtype": typer.Option(help=f"One of {', '.join(PRECISIONS)}; auto is the checkpoint's."),
+        "dtype": typer.Option(
+            help=f"One of {', '.join(PRECISIONS)}; auto is the checkpoint's. int8 changes texts hardly more than "
+            "bfloat16; int4 costs quality, the more the smaller the model (docs/quantized.md has numbers)."
+        ),
         "draft_dtype": typer.Option(help="The same for a draft model; by default that of --dtype."),
         "tokenizer": typer.Option(
             help="Folder or Hugging Face id of the target's tokenizer, by default the target's own: for a .gguf file "

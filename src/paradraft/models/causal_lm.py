@@ -10,8 +10,6 @@ V vocabulary, D hidden size, E rows of the embedding, P rows added to it.
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,15 +22,12 @@ from transformers import PreTrainedModel
 from paradraft.models import kv_cache
 from paradraft.models.architecture import check_architecture, check_capacity, context_of
 from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut, NotFiniteError
-from paradraft.models.forward.compiled import CompiledPass
-from paradraft.models.forward.cpu.build import CannotBuildError
+from paradraft.models.forward.choice import chosen
 from paradraft.models.forward.cpu.draw import draw
-from paradraft.models.forward.cpu.matrix import WrongPassError, compute_products
-from paradraft.models.forward.cpu.model import NativePass, can_serve
+from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cuda_graphs import graph_size
-from paradraft.models.forward.eager import BUCKET, EagerPass
+from paradraft.models.forward.eager import BUCKET
 from paradraft.models.forward.pipeline import PipelinePass, StageModel
-from paradraft.models.quantized import keep_parts
 from paradraft.ragged import from_lists, upload
 from paradraft.sampling.sampler import Draw
 from paradraft.tree import ABSENT, depths, parents_of_chains
@@ -139,7 +134,11 @@ class CausalLM:
         """Where tokens and logits are: the device of the last stage."""
         self._layer_devices = [part.device for part in parts for _ in part.model.layers]
         self._ranks = ranks
-        forward_of = partial(_forward_of, compiled=compiled, cuda_graphs=cuda_graphs, pad_to=pad_to, probe=probe)
+        self.refusals: list[str] = []
+        """Why passes in C++ were refused that could have served, as a user was told."""
+        forward_of = partial(
+            chosen, compiled=compiled, cuda_graphs=cuda_graphs, pad_to=pad_to, probe=probe, refusals=self.refusals
+        )
         self._compute: Forward = PipelinePass(stages, forward_of) if stages else forward_of(model)
         self._added: Tensor | None = None
         self.starts = 0
@@ -482,42 +481,3 @@ class CausalLM:
         """Goes back to earlier lengths of the rows."""
         assert all(earlier <= now for earlier, now in zip(lengths, self.lengths, strict=True))
         self._set_lengths(lengths)
-
-
-def _forward_of(
-    model: PreTrainedModel, *, compiled: bool | None, cuda_graphs: bool, pad_to: int, probe: str | None
-) -> Forward:
-    """What computes a model's passes; the arguments are those of `CausalLM`."""
-    wrong: WrongPassError | None = None
-    if compiled is not False and can_serve(model):
-        try:
-            return NativePass(model, probe=probe)
-        except CannotBuildError as error:
-            warnings.warn(f"no passes in C++, which are several times as fast: {error}", stacklevel=2)
-        except WrongPassError as error:
-            wrong = error
-    try:
-        compute_products(model)
-    except CannotBuildError:  # torch computes them then
-        keep_parts(model)
-    if wrong is not None:
-        warnings.warn(_refusal(model, wrong), stacklevel=2)
-    if compiled:
-        return CompiledPass(model, pad_to=pad_to, cuda_graphs=cuda_graphs)
-    return EagerPass(model, pad_to=pad_to)
-
-
-@torch.no_grad()
-def _refusal(model: PreTrainedModel, wrong: WrongPassError) -> str:
-    """What a user is told whose model's pass in C++ failed its self-check."""
-    times = "many times"
-    if wrong.seconds is not None:
-        token = torch.zeros(1, 1, dtype=torch.long)
-        model(token, use_cache=False)  # the first pass takes longer than others
-        start = time.perf_counter()
-        model(token, use_cache=False)
-        times = f"about {(time.perf_counter() - start) / wrong.seconds:.2g} times"
-    return (
-        f"the C++ pass failed its self-check on this model ({wrong}), PyTorch is used, {times} slower; the text is "
-        "still the model's own; please report this"
-    )

@@ -34,7 +34,9 @@ SHRINKINGS = 16
 """Scales that are tried for a group of 4-bit weights."""
 ROUNDED_AT_ONCE = 2**17
 """Weights that are rounded at once, so that all that is computed of them stays in the cache."""
-ROUNDING = 1
+KEPT_IN_8_BITS = ("k_proj", "v_proj")
+"""Layers whose weights keep 8 bits where others get 4, if several heads of queries share what they compute."""
+ROUNDING = 2
 """The version of how weights are rounded. What was rounded before is not taken for what would be today."""
 SUPERBLOCK = 256
 """Inputs that share the factors of `Products`."""
@@ -304,18 +306,43 @@ def _spread(groups: Tensor, group: int, inputs: int) -> Tensor:
 
 
 def round_linears(model: nn.Module, bits: int, head: nn.Module) -> None:
-    """Rounds the weights of all linear layers of a model, in place; to 4 bits those of all but its head, which keeps 8.
+    """Rounds the weights of all linear layers of a model, in place, to as many bits as `bits_of` says.
 
     Args:
+        model: on the CPU.
         bits: 8 or 4.
         head: the output head. Where it was the embedding, it gets a matrix of its own.
     """
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            weight = (
-                rounded_to_8_bits(module.weight) if bits == 8 or module is head else rounded_to_4_bits(module.weight)
-            )
+            weight = rounded(module.weight, 8 if module is head else bits_of(name, module.weight, bits))
             module.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def bits_of(name: str, weight: Tensor, bits: int) -> int:
+    """To how many bits a linear layer of a model that is rounded to 8 or 4 is rounded, if it is not the head.
+
+    In 4 bits the head, keys and values keep 8: a value is read by all heads of queries that share it, and an error in
+    it is an error of all of them. With fewer heads of keys and values than of queries these are a few hundredths of the
+    weights. Where there are as many of both, they are a third of an attention's, and get 4 bits like all others.
+
+    Args:
+        name: the layer's; `v_proj` at its end is that of values.
+        weight: `[N, K]`.
+        bits: 8 or 4.
+
+    >>> bits_of("layers.0.self_attn.v_proj", torch.zeros(192, 576), 4)
+    8
+    >>> bits_of("layers.0.mlp.down_proj", torch.zeros(576, 1536), 4)
+    4
+    """
+    is_shared = name.endswith(KEPT_IN_8_BITS) and weight.shape[0] < weight.shape[1]
+    return 8 if is_shared else bits
+
+
+def rounded(weight: Tensor, bits: int) -> QuantizedTensor:
+    """Rounds weights `[N, K]` to 8 or 4 bits."""
+    return rounded_to_8_bits(weight) if bits == 8 else rounded_to_4_bits(weight)
 
 
 def rounded_to_8_bits(weight: Tensor) -> QuantizedTensor:

@@ -14,15 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paradraft.models.quantized import (
-    GROUP,
-    Format,
-    NumberKind,
-    Parts,
-    QuantizedTensor,
-    rounded_to_4_bits,
-    rounded_to_8_bits,
-)
+from paradraft.models.quantized import GROUP, Format, NumberKind, Parts, QuantizedTensor, bits_of, rounded
 
 
 def files_of(name: str, model: PreTrainedModel) -> dict[str, Path] | None:
@@ -80,8 +72,8 @@ def fill(model: PreTrainedModel, files: dict[str, Path], *, bits: int) -> None:
                 read: Callable[[], Tensor] = partial(Tensor.detach, embedding.weight)
             else:
                 read = partial(_read, files[key], key, weight.dtype)
-            rounded = _rounded_later(read, weight, 8 if module is head else bits)
-            module.weight = nn.Parameter(rounded, requires_grad=False)
+            later = _rounded_later(read, weight, 8 if module is head else bits_of(prefix, weight, bits))
+            module.weight = nn.Parameter(later, requires_grad=False)
     body: Any = model.model
     body.rotary_emb = type(body.rotary_emb)(config=model.config)
 
@@ -94,8 +86,7 @@ def _read(file: Path, key: str, dtype: torch.dtype) -> Tensor:
 
 def _rounded_later(read: Callable[[], Tensor], weight: Tensor, bits: int) -> QuantizedTensor:
     def parts() -> Parts:
-        rounded = rounded_to_8_bits if bits == 8 else rounded_to_4_bits
-        return rounded(read()).parts
+        return rounded(read(), bits).parts
 
     format = Format(8, 0, NumberKind.FLOATS, NumberKind.NONE)
     if bits == 4:

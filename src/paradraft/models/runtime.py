@@ -42,8 +42,8 @@ def quantize(model: PreTrainedModel, bits: int) -> None:
     """Rounds the weights of all linear layers, the head's too, in place.
 
     Embeddings and norms stay as they are. A head that was the embedding becomes a matrix of its own. On CPUs what is
-    multiplied is rounded too, and the head keeps 8 bits; see `paradraft.models.quantized`. Elsewhere torchao rounds
-    weights alone.
+    multiplied is rounded too, and the head and shared keys and values keep 8 bits; see `paradraft.models.quantized`.
+    Elsewhere torchao rounds weights alone.
 
     Args:
         model: on the device it is to run on.

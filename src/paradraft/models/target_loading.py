@@ -22,7 +22,8 @@ from paradraft.models.architecture import has_experts
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import is_built
 from paradraft.models.forward.cpu.model import ARCHITECTURES as CPP_ARCHITECTURES
-from paradraft.models.forward.cpu.model import OtherLogitsError, can_serve
+from paradraft.models.forward.cpu.model import can_serve
+from paradraft.models.forward.cpu.self_check import OtherLogitsError
 from paradraft.models.forward.pipeline import StageModel, split
 from paradraft.models.generation import complaint, end_ids, suppressed_ids
 from paradraft.models.loading import (
@@ -40,7 +41,7 @@ from paradraft.models.loading import (
 )
 from paradraft.models.packed_file import PackedFile
 from paradraft.models.presets import is_shape, random_model
-from paradraft.models.quantized import GROUP
+from paradraft.models.quantized import GROUP, bits_of
 from paradraft.models.rounding_reader import files_of, fill
 from paradraft.models.runtime import QUANTIZED, STORED, Runtime, quantize
 from paradraft.models.target import Target
@@ -240,10 +241,11 @@ def weights_bytes(name: str, runtime: Runtime) -> float:
 def _rounded_bytes(model: PreTrainedModel, bits: int) -> float:
     """The memory of a model that is rounded one matrix at a time, with the largest matrix as it is read and rounded."""
     head, total, largest = model.get_output_embeddings(), 0.0, 0
-    for module in model.modules():
+    for layer, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
             if isinstance(module, nn.Linear) and name == "weight":
-                total += weight.numel() * (1 if module is head or bits == 8 else 1 / 2 + 2 / GROUP)  # a float16 scale
+                has_8_bits = module is head or bits_of(layer, weight, bits) == 8
+                total += weight.numel() * (1 if has_8_bits else 1 / 2 + 2 / GROUP)  # a float16 scale
                 largest = max(largest, weight.numel())
             else:
                 total += weight.numel() * weight.itemsize

@@ -39,6 +39,16 @@ def test_every_figure_stands_in_its_column() -> None:
     assert row == ["PARD, k=4", "123", "2.00x", "-", "2.35", "1.88", "25%", "50%", "25%", "62%", "yes"]
 
 
+def test_refused_passes_are_in_the_legend() -> None:
+    """Guards a benchmark of PyTorch that says it is one of the passes in C++."""
+    reason = "the C++ pass failed its self-check on this model (formula 9 of at most 5)"
+    summary = {spec: figures("pard", refusals={"draft": [reason]}) for spec in ("pard:k=4", "pard:k=8")}
+    out = StringIO()
+    Console(file=out, width=200).print(table(summary, "title"))
+    assert out.getvalue().count(f"SLOW: draft: {reason}") == 1
+    assert "SLOW" not in str(lines({"pard:k=4": figures("pard", refusals={})}))
+
+
 def test_what_was_not_measured_is_a_dash() -> None:
     """Guards against figures of our loop for `generate`, which has none, and "no" where nothing was compared."""
     nothing = dict.fromkeys(

@@ -21,6 +21,7 @@ from paradraft.models.quantized import (
     QuantizedTensor,
     plain_product,
     round_linears,
+    rounded,
     rounded_inputs,
     rounded_to_4_bits,
     rounded_to_8_bits,
@@ -181,18 +182,73 @@ def test_4_bits_are_rounded_better_than_to_the_largest() -> None:
     """Guards the search for scales: Q4_0 takes a quarter more error."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     ours = (rounded_to_4_bits(weight).dequantize() - weight).square().mean()
-    groups = weight.unflatten(1, (-1, 32))
-    scales = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8
-    theirs = ((groups / scales).round().clamp(-8, 7) * scales - groups).square().mean()
+    theirs = (plain_q4_0(weight) - weight).square().mean()
     assert ours < 0.9 * theirs
 
 
-@pytest.mark.parametrize("rounded", [rounded_to_8_bits, rounded_to_4_bits])
-def test_weights_that_are_nothing_stay_so(rounded: type) -> None:
+def like_real_weights(seed: int, *, outliers: int) -> torch.Tensor:
+    """`[96, 200]` with heavy tails, outputs of other sizes, and channels ten times as large as others."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(96, 200, generator=generator)
+    tails = normal / torch.rand(96, 200, generator=generator).sqrt().clamp(min=0.05)
+    channels = torch.ones(200)
+    channels[torch.randperm(200, generator=generator)[:outliers]] = 10
+    return 0.02 * tails * channels * torch.logspace(-2, 1, 96)[:, None]
+
+
+def plain_q4_0(weight: torch.Tensor) -> torch.Tensor:
+    """Weights as llama.cpp's Q4_0 has them: the number of the largest size becomes -8."""
+    groups = nn.functional.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
+    scales = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8
+    values = (groups / scales.where(scales != 0, torch.inf) + 8.5).floor().clamp(0, 15) - 8
+    return (values * scales.half()).flatten(1)[:, : weight.shape[1]]
+
+
+@pytest.mark.parametrize("outliers", [0, 4])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_no_group_of_4_bits_is_worse_than_in_q4_0(seed: int, outliers: int) -> None:
+    """Guards the search for scales where a few numbers, outputs or channels are far larger than the rest."""
+    weight = like_real_weights(seed, outliers=outliers)
+    errors = [
+        nn.functional.pad((numbers - weight).square(), (0, -200 % 32)).unflatten(1, (-1, 32)).sum(2)
+        for numbers in (rounded_to_4_bits(weight).dequantize(), plain_q4_0(weight))
+    ]
+    assert bool((errors[0] <= errors[1] * (1 + 1e-5)).all())
+    assert (errors[0] / errors[1]).mean() < 0.95
+
+
+def attention(keys: int) -> nn.Module:
+    """The layers of an attention of 64 numbers, and of the block after it."""
+    shapes = {
+        "q_proj": (64, 64),
+        "k_proj": (keys, 64),
+        "v_proj": (keys, 64),
+        "o_proj": (64, 64),
+        "down_proj": (64, 128),
+    }
+    return nn.ModuleDict({name: nn.Linear(inputs, outputs) for name, (outputs, inputs) in shapes.items()})
+
+
+@pytest.mark.parametrize(("keys", "in_8_bits"), [(16, {"k_proj", "v_proj"}), (64, set())])
+def test_shared_keys_and_values_keep_8_bits(keys: int, in_8_bits: set[str]) -> None:
+    """Guards the cheapest third of what 4 bits cost, and the size of models whose heads share nothing."""
+    model = attention(keys)
+    expected = {
+        name: rounded(layer.weight, 8 if name in in_8_bits else 4).dequantize()
+        for name, layer in model.named_children()
+    }
+    round_linears(model, 4, model)
+    for name, layer in model.named_children():
+        assert layer.weight.bits == (8 if name in in_8_bits else 4)
+        assert torch.equal(layer.weight.dequantize(), expected[name])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_that_are_nothing_stay_so(bits: int) -> None:
     """Guards a division by a scale of 0, in rows that only fill up a vocabulary."""
     weight = torch.zeros(3, 40)
     weight[1, 0] = 1e-30
-    assert torch.equal(rounded(weight).dequantize()[[0, 2]], torch.zeros(2, 40))
+    assert torch.equal(rounded(weight, bits).dequantize()[[0, 2]], torch.zeros(2, 40))
 
 
 def test_the_head_keeps_8_bits() -> None:
@@ -255,8 +311,6 @@ def test_4_bits_take_half_of_8(tmp_path: Path) -> None:
     """Guards `int4` on CPUs against 8 bits in disguise."""
     assert Runtime(device="cpu", dtype="int4").computed_in in (torch.bfloat16, torch.float32)
     weight = torch.randn(128, 256)
-    packed = {
-        bits: PackedMatrix([rounded(weight)]) for bits, rounded in ((8, rounded_to_8_bits), (4, rounded_to_4_bits))
-    }
+    packed = {bits: PackedMatrix([rounded(weight, bits)]) for bits in (8, 4)}
     sizes = {bits: matrix.panels.numbers.numel() for bits, matrix in packed.items()}
     assert sizes == {8: 128 * 256, 4: 128 * 128 + 128 * 8 * 2}

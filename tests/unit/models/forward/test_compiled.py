@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from paradraft.models import causal_lm
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward import compiled
+from paradraft.models.forward import choice, compiled
 from paradraft.models.forward.compiled import compile_pass
 from paradraft.tree import ABSENT
 from tests.conftest import tiny_model
@@ -32,7 +32,7 @@ PASSES: list[tuple[list[list[int]], list[int] | None]] = [
 @pytest.fixture(autouse=True)
 def _no_passes_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves everything to `torch.compile`, as it is on GPUs."""
-    monkeypatch.setattr(causal_lm, "can_serve", lambda _: False)
+    monkeypatch.setattr(choice, "can_serve", lambda _: False)
 
 
 @pytest.mark.slow

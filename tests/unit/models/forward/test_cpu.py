@@ -361,7 +361,9 @@ def test_a_model_that_computes_something_else_is_found_out() -> None:
     with pytest.warns(
         UserWarning, match=r"failed its self-check on this model \(formula .* about [\d.e+]+ times slower"
     ):
-        assert isinstance(CausalLM(model, vocab_size=60, compiled=True)._compute, CompiledPass)
+        lm = CausalLM(model, vocab_size=60, compiled=True)
+    assert isinstance(lm._compute, CompiledPass) and "please report this" in lm.refusals[0]
+    assert CausalLM(random_model(), vocab_size=60).refusals == []
 
 
 def test_numbers_that_overflow_stay_so() -> None:

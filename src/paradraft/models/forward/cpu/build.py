@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 SOURCES = (
-    "forward.cpp", "integers.cpp", "correction.cpp", "tree.cpp", "draw.cpp",
+    "forward.cpp", "integers.cpp", "packing.cpp", "correction.cpp", "tree.cpp", "draw.cpp",
     "attention.h", "gemm.h", "integers.h", "team.h", "tiles.h", "simd.h",
 )  # fmt: skip
 FLAGS = (

@@ -376,7 +376,8 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
             float* part = projected;
             auto is_rounded = [](const Matrix& matrix) { return matrix.kind == INTEGERS; };
             const Matrix* first_rounded = std::find_if(layer.qkv, layer.qkv + 3, is_rounded);
-            Operand<Input> operand = scratch.rounding.of(team, first_rounded < layer.qkv + 3 ? *first_rounded : layer.qkv[0], normed, count);
+            const Matrix& rounded_for = first_rounded < layer.qkv + 3 ? *first_rounded : layer.qkv[0];
+            Operand<Input> operand = scratch.rounding.of(team, rounded_for, normed, count);
             for (const Matrix& matrix : layer.qkv) {
                 if (!matrix.outputs) break;
                 set_product(team, matrix, operand, count, part, stride);

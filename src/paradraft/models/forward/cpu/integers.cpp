@@ -4,20 +4,16 @@
 
 typedef int8_t Quads __attribute__((vector_size(LANES * 4))); // four numbers in each lane
 
-// In each lane, the products of four weights with four inputs, added to a sum. `HAS_UNSIGNED`: the instruction takes weights
-// from 0 to 255, which are then stored with 128 added; what that adds to a block's sum is taken away at its beginning.
+// In each lane, the products of four weights with four inputs, added to a sum.
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
-constexpr bool HAS_UNSIGNED = true;
 template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
     return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)inputs);
 }
 #elif defined(__AVXVNNI__) && defined(__AVX2__) && !defined(__AVX512F__)
-constexpr bool HAS_UNSIGNED = true;
 template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
     return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)inputs);
 }
 #elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-constexpr bool HAS_UNSIGNED = false;
 // Pairs of products are added in 16 bits, and cut off where they do not fit. So a weight's sign moves to its input: two
 // products of at most 128 * 127 fit.
 template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
@@ -39,18 +35,15 @@ template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs
 #endif
 }
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
-constexpr bool HAS_UNSIGNED = false;
 template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
     return vdotq_s32(sum, weights, inputs);
 }
 #elif defined(__aarch64__)
-constexpr bool HAS_UNSIGNED = false;
 template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
     int16x8_t lower = vmull_s8(vget_low_s8(weights), vget_low_s8(inputs)), upper = vmull_high_s8(weights, inputs);
     return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(lower), vpaddlq_s16(upper)));
 }
 #elif defined(__SSE2__)
-constexpr bool HAS_UNSIGNED = false;
 template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
     auto lower = [](__m128i bytes) { return _mm_srai_epi16(_mm_unpacklo_epi8(bytes, bytes), 8); };
     auto upper = [](__m128i bytes) { return _mm_srai_epi16(_mm_unpackhi_epi8(bytes, bytes), 8); };
@@ -68,7 +61,6 @@ template <int BITS> static inline Integers dot_quads(Quads weights, Quads inputs
     return sum;
 }
 #else
-constexpr bool HAS_UNSIGNED = false;
 template <int BITS> __attribute__((noinline)) static Integers dot_quads(Quads weights, Quads inputs, Integers sum) {
     for (int lane = 0; lane < LANES; lane++)
         for (int i = 0; i < 4; i++) sum[lane] += int32_t(weights[lane * 4 + i]) * inputs[lane * 4 + i];
@@ -159,7 +151,8 @@ template <int GROUPS, NumberKind SCALES, NumberKind OFFSETS> struct Scheme {
 
     /// The scales of some outputs for a part of a block; `block` counts from the header on.
     static Vector scales(const uint8_t* header, int block, int part, int64_t output) {
-        if constexpr (SCALES == PRODUCTS && HAS_OFFSETS) return factors(header, output) * number(sixes(header, block, output, block % 2 ? 2 : 0) & 63);
+        if constexpr (SCALES == PRODUCTS && HAS_OFFSETS)
+            return factors(header, output) * number(sixes(header, block, output, block % 2 ? 2 : 0) & 63);
         if constexpr (SCALES == PRODUCTS) {
             Integers bytes = load_bytes(header + N_TILE * (2 + block * PARTS + part) + output);
             return factors(header, output) * number((bytes << 24) >> 24);
@@ -170,8 +163,10 @@ template <int GROUPS, NumberKind SCALES, NumberKind OFFSETS> struct Scheme {
     static Vector offsets(const uint8_t* header, int block, int part, int64_t output) {
         if constexpr (OFFSETS == PRODUCTS) {
             Integers numbers = sixes(header, block, output, 1);
-            if (block % 2)
-                numbers = ((sixes(header, block, output, 0) >> 6) & 3) | ((numbers >> 4) & 12) | ((sixes(header, block, output, 2) >> 2) & 48);
+            if (block % 2) {
+                Integers low = sixes(header, block, output, 0) >> 6, high = sixes(header, block, output, 2) >> 6;
+                numbers = low | ((numbers >> 6) << 2) | (high << 4);
+            }
             return factors(header + N_TILE * 2, output) * number(numbers & 63);
         }
         return numbers<OFFSETS>(header + PARTS * N_TILE * Grouping::size_of(SCALES), part * N_TILE + output);
@@ -190,11 +185,6 @@ template <int GROUPS, NumberKind SCALES, NumberKind OFFSETS> struct Scheme {
         return load_bytes(header + N_TILE * (4 + block / 2 * 3 + row) + output);
     }
 };
-
-/// What is added to every stored weight so that it is not negative.
-constexpr int32_t shift_of(int bits, bool has_offsets) {
-    return has_offsets ? 0 : bits < 8 ? 1 << (bits - 1) : HAS_UNSIGNED ? 128 : 0;
-}
 
 /// Four weights of some outputs, and of a block whose values begin at `from`.
 template <int BITS> static inline Quads weights_of(const uint8_t* from, int quad, int64_t output) {
@@ -379,135 +369,6 @@ void multiply_integers(
     const uint8_t* panel, const Grouping& grouping, const Rounded& inputs, int64_t rows, float (*sums)[N_TILE]
 ) {
     kernel_of(grouping)(panel, grouping, inputs, rows, sums);
-}
-
-/// Where the header and the values of a block are in a panel.
-static inline int64_t header_of(const Grouping& grouping, int64_t block) {
-    return grouping.bytes(block - block % grouping.header_blocks());
-}
-
-static inline int64_t values_of(const Grouping& grouping, int64_t block) {
-    return grouping.bytes(block) + (block % grouping.header_blocks() ? 0 : grouping.header_bytes());
-}
-
-/// Calls `with(value, low, high, shift)` for each input of an output: which value it is, its byte in a panel that has its low
-/// bits, from bit `shift` on, and the one that has its others, from the same bit or the fifth on.
-template <class Byte, class With>
-static inline void each_value(Byte* panel, const Grouping& grouping, int64_t inputs, int64_t output, With with) {
-    int64_t more = grouping.bits - 4, of_word = more > 0 ? 8 / more : 1;
-    for (int64_t block = 0; block < blocks_of(inputs); block++) {
-        Byte* base = panel + values_of(grouping, block) + output * 4;
-        for (int64_t at = 0; at < BLOCK && block * BLOCK + at < inputs; at++) {
-            int64_t quad = at / 4, byte = at % 4;
-            if (grouping.bits == 8) with(block * BLOCK + at, base + quad * N_TILE * 4 + byte, base, 0, 0);
-            else
-                with(
-                    block * BLOCK + at, base + quad / 2 * N_TILE * 4 + byte,
-                    base + BLOCK / 2 * N_TILE + quad / of_word * N_TILE * 4 + byte, quad % 2 * 4, quad % of_word * more
-                );
-        }
-    }
-}
-
-/// Calls `with(number, scale, offset)` for each scale of an output, or superblock's factor: where it, and the offset, are in a
-/// panel.
-template <class With>
-static inline void each_number(const Grouping& grouping, int64_t inputs, int64_t output, With with) {
-    int64_t count = grouping.group ? numbers_of(grouping, inputs) : 0, parts = grouping.scales == PRODUCTS ? 1 : grouping.parts();
-    int64_t blocks = grouping.header_blocks(), size = Grouping::size_of(grouping.scales), more = Grouping::size_of(grouping.offsets);
-    for (int64_t at = 0; at < count; at++) {
-        int64_t place = header_of(grouping, at / parts * blocks) + (at % parts * N_TILE + output) * size;
-        with(at, place, header_of(grouping, at / parts * blocks) + parts * N_TILE * size + (at % parts * N_TILE + output) * more);
-    }
-}
-
-Weights from_output(const Weights& weights, int64_t output, int64_t inputs, const Grouping& grouping) {
-    int64_t groups = groups_of(grouping, inputs), count = grouping.group ? numbers_of(grouping, inputs) : 0;
-    auto after = [&](void* from, int64_t numbers) { return from ? (char*)from + output * count * Grouping::size_of(numbers) : nullptr; };
-    auto bytes = [&](int8_t* from) { return from ? from + output * groups : nullptr; };
-    return {
-        weights.values + output * inputs, after(weights.scales, grouping.scales), after(weights.offsets, grouping.offsets),
-        bytes(weights.scale_numbers), bytes(weights.offset_numbers),
-    };
-}
-
-/// The three bytes of two blocks that have numbers of 6 bits for an output.
-struct Sixes {
-    int64_t first; // of the first byte in the panel
-    Sixes(const Grouping& grouping, int64_t group, int64_t output)
-        : first(header_of(grouping, group) + N_TILE * (4 + group % (SUPERBLOCK / BLOCK) / 2 * 3) + output) {}
-};
-
-static inline int64_t byte_scale_of(const Grouping& grouping, int64_t group, int64_t output) {
-    int64_t parts = grouping.parts();
-    return header_of(grouping, group / parts) + N_TILE * (2 + group % (SUPERBLOCK / BLOCK * parts)) + output;
-}
-
-static void pack_numbers(const Weights& from, int64_t inputs, const Grouping& grouping, int64_t output, uint8_t* to) {
-    int64_t size = Grouping::size_of(grouping.scales), more = Grouping::size_of(grouping.offsets);
-    each_number(grouping, inputs, output, [&](int64_t at, int64_t scale, int64_t offset) {
-        memcpy(to + scale, (const char*)from.scales + at * size, size);
-        if (more) memcpy(to + offset, (const char*)from.offsets + at * more, more);
-    });
-    if (grouping.scales != PRODUCTS) return;
-    for (int64_t group = 0; group < groups_of(grouping, inputs); group++) {
-        uint8_t scale = from.scale_numbers[group];
-        if (!grouping.offsets) {
-            to[byte_scale_of(grouping, group, output)] = scale;
-            continue;
-        }
-        uint8_t offset = from.offset_numbers[group], *bytes = to + Sixes(grouping, group, output).first;
-        bytes[group % 2 * 2 * N_TILE] |= scale;
-        if (group % 2 == 0) bytes[N_TILE] |= offset;
-        else
-            for (int row = 0; row < 3; row++) bytes[row * N_TILE] |= (offset >> (2 * row) & 3) << 6;
-    }
-}
-
-void pack_panel(const Weights& from, int64_t outputs, int64_t inputs, const Grouping& grouping, uint8_t* to) {
-    int64_t shift = shift_of(grouping.bits, grouping.offsets);
-    memset(to, 0, grouping.bytes(blocks_of(inputs)));
-    for (int64_t output = 0; output < std::min(outputs, N_TILE); output++) {
-        Weights own = from_output(from, output, inputs, grouping);
-        each_value(to, grouping, inputs, output, [&](int64_t input, uint8_t* low, uint8_t* high, int64_t at, int64_t high_at) {
-            uint8_t value = own.values[input] + shift;
-            if (grouping.bits == 8) *low = value;
-            else *low |= (value & 15) << at;
-            if (grouping.bits != 8 && grouping.bits > 4) *high |= (value >> 4) << high_at;
-        });
-        pack_numbers(own, inputs, grouping, output, to);
-    }
-}
-
-static void unpack_numbers(const uint8_t* from, int64_t inputs, const Grouping& grouping, int64_t output, const Weights& to) {
-    int64_t size = Grouping::size_of(grouping.scales), more = Grouping::size_of(grouping.offsets);
-    each_number(grouping, inputs, output, [&](int64_t at, int64_t scale, int64_t offset) {
-        memcpy((char*)to.scales + at * size, from + scale, size);
-        if (more) memcpy((char*)to.offsets + at * more, from + offset, more);
-    });
-    if (grouping.scales != PRODUCTS) return;
-    for (int64_t group = 0; group < groups_of(grouping, inputs); group++) {
-        if (!grouping.offsets) {
-            to.scale_numbers[group] = int8_t(from[byte_scale_of(grouping, group, output)]);
-            continue;
-        }
-        const uint8_t* bytes = from + Sixes(grouping, group, output).first;
-        to.scale_numbers[group] = bytes[group % 2 * 2 * N_TILE] & 63;
-        uint8_t offset = bytes[N_TILE] & 63;
-        if (group % 2) offset = bytes[0] >> 6 | (bytes[N_TILE] >> 6) << 2 | (bytes[2 * N_TILE] >> 6) << 4;
-        to.offset_numbers[group] = offset;
-    }
-}
-
-void unpack_output(const uint8_t* panels, int64_t inputs, const Grouping& grouping, int64_t output, const Weights& to) {
-    const uint8_t* from = panels + output / N_TILE * grouping.bytes(blocks_of(inputs));
-    int64_t shift = shift_of(grouping.bits, grouping.offsets), in_panel = output % N_TILE;
-    each_value(from, grouping, inputs, in_panel, [&](int64_t input, const uint8_t* low, const uint8_t* high, int64_t at, int64_t high_at) {
-        int value = grouping.bits == 8 ? *low : *low >> at & 15;
-        if (grouping.bits != 8 && grouping.bits > 4) value |= (*high >> high_at & ((1 << (grouping.bits - 4)) - 1)) << 4;
-        to.values[input] = int8_t(value - shift);
-    });
-    unpack_numbers(from, inputs, grouping, in_panel, to);
 }
 
 /// The instructions that products use, with spaces between them.

@@ -47,6 +47,20 @@ struct Grouping {
     static constexpr int64_t size_of(int64_t numbers) { return numbers == FLOATS ? 4 : numbers == NONE ? 0 : 2; }
 };
 
+/// Whether the CPU multiplies weights from 0 to 255 with inputs that have signs, and adds four products at once.
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+constexpr bool HAS_UNSIGNED = true;
+#elif defined(__AVXVNNI__) && defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool HAS_UNSIGNED = true;
+#else
+constexpr bool HAS_UNSIGNED = false;
+#endif
+
+/// What is added to every weight when it is stored, so that it is not negative; what that adds to a block's sum is taken away.
+constexpr int32_t shift_of(int64_t bits, bool has_offsets) {
+    return has_offsets ? 0 : bits < 8 ? 1 << (bits - 1) : HAS_UNSIGNED ? 128 : 0;
+}
+
 /// Weights as they are before they are packed, of one or more outputs. Of G groups, or S superblocks of K inputs, an output has
 /// K values; G scales and offsets, or S where they are `PRODUCTS` of these and of G whole numbers.
 struct Weights {

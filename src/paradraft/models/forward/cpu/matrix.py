@@ -245,6 +245,15 @@ def _packed(weights: Tensor) -> Tensor:
     return numbers
 
 
+def _packed_integers(parts: Parts, format: Format) -> Tensor:
+    """The bytes of panels of few bits."""
+    outputs, inputs = parts[0].shape
+    matrix = _matrix(outputs, inputs, torch.int8, None, None, None, _Grouping(*format))
+    numbers = torch.empty(library().packed_bytes(ctypes.byref(matrix)), dtype=torch.uint8, device="cpu")
+    library().pack_integers(ctypes.byref(matrix), ctypes.byref(_Weights.of(parts)), numbers.data_ptr())
+    return numbers
+
+
 def _panels_of(weights: Sequence[QuantizedTensor]) -> Panels | None:
     """The panels that have just these weights, in this order."""
     rows = [weight.source for weight in weights if isinstance(weight.source, PackedRows)]
@@ -258,15 +267,11 @@ def _panels_of(weights: Sequence[QuantizedTensor]) -> Panels | None:
 def _pack_quantized(weights: Sequence[QuantizedTensor]) -> Panels:
     format, inputs = weights[0].format, weights[0].shape[1]
     assert all(weight.format == format for weight in weights), "weights of different formats"
-    values, scales, offsets = joined([weight.parts for weight in weights])
-    matrix = _matrix(len(values), inputs, torch.int8, None, None, None, _Grouping(*format))
-    numbers = torch.empty(library().packed_bytes(ctypes.byref(matrix)), dtype=torch.uint8, device="cpu")
-    parts = _Weights.of((values, scales, offsets))
-    library().pack_integers(ctypes.byref(matrix), ctypes.byref(parts), numbers.data_ptr())
+    values, scales, offsets = parts = joined([weight.parts for weight in weights])
     panels = Panels(
         outputs=len(values),
         inputs=inputs,
-        numbers=numbers,
+        numbers=_packed_integers(parts, format),
         dtype=torch.int8,
         scales=None if format.group else scales.float().flatten(),
         format=format,

@@ -11,10 +11,8 @@ Shape letters as in `causal_lm.py`.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import re
 import sys
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -30,8 +28,8 @@ from paradraft.models import kv_cache
 from paradraft.models.architecture import STATIC_ROPES
 from paradraft.models.forward import FINAL_NORM, ForwardOut
 from paradraft.models.forward.cpu.build import kernel_names, library
-from paradraft.models.forward.cpu.matrix import KINDS, Matrix, PackedMatrix, WrongPassError, is_known, packed_dtype
-from paradraft.models.forward.cpu.self_check import figures_of, text_for
+from paradraft.models.forward.cpu.matrix import KINDS, Matrix, PackedMatrix, is_known, packed_dtype
+from paradraft.models.forward.cpu.self_check import check
 from paradraft.models.forward.cpu.threads import granted_threads
 from paradraft.models.quantized import QuantizedTensor, rounded_inputs
 
@@ -93,10 +91,6 @@ def _is_plain(module: nn.Module) -> bool:
     is_part = next(module.children(), None) is None
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
     return not has_hooks and (not is_part or PLAIN.fullmatch(type(module).__name__) is not None)
-
-
-class OtherLogitsError(Exception):
-    """A pass does not compute what it did before."""
 
 
 class NativePass:
@@ -343,22 +337,5 @@ class NativePass:
             self._model.is_exact = False
             self.forget()
 
-    @torch.no_grad()
     def _check(self, model: PreTrainedModel, probe: str | None) -> str:
-        """The digest `probe`. Raises an error if the pass does not compute what the model's own code does."""
-        logits_NV = self.logits_at(*text_for(model))
-        found = hashlib.sha256(logits_NV.numpy().tobytes()).hexdigest()
-        if probe is not None:
-            if found != probe:
-                raise OtherLogitsError
-            return found
-        if not (figures := figures_of(model, self, logits_NV)).is_right:
-            raise WrongPassError(str(figures), self._seconds())
-        return found
-
-    def _seconds(self) -> float:
-        """That a pass over one token takes."""
-        token_N = torch.zeros(1, dtype=torch.long)
-        start = time.perf_counter()
-        self.logits_at(token_N, token_N)
-        return time.perf_counter() - start
+        return check(model, self, probe)

@@ -1,0 +1,78 @@
+"""Which pass computes a model: the one in C++ where it serves and is right, else torch's."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import torch
+from transformers import PreTrainedModel
+
+from paradraft.models.forward import Forward
+from paradraft.models.forward.compiled import CompiledPass
+from paradraft.models.forward.cpu.build import CannotBuildError
+from paradraft.models.forward.cpu.matrix import WrongPassError, compute_products
+from paradraft.models.forward.cpu.model import NativePass, can_serve
+from paradraft.models.forward.eager import EagerPass
+from paradraft.models.quantized import keep_parts
+
+
+def chosen(
+    model: PreTrainedModel,
+    *,
+    compiled: bool | None,
+    cuda_graphs: bool,
+    pad_to: int,
+    probe: str | None,
+    refusals: list[str],
+) -> Forward:
+    """What computes a model's passes; the other arguments are those of `CausalLM`.
+
+    Args:
+        model: loaded.
+        compiled: see there.
+        cuda_graphs: see there.
+        pad_to: see there.
+        probe: see there.
+        refusals: gets why a pass in C++ was refused, which is also a warning.
+
+    Raises:
+        OtherLogitsError: see there.
+    """
+    wrong: WrongPassError | None = None
+    reason: str | None = None
+    if compiled is not False and can_serve(model):
+        try:
+            return NativePass(model, probe=probe)
+        except CannotBuildError as error:
+            reason = f"no passes in C++, which are several times as fast: {error}"
+        except WrongPassError as error:
+            wrong = error
+    try:
+        compute_products(model)
+    except CannotBuildError:  # torch computes them then
+        keep_parts(model)
+    if wrong is not None:
+        reason = _refusal(model, wrong)
+    if reason is not None:
+        refusals.append(reason)
+        warnings.warn(reason, stacklevel=3)
+    if compiled:
+        return CompiledPass(model, pad_to=pad_to, cuda_graphs=cuda_graphs)
+    return EagerPass(model, pad_to=pad_to)
+
+
+@torch.no_grad()
+def _refusal(model: PreTrainedModel, wrong: WrongPassError) -> str:
+    """What a user is told whose model's pass in C++ failed its self-check."""
+    times = "many times"
+    if wrong.seconds is not None:
+        token = torch.zeros(1, 1, dtype=torch.long)
+        model(token, use_cache=False)  # the first pass takes longer than others
+        start = time.perf_counter()
+        model(token, use_cache=False)
+        times = f"about {(time.perf_counter() - start) / wrong.seconds:.2g} times"
+    return (
+        f"the C++ pass failed its self-check on this model ({wrong}), PyTorch is used, {times} slower; the text is "
+        "still the model's own; please report this"
+    )

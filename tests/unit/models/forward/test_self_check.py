@@ -1,0 +1,175 @@
+"""The self-check of passes in C++: it accepts right ones, random and like trained ones, and no wrong one."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from paradraft.models.forward.cpu import matrix, self_check, verdicts
+from paradraft.models.forward.cpu.build import library
+from paradraft.models.forward.cpu.matrix import WrongPassError
+from paradraft.models.forward.cpu.model import NativePass
+from paradraft.models.forward.cpu.self_check import TOKENS, Figures, figures_of, text_for
+from paradraft.models.runtime import quantize
+from tests.support.pass_faults import faults_of, faulty, unchanged
+from tests.support.random_models import KINDS_OF_MODELS, SIZES, random_model
+from tests.support.real_statistics import MASSIVE, SPECIAL, VOCABULARIES, realistic_model
+
+WEIGHTS = ("float32", "bfloat16", "int8", "int4")
+ROWS = 2048
+
+
+@cache
+def small(kind: str, weights: str) -> PreTrainedModel:
+    """A model with the statistics of trained ones, and a small vocabulary."""
+    return as_stored(realistic_model(kind, rows=ROWS), weights)
+
+
+def as_stored(model: PreTrainedModel, weights: str) -> PreTrainedModel:
+    model = model if weights == "float32" else model.bfloat16()
+    if weights.startswith("int"):
+        quantize(model, int(weights[3:]))
+    return model
+
+
+def measured(model: PreTrainedModel) -> Figures:
+    native = NativePass(model)
+    return figures_of(model, native, native.logits_at(*text_for(model)))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("kind", VOCABULARIES)
+def test_right_passes_are_accepted(kind: str, weights: str) -> None:
+    """Guards real models against the slow path, with room to the limits: one that is just kept is a matter of luck."""
+    found = measured(as_stored(realistic_model(kind), weights))
+    assert found.is_right
+    assert found.formula < 2 and found.worst < 10 and found.kernel < 2e-6 and found.rounding < 1.8
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
+def test_right_passes_of_awkward_sizes_are_accepted(kind: str, size: tuple[int, ...]) -> None:
+    """Guards groups that are not whole, heads of odd sizes, and few outputs."""
+    for weights in WEIGHTS:
+        assert measured(as_stored(random_model(kind, size), weights)).is_right, weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"), [(kind, fault) for kind in ("llama", "qwen2", "qwen3") for fault in faults_of(kind)]
+)
+def test_wrong_passes_are_refused(kind: str, fault: str) -> None:
+    """Guards against a check that refuses nothing: each of these makes other texts."""
+    for weights in WEIGHTS:
+        with pytest.raises(WrongPassError, match="formula"):
+            faulty(faults_of(kind)[fault])(small(kind, weights))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_what_plants_faults_is_none(weights: str) -> None:
+    """Control: with the same means, and nothing wrong, a pass is accepted."""
+    faulty(unchanged)(small("qwen2", weights))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("byte", [0, 1, -1])
+def test_one_bit_of_packed_weights_is_found(weights: str, byte: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards each weight, scale and offset: of a large model, no logit tells of one that is a little wrong."""
+    packed, packed_integers = matrix._packed, matrix._packed_integers
+
+    def damaged(numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if weights.shape == (64, 192):
+            numbers[byte] ^= 1
+        return numbers
+
+    monkeypatch.setattr(matrix, "_packed", lambda weights: damaged(packed(weights), weights))
+    monkeypatch.setattr(
+        matrix, "_packed_integers", lambda parts, format: damaged(packed_integers(parts, format), parts[0])
+    )
+    with pytest.raises(WrongPassError, match=r"\[64, 192\] are packed as others"):
+        NativePass(as_stored(realistic_model(rows=ROWS), weights))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_wrong_kernels_are_found(weights: str) -> None:
+    """Guards products with weights of few bits, which the exact mode does not make: here of inputs of 6 bits."""
+
+    class Coarse(NativePass):
+        def product(self, matrix: matrix.PackedMatrix, inputs: torch.Tensor) -> torch.Tensor:
+            largest = inputs.abs().amax(dim=1, keepdim=True)
+            return super().product(matrix, (inputs / largest * 31).round() * largest / 31)
+
+    model = small("qwen2", weights)
+    native = Coarse.__new__(Coarse)
+    with pytest.raises(WrongPassError, match="products"):
+        native.__init__(model)
+
+
+def test_a_cache_that_rounds_is_found() -> None:
+    """Guards what only the real pass does: it rounds keys and values here, which this model's own code does not."""
+
+    def plant(native: NativePass, model: PreTrainedModel) -> None:
+        native._model.is_bfloat16 = True
+
+    with pytest.raises(WrongPassError, match="rounding"):
+        faulty(plant)(small("qwen2", "float32"))
+
+
+def test_the_second_load_checks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards starts of folders, which have no file of packed weights, and right verdicts on other models."""
+    checked: list[PreTrainedModel] = []
+
+    def count(model: PreTrainedModel, *rest: Any) -> Figures:
+        checked.append(model)
+        return figures_of(model, *rest)
+
+    library()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(self_check, "figures_of", count)
+    (tmp_path / "paradraft").mkdir(mode=0o700)
+    model = realistic_model(rows=ROWS)
+    NativePass(model)
+    assert len(checked) == 1 and not list(tmp_path.glob("*/checked-*"))  # that was fast
+    monkeypatch.setattr(verdicts, "LEAST_S", 0.0)
+    NativePass(model)
+    old = tmp_path / "paradraft" / f"checked-{'0' * 64}"
+    old.touch(mode=0o600)
+    os.utime(old, (0, 0))
+    with pytest.raises(WrongPassError):
+        faulty(faults_of("qwen2")["scores times 1.05"])(model)
+    assert len(checked) == 3 and len(list(tmp_path.glob("*/checked-*"))) == 2
+    NativePass(model)
+    assert len(checked) == 3
+    model.model.layers[1].self_attn.scaling *= 2  # which the pass does not know of
+    with pytest.raises(WrongPassError):
+        NativePass(model)
+    model.model.layers[1].self_attn.scaling /= 2
+    model.get_input_embeddings().weight += 0.01
+    NativePass(model)
+    assert len(checked) == 5 and not old.exists() and len(list(tmp_path.glob("*/checked-*"))) == 2
+
+
+def test_texts_are_spread() -> None:
+    """Guards against the first ids, on which trained models are ill-conditioned, and positions that are all close."""
+    tokens, positions = text_for(realistic_model())
+    assert len(tokens) == TOKENS and tokens.sort().values.diff().min() > 2000 and tokens.min() > 1000
+    assert positions.diff().min() >= 1 and positions[-1] == 4095 and positions[1] == 2
+    small_model = random_model()
+    small_model.config.max_position_embeddings = 5
+    assert text_for(small_model)[1].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", VOCABULARIES)
+def test_models_have_the_statistics_of_trained_ones(kind: str) -> None:
+    """Control of the models here: few tokens are massive, in two channels, and special ids are nearly nothing."""
+    model = realistic_model(kind)
+    states = model(torch.arange(1, 400)[None] * 100, output_hidden_states=True).hidden_states[1][0].abs()
+    sizes = states.amax(1) / states.median()
+    assert sizes.max() > 100 and sizes.median() < sizes.max() / 10
+    assert set(states.amax(0).topk(2).indices.tolist()) == set(MASSIVE)
+    assert model.get_input_embeddings().weight[:SPECIAL].abs().max() < 1e-3
