@@ -80,17 +80,14 @@ def test_what_plants_faults_is_none(weights: str) -> None:
 @pytest.mark.parametrize("byte", [0, 1, -1])
 def test_one_bit_of_packed_weights_is_found(weights: str, byte: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards each weight, scale and offset: of a large model, no logit tells of one that is a little wrong."""
-    packed, packed_integers = matrix._packed, matrix._packed_integers
+    check_packed = matrix._check_packed
 
-    def damaged(numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if weights.shape == (64, 192):
-            numbers[byte] ^= 1
-        return numbers
+    def damaged(panels: matrix.Panels, *rest: Any) -> None:
+        if (panels.outputs, panels.inputs) == (64, 192):
+            panels.numbers[byte] ^= 1
+        check_packed(panels, *rest)
 
-    monkeypatch.setattr(matrix, "_packed", lambda weights: damaged(packed(weights), weights))
-    monkeypatch.setattr(
-        matrix, "_packed_integers", lambda parts, format: damaged(packed_integers(parts, format), parts[0])
-    )
+    monkeypatch.setattr(matrix, "_check_packed", damaged)
     with pytest.raises(WrongPassError, match=r"\[64, 192\] are packed as others"):
         NativePass(as_stored(realistic_model(rows=ROWS), weights))
 
