@@ -123,6 +123,21 @@ TABLES = {
 }
 
 
+REAL = {
+    "Qwen2.5-Coder 1.5B, `Q4_K_M`": "real-qwen2.5-coder-1.5b_epyc-avx512-2cores_2026-11-25",
+    "Qwen2.5-Coder 0.5B, `Q4_K_M`": "real-qwen2.5-coder-0.5b_epyc-avx512-2cores_2026-11-25",
+    "SmolLM2 135M, `Q4_1`": "real-smollm2-135m_epyc-avx512-2cores_2026-11-25",
+}
+REAL_METHODS = {
+    "AR+": "ar",
+    "VSD with the 0.5B file, K = 3": "autoregressive:k=3",
+    "the same, K = 5": "autoregressive:k=5",
+    "n-gram": "ngram",
+    "llama.cpp": "llama-cpp",
+    "llama.cpp with the 0.5B file, K = 5": "llama-cpp-draft:k=5",
+}
+
+
 def cells(line: str) -> list[str]:
     return [cell.strip().replace("**", "") for cell in line.strip().strip("|").split("|")]
 
@@ -253,3 +268,39 @@ def test_the_picture_is_that_of_the_file() -> None:
     assert set(drawn) <= set(description(methods(name)).splitlines())
     in_readme = {NAMES[row[0]] for row in table("README.md", "method", *SPEEDS)}
     assert set(drawn) <= set(description({spec: methods(name)[spec] for spec in in_readme}).splitlines())
+
+
+def three_digits(one: Figures, key: str) -> str:
+    """The median in milliseconds; of more than three digits all that are whole."""
+    value = one[key]["p50"]
+    return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def test_tables_of_real_models() -> None:
+    """Guards the first figures that a user sees: each is that of its file."""
+    head = ("file", "method", "tokens/s, prompts included", "first token, ms", "each token after it, ms")
+    rows, name = table("benchmarks/README.md", *head, "tokens per target pass"), ""
+    assert len(rows) == sum(len(methods(file)) for file in REAL.values())
+    for file, method, *printed in rows:
+        name = file or name
+        one = methods(REAL[name])[REAL_METHODS[method]]
+        times_ms = (three_digits(one, key) for key in ("ttft_ms", "tpot_ms"))
+        assert printed == [
+            f"{one['tokens_per_s']['median']:.0f}", *times_ms, length(one["acceptance_length"], one)
+        ], (name, method)  # fmt: skip
+    first = table(
+        "README.md", "milliseconds a token after the first", "ours, plain", "ours, drafting", "llama.cpp",
+        "llama.cpp, drafting",
+    )  # fmt: skip
+    drafting = ("ngram", "autoregressive:k=3")
+    for name, *printed in first:
+        figures = methods(REAL[name])
+        found = [[float(number) for number in re.findall(r"(\d+\.\d+)(?= |$)", cell)] for cell in printed]
+        expected = [["ar"], [each for each in drafting if each in figures], ["llama-cpp"], ["llama-cpp-draft:k=5"]]
+        assert found == [
+            [float(three_digits(figures[each], "tpot_ms")) for each in group if each in figures] for group in expected
+        ], name
+    target = methods(next(iter(REAL.values())))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{target['ngram']['speedup_vs_ar']:.2f} times the tokens of plain decoding" in text
+    assert f"{target['autoregressive:k=3']['speedup_vs_ar']:.2f} times with the 0.5B file" in text
