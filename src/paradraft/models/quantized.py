@@ -172,8 +172,6 @@ class QuantizedTensor(Tensor):
         self._parts = parts
         self.source = source
         """What has or makes the parts, if they are not here."""
-        self.stored = source
-        """What had or made them first: before they were packed."""
         self.product: Callable[[Tensor], Tensor] | None = None
         """What computes `[M, N]` of `[M, K]` with the weights, if a kernel does."""
 
