@@ -16,6 +16,7 @@ from paradraft.models.forward.cpu.build import library
 from paradraft.models.forward.cpu.matrix import WrongPassError
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import TOKENS, Figures, figures_of, text_for
+from paradraft.models.quantized import Format, Parts, rounded_to_8_bits
 from paradraft.models.runtime import quantize
 from tests.support.pass_faults import faults_of, faulty, unchanged
 from tests.support.random_models import KINDS_OF_MODELS, SIZES, random_model
@@ -90,6 +91,25 @@ def test_one_bit_of_packed_weights_is_found(weights: str, byte: int, monkeypatch
     monkeypatch.setattr(matrix, "_check_packed", damaged)
     with pytest.raises(WrongPassError, match=r"\[64, 192\] are packed as others"):
         NativePass(as_stored(realistic_model(rows=ROWS), weights))
+
+
+def test_products_of_weights_that_are_packed_wrongly_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the model's own code against a wrong product, and its user against a slow one without a word."""
+    packed = matrix._packed_integers
+
+    def damaged(parts: Parts, format: Format) -> torch.Tensor:
+        numbers = packed(parts, format)
+        numbers[0] ^= 1
+        return numbers
+
+    layer = torch.nn.Linear(64, 32, bias=False)
+    layer.weight = torch.nn.Parameter(rounded_to_8_bits(layer.weight), requires_grad=False)
+    inputs = torch.randn(2, 64)
+    expected = layer(inputs)
+    monkeypatch.setattr(matrix, "_packed_integers", damaged)
+    with pytest.warns(UserWarning, match=r"many times slower: weights of the shape \[32, 64\] are packed as others"):
+        matrix.compute_products(layer)
+    assert torch.equal(layer(inputs), expected)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

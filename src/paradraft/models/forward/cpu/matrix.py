@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -323,15 +323,18 @@ def _check_packed(panels: Panels, numbers_of: Callable[[slice], Tensor]) -> None
 def compute_products(model: nn.Module) -> None:
     """Has the C++ compute all products of a model with weights of few bits, in the model's own code.
 
-    Torch computes those of weights that would be packed wrongly.
+    Torch computes those of weights that would be packed wrongly, much more slowly, with a warning.
 
     Raises:
         CannotBuildError: there is no library for this machine.
     """
     for weight in {id(weight): weight for weight in model.parameters()}.values():
         if isinstance(weight, QuantizedTensor) and weight.device.type == "cpu":
-            with suppress(WrongPassError):
+            try:
                 weight.product = partial(_product, PackedMatrix([weight]))
+            except WrongPassError as error:
+                weight.keep_parts()
+                warnings.warn(f"PyTorch computes some products, many times slower: {error}", stacklevel=2)
 
 
 def _product(matrix: PackedMatrix, inputs_MK: Tensor) -> Tensor:
