@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paradraft.models.forward.cpu.build import CannotBuildError
 from paradraft.models.forward.cpu.matrix import PackedMatrix
+from paradraft.models.quantized import rounded_to_8_bits
 
 TRIES, MOST_S = 7, 0.3
 """How often something is tried, and when no other try begins."""
@@ -23,10 +24,10 @@ MOST_BYTES = {"cpu": 512 * 2**20, "cuda": 2**30}
 """Larger buffers are far beyond all caches, and are read as fast as these."""
 LEAST_BYTES = 128 * 2**20
 """What one try reads at least, over and over where the buffer is smaller, so that the clock is exact enough."""
-SIDES = {"cpu": (128, 512, 1024), "cuda": (1024, 8192)}
+SIDES = {"cpu": (128, 512, 1024, 2048), "cuda": (1024, 8192)}
 """Rows and columns of the matrices that are multiplied; a larger one is not tried where it would take too long."""
-NATIVE = (torch.float32, torch.bfloat16)
-"""What our own product multiplies."""
+NATIVE = (torch.float32, torch.bfloat16, torch.int8)
+"""What our own product multiplies; int8 are weights of few bits with inputs that it rounds."""
 _COLUMNS = 1024
 
 
@@ -106,17 +107,19 @@ class Speeds:
             if best and operations / best > MOST_S:
                 break
             left, right = (torch.ones(side, side, dtype=dtype, device=self.device) for _ in range(2))
-            product = torch.empty_like(left)
-            best = max(best, operations / self._seconds(partial(torch.mm, left, right, out=product), 1))
+            if dtype.is_floating_point:
+                product = torch.empty_like(left)
+                best = max(best, operations / self._seconds(partial(torch.mm, left, right, out=product), 1))
             if self.device.type == "cpu" and dtype in NATIVE:
                 best = max(best, operations / self._natively(left))
         return best
 
-    def _natively(self, inputs: Tensor) -> float:
+    def _natively(self, weight: Tensor) -> float:
         """The least seconds that our own product takes; no library is the fastest on every CPU."""
+        inputs = weight if weight.is_floating_point() else weight.float()
         product = torch.empty_like(inputs, dtype=torch.float32)
         try:
-            matrix = PackedMatrix([inputs])
+            matrix = PackedMatrix([weight if weight.is_floating_point() else rounded_to_8_bits(inputs)])
         except CannotBuildError:
             return float("inf")
         if not matrix.multiply(inputs, product):

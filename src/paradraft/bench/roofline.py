@@ -27,6 +27,7 @@ from paradraft.core import Drafter
 from paradraft.models.architecture import has_experts
 from paradraft.models.causal_lm import CausalLM, Pass
 from paradraft.models.kv_cache import head_size
+from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import stored_bytes
 
 Passes = dict[str, Counter[Pass]]
@@ -63,7 +64,7 @@ class Size:
         kv_bytes: keys and values of a token, all layers.
         attended: products of a new token with an earlier one, in one layer: scores and weighted values.
         layers: how many.
-        dtype: of the weights.
+        dtype: of its products: int8 where weights of few bits are on a CPU, whose passes round inputs to 8 bits too.
     """
 
     body_bytes: int
@@ -95,6 +96,7 @@ class Size:
             for name, weight in base.layers[-1].named_parameters()
             if weight.ndim >= 2 and "k_proj" not in name and "v_proj" not in name
         ]
+        rounds_inputs = head.device.type == "cpu" and any(isinstance(one, QuantizedTensor) for one in [*body, head])
         config, per_head = model.config, head_size(model.config)
         experts = config.num_experts_per_tok / config.num_experts if has_experts(config) else 1.0
 
@@ -112,7 +114,7 @@ class Size:
             kv_bytes=2 * config.num_hidden_layers * per_head * config.num_key_value_heads * model.dtype.itemsize,
             attended=2 * per_head * config.num_attention_heads,
             layers=config.num_hidden_layers,
-            dtype=model.dtype,
+            dtype=torch.int8 if rounds_inputs else model.dtype,
         )
 
     @property

@@ -197,10 +197,11 @@ def test_speeds_are_the_best_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_speeds_are_plausible() -> None:
     """Guards against units: no computer that runs this reads less than 50 MB or more than 100 TB per second."""
-    speeds = Speeds(CPU, {5000, 2**40}, {torch.float32, torch.bfloat16})
+    speeds = Speeds(CPU, {5000, 2**40}, {torch.float32, torch.bfloat16, torch.int8})
     speeds.measure()
     found = speeds.as_json()
     assert list(found["bytes_per_s"]) == ["4096", str(2**20)]
-    assert set(found["flops_per_s"]) == {"float32", "bfloat16"}
+    assert set(found["flops_per_s"]) == {"float32", "bfloat16", "int8"}
     assert all(5e7 < speed < 1e14 for speed in found["bytes_per_s"].values())
     assert 1e6 < speeds.flops_per_s(torch.float32) <= speeds.flops_per_s(torch.bfloat16) < 1e16
+    assert speeds.flops_per_s(torch.float32) <= speeds.flops_per_s(torch.int8) < 1e16
