@@ -98,7 +98,7 @@ def _library() -> ctypes.CDLL | CannotBuildError:
         pack.restype = None
     found.unpack_integers.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p]
     found.unpack_integers.restype = None
-    found.copy_outputs.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p]
+    found.copy_outputs.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]
     found.copy_outputs.restype = None
     found.multiply_all.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]
     found.multiply_all.restype = ctypes.c_int64

@@ -287,9 +287,10 @@ void copy_output(const Matrix& matrix, int64_t output, float* to) {
     if (grouping.group) copy_numbers(grouping.scales, groups, group, own.scales, own.scale_numbers, scale);
     else *scale = matrix.scales[output];
     if (grouping.offsets) copy_numbers(grouping.offsets, groups, group, own.offsets, own.offset_numbers, offset);
-    for (int64_t i = 0; i < matrix.inputs; i++) {
-        to[i] = own.values[i] * scale[i / group];
-        if (grouping.offsets) to[i] += offset[i / group];
+    for (int64_t first = 0, which = 0; first < matrix.inputs; first += group, which++) {
+        int64_t last = std::min(first + group, matrix.inputs);
+        for (int64_t i = first; i < last; i++) to[i] = own.values[i] * scale[which];
+        for (int64_t i = first; grouping.offsets && i < last; i++) to[i] += offset[which];
     }
 }
 
@@ -485,21 +486,22 @@ void unpack_integers(const Matrix* matrix, int64_t first, int64_t count, const W
 }
 
 /// The weights of `count` outputs from `first` on as numbers, `[count, inputs]`: as packed, of any kind.
-void copy_outputs(const Matrix* matrix, int64_t first, int64_t count, float* to) {
-#pragma omp parallel for
-    for (int64_t i = 0; i < count; i++) {
-        int64_t output = first + i, inputs = matrix->inputs;
-        int64_t panel = output / N_TILE * N_TILE * inputs, place = output % N_TILE;
+void copy_outputs(const Matrix* matrix, int64_t first, int64_t count, float* to, int64_t threads) {
+    auto copy = [&](int64_t output, float* numbers) {
+        int64_t inputs = matrix->inputs, panel = output / N_TILE * N_TILE * inputs, place = output % N_TILE;
         if (matrix->kind == INTEGERS)
-            copy_output(*matrix, output, to + i * inputs);
+            copy_output(*matrix, output, numbers);
         else if (matrix->kind == FLOAT32)
-            for (int64_t k = 0; k < inputs; k++)
-                to[i * inputs + k] = ((const float*)matrix->panels)[panel + k * N_TILE + place];
+            for (int64_t k = 0; k < inputs; k++) numbers[k] = ((const float*)matrix->panels)[panel + k * N_TILE + place];
         else
             for (int64_t k = 0; k < inputs; k++)
-                to[i * inputs + k] =
-                    number(((const BFloat16*)matrix->panels)[panel + k / 2 * 2 * N_TILE + place * 2 + k % 2]);
-    }
+                numbers[k] = number(((const BFloat16*)matrix->panels)[panel + k / 2 * 2 * N_TILE + place * 2 + k % 2]);
+    };
+    Team::run(threads, [&](Team& team) {
+        team.each(count, 1, [&](Span some, int) {
+            for (; some.first < some.last; some.first++) copy(first + some.first, to + some.first * matrix->inputs);
+        });
+    });
 }
 
 /// Inputs are float, or bfloat16 if the matrix is. Returns 0; 1 if nothing was done because this CPU does not multiply so.

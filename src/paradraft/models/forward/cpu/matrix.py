@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paradraft.formats.gguf_blocks import Numbers, Products
 from paradraft.models.forward.cpu.build import library
+from paradraft.models.forward.cpu.threads import one_torch_thread
 from paradraft.models.quantized import SUPERBLOCK, Format, NumberKind, Parts, QuantizedTensor, numbers_of
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -102,10 +103,10 @@ class Panels:
         grouping = None if self.format is None else _Grouping(*self.format)
         return _matrix(self.outputs, self.inputs, self.dtype, self.numbers, self.scales, bias, grouping)
 
-    def numbers_of(self, first: int, count: int) -> Tensor:
+    def numbers_of(self, first: int, count: int, threads: int = 1) -> Tensor:
         """`[count, inputs]` the weights of some outputs as float32, as passes read them."""
         numbers = torch.empty(count, self.inputs, dtype=torch.float32, device="cpu")
-        library().copy_outputs(ctypes.byref(self.matrix()), first, count, numbers.data_ptr())
+        library().copy_outputs(ctypes.byref(self.matrix()), first, count, numbers.data_ptr(), threads)
         return numbers
 
     def unpacked(self, first: int, count: int) -> Parts:
@@ -312,12 +313,13 @@ def _check_packed(panels: Panels, numbers_of: Callable[[slice], Tensor]) -> None
     Raises:
         WrongPassError: one is another.
     """
-    step = max(CHECKED_AT_ONCE // panels.inputs, 1)
-    for first in range(0, panels.outputs, step):
-        few = slice(first, min(first + step, panels.outputs))
-        found, expected = panels.numbers_of(few.start, few.stop - few.start), numbers_of(few)
-        if not torch.equal(found.view(torch.int32), expected.view(torch.int32)):
-            raise WrongPassError(f"weights of the shape {[panels.outputs, panels.inputs]} are packed as others")
+    step, threads = max(CHECKED_AT_ONCE // panels.inputs, 1), torch.get_num_threads()
+    with one_torch_thread():  # several would wait for each other in each of many short steps
+        for first in range(0, panels.outputs, step):
+            few = slice(first, min(first + step, panels.outputs))
+            found, expected = panels.numbers_of(few.start, few.stop - few.start, threads), numbers_of(few)
+            if not torch.equal(found.view(torch.int32), expected.view(torch.int32)):
+                raise WrongPassError(f"weights of the shape {[panels.outputs, panels.inputs]} are packed as others")
 
 
 def compute_products(model: nn.Module) -> None:

@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from paradraft.models.forward.cpu.matrix import PackedMatrix, WrongPassError
+from paradraft.models.forward.cpu.threads import one_torch_thread
 from paradraft.models.forward.cpu.verdicts import has_passed, remember, verdict_of
 from paradraft.models.quantized import QuantizedTensor
 
@@ -155,7 +156,9 @@ def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
     if has_passed(verdict := verdict_of(model, found)):
         return found
     start = time.perf_counter()
-    if not (figures := figures_of(model, native, logits_NV)).is_right:
+    with one_torch_thread():  # several would wait for each other, long where another program runs
+        figures = figures_of(model, native, logits_NV)
+    if not figures.is_right:
         raise WrongPassError(str(figures), _seconds(native))
     remember(verdict, time.perf_counter() - start)
     return found
@@ -258,7 +261,7 @@ class _OwnFloats(TorchFunctionMode):
         step = max(AT_ONCE // weight.shape[1], 1)
         for start in range(0, len(weight), step):
             few = slice(start, min(start + step, len(weight)))
-            numbers = _slice(weight, matrix, first, few)
+            numbers = self._slice(weight, few)
             outputs[:, few] = all_MK @ numbers.T
             lengths[few] = numbers.norm(dim=1)
         if bias is not None:
@@ -268,6 +271,13 @@ class _OwnFloats(TorchFunctionMode):
         if bias is not None:  # which may be far larger than the product
             moved_NO = self._moved(moved_NO, 1.0)
         return torch.stack([own_NO, moved_NO])
+
+    def _slice(self, weight: Tensor, few: slice) -> Tensor:
+        """Some outputs of a weight as float32."""
+        if not isinstance(weight, QuantizedTensor):
+            return weight[few].float()
+        matrix, first = self.native.packed(weight)
+        return matrix.panels.numbers_of(first + few.start, few.stop - few.start, self.native.threads)
 
     def _moved(self, numbers: Tensor, units: float | None = None) -> Tensor:
         """Numbers that are some units in the last place away, by default as a sum over their last dimension may be: its
@@ -302,10 +312,3 @@ class _OwnProducts(TorchFunctionMode):
             outputs = self.native.product(matrix, inputs.flatten(0, -2))[:, first : first + len(weight)]
             return outputs.to(inputs.dtype).unflatten(0, inputs.shape[:-1])
         return func(*args, **(kwargs or {}))
-
-
-def _slice(weight: Tensor, matrix: PackedMatrix, first: int, few: slice) -> Tensor:
-    """Some outputs of a weight as float32."""
-    if isinstance(weight, QuantizedTensor):
-        return matrix.panels.numbers_of(first + few.start, few.stop - few.start)
-    return weight[few].float()
