@@ -101,7 +101,7 @@ NAMES = {
 }
 SPEEDS = ("tokens/s", "against AR+", "against the fastest AR+", "tokens per target pass", "first 32 tokens")
 TABLES = {
-    ("README.md", "method", *SPEEDS): NEW_GREEDY,
+    ("docs/pocket.md", "method", *SPEEDS): NEW_GREEDY,
     (
         "benchmarks/README.md",
         "T = 0.8, with the head",
@@ -167,7 +167,7 @@ def test_rows_are_those_of_the_file(document: str, head: tuple[str, ...], file: 
     assert rows and not wrong, f"{document}, by {file}.json:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("document", ["README.md", "benchmarks/README.md"])
+@pytest.mark.parametrize("document", ["docs/pocket.md", "benchmarks/README.md"])
 def test_lengths_are_reported_three_ways(document: str) -> None:
     """Guards against lengths from a target that repeats itself alone: K = 8 on all prompts, greedy, greedy over the
     first 32 tokens, and at temperature 0.8, and PARD's share of the ordinary draft's."""
@@ -215,10 +215,10 @@ def sentences() -> list[tuple[str, str]]:
     speed, gain = COLUMNS["tokens/s"], "speedup_vs_ar"
     best, vsd = bf16["pard:k=8:dtype=bfloat16"], bf16["autoregressive:k=5:dtype=bfloat16"]
     return [
-        ("README.md", f"{new['ar']['distinct_4grams']:.0%} of the 4-grams"),
-        ("README.md", f"{drawn['ar']['distinct_4grams']:.0%} at temperature 0.8"),
+        ("docs/pocket.md", f"{new['ar']['distinct_4grams']:.0%} of the 4-grams"),
+        ("docs/pocket.md", f"{drawn['ar']['distinct_4grams']:.0%} at temperature 0.8"),
         (
-            "README.md",
+            "docs/pocket.md",
             "it makes {}, {}, {}, {} and {} times the tokens of AR+ in batches of 1, 2, 4, 8 and 16".format(
                 *(
                     f"{methods(EXPECTED)[f'pard:k=8:lengths=expected:batch={size}'][gain]:.2f}"
@@ -227,7 +227,7 @@ def sentences() -> list[tuple[str, str]]:
             ),
         ),
         (
-            "README.md",
+            "docs/pocket.md",
             f"PARD with K = 4 is {drawn['pard:k=4'][gain]:.2f} times as fast as AR+ in float32 and "
             f"{drawn['pard:k=4:dtype=bfloat16'][gain]:.2f} times in bf16",
         ),
@@ -258,16 +258,17 @@ def test_the_cost_of_independent_guesses_is_that_of_the_file() -> None:
 
 
 def test_the_picture_is_that_of_the_file() -> None:
-    """Guards the README's picture: six to eight rows, with the numbers of the table, and no longer the old ones."""
-    (name,) = re.findall(r"!\[[^\]]*\]\(benchmarks/(.*?)\.png\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    """Guards the picture of the pocket family: six to eight rows, with the numbers of the table, none of them old."""
+    text = (ROOT / "docs/pocket.md").read_text(encoding="utf-8")
+    (name,) = re.findall(r"!\[[^\]]*\]\(\.\./benchmarks/(.*?)\.png\)", text)
     assert name == NEW_GREEDY
     with Image.open(ROOT / "benchmarks" / f"{name}.png") as picture:
         picture.load()
         drawn = picture.text["Description"].splitlines()
     assert 6 <= len(drawn) <= 8
     assert set(drawn) <= set(description(methods(name)).splitlines())
-    in_readme = {NAMES[row[0]] for row in table("README.md", "method", *SPEEDS)}
-    assert set(drawn) <= set(description({spec: methods(name)[spec] for spec in in_readme}).splitlines())
+    in_table = {NAMES[row[0]] for row in table("docs/pocket.md", "method", *SPEEDS)}
+    assert set(drawn) <= set(description({spec: methods(name)[spec] for spec in in_table}).splitlines())
 
 
 def three_digits(one: Figures, key: str) -> str:
