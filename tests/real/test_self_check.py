@@ -11,11 +11,9 @@ from paradraft.models.forward.cpu.self_check import figures_of, text_for
 from paradraft.models.runtime import Runtime
 from paradraft.models.target_loading import load_target
 from tests.real.conftest import CODER_05B, CODER_15B, SMOLLM2, TARGETS, real
-from tests.support.pass_faults import FAULTS, WITH_BIASES, Plant, faulty, unchanged
+from tests.support.pass_faults import FAULTS, WITH_BIASES, WITH_OFFSETS, Plant, faulty, unchanged
 
 pytestmark = pytest.mark.real
-FEW = ("base times 0.99", "epsilon of 1e-4", "keys in llama.cpp's order")
-"""Faults that are tried on the largest model, where each takes ten seconds: the smallest ones."""
 
 
 def model_of(name: str, dtype: str = "auto") -> PreTrainedModel:
@@ -33,7 +31,11 @@ def test_right_passes_are_accepted(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "faults"),
-    [(SMOLLM2, FAULTS), (CODER_05B, FAULTS | WITH_BIASES), (CODER_15B, {fault: FAULTS[fault] for fault in FEW})],
+    [
+        (SMOLLM2, FAULTS | WITH_OFFSETS),
+        (CODER_05B, FAULTS | WITH_BIASES | WITH_OFFSETS),
+        (CODER_15B, FAULTS | WITH_BIASES | WITH_OFFSETS),
+    ],
 )
 def test_wrong_passes_are_refused(name: str, faults: dict[str, Plant]) -> None:
     """Guards against a check that refuses nothing of a trained model, whose states a few channels rule."""

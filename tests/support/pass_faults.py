@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from paradraft.formats.gguf_blocks import Products
 from paradraft.models import kv_cache
 from paradraft.models.forward.cpu.matrix import PackedMatrix
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import text_for
 from paradraft.models.gguf_model import row_order
+from paradraft.models.quantized import NumberKind, QuantizedTensor
 
 Plant = Callable[[NativePass, PreTrainedModel], None]
 
@@ -134,6 +136,26 @@ def norm(name: str, change: Callable[[Tensor], Tensor]) -> Plant:
     return plant
 
 
+def offsets_ignored(native: NativePass, model: PreTrainedModel) -> None:
+    """Of the first matrix whose groups have offsets."""
+    for number, layer in enumerate(model.model.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        fields = {"output": attention.o_proj, "gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}
+        for name, projection in fields.items():
+            weight = projection.weight
+            if isinstance(weight, QuantizedTensor) and weight.format.offsets is not NumberKind.NONE:
+                values, scales, offsets = weight.parts
+                nothing = (
+                    Products(torch.zeros_like(offsets.factors), offsets.numbers)
+                    if isinstance(offsets, Products)
+                    else torch.zeros_like(offsets)
+                )
+                changed = QuantizedTensor(values, scales, nothing, bits=weight.bits, group=weight.group)
+                setattr(native._model.layer[number], name, plain(native, changed, projection.bias))
+                return
+    raise AssertionError("no matrix has offsets")
+
+
 def without_bias(index: int) -> Plant:
     """Of queries, keys or values."""
 
@@ -229,6 +251,8 @@ WITH_BIASES = {
     "keys without bias": without_bias(1),
     "values without bias": without_bias(2),
 }
+WITH_OFFSETS = {"offsets ignored": offsets_ignored}
+"""Of models whose weights of few bits have offsets."""
 WITH_NORMS = {
     "queries without norm": norm("query_norm", torch.ones_like),
     "norm of keys moved by a channel": norm("key_norm", lambda weight: weight.roll(1)),

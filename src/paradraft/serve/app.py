@@ -40,7 +40,8 @@ def new_app(engine: Engine, *, model: str, limits: Limits, key: str | None = Non
         key: what requests must have.
     """
     admission = Admission(limits)
-    metrics = Metrics(model, admission)
+    slow_models = sum(bool(lm.refusals) for lm in (engine.target.lm, *engine.drafter.models))
+    metrics = Metrics(model, admission, slow_models)
     answers, grammars = Answers(engine, admission, metrics), Grammars(engine.target.facts)
     # Their pages take scripts from elsewhere, and their document knows no routes of our own.
     app = FastAPI(title="paradraft", docs_url=None, redoc_url=None, openapi_url=None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 from paradraft.engine import Engine
 from paradraft.sampling_params import Sampling
 from tests.support.serving import serving
@@ -49,3 +51,12 @@ def test_counts(engine: Engine) -> None:
         assert running.ended("length") == ended.count("length") + 1
         assert running.ended("stop") == ended.count("eos")
         assert (counts["vllm:num_requests_running"], counts["vllm:num_requests_waiting"]) == (0, 0)
+
+
+def test_slow_passes_are_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a server that is several times slower than it could be against being so without a word."""
+    with serving(engine) as running:
+        assert running.counts()["paradraft:slow_models"] == 0
+    monkeypatch.setattr(engine.target.lm, "refusals", ["the formula is another"])
+    with serving(engine) as running:
+        assert running.counts()["paradraft:slow_models"] == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from paradraft.models.forward.cpu import matrix, self_check, verdicts
@@ -16,9 +17,9 @@ from paradraft.models.forward.cpu.build import library
 from paradraft.models.forward.cpu.matrix import WrongPassError
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import TOKENS, Figures, figures_of, text_for
-from paradraft.models.quantized import Format, Parts, rounded_to_8_bits
+from paradraft.models.quantized import Format, Parts, QuantizedTensor, rounded_to_8_bits
 from paradraft.models.runtime import quantize
-from tests.support.pass_faults import faults_of, faulty, unchanged
+from tests.support.pass_faults import faults_of, faulty, offsets_ignored, unchanged
 from tests.support.random_models import KINDS_OF_MODELS, SIZES, random_model
 from tests.support.real_statistics import MASSIVE, SPECIAL, VOCABULARIES, realistic_model
 
@@ -36,6 +37,19 @@ def as_stored(model: PreTrainedModel, weights: str) -> PreTrainedModel:
     model = model if weights == "float32" else model.bfloat16()
     if weights.startswith("int"):
         quantize(model, int(weights[3:]))
+    return model
+
+
+def with_offsets(model: PreTrainedModel) -> PreTrainedModel:
+    """A model in bfloat16 with all linear layers but the head in 4 bits, as in Q4_1 files."""
+    for module in model.bfloat16().base_model.modules():
+        if isinstance(module, nn.Linear):
+            blocks = module.weight.float().unflatten(1, (-1, 32))
+            least, most = blocks.aminmax(dim=2)
+            scales, offsets = ((most - least) / 15).half(), least.half()
+            values = ((blocks - offsets[..., None].float()) / scales[..., None].float()).round().clamp(0, 15)
+            weight = QuantizedTensor(values.flatten(1).to(torch.int8), scales, offsets, bits=4, group=32)
+            module.weight = nn.Parameter(weight, requires_grad=False)
     return model
 
 
@@ -69,6 +83,14 @@ def test_wrong_passes_are_refused(kind: str, fault: str) -> None:
     for weights in WEIGHTS:
         with pytest.raises(WrongPassError, match="formula"):
             faulty(faults_of(kind)[fault])(small(kind, weights))
+
+
+def test_ignored_offsets_are_found() -> None:
+    """Guards models whose groups have offsets, which no other way of storing weights reads."""
+    model = with_offsets(realistic_model(rows=ROWS))
+    faulty(unchanged)(model)
+    with pytest.raises(WrongPassError, match="formula"):
+        faulty(offsets_ignored)(model)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
