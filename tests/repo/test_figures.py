@@ -20,7 +20,7 @@ from paradraft.bench.page.page import read_result
 from paradraft.bench.plot import description
 
 ROOT = Path(__file__).parents[2]
-DAY = "epyc-avx512-2cores_2026-11-22"
+DAY, REAL_DAY = "epyc-avx512-2cores_2026-11-22", "epyc-avx512-2cores_2026-11-25"
 GREEDY, SAMPLED, BF16, BATCHES = (
     f"{theme}_{DAY}" for theme in ("cpp-greedy", "cpp-t0.8", "cpp-bf16-greedy", "cpp-batches-greedy")
 )
@@ -124,18 +124,25 @@ TABLES = {
 
 
 REAL = {
-    "Qwen2.5-Coder 1.5B, `Q4_K_M`": "real-qwen2.5-coder-1.5b_epyc-avx512-2cores_2026-11-25",
-    "Qwen2.5-Coder 0.5B, `Q4_K_M`": "real-qwen2.5-coder-0.5b_epyc-avx512-2cores_2026-11-25",
-    "SmolLM2 135M, `Q4_1`": "real-smollm2-135m_epyc-avx512-2cores_2026-11-25",
+    "Qwen2.5-Coder 1.5B, `Q4_K_M`": "qwen2.5-coder-1.5b",
+    "Qwen2.5-Coder 0.5B, `Q4_K_M`": "qwen2.5-coder-0.5b",
+    "SmolLM2 135M, `Q4_1`": "smollm2-135m",
 }
+GREEDY_TASKS = {"HumanEval, greedy": "humaneval-t0", "GSM8K, greedy": "gsm8k-t0"}
+REAL_TASKS = GREEDY_TASKS
 REAL_METHODS = {
-    "AR+": "ar",
-    "VSD with the 0.5B file, K = 3": "autoregressive:k=3",
-    "the same, K = 5": "autoregressive:k=5",
-    "n-gram": "ngram",
     "llama.cpp": "llama-cpp",
-    "llama.cpp with the 0.5B file, K = 5": "llama-cpp-draft:k=5",
+    "llama.cpp, the 0.5B file drafts, K = 5": "llama-cpp-draft:k=5",
+    "ours, nothing drafts": "ar",
+    **{f"the 0.5B file drafts, K = {k}": f"autoregressive:k={k}" for k in (3, 5, 8)},
+    "the 0.5B file drafts, `expected`": "autoregressive:k=8:lengths=expected",
+    "n-gram": "ngram",
+    "n-gram, `expected`": "ngram:lengths=expected",
 }
+
+
+def real(model: str, task: str) -> dict[str, Figures]:
+    return methods(f"real-{model}-{task}_{REAL_DAY}")
 
 
 def cells(line: str) -> list[str]:
@@ -277,31 +284,47 @@ def three_digits(one: Figures, key: str) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
+def rows_of_real_models(tasks: dict[str, str], cells_of: Callable[[Figures | None], list[str]]) -> list[list[str]]:
+    """A heading for each model, and below it a row for each method that was measured on one of the tasks."""
+    rows = []
+    for model, name in REAL.items():
+        of_tasks = [real(name, task) for task in tasks.values()]
+        rows.append([model, *[""] * len(tasks) * len(cells_of(None))])
+        for method, spec in REAL_METHODS.items():
+            if any(spec in figures for figures in of_tasks):
+                rows.append([method, *(cell for figures in of_tasks for cell in cells_of(figures.get(spec)))])
+    return rows
+
+
+def speed_of(one: Figures | None) -> list[str]:
+    if one is None:
+        return [""]
+    gain = one["speedup_vs_ar"] if one["method"] not in ("hf", "ar") else None
+    return [f"{one['tokens_per_s']['median']:.0f}" + (f" ({times(gain)})" if gain else "")]
+
+
+def latencies_of(one: Figures | None) -> list[str]:
+    if one is None:
+        return [""] * 3
+    return [*(three_digits(one, key) for key in ("ttft_ms", "tpot_ms")), length(one["acceptance_length"], one)]
+
+
 def test_tables_of_real_models() -> None:
     """Guards the first figures that a user sees: each is that of its file."""
-    head = ("file", "method", "tokens/s, prompts included", "first token, ms", "each token after it, ms")
-    rows, name = table("benchmarks/README.md", *head, "tokens per target pass"), ""
-    assert len(rows) == sum(len(methods(file)) for file in REAL.values())
-    for file, method, *printed in rows:
-        name = file or name
-        one = methods(REAL[name])[REAL_METHODS[method]]
-        times_ms = (three_digits(one, key) for key in ("ttft_ms", "tpot_ms"))
-        assert printed == [
-            f"{one['tokens_per_s']['median']:.0f}", *times_ms, length(one["acceptance_length"], one)
-        ], (name, method)  # fmt: skip
-    first = table(
-        "README.md", "milliseconds a token after the first", "ours, plain", "ours, drafting", "llama.cpp",
-        "llama.cpp, drafting",
-    )  # fmt: skip
-    drafting = ("ngram", "autoregressive:k=3")
-    for name, *printed in first:
-        figures = methods(REAL[name])
-        found = [[float(number) for number in re.findall(r"(\d+\.\d+)(?= |$)", cell)] for cell in printed]
-        expected = [["ar"], [each for each in drafting if each in figures], ["llama-cpp"], ["llama-cpp-draft:k=5"]]
-        assert found == [
-            [float(three_digits(figures[each], "tpot_ms")) for each in group if each in figures] for group in expected
-        ], name
-    target = methods(next(iter(REAL.values())))
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{target['ngram']['speedup_vs_ar']:.2f} times the tokens of plain decoding" in text
-    assert f"{target['autoregressive:k=3']['speedup_vs_ar']:.2f} times with the 0.5B file" in text
+    expected = {
+        ("README.md", "tokens/s, prompts included", *REAL_TASKS): rows_of_real_models(REAL_TASKS, speed_of),
+        (
+            "benchmarks/README.md", "ms, greedy", "HumanEval: first token", "each after it", "tokens a pass",
+            "GSM8K: first token", "each after it", "tokens a pass",
+        ): rows_of_real_models(GREEDY_TASKS, latencies_of),
+    }  # fmt: skip
+    for place, rows in expected.items():
+        assert table(*place) == rows, "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_the_first_picture_is_that_of_the_file() -> None:
+    """Guards the README's picture against tables that have been measured again."""
+    (name,) = re.findall(r"!\[[^\]]*\]\(benchmarks/(.*?)\.png\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    with Image.open(ROOT / "benchmarks" / f"{name}.png") as picture:
+        picture.load()
+        assert picture.text["Description"].splitlines() == description(methods(name)).splitlines()
