@@ -201,3 +201,18 @@ def test_a_sampler_draws_the_same_with_it() -> None:
             drafted = [sampler.candidates(logits, 0, 1, paths[:, 0, :0]).tokens for sampler in (fast, slow)]
             assert torch.equal(*drafted)
     assert served > 20, "the comparison must not be of torch with itself"
+
+
+@pytest.mark.parametrize("top_k", [2**63 + 5, 2**64 - 2**40, 2**64 + 1])
+def test_top_k_of_more_than_64_bits_keeps_all(top_k: int) -> None:
+    """Guards a server: the number of a request once reached C++ as a negative one, and ended the process."""
+    logits, positions = torch.randn(1, 50, 64), torch.arange(50)[None]
+    found = draw(logits, [Sampling(temperature=1.0, top_k=top_k)], positions, threads=1)
+    expected = draw(logits, [Sampling(temperature=1.0)], positions, threads=1)
+    assert found is not None and expected is not None and torch.equal(found, expected)
+
+
+def test_temperatures_that_are_infinite_in_float32_are_torchs() -> None:
+    """Guards forbidden tokens, whose logits would become no number."""
+    positions = torch.zeros(1, 1, dtype=torch.long)
+    assert draw(torch.zeros(1, 1, 4), [Sampling(temperature=1e39)], positions, threads=1) is None

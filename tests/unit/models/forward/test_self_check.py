@@ -93,6 +93,15 @@ def test_ignored_offsets_are_found() -> None:
         faulty(offsets_ignored)(model)
 
 
+def test_keys_and_values_alone_may_have_few_bits() -> None:
+    """Guards right models against the slow path: such keys and values were once taken for bfloat16, and nothing."""
+    model = realistic_model(rows=ROWS).bfloat16()
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            projection.weight = nn.Parameter(rounded_to_8_bits(projection.weight), requires_grad=False)
+    assert measured(model).is_right
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_what_plants_faults_is_none(weights: str) -> None:
     """Control: with the same means, and nothing wrong, a pass is accepted."""

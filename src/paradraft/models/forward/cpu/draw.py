@@ -15,6 +15,9 @@ from torch import Tensor
 from paradraft.models.forward.cpu.build import library
 from paradraft.sampling_params import Sampling
 
+MOST_TEMPERATURE = torch.finfo(torch.float32).max
+"""A larger one would be infinite in C++."""
+
 
 class _Choice(ctypes.Structure):
     _fields_ = (
@@ -39,12 +42,12 @@ def draw(logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor
     Raises:
         CannotBuildError: there is no library for this machine.
     """
-    if logits_BRV.dtype != torch.float32:
+    if logits_BRV.dtype != torch.float32 or any(one.temperature > MOST_TEMPERATURE for one in samplings):
         return None
     (B, R, V), positions_BR = logits_BRV.shape, positions_BR.contiguous()
     assert len(samplings) == B and positions_BR.shape == (B, R) and V
     logits_BRV = logits_BRV if logits_BRV.stride(2) == 1 else logits_BRV.contiguous()
-    choices = (_Choice * B)(*map(_choice, samplings))
+    choices = (_Choice * B)(*(_choice(sampling, V) for sampling in samplings))
     tokens_BR = torch.empty(B, R, dtype=torch.long, device="cpu")
     is_undecided = library().draw_tokens(
         logits_BRV.data_ptr(), *logits_BRV.stride()[:2], V, ctypes.addressof(choices), positions_BR.data_ptr(), B, R,
@@ -53,6 +56,7 @@ def draw(logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor
     return None if is_undecided else tokens_BR
 
 
-def _choice(sampling: Sampling) -> _Choice:
+def _choice(sampling: Sampling, vocabulary: int) -> _Choice:
     least = math.log(sampling.min_p) if sampling.min_p else -math.inf
-    return _Choice(sampling.seed, sampling.top_k, sampling.top_p, sampling.temperature, least)
+    top_k = min(sampling.top_k, vocabulary)  # it may be more than 64 bits hold
+    return _Choice(sampling.seed, top_k, sampling.top_p, sampling.temperature, least)

@@ -443,9 +443,9 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
 
 /// Whether all matrices are bfloat16 numbers.
 static bool is_whole(const Model& model) {
-    auto is_one = [](const Matrix& matrix) { return matrix.kind == BFLOAT16; };
+    auto is_one = [](const Matrix& matrix) { return matrix.kind == BFLOAT16 || !matrix.outputs; };
     return is_one(model.head) && std::all_of(model.layer, model.layer + model.layers, [&](const Layer& layer) {
-               return is_one(layer.qkv[0]) && is_one(layer.output) && is_one(layer.gate) &&
+               return std::all_of(layer.qkv, layer.qkv + 3, is_one) && is_one(layer.output) && is_one(layer.gate) &&
                       is_one(layer.up) && is_one(layer.down);
            });
 }
