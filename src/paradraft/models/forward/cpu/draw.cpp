@@ -165,16 +165,18 @@ class Position {
         bool has_nucleus = choice.top_p < 1.0;
         float least = kth();
         double lowest = std::max(least, likeliest.logit + choice.min_log_ratio), total = 0.0;
+        // torch rounds the logarithm of the sum to float32, which changes shares the more the larger logits are.
+        double near_shares = NEAR_SHARES + std::abs(likeliest.logit) * 0x1p-22;
         if (has_nucleus) {
             total = weight(least, [&](Vector logit, int64_t) { return logit >= least; });
             // Tokens below a place are together no likelier than this: all are outside.
-            double outside = (1 - choice.top_p - 2 * NEAR_SHARES) * total / vocabulary;
+            double outside = (1 - choice.top_p - 2 * near_shares) * total / vocabulary;
             if (outside > 0) lowest = std::max(lowest, likeliest.logit + std::log(outside));
         }
         for (Scaled end = {-INFINITY, vocabulary};;) {
             Scaled best = best_before(end, lowest);
             if (best.token == UNDECIDED || !has_nucleus) return best.token;
-            double before = weight_before(best), size = choice.top_p * total, near = NEAR_SHARES * total;
+            double before = weight_before(best), size = choice.top_p * total, near = near_shares * total;
             if (before == 0.0 || before < size - near) return best.token;
             if (before < size + near) return UNDECIDED;
             end = best;
