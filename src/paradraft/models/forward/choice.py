@@ -67,7 +67,7 @@ def _refusal(model: PreTrainedModel, wrong: WrongPassError) -> str:
     """What a user is told whose model's pass in C++ failed its self-check."""
     times = "many times"
     if wrong.seconds is not None:
-        token = torch.zeros(1, 1, dtype=torch.long)
+        token = torch.zeros(1, 1, dtype=torch.long, device="cpu")
         model(token, use_cache=False)  # the first pass takes longer than others
         start = time.perf_counter()
         model(token, use_cache=False)

@@ -168,6 +168,36 @@ def test_a_cache_that_rounds_is_found() -> None:
         faulty(plant)(small("qwen2", "float32"))
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_torchs_defaults_do_not_matter(default: torch.dtype) -> None:
+    """Guards right models: noise that was rounded to bfloat16 moved nothing, and float64 ended the loading."""
+    model = small("qwen2", "int8")
+    torch.set_default_dtype(default)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            NativePass(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_kernels_of_few_rows_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards plain decoding, whose passes read one token, against a fault that passes over many do not have."""
+    call = NativePass.__call__
+
+    def wrong(
+        self: NativePass, storage: Any, lengths: list[int], tokens: torch.Tensor, *rest: Any, **named: Any
+    ) -> Any:
+        out = call(self, storage, lengths, tokens, *rest, **named)
+        if tokens.shape[1] == 1:
+            out.logits[..., 3] += 1e-3
+        return out
+
+    NativePass(small("qwen2", "float32"))
+    monkeypatch.setattr(NativePass, "__call__", wrong)
+    with pytest.raises(WrongPassError, match="several passes"):
+        NativePass(small("qwen2", "float32"))
+
+
 def test_the_second_load_checks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards starts of folders, which have no file of packed weights, and right verdicts on other models."""
     checked: list[PreTrainedModel] = []

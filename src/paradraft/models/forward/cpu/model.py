@@ -314,24 +314,32 @@ class NativePass:
         """Lets go of the storage, before another is allocated."""
         self._storage, self._pointers = [], []
 
-    def logits_at(self, tokens_N: Tensor, positions_N: Tensor, *, exactly: bool = False) -> Tensor:
+    def logits_at(
+        self, tokens_N: Tensor, positions_N: Tensor, *, exactly: bool = False, parts: Sequence[int] = ()
+    ) -> Tensor:
         """The logits `[N, V]` of one text whose tokens stand at any positions.
 
         Args:
             tokens_N: ids.
             positions_N: ascending.
             exactly: rounds nothing but float32 arithmetic; slow, for comparison.
+            parts: tokens of each of several passes; by default one pass reads all.
         """
         count, dtype = len(tokens_N), torch.float32 if exactly or not self._model.is_bfloat16 else torch.bfloat16
         devices = [torch.device("cpu")] * self._model.layers
         storage = kv_cache.allocate(self._config, batch_size=1, capacity=count, dtype=dtype, devices=devices)
         self._rotate(int(positions_N[-1]) + 1)
         rotations = [each[positions_N].contiguous() for each in self._rotations]
-        places_BN = torch.arange(count)[None]
         self._model.cosines, self._model.sines = (each.data_ptr() for each in rotations)
         self._model.is_exact = exactly
+        logits, done = [], 0
         try:
-            return self(storage, [0], tokens_N[None], places_BN - 1, logit_rows=places_BN).logits[0]
+            for part in parts or [count]:
+                places_BN = torch.arange(part, device="cpu")[None]
+                tokens_BN = tokens_N[None, done : done + part]
+                logits.append(self(storage, [done], tokens_BN, places_BN - 1, logit_rows=places_BN).logits[0])
+                done += part
+            return torch.cat(logits)
         finally:
             self._model.cosines, self._model.sines = (each.data_ptr() for each in self._rotations)
             self._model.is_exact = False

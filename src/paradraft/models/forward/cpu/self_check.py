@@ -12,6 +12,8 @@ each of which knows how much difference is right:
 3. *The rounding.* The logits of the pass are at most `MOST_ROUNDING` times as far from the exact ones as those of the
    model's own code in the model's dtype.
 
+Then the same text is read in several passes, as text is decoded: the logits are the same to the last bit.
+
 That weights were packed as they are is checked to the last bit where they are packed (`PackedMatrix`).
 
 Tokens are spread over the vocabulary, and stand at positions that are farther and farther apart, so that rotations by
@@ -69,8 +71,11 @@ class Checked(Protocol):
 
     threads: int
 
-    def logits_at(self, tokens_N: Tensor, positions_N: Tensor, *, exactly: bool = False) -> Tensor:
-        """`[N, V]` of one text whose tokens stand at these positions; exactly: without any rounding of inputs."""
+    def logits_at(
+        self, tokens_N: Tensor, positions_N: Tensor, *, exactly: bool = False, parts: Sequence[int] = ()
+    ) -> Tensor:
+        """`[N, V]` of one text whose tokens stand at these positions; exactly: without any rounding of inputs; parts:
+        tokens of each of several passes."""
 
     def packed(self, weight: Tensor) -> tuple[PackedMatrix, int]:
         """The matrix that a weight is part of, and the number of its first output there."""
@@ -128,7 +133,19 @@ def text_for(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     positions = [0]
     for place in range(1, count):
         positions.append(min(max(steps[place], positions[-1] + 1), last - (count - 1 - place)))
-    return torch.tensor(tokens), torch.tensor(positions)
+    return torch.tensor(tokens, device="cpu"), torch.tensor(positions, device="cpu")
+
+
+def parts_of(tokens: int) -> list[int]:
+    """Passes of all small sizes that together read a text; each has kernels of its own.
+
+    >>> parts_of(16)
+    [1, 2, 3, 4, 5, 1]
+    """
+    parts: list[int] = []
+    while (rest := tokens - sum(parts)) > 0:
+        parts.append(min(len(parts) + 1, rest))
+    return parts
 
 
 @torch.no_grad()
@@ -156,17 +173,20 @@ def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
     if has_passed(verdict := verdict_of(model, found)):
         return found
     start = time.perf_counter()
-    with one_torch_thread():  # several would wait for each other, long where another program runs
+    # Several threads would wait for each other, long where another program runs; and what is compared is float32.
+    with one_torch_thread(), torch.autocast("cpu", enabled=False):
         figures = figures_of(model, native, logits_NV)
     if not figures.is_right:
         raise WrongPassError(str(figures), _seconds(native))
+    if not torch.equal(native.logits_at(*text_for(model), parts=parts_of(len(logits_NV))), logits_NV):
+        raise WrongPassError("logits of one pass and of several passes are not the same", _seconds(native))
     remember(verdict, time.perf_counter() - start)
     return found
 
 
 def _seconds(native: Checked) -> float:
     """That a pass over one token takes."""
-    token_N = torch.zeros(1, dtype=torch.long)
+    token_N = torch.zeros(1, dtype=torch.long, device="cpu")
     start = time.perf_counter()
     native.logits_at(token_N, token_N)
     return time.perf_counter() - start
@@ -283,7 +303,7 @@ class _OwnFloats(TorchFunctionMode):
         """Numbers that are some units in the last place away, by default as a sum over their last dimension may be: its
         error grows with the root of the number of terms."""
         units = math.sqrt(numbers.shape[-1]) / 4 if units is None else units
-        noise = torch.randn(numbers.shape, generator=self._random)
+        noise = torch.randn(numbers.shape, generator=self._random, dtype=torch.float32, device="cpu")
         return numbers * (1 + units * torch.finfo(torch.float32).eps * noise)
 
     def _move_second(self, rows: Tensor) -> Tensor:
