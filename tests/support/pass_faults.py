@@ -17,7 +17,7 @@ from paradraft.models.forward.cpu.matrix import PackedMatrix
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import text_for
 from paradraft.models.gguf_model import row_order
-from paradraft.models.quantized import NumberKind, QuantizedTensor
+from paradraft.models.quantized import QuantizedTensor
 
 Plant = Callable[[NativePass, PreTrainedModel], None]
 
@@ -143,14 +143,13 @@ def offsets_ignored(native: NativePass, model: PreTrainedModel) -> None:
         fields = {"output": attention.o_proj, "gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}
         for name, projection in fields.items():
             weight = projection.weight
-            if isinstance(weight, QuantizedTensor) and weight.format.offsets is not NumberKind.NONE:
-                values, scales, offsets = weight.parts
+            if isinstance(weight, QuantizedTensor) and (offsets := weight.parts[2]) is not None:
                 nothing = (
-                    Products(torch.zeros_like(offsets.factors), offsets.numbers)
+                    Products(factors=torch.zeros_like(offsets.factors), numbers=offsets.numbers)
                     if isinstance(offsets, Products)
                     else torch.zeros_like(offsets)
                 )
-                changed = QuantizedTensor(values, scales, nothing, bits=weight.bits, group=weight.group)
+                changed = QuantizedTensor(*weight.parts[:2], nothing, bits=weight.bits, group=weight.group)
                 setattr(native._model.layer[number], name, plain(native, changed, projection.bias))
                 return
     raise AssertionError("no matrix has offsets")
