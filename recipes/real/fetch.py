@@ -191,7 +191,7 @@ def problem_of(url: str, patience_s: float) -> str | None:
             httpx2.head(url, follow_redirects=True, timeout=patience_s).raise_for_status()
         except httpx2.HTTPStatusError as error:
             found.put(f"answers {error.response.status_code}")
-        except httpx2.HTTPError as error:
+        except Exception as error:  # wrong proxies, certificates and addresses are errors of several libraries
             found.put(f"cannot be reached ({said_by(error)})")
         else:
             found.put(None)

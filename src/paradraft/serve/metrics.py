@@ -22,7 +22,7 @@ class Metrics:
     Args:
         model: the name under which it is served.
         admission: knows how many answers are decoded, and how many wait.
-        slow_models: whose pass in C++ failed its self-check.
+        slow_models: whose pass in C++ was refused or could not be built.
     """
 
     def __init__(self, model: str, admission: Admission, slow_models: int) -> None:
@@ -41,7 +41,9 @@ class Metrics:
 
         gauge("num_requests_running", "Answers that are decoded.").set_function(lambda: admission.running)
         gauge("num_requests_waiting", "Answers that wait.").set_function(lambda: admission.waiting)
-        told = "Models that PyTorch decodes, several times slower, as their pass in C++ failed its self-check."
+        told = (
+            "Models whose pass in C++ was refused or could not be built, so that PyTorch decodes, several times slower."
+        )
         slow = Gauge("paradraft:slow_models", told, ("model_name",), registry=self._registry).labels(model)
         slow.set(slow_models)
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were read.").labels(model)
