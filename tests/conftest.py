@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import signal
 import sys
 from collections.abc import Generator
 from dataclasses import asdict
@@ -23,6 +24,11 @@ VOCAB = 64
 
 END_S = 120.0
 """The longest that what a test has used may take to end."""
+
+
+def pytest_configure() -> None:
+    """Has Ctrl-C heard, by the programs that tests start too: in the background of a script it is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -205,11 +205,9 @@ def test_a_run_that_is_asked_to_stop(
             os.kill(os.getpid(), number)
         return line(progress)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the background of a script ignores it
     with monkeypatch.context() as patched:
         patched.setattr(train, "_line", ask_at_step_2)
         first = paradraft("train", "pard", recipe, f"out={out}")
-    signal.signal(signal.SIGINT, before)
     assert first.code == code
     assert first.err == ("paradraft: interrupted\n" if number == signal.SIGINT else "")
     place = out / "checkpoint"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,6 @@ from paradraft.train.stopping import ASKED_BY, StoppedError, stop_requests
 from tests.support.training import train_pard
 from tests.unit.train.test_resume import measuring, result, run_of
 from tests.unit.train.test_trainer import recipe_for
-
-
-@pytest.fixture(autouse=True)
-def _ctrl_c_is_heard() -> Iterator[None]:
-    """Tests may run in the background of a script, which ignores Ctrl-C, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def asks_at(step: int, *numbers: int) -> Callable[[Report], None]:
