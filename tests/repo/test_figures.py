@@ -129,7 +129,7 @@ REAL = {
     "SmolLM2 135M, `Q4_1`": "smollm2-135m",
 }
 GREEDY_TASKS = {"HumanEval, greedy": "humaneval-t0", "GSM8K, greedy": "gsm8k-t0"}
-REAL_TASKS = GREEDY_TASKS
+REAL_TASKS = GREEDY_TASKS | {"HumanEval, T = 0.8": "humaneval-t0.8", "GSM8K, T = 0.8": "gsm8k-t0.8"}
 REAL_METHODS = {
     "llama.cpp": "llama-cpp",
     "llama.cpp, the 0.5B file drafts, K = 5": "llama-cpp-draft:k=5",
@@ -139,6 +139,12 @@ REAL_METHODS = {
     "n-gram": "ngram",
     "n-gram, `expected`": "ngram:lengths=expected",
 }
+FOLDERS = {
+    "Qwen2.5-Coder 1.5B": "qwen2.5-coder-1.5b-folder",
+    "Qwen2.5-Coder 0.5B": "qwen2.5-coder-0.5b-folder",
+    "SmolLM2 135M": "smollm2-135m-folder",
+}
+FOLDER_METHODS = {"`generate` of `transformers`": "hf:dtype=bfloat16", "ours, nothing drafts": "ar"}
 
 
 def real(model: str, task: str) -> dict[str, Figures]:
@@ -284,13 +290,18 @@ def three_digits(one: Figures, key: str) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
-def rows_of_real_models(tasks: dict[str, str], cells_of: Callable[[Figures | None], list[str]]) -> list[list[str]]:
+def rows_of_real_models(
+    tasks: dict[str, str],
+    cells_of: Callable[[Figures | None], list[str]],
+    models: dict[str, str] = REAL,
+    specs: dict[str, str] = REAL_METHODS,
+) -> list[list[str]]:
     """A heading for each model, and below it a row for each method that was measured on one of the tasks."""
     rows = []
-    for model, name in REAL.items():
+    for model, name in models.items():
         of_tasks = [real(name, task) for task in tasks.values()]
         rows.append([model, *[""] * len(tasks) * len(cells_of(None))])
-        for method, spec in REAL_METHODS.items():
+        for method, spec in specs.items():
             if any(spec in figures for figures in of_tasks):
                 rows.append([method, *(cell for figures in of_tasks for cell in cells_of(figures.get(spec)))])
     return rows
@@ -301,6 +312,13 @@ def speed_of(one: Figures | None) -> list[str]:
         return [""]
     gain = one["speedup_vs_ar"] if one["method"] not in ("hf", "ar") else None
     return [f"{one['tokens_per_s']['median']:.0f}" + (f" ({times(gain)})" if gain else "")]
+
+
+def speed_beside_generate(one: Figures | None) -> list[str]:
+    if one is None:
+        return [""] * 3
+    gain = f" ({times(one['speedup_vs_hf'])})" if one["method"] != "hf" else ""
+    return [f"{one['tokens_per_s']['median']:#.3g}".rstrip(".") + gain, *latencies_of(one)[:2]]
 
 
 def latencies_of(one: Figures | None) -> list[str]:
@@ -317,6 +335,10 @@ def test_tables_of_real_models() -> None:
             "benchmarks/README.md", "ms, greedy", "HumanEval: first token", "each after it", "tokens a pass",
             "GSM8K: first token", "each after it", "tokens a pass",
         ): rows_of_real_models(GREEDY_TASKS, latencies_of),
+        (
+            "benchmarks/README.md", "bfloat16, greedy", "HumanEval: tokens/s", "first token, ms", "each after it",
+            "GSM8K: tokens/s", "first token, ms", "each after it",
+        ): rows_of_real_models(GREEDY_TASKS, speed_beside_generate, FOLDERS, FOLDER_METHODS),
     }  # fmt: skip
     for place, rows in expected.items():
         assert table(*place) == rows, "\n".join(f"| {' | '.join(row)} |" for row in rows)
