@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,11 +62,13 @@ class GgufFile:
 
     Args:
         path: where it is.
+        state: its inode, size and time of change when the header was read.
         metadata: by key; arrays are lists.
         tensors: by name.
     """
 
     path: Path
+    state: tuple[int, int, int]
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
 
@@ -112,8 +115,8 @@ class GgufFile:
             for start, length in pieces:
                 stream.seek(tensor.start + start)
                 read += stream.read(length)
-        if len(read) != sum(length for _, length in pieces):
-            raise ValueError(f"{str(self.path)!r} ends inside of the tensor {name}: get the file again")
+            if _state_of(stream) != self.state:
+                raise ValueError(f"{str(self.path)!r} was changed while it was read: load it again when it is whole")
         return torch.frombuffer(read, dtype=torch.uint8).view(-1, size)
 
 
@@ -143,17 +146,23 @@ def read_gguf(name: str, *, vocabulary: bool = False) -> GgufFile:
         raise ValueError(f"{name!r} is no GGUF file: it has {path.stat().st_size} bytes")
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            state = _state_of(stream)
             metadata, tensors = _Header(data, vocabulary).read()
     except (struct.error, OverflowError):  # a length that leads beyond the end
         raise ValueError(f"cannot read {name!r}: it ends inside of its header, so it is cut off or damaged") from None
     except (_DamagedError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"cannot read {name!r}: {error}") from None
-    found = GgufFile(path=path, metadata=metadata, tensors=tensors)
-    _check_whole(found, path.stat().st_size)
+    found = GgufFile(path=path, state=state, metadata=metadata, tensors=tensors)
+    _check_whole(found)
     return found
 
 
-def _check_whole(file: GgufFile, size: int) -> None:
+def _state_of(stream: BinaryIO) -> tuple[int, int, int]:
+    found = os.fstat(stream.fileno())
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _check_whole(file: GgufFile) -> None:
     if (parts := file.find("split.count", int) or 1) > 1:
         raise ValueError(
             f"{str(file.path)!r} is one of {parts} parts of a model: join them with `llama-gguf-split --merge`"
@@ -170,7 +179,7 @@ def _check_whole(file: GgufFile, size: int) -> None:
             raise ValueError(
                 f"{str(file.path)!r} is damaged: rows of {name!r} are no whole blocks of {NAMES[tensor.kind]}"
             )
-        if tensor.start + tensor.size_bytes > size:
+        if tensor.start + tensor.size_bytes > file.state[1]:
             raise ValueError(f"{str(file.path)!r} ends before its tensor {name!r}: it is cut off, get the file again")
 
 

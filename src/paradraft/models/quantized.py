@@ -161,9 +161,12 @@ class QuantizedTensor(Tensor):
         group: int,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        is_whole = group == values.shape[-1]
-        in_blocks = 0 if is_whole and offsets is None else -(-group // BLOCK) * BLOCK if is_whole else group
-        format = Format(bits, in_blocks, NumberKind.of(scales), NumberKind.of(offsets))
+        kinds = NumberKind.of(scales), NumberKind.of(offsets)
+        in_blocks = group
+        if group == values.shape[-1]:
+            has_one_scale = bits in _FORMATS[0].get(kinds, ())
+            in_blocks = 0 if has_one_scale else -(-group // BLOCK) * BLOCK
+        format = Format(bits, in_blocks, *kinds)
         _check(values, scales, offsets, format, group)
         self._hold(format, group, (values, scales, offsets), None)
 
@@ -478,4 +481,12 @@ def _products(
 
 def _fused(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
     """`left * right + total`, rounded once: in float64 the product is exact."""
-    return (left.double() * right.double() + total.double()).float()
+    product, total = left.double() * right.double(), total.double()
+    found = product + total
+    # In the middle of two float32 numbers: which of them is nearer, only what float64 has rounded away can say.
+    is_middle = found.view(torch.int64) & (2**29 - 1) == 2**28
+    if is_middle.any():
+        of_total = found - product
+        lost = (product - (found - of_total)) + (total - of_total)
+        found = torch.where(is_middle & (lost != 0), found.nextafter(lost.sign() * torch.inf), found)
+    return found.float()

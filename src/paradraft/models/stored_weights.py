@@ -109,8 +109,8 @@ def _put(model: PreTrainedModel, key: str, found: Weight | None, *, name: str, d
             f"model {name!r}: its weights do not fit its config, {key} has the shape {tuple(weight.shape)}, not "
             f"{tuple(shape)}"
         )
-    if isinstance(weight, QuantizedTensor) and not isinstance(module, nn.Linear | nn.Embedding):
-        raise ValueError(f"model {name!r}: {key} has few bits, which only linear layers and embeddings may have")
+    if isinstance(weight, QuantizedTensor) and not (isinstance(module, nn.Linear | nn.Embedding) and last == "weight"):
+        raise ValueError(f"model {name!r}: {key} has few bits, which only matrices of weights may have")
     setattr(module, last, nn.Parameter(weight, requires_grad=False))
 
 

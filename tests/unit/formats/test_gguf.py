@@ -118,3 +118,15 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.gguf").touch()
     with pytest.raises(ValueError, match="it has 0 bytes"):
         read_gguf(str(tmp_path / "empty.gguf"))
+
+
+def test_a_file_that_changes_is_noticed(file: Path, tmp_path: Path) -> None:
+    """Guards a download over a file that is being loaded: half of each would be a model of neither."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(file.read_bytes())
+    found = read_gguf(str(path))
+    found.bytes_of("token_embd.weight")
+    (tmp_path / "other.gguf").write_bytes(file.read_bytes())
+    (tmp_path / "other.gguf").replace(path)
+    with pytest.raises(ValueError, match="was changed while it was read"):
+        found.bytes_of("token_embd.weight")

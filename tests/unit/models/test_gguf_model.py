@@ -6,16 +6,19 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.formats.gguf import read_gguf
 from paradraft.models import gguf_model
 from paradraft.models.gguf_model import row_order, shortest
 from paradraft.models.loading import load_config, load_generation_config, settled
-from paradraft.models.quantized import QuantizedTensor
+from paradraft.models.quantized import Format, NumberKind, QuantizedTensor
 from paradraft.models.runtime import Runtime
+from paradraft.models.stored_weights import assembled
 from paradraft.models.target_loading import load_target, weights_bytes
 from tests.support.gguf_files import FAMILIES, tiny_model, write_gguf
 
@@ -224,3 +227,31 @@ def test_angles_that_no_config_has_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", tiny_model("llama", **settings), "Q8_0")
     with pytest.raises(ValueError, match=r"rope_freqs\.weight is not what Llama 3's"):
         load_target(str(tmp_path / "m.gguf"), EAGER)
+
+
+def test_a_bias_of_few_bits_is_refused(tmp_path: Path) -> None:
+    """Guards files of other writers: such a bias was taken for a matrix, and loading ended with a traceback."""
+    model = tiny_model("qwen2")
+
+    def read(key: str) -> Tensor:
+        weight = model.state_dict()[key]
+        if not key.endswith("q_proj.bias"):
+            return weight
+        form = Format(8, 32, NumberKind.HALVES, NumberKind.NONE)
+        return QuantizedTensor.elsewhere(lambda: None, weight.shape, format=form, group=32, dtype=torch.float32)
+
+    with pytest.raises(ValueError, match=r"q_proj\.bias has few bits, which only matrices"):
+        assembled(model.config, read, name="m.gguf", dtype=torch.float32, attention="eager")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "F32"])
+def test_numbers_that_are_none_are_named(tmp_path: Path, kind: str) -> None:
+    """Guards users of a damaged file: they were asked to report a fault of ours."""
+    path, name = tmp_path / "m.gguf", "blk.1.ffn_up.weight"
+    write_gguf(path, tiny_model("llama", width=256), kind)
+    damaged, number = bytearray(path.read_bytes()), np.array([np.inf], "<f4" if kind == "F32" else "<f2").tobytes()
+    start = read_gguf(str(path)).tensors[name].start
+    damaged[start : start + len(number)] = number
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"m\.gguf': model\.layers\.1\.mlp\.up_proj\.weight has infinite"):
+        load_target(str(path), Runtime())

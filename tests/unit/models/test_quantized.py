@@ -19,6 +19,7 @@ from paradraft.models.quantized import (
     Format,
     NumberKind,
     QuantizedTensor,
+    _fused,
     plain_product,
     round_linears,
     rounded,
@@ -29,7 +30,7 @@ from paradraft.models.quantized import (
 from paradraft.models.runtime import Runtime, stored_bytes, stored_parts
 from tests.unit.models.forward.test_cpu_build import kept, new_machine  # noqa: F401  # fixtures
 
-SHAPES = [(70, 96), (3, 100), (130, 33), (65, 320), (1, 7)]
+SHAPES = [(70, 96), (5, 32), (3, 100), (130, 33), (65, 320), (1, 7)]
 FORMATS = [
     Format(bits, group, *kinds)
     for least, known in _FORMATS.items()
@@ -153,6 +154,17 @@ def test_a_product_is_what_its_definition_says() -> None:
                 number = float(values[output, k]) * float(scales[output, k // 32]) + float(offsets[output, k // 32])
                 total += number * float(blocks[row, k // BLOCK, k % BLOCK]) * float(factors[row, k // BLOCK])
             assert float(plain_product(inputs, weight)[row, output]) == pytest.approx(total, rel=1e-5, abs=1e-5)
+
+
+def test_sums_are_rounded_once() -> None:
+    """Guards the last bit: float64 rounds the sum to the middle of two float32 numbers, from which the way to the
+    nearer one cannot be seen."""
+    small = 2.0**-15
+    left = torch.tensor([1 + small, 1 + small, -1 - small]) * 2.0**-24
+    total = torch.tensor([1 + 2.0**-23, 1.0, 1 + 2.0**-23])
+    found = _fused(left, torch.tensor(1 - small), total)
+    assert found.tolist() == [1 + 2.0**-23, 1.0, 1 + 2.0**-23]
+    assert (left.double() * (1 - small) + total.double()).float().tolist() != found.tolist()
 
 
 def test_inputs_are_rounded_block_by_block() -> None:

@@ -14,7 +14,7 @@ from paradraft.models.forward.cpu.build import CannotBuildError
 from paradraft.models.forward.cpu.matrix import WrongPassError, compute_products
 from paradraft.models.forward.cpu.model import NativePass, can_serve
 from paradraft.models.forward.eager import EagerPass
-from paradraft.models.quantized import keep_parts
+from paradraft.models.quantized import QuantizedTensor, keep_parts
 
 
 def chosen(
@@ -38,6 +38,7 @@ def chosen(
 
     Raises:
         OtherLogitsError: see there.
+        ValueError: the model has weights that are no finite numbers.
     """
     wrong: WrongPassError | None = None
     reason: str | None = None
@@ -47,6 +48,7 @@ def chosen(
         except CannotBuildError as error:
             reason = f"no passes in C++, which are several times as fast: {error}"
         except WrongPassError as error:
+            _check_finite(model)
             wrong = error
     try:
         compute_products(model)
@@ -60,6 +62,16 @@ def chosen(
     if compiled:
         return CompiledPass(model, pad_to=pad_to, cuda_graphs=cuda_graphs)
     return EagerPass(model, pad_to=pad_to)
+
+
+def _check_finite(model: PreTrainedModel) -> None:
+    for name, weight in model.named_parameters():
+        parts = weight.parts[1:] if isinstance(weight, QuantizedTensor) else [weight]
+        if not all(part.float().isfinite().all() for part in parts if part is not None):
+            raise ValueError(
+                f"model {model.config.name_or_path!r}: {name} has infinite numbers or NaN, so it is damaged: get the "
+                "model again"
+            )
 
 
 @torch.no_grad()

@@ -173,11 +173,23 @@ def test_torchs_defaults_do_not_matter(default: torch.dtype) -> None:
     """Guards right models: noise that was rounded to bfloat16 moved nothing, and float64 ended the loading."""
     model = small("qwen2", "int8")
     torch.set_default_dtype(default)
+    matmul = torch.backends.mkldnn.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             NativePass(model)
+        assert matmul.fp32_precision == "bf16"
     finally:
+        matmul.fp32_precision = before
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_logits_that_are_all_the_same_are_right(weights: str) -> None:
+    """Guards a drafter before its training, whose head is nothing: its deviation is no divisor."""
+    model = realistic_model(rows=ROWS, tied=False)
+    model.lm_head.weight.zero_()
+    assert measured(as_stored(model, weights)).is_right
 
 
 def test_kernels_of_few_rows_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -173,8 +174,8 @@ def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
     if has_passed(verdict := verdict_of(model, found)):
         return found
     start = time.perf_counter()
-    # Several threads would wait for each other, long where another program runs; and what is compared is float32.
-    with one_torch_thread(), torch.autocast("cpu", enabled=False):
+    # Several threads would wait for each other, long where another program runs.
+    with one_torch_thread(), _float32():
         figures = figures_of(model, native, logits_NV)
     if not figures.is_right:
         raise WrongPassError(str(figures), _seconds(native))
@@ -182,6 +183,19 @@ def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
         raise WrongPassError("logits of one pass and of several passes are not the same", _seconds(native))
     remember(verdict, time.perf_counter() - start)
     return found
+
+
+@contextmanager
+def _float32() -> Iterator[None]:
+    """Inside, products of float32 numbers on CPUs are such, whatever the program has chosen for others."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        with torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def _seconds(native: Checked) -> float:
@@ -233,7 +247,8 @@ def _own_logits(model: PreTrainedModel, tokens_N: Tensor, positions_N: Tensor, *
 
 def _distances(a_NV: Tensor, b_NV: Tensor) -> Tensor:
     """`[N]` root mean squares of differences, in standard deviations of the second."""
-    return (a_NV - b_NV).square().mean(dim=1).sqrt() / b_NV.std(dim=1)
+    deviations_N = b_NV.std(dim=1, correction=0).clamp(min=torch.finfo(torch.float32).tiny)  # 0 if all are the same
+    return (a_NV - b_NV).square().mean(dim=1).sqrt() / deviations_N
 
 
 class _OwnFloats(TorchFunctionMode):
