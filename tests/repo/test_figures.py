@@ -133,7 +133,7 @@ REAL_TASKS = GREEDY_TASKS | {"HumanEval, T = 0.8": "humaneval-t0.8", "GSM8K, T =
 REAL_METHODS = {
     "llama.cpp": "llama-cpp",
     "llama.cpp, the 0.5B file drafts, K = 5": "llama-cpp-draft:k=5",
-    "ours, nothing drafts": "ar",
+    "paradraft, no drafter": "ar",
     **{f"the 0.5B file drafts, K = {k}": f"autoregressive:k={k}" for k in (3, 5, 8)},
     "the 0.5B file drafts, `expected`": "autoregressive:k=8:lengths=expected",
     "n-gram": "ngram",
@@ -144,7 +144,7 @@ FOLDERS = {
     "Qwen2.5-Coder 0.5B": "qwen2.5-coder-0.5b-folder",
     "SmolLM2 135M": "smollm2-135m-folder",
 }
-FOLDER_METHODS = {"`generate` of `transformers`": "hf:dtype=bfloat16", "ours, nothing drafts": "ar"}
+FOLDER_METHODS = {"`generate` of `transformers`": "hf:dtype=bfloat16", "paradraft, no drafter": "ar"}
 
 
 def real(model: str, task: str) -> dict[str, Figures]:

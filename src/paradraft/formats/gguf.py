@@ -62,13 +62,13 @@ class GgufFile:
 
     Args:
         path: where it is.
-        state: its inode, size and time of change when the header was read.
+        state: its size and time of modification when the header was read.
         metadata: by key; arrays are lists.
         tensors: by name.
     """
 
     path: Path
-    state: tuple[int, int, int]
+    state: tuple[int, int]
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
 
@@ -157,9 +157,9 @@ def read_gguf(name: str, *, vocabulary: bool = False) -> GgufFile:
     return found
 
 
-def _state_of(stream: BinaryIO) -> tuple[int, int, int]:
+def _state_of(stream: BinaryIO) -> tuple[int, int]:
     found = os.fstat(stream.fileno())
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_size, found.st_mtime_ns
 
 
 def _check_whole(file: GgufFile) -> None:
@@ -179,7 +179,7 @@ def _check_whole(file: GgufFile) -> None:
             raise ValueError(
                 f"{str(file.path)!r} is damaged: rows of {name!r} are no whole blocks of {NAMES[tensor.kind]}"
             )
-        if tensor.start + tensor.size_bytes > file.state[1]:
+        if tensor.start + tensor.size_bytes > file.state[0]:
             raise ValueError(f"{str(file.path)!r} ends before its tensor {name!r}: it is cut off, get the file again")
 
 

@@ -483,10 +483,9 @@ def _fused(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
     """`left * right + total`, rounded once: in float64 the product is exact."""
     product, total = left.double() * right.double(), total.double()
     found = product + total
-    # In the middle of two float32 numbers: which of them is nearer, only what float64 has rounded away can say.
-    is_middle = found.view(torch.int64) & (2**29 - 1) == 2**28
-    if is_middle.any():
-        of_total = found - product
-        lost = (product - (found - of_total)) + (total - of_total)
-        found = torch.where(is_middle & (lost != 0), found.nextafter(lost.sign() * torch.inf), found)
+    of_total = found - product
+    lost = (product - (found - of_total)) + (total - of_total)
+    # Rounded to odd: of a sum in the middle of two float32 numbers, what float64 has lost says which is nearer.
+    is_even = found.view(torch.int64) & 1 == 0
+    found = torch.where(is_even & (lost.abs() > 0), found.nextafter(lost.sign() * torch.inf), found)
     return found.float()

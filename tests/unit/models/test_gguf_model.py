@@ -253,5 +253,7 @@ def test_numbers_that_are_none_are_named(tmp_path: Path, kind: str) -> None:
     start = read_gguf(str(path)).tensors[name].start
     damaged[start : start + len(number)] = number
     path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"m\.gguf': model\.layers\.1\.mlp\.up_proj\.weight has infinite"):
+    with pytest.warns(
+        UserWarning, match=r"m\.gguf' has infinite numbers or NaN in model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
         load_target(str(path), Runtime())

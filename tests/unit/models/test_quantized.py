@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -156,15 +157,19 @@ def test_a_product_is_what_its_definition_says() -> None:
             assert float(plain_product(inputs, weight)[row, output]) == pytest.approx(total, rel=1e-5, abs=1e-5)
 
 
-def test_sums_are_rounded_once() -> None:
+@pytest.mark.parametrize("size", [1.0, 2.0**-126])
+def test_sums_are_rounded_once(size: float) -> None:
     """Guards the last bit: float64 rounds the sum to the middle of two float32 numbers, from which the way to the
-    nearer one cannot be seen."""
-    small = 2.0**-15
-    left = torch.tensor([1 + small, 1 + small, -1 - small]) * 2.0**-24
-    total = torch.tensor([1 + 2.0**-23, 1.0, 1 + 2.0**-23])
-    found = _fused(left, torch.tensor(1 - small), total)
-    assert found.tolist() == [1 + 2.0**-23, 1.0, 1 + 2.0**-23]
-    assert (left.double() * (1 - small) + total.double()).float().tolist() != found.tolist()
+    nearer one cannot be seen; of small numbers too, whose middle has other bits."""
+    little = 2.0**-15
+    left = torch.tensor([1 + little, 1 + little, -1 - little]) * 2.0**-24
+    total = torch.tensor([1 + 2.0**-23, 1.0, 1 + 2.0**-23]) * size
+    found = _fused(left, torch.tensor((1 - little) * size), total)
+    for x, y, number in zip(left.tolist(), total.tolist(), found, strict=True):
+        exact = Fraction(x) * Fraction((1 - little) * size) + Fraction(y)
+        for way in (math.inf, -math.inf):
+            other = float(number.nextafter(torch.tensor(way)))
+            assert abs(Fraction(float(number)) - exact) < abs(Fraction(other) - exact)
 
 
 def test_inputs_are_rounded_block_by_block() -> None:

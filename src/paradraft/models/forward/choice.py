@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedModel
@@ -38,7 +39,6 @@ def chosen(
 
     Raises:
         OtherLogitsError: see there.
-        ValueError: the model has weights that are no finite numbers.
     """
     wrong: WrongPassError | None = None
     reason: str | None = None
@@ -48,7 +48,6 @@ def chosen(
         except CannotBuildError as error:
             reason = f"no passes in C++, which are several times as fast: {error}"
         except WrongPassError as error:
-            _check_finite(model)
             wrong = error
     try:
         compute_products(model)
@@ -56,22 +55,16 @@ def chosen(
         keep_parts(model)
     if wrong is not None:
         reason = _refusal(model, wrong)
+    if compiled and any(isinstance(weight, QuantizedTensor) for weight in model.parameters()):
+        # Each product ends a compiled piece, and compiled passes do not check what the next piece was made for.
+        compiled = False
+        reason = reason or "torch.compile does not take weights of few bits: PyTorch's passes are not compiled"
     if reason is not None:
         refusals.append(reason)
         warnings.warn(reason, stacklevel=3)
     if compiled:
         return CompiledPass(model, pad_to=pad_to, cuda_graphs=cuda_graphs)
     return EagerPass(model, pad_to=pad_to)
-
-
-def _check_finite(model: PreTrainedModel) -> None:
-    for name, weight in model.named_parameters():
-        parts = weight.parts[1:] if isinstance(weight, QuantizedTensor) else [weight]
-        if not all(part.float().isfinite().all() for part in parts if part is not None):
-            raise ValueError(
-                f"model {model.config.name_or_path!r}: {name} has infinite numbers or NaN, so it is damaged: get the "
-                "model again"
-            )
 
 
 @torch.no_grad()
@@ -84,7 +77,20 @@ def _refusal(model: PreTrainedModel, wrong: WrongPassError) -> str:
         start = time.perf_counter()
         model(token, use_cache=False)
         times = f"about {(time.perf_counter() - start) / wrong.seconds:.2g} times"
+    if (damaged := next(_not_finite(model), None)) is not None:
+        return (
+            f"model {model.config.name_or_path!r} has infinite numbers or NaN in {damaged}: it is damaged, or its "
+            f"training diverged; PyTorch is used, {times} slower"
+        )
     return (
         f"the C++ pass failed its self-check on this model ({wrong}), PyTorch is used, {times} slower; the text is "
         "still the model's own; please report this"
     )
+
+
+def _not_finite(model: PreTrainedModel) -> Iterator[str]:
+    """The names of weights that are not all finite numbers."""
+    for name, weight in model.named_parameters():
+        parts = weight.parts[1:] if isinstance(weight, QuantizedTensor) else [weight]
+        if not all(part.float().isfinite().all() for part in parts if part is not None):
+            yield name

@@ -12,6 +12,7 @@ from paradraft.models import causal_lm
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import choice, compiled
 from paradraft.models.forward.compiled import compile_pass
+from paradraft.models.runtime import quantize
 from paradraft.tree import ABSENT
 from tests.conftest import tiny_model
 from tests.support.decoding import empty_rows, prefilled
@@ -57,6 +58,19 @@ def test_compiled_passes_equal_eager_ones(dtype: torch.dtype) -> None:
             torch.testing.assert_close(fast[there], plain[there], rtol=1e-5, atol=1e-5)
         for lm in all_lms:
             lm.advance([1] * rows)
+
+
+def test_weights_of_few_bits_are_not_compiled() -> None:
+    """Guards against other tokens without a word: their products cut what is compiled, and the pieces were made for
+    one layer and taken for the next, whose scale of attention is another."""
+    model = tiny_model(3).float()
+    quantize(model, 8)
+    model.model.layers[1].self_attn.scaling *= 2
+    with pytest.warns(UserWarning, match=r"torch\.compile does not take weights of few bits"):
+        fast = CausalLM(model, vocab_size=64, compiled=True)
+    plain = CausalLM(model, vocab_size=64, compiled=False)
+    logits = [lm.forward(prefilled(lm, [[5, 6, 7, 8]])).logits for lm in (plain, fast)]
+    assert torch.equal(*logits)
 
 
 @pytest.mark.slow

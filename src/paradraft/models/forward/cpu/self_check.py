@@ -14,6 +14,8 @@ each of which knows how much difference is right:
 
 Then the same text is read in several passes, as text is decoded: the logits are the same to the last bit.
 
+Where all logits are the same, as with a head of zeros, only the products say something.
+
 That weights were packed as they are is checked to the last bit where they are packed (`PackedMatrix`).
 
 Tokens are spread over the vocabulary, and stand at positions that are farther and farther apart, so that rotations by
@@ -187,9 +189,11 @@ def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
 
 @contextmanager
 def _float32() -> Iterator[None]:
-    """Inside, products of float32 numbers on CPUs are such, whatever the program has chosen for others."""
+    """Inside, products of float32 numbers on CPUs are not rounded to fewer bits, even where the program allows that."""
     matmul = torch.backends.mkldnn.matmul
-    before = matmul.fp32_precision
+    before, matmul.fp32_precision = matmul.fp32_precision, "none"
+    if matmul.fp32_precision == before:  # it was that of all backends, and is to follow it again
+        before = "none"
     matmul.fp32_precision = "ieee"
     try:
         with torch.autocast("cpu", enabled=False):
