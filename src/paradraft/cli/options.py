@@ -168,7 +168,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "device": typer.Option(help="A torch device, such as cpu or cuda; auto is a GPU if there is one."),
         "dtype": typer.Option(
             help=f"One of {', '.join(PRECISIONS)}; auto is the checkpoint's. int8 changes texts hardly more than "
-            "bfloat16; int4 costs quality, the more the smaller the model (docs/quantized.md has numbers)."
+            "bfloat16; int4 costs quality: 0.12 nats a token of a 135M model, 0.02 of a 0.5B one (docs/quantized.md)."
         ),
         "draft_dtype": typer.Option(help="The same for a draft model; by default that of --dtype."),
         "tokenizer": typer.Option(
