@@ -390,12 +390,13 @@ class Client:
     ) -> bytes | None:
         """The body of a response; None if it is not the one that it should be. Comes again if it is told to."""
         told = f"{kind}, {asked.method} {asked.path} {asked.content[:100]!r}"
+        refused_s = time.monotonic()
         try:
             while True:
                 begun_s = time.monotonic()
                 status, again_s, found = await self._send(asked, pause_s, in_pieces)
                 self._record.counts[kind, str(status)] += 1
-                if status != 429:
+                if status != 429 or time.monotonic() > refused_s + LIMITS.timeout_s:
                     break
                 await asyncio.sleep(again_s * self._chooser.uniform(0.5, 1.5))
         except httpx2.HTTPError as error:

@@ -114,18 +114,21 @@ FAULT = """
 from paradraft.serve import questions
 from paradraft.serve.admission import Admission
 
-sampling, reserve = questions._sampling, Admission.reserve
+sampling, reserve, leaked = questions._sampling, Admission.reserve, []
 questions._sampling = lambda asked, number, grammar: sampling(asked, number + (number == 2), grammar)
 
 
 def leaky(self, answers):
-    self.waiting += self.running == 8
+    if self.running == 8 and not leaked:
+        leaked.append(1)
+        self.waiting += 1
     return reserve(self, answers)
 
 
 Admission.reserve = leaky
 """
-"""The third choice of a request has the seed of the fourth, and an answer that comes to a full batch waits for ever."""
+"""The third choice of a request has the seed of the fourth, and the first answer that comes to a full batch waits for
+ever; were it each, the queue would soon be full for good."""
 
 
 def soaked(tmp_path: Path, modules: str = "") -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
