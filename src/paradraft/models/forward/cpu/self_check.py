@@ -190,7 +190,7 @@ def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
 @contextmanager
 def _float32() -> Iterator[None]:
     """Inside, products of float32 numbers on CPUs are not rounded to fewer bits, even where the program allows that."""
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch's module is an object that has it
     before, matmul.fp32_precision = matmul.fp32_precision, "none"
     if matmul.fp32_precision == before:  # it was that of all backends, and is to follow it again
         before = "none"
