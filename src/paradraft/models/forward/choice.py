@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedModel
@@ -55,10 +54,6 @@ def chosen(
         keep_parts(model)
     if wrong is not None:
         reason = _refusal(model, wrong)
-    if compiled and any(isinstance(weight, QuantizedTensor) for weight in model.parameters()):
-        # Each product ends a compiled piece, and compiled passes do not check what the next piece was made for.
-        compiled = False
-        reason = reason or "torch.compile does not take weights of few bits: PyTorch's passes are not compiled"
     if reason is not None:
         refusals.append(reason)
         warnings.warn(reason, stacklevel=3)
@@ -77,7 +72,7 @@ def _refusal(model: PreTrainedModel, wrong: WrongPassError) -> str:
         start = time.perf_counter()
         model(token, use_cache=False)
         times = f"about {(time.perf_counter() - start) / wrong.seconds:.2g} times"
-    if (damaged := next(_not_finite(model), None)) is not None:
+    if (damaged := _not_finite(model)) is not None:
         return (
             f"model {model.config.name_or_path!r} has infinite numbers or NaN in {damaged}: it is damaged, or its "
             f"training diverged; PyTorch is used, {times} slower"
@@ -88,9 +83,10 @@ def _refusal(model: PreTrainedModel, wrong: WrongPassError) -> str:
     )
 
 
-def _not_finite(model: PreTrainedModel) -> Iterator[str]:
-    """The names of weights that are not all finite numbers."""
+def _not_finite(model: PreTrainedModel) -> str | None:
+    """The name of a weight that is not all finite numbers."""
     for name, weight in model.named_parameters():
         parts = weight.parts[1:] if isinstance(weight, QuantizedTensor) else [weight]
         if not all(part.float().isfinite().all() for part in parts if part is not None):
-            yield name
+            return name
+    return None

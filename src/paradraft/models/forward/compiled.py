@@ -124,9 +124,10 @@ def compile_pass(function: Callable[..., Result], model: nn.Module) -> Callable[
     weight = next(model.parameters())
     is_whole = all(type(tensor) is nn.Parameter for tensor in model.parameters())
     tag = _tag(model) if weight.device.type == "cpu" else ""
-    # Not shared between models, because nothing is left in the guards that tells one model from another.
+    # Not shared between models, because nothing is left in the guards that tells one model from another. Nor in pieces:
+    # one made for a layer would be taken for another's.
     fast = torch.compile(  # type: ignore[call-overload]  # torch 2.13 forgets `isolate_recompiles` in its overloads
-        function, dynamic=True, isolate_recompiles=True, options={"guard_filter_fn": _on_inputs}
+        function, fullgraph=True, dynamic=True, isolate_recompiles=True, options={"guard_filter_fn": _on_inputs}
     )
     seen: set[tuple[torch.Size, ...]] = set()
     works = True
