@@ -25,6 +25,7 @@ from tests.support.real_statistics import MASSIVE, SPECIAL, VOCABULARIES, realis
 
 WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 ROWS = 2048
+RIGHT = Figures(formula=1.0, worst=1.0, kernel=0.0, rounding=1.0)
 
 
 @cache
@@ -173,15 +174,27 @@ def test_torchs_defaults_do_not_matter(default: torch.dtype) -> None:
     """Guards right models: noise that was rounded to bfloat16 moved nothing, and float64 ended the loading."""
     model = small("qwen2", "int8")
     torch.set_default_dtype(default)
-    matmul = torch.backends.mkldnn.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             NativePass(model)
-        assert matmul.fp32_precision == "bf16"
     finally:
-        matmul.fp32_precision = before
         torch.set_default_dtype(torch.float32)
+
+
+def test_products_are_compared_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards right models on CPUs with fast products of fewer bits, where a program allows these; it still does so
+    afterwards, for one kind of product or for all."""
+    seen, backends, matmul = [], torch.backends, torch.backends.mkldnn.matmul
+    monkeypatch.setattr(self_check, "figures_of", lambda *_: seen.append(matmul.fp32_precision) or RIGHT)
+    try:
+        for chooser in (matmul, backends):
+            chooser.fp32_precision = "bf16"
+            NativePass(small("qwen2", "int8"))
+            assert seen.pop() == "ieee" and matmul.fp32_precision == "bf16"
+            chooser.fp32_precision = "none"
+            assert matmul.fp32_precision == "none"
+    finally:
+        matmul.fp32_precision = backends.fp32_precision = "none"
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
