@@ -2,7 +2,8 @@
 
 Commands stand in blocks tagged ```` ```bash run ```` or ```` ```console run ````, one per line, with or without `$ `; a
 backslash continues a line. They run in one process, in order, in a copy of the folder, without compilation. Sizes are
-cut, and costs are measured once: what takes minutes in the README takes seconds here.
+cut, and costs are measured once: what takes minutes in the README takes seconds here. Commands in blocks tagged
+```` ```bash real ```` need the files of `make real-models`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paradraft import cli
 from paradraft.plan import costs
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^```(?:bash|console) run\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = r"^```(?:bash|console) {tag}\n(?P<text>.*?)^```$"
 AT_MOST = {"--num-prompts": 2, "--max-new-tokens": 12, "--runs": 1, "steps": 2}
 BY_DEFAULT = {
     "audit": {"--max-new-tokens": 24},
@@ -32,9 +33,10 @@ TRAINING = ["warmup_steps=1", "samples_per_step=1", "held_out=4", "evaluate_ever
 COPIED = ("README.md", "recipes", "examples", "docs", "benchmarks")
 
 
-def commands(text: str) -> list[list[str]]:
+def commands(text: str, tag: str = "run") -> list[list[str]]:
     """The arguments of every command, `paradraft` itself left out."""
-    lines = "".join(match["text"] for match in BLOCK.finditer(text)).replace("\\\n", " ").splitlines()
+    blocks = re.finditer(BLOCK.format(tag=tag), text, re.MULTILINE | re.DOTALL)
+    lines = "".join(match["text"] for match in blocks).replace("\\\n", " ").splitlines()
     calls = [shlex.split(line.strip().removeprefix("$ "), comments=True) for line in lines]
     return [call[1:] for call in calls if call[:1] == ["paradraft"]]
 
@@ -104,3 +106,16 @@ def test_commands_of_the_readme_run(
         captured = capsys.readouterr()
         assert code == 0, f"paradraft {shlex.join(command)} exits with {code}\n{captured.out}{captured.err}"
         assert "warning: " not in captured.err, f"paradraft {shlex.join(command)} has options without effect"
+
+
+@pytest.mark.real
+def test_commands_with_real_models_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the first commands that people try on a model that they know; a warning would mean the slow pass."""
+    monkeypatch.chdir(ROOT)
+    found = commands((ROOT / "README.md").read_text(encoding="utf-8"), "real")
+    assert found, "README.md has no ```bash real block"
+    for command in found:
+        code = run(cut(command), monkeypatch)
+        captured = capsys.readouterr()
+        assert code == 0 and "warning: " not in captured.err, f"paradraft {shlex.join(command)}\n{captured.err}"
+        assert captured.out.strip()
