@@ -16,14 +16,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.audit.divergence import Comparison, Divergence, compare, rounding_of
+from paradraft.audit.own_pass import OwnPass, own_pass
 from paradraft.audit.recording import Case, NotNumbersError, Recorder, Recording, record
-from paradraft.audit.reference import MEASURED, OwnPass, own_logits, own_pass
+from paradraft.audit.reference import MEASURED, own_logits
 from paradraft.audit.uniformity import Uniformity, place_of_tokens, uniformity
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.core import Draft, Request, TargetOut, Verdict
 from paradraft.decode.batch import Batch
 from paradraft.decode.draft_length import Fixed
-from paradraft.decode.stats import Stats
+from paradraft.decode.stats import Stats, added
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.request import requests_of
@@ -41,9 +42,13 @@ def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     ]
     if (own := report.own_pass) is not None:
         sides = {"in plain decoding": own.plain, "with the drafter": own.drafted}
-        differ = ", ".join(f"{side} by {apart}" for side, apart in sides.items() if apart is not None)
-        lines.append(f"  from those of the model's own pass logits differ {differ}")
-        lines.append(f"  up to {own.allowed} is allowed: {own.source}")
+        lines += [f"  {name}, logits are {own.in_words(side)}" for name, side in sides.items() if side is not None]
+        lines.append(
+            f"  at {own.drafted.sure} places a finer pass is sure of a token: another one has the largest logit at "
+            f"{own.drafted.overturned}"
+        )
+        if own.pass_in_cpp is not None:
+            lines.append(f"  the pass in C++: {own.pass_in_cpp}")
     if report.uniformity is not None and report.control is not None:
         caught = "was not caught" if report.control.is_uniform else "was caught"
         lines.append(f"  control, a rule that takes every drafted token: {caught}; {report.control.in_words}")
@@ -181,10 +186,21 @@ def audit(
             judged = _judge_tokens(answering, drafted, batch_size, figures)
     except NotNumbersError as error:
         return _report(FAIL, str(error), figures)
-    if has_drafter and judged.verdict in (PASS, TIES) and not any(stats.nodes for stats in counts):
-        reason = "nothing was drafted, so this shows nothing: use more prompts or tokens, and fixed lengths"
-        return replace(judged, verdict=INCONCLUSIVE, reason=reason)
+    if has_drafter and judged.verdict in (PASS, TIES) and (why := _shows_nothing(added(counts))) is not None:
+        return replace(judged, verdict=INCONCLUSIVE, reason=why)
     return judged
+
+
+def _shows_nothing(stats: Stats) -> str | None:
+    """Why right answers show nothing of a drafter; None if they do."""
+    if not stats.nodes:
+        return "nothing was drafted, so this shows nothing: use more prompts or tokens, and fixed lengths"
+    if not sum(stats.accepted):
+        return (
+            f"none of {stats.nodes} drafted tokens was accepted, so this shows nothing of accepted ones: use more "
+            "prompts or tokens, or a drafter that fits the target"
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -238,7 +254,7 @@ def _judge_tokens(answering: _Answering, drafted: list[Recording], batch_size: i
     answering.report("measuring rounding")
     measured = list(zip(cases, plain, strict=True))[:MEASURED]
     rounding = max(rounding_of(engine, case, answer, batch_size) for case, answer in measured)
-    found = compare(engine, cases, plain, drafted, rounding, own.allowed.largest)
+    found = compare(engine, cases, plain, drafted, rounding, own.explained.at_most(own.limit).largest)
     verdict, reason = (
         _fault_of_logits(own, found, is_native=engine.target.lm.is_native)
         or _fault_of_tokens(found, figures["answers"])
@@ -251,26 +267,20 @@ def _judge_tokens(answering: _Answering, drafted: list[Recording], batch_size: i
 
 def _fault_of_logits(own: OwnPass, found: Comparison | None, *, is_native: bool) -> tuple[str, str] | None:
     """What is wrong with the logits, whatever the tokens."""
-    explained = f"and rounding in {own.dtype} explains {own.explained}"
-    if own.plain is not None and not own.plain.within(own.explained):
-        return FAIL, (
-            "plain decoding itself is not the model's: its logits differ from those of the model's own pass by "
-            f"{own.plain}, {explained}"
-        )
+    if own.plain is not None and (fault := own.fault(own.plain)) is not None:
+        return FAIL, f"plain decoding itself is not the model's: {fault}"
     if is_native and found is not None and (found.rounding or found.bitwise_equal < found.positions):
         return FAIL, (
             "passes in C++ give the same logits to the last bit with and without a drafter, but here "
             f"{found.positions - found.bitwise_equal} of {found.positions} places differ, by up to "
             f"{found.largest_difference:.2g}, and passes of one and of several tokens by up to {found.rounding:.2g}"
         )
-    if not own.drafted.within(own.explained):
-        return FAIL, (
-            f"with the drafter, logits differ from those of the model's own pass by {own.drafted}, {explained}"
-        )
+    if (fault := own.fault(own.drafted)) is not None:
+        return FAIL, f"with the drafter, logits are not the model's: {fault}"
     if found is not None and found.rounding > 2 * own.explained.largest:
         return FAIL, (
-            f"logits of passes of one token and of several differ by {found.rounding:.2g}, {explained} between each "
-            "and the model's own pass"
+            f"logits of passes of one token and of several differ by {found.rounding:.2g}, and rounding in {own.dtype} "
+            f"explains {own.explained} between each and the model's own pass"
         )
     return None
 
@@ -290,11 +300,11 @@ def _fault_of_tokens(found: Comparison, answers: int) -> tuple[str, str] | None:
 
 def _doubt(own: OwnPass) -> tuple[str, str] | None:
     """Whether a fault could hide in what rounding explains."""
-    if all(side is None or side.within(own.allowed) for side in (own.plain, own.drafted)):
+    if all(side is None or side.distance.within(own.limit) for side in (own.plain, own.drafted)):
         return None
     return INCONCLUSIVE, (
-        f"rounding in {own.dtype} explains a difference of {own.explained} from the model's own pass, in which a fault "
-        f"could hide (at most {own.limit} is allowed): audit in a finer dtype"
+        f"rounding in {own.dtype} explains a difference of {own.drafted.distance} from a finer pass of the model's own "
+        f"code, in which a fault could hide (at most {own.limit} is allowed): audit in a finer dtype"
     )
 
 

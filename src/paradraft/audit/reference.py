@@ -1,11 +1,10 @@
-"""The model's own pass over a whole text, and how much of a difference from it is rounding.
+"""The model's own passes over a whole text, as they are and with finer products.
 
 The reference is the Hugging Face model's plain forward pass: all tokens at once, without our cache, masks, positions,
-compiled passes or C++. It computes in the audited dtype, so an honest engine differs from it by rounding only. How
-large rounding is in this dtype, for this model and these texts, is measured without the engine: the same pass is made
-again with its products in another dtype, and the difference is what the coarser of the two dtypes rounds away. The
-tests of FlashAttention bound errors in the same way: by a multiple of the error that PyTorch's own attention makes in
-that dtype (https://github.com/Dao-AILab/flash-attention, `tests/test_flash_attn.py`).
+compiled passes or C++. How large rounding is in a dtype, for a model and a text, is measured without the engine: the
+same pass is made again with its products in another dtype, and the difference is what the coarser of the two dtypes
+rounds away. The tests of FlashAttention bound errors in the same way: by a multiple of the error that PyTorch's own
+attention makes in that dtype (https://github.com/Dao-AILab/flash-attention, `tests/test_flash_attn.py`).
 
 Shape letters: N tokens of an answer, V vocabulary.
 """
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel
 from paradraft.audit.recording import Case, NotNumbersError, Recording, are_numbers
 from paradraft.models.architecture import has_experts
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.quantized import QuantizedTensor
+from paradraft.models.quantized import QuantizedTensor, numbers_of
 
 MEASURED = 8
 """Answers over which the rounding of a dtype is measured; two passes over a whole text each."""
@@ -38,8 +37,8 @@ larger than rounding in float32, so more room costs nothing there."""
 TYPICAL_FACTOR = 3.0
 """The same for the root mean square, which was at most 1.4 times."""
 MOST_TYPICAL = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.0125, torch.bfloat16: 0.1}
-"""Never more than this is allowed as a root mean square, in standard deviations of the logits; float16 has 3 more bits
-than bfloat16."""
+"""Never more than this is allowed as a root mean square, in standard deviations of the logits, going by what passes are
+rounded to; float16 has 3 more bits than bfloat16."""
 MOST_LARGEST = 10.0
 """Never more than this many times `MOST_TYPICAL` is allowed as the largest difference."""
 OTHER_DTYPE = {
@@ -89,61 +88,6 @@ class Difference:
         return f"{self.largest:.2g} (root mean square {self.root_mean_square:.2g})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnPass:
-    """Recorded logits beside those of the model's own pass.
-
-    Args:
-        dtype: name of the dtype that passes compute in.
-        places: how many places of each side were compared.
-        plain: of plain decoding; None where it was not run.
-        drafted: with the drafter.
-        rounding: what the dtype rounds away, measured without the engine; None where that cannot be measured.
-        factor: how many times the largest rounding is allowed as the largest difference.
-        limit: what is allowed at most, however large rounding is.
-    """
-
-    dtype: str
-    places: int
-    plain: Difference | None
-    drafted: Difference
-    rounding: Difference | None
-    factor: float
-    limit: Difference
-
-    @property
-    def explained(self) -> Difference:
-        """What rounding explains: a multiple of the dtype's, whatever the limit."""
-        return self.limit if self.rounding is None else self.rounding.times(self.factor, TYPICAL_FACTOR)
-
-    @property
-    def allowed(self) -> Difference:
-        """What passes: what rounding explains, up to the limit."""
-        return self.explained.at_most(self.limit)
-
-    @property
-    def source(self) -> str:
-        """Where `allowed` comes from, in words."""
-        if self.rounding is None:
-            return (
-                f"the limit for {self.dtype}; its rounding could not be measured with these weights or on this device"
-            )
-        return (
-            f"{self.factor:g} times the largest and {TYPICAL_FACTOR:g} times the root mean square of what {self.dtype} "
-            "rounds away in the model's own pass" + ("" if self.allowed == self.explained else ", up to a limit")
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        figures = {
-            "plain": self.plain, "drafted": self.drafted, "rounding": self.rounding, "limit": self.limit,
-            "allowed": self.allowed,
-        }  # fmt: skip
-        return {"dtype": self.dtype, "places": self.places, "source": self.source} | {
-            name: None if figure is None else vars(figure) for name, figure in figures.items()
-        }
-
-
 @torch.no_grad()
 def own_logits(
     lm: CausalLM, case: Case, answer: Recording, *, dtype: torch.dtype | None = None, all_rows: bool = False
@@ -170,52 +114,6 @@ def own_logits(
     return logits_NV
 
 
-def own_pass(
-    lm: CausalLM,
-    cases: list[Case],
-    drafted: list[Recording],
-    plain: list[Recording] | None,
-    report: Callable[[str], None],
-) -> OwnPass:
-    """Compares recorded logits with the model's own.
-
-    Args:
-        lm: the target's.
-        cases: what was answered.
-        drafted: with the drafter.
-        plain: by plain decoding; None if it was not run.
-        report: told what is going on.
-
-    Raises:
-        NotNumbersError: the model's own logits are not numbers.
-    """
-    found: dict[str, list[Difference]] = {"plain": [], "drafted": [], "rounding": []}
-    variances = []
-    for place, case in enumerate(cases):
-        report(f"the model's own pass: answer {place + 1} of {len(cases)}")
-        own = own_logits(lm, case, drafted[place])
-        found["drafted"].append(difference(drafted[place].logits, own))
-        if plain is not None:
-            if plain[place].tokens != drafted[place].tokens:
-                own = own_logits(lm, case, plain[place])
-            found["plain"].append(difference(plain[place].logits, own))
-        variances.append(float(own[own.isfinite()].double().var()))
-        if place < MEASURED and can_compute_otherwise(lm):
-            answer = drafted[place] if plain is None else plain[place]
-            other = own_logits(lm, case, answer, dtype=OTHER_DTYPE[lm.model.dtype])
-            found["rounding"].append(difference(own, other))
-    typical = MOST_TYPICAL[lm.model.dtype] * math.sqrt(sum(variances) / len(variances))
-    return OwnPass(
-        dtype=str(lm.model.dtype).removeprefix("torch."),
-        places=sum(len(answer.tokens) for answer in drafted),
-        plain=None if plain is None else over_all(found["plain"]),
-        drafted=over_all(found["drafted"]),
-        rounding=over_all(found["rounding"]) if found["rounding"] else None,
-        factor=LARGEST_FACTORS[lm.model.dtype],
-        limit=Difference(largest=MOST_LARGEST * typical, root_mean_square=typical),
-    )
-
-
 def difference(a_NV: Tensor, b_NV: Tensor) -> Difference:
     """How far logits `[N, V]` differ; forbidden tokens, -inf on both sides, are equal.
 
@@ -239,6 +137,12 @@ def can_compute_otherwise(lm: CausalLM) -> bool:
     cannot be had in another dtype."""
     has_dtype = lm.device.type != "mps" or OTHER_DTYPE[lm.model.dtype] != torch.float64
     return has_dtype and all(_is_plain(weight) or hasattr(weight, "dequantize") for weight in lm.model.parameters())
+
+
+def rounded_to(lm: CausalLM) -> torch.dtype:
+    """The dtype that passes round to; what is multiplied with weights of few bits is rounded about as to bfloat16."""
+    has_few_bits = any(isinstance(weight, QuantizedTensor) for weight in lm.model.parameters())
+    return torch.bfloat16 if has_few_bits else lm.model.dtype
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -281,12 +185,10 @@ class _ProductsIn(TorchFunctionMode):
         return made.to(self.between) if func is embedding else made
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if isinstance(
-            weight, QuantizedTensor
-        ):  # its product is defined to the last bit; what differs comes with the inputs
-            return linear(input, weight, bias).to(self.between)
         whole: Any = weight
-        if not _is_plain(weight):  # torchao multiplies whole numbers and scales in float32 at most
+        if isinstance(weight, QuantizedTensor):  # whose own product rounds the inputs
+            whole = numbers_of(weight.parts, weight.group)
+        elif not _is_plain(weight):  # torchao multiplies whole numbers and scales in float32 at most
             whole = whole.dequantize(output_dtype=torch.float32)
         whole = whole.to(self.dtype)
         made = linear(input.to(self.dtype), whole, None if bias is None else bias.to(self.dtype))

@@ -30,6 +30,7 @@ from paradraft.audit.reference import (
     difference,
     over_all,
     own_logits,
+    rounded_to,
 )
 from paradraft.models.causal_lm import CausalLM
 from paradraft.sampling_params import GREEDY
@@ -184,13 +185,13 @@ class ModelReference:
         """See `Reference`: a multiple of what the dtype rounds away."""
         if not self._rounding:
             return self.limit
-        return over_all(self._rounding).times(LARGEST_FACTORS[self.lm.model.dtype], TYPICAL_FACTOR)
+        return over_all(self._rounding).times(LARGEST_FACTORS[rounded_to(self.lm)], TYPICAL_FACTOR)
 
     @property
     def limit(self) -> Difference:
         """See `Reference`: a share of the deviation of the logits."""
         deviation = math.sqrt(sum(self._variances) / max(len(self._variances), 1))
-        typical = MOST_TYPICAL[self.lm.model.dtype] * deviation
+        typical = MOST_TYPICAL[rounded_to(self.lm)] * deviation
         return Difference(largest=MOST_LARGEST * typical, root_mean_square=typical)
 
     @property

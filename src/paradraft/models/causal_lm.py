@@ -404,6 +404,11 @@ class CausalLM:
         return self._compute.is_native
 
     @property
+    def native(self) -> NativePass | None:
+        """The pass in C++, if one computes all that the model does."""
+        return self._compute if isinstance(self._compute, NativePass) else None
+
+    @property
     def probe(self) -> str | None:
         """A digest of what a pass in C++ says of a few tokens; None for other passes."""
         return self._compute.probe if isinstance(self._compute, NativePass) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,14 +12,16 @@ from paradraft.audit import audit as module
 from paradraft.audit.audit import Report, accept_all, audit, findings
 from paradraft.audit.uniformity import uniformity
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
-from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.core import Draft, TargetOut, TextDrafter, Verdict
 from paradraft.decode.draft_length import Fixed
 from paradraft.engine import Engine
 from paradraft.loader import load
 from paradraft.models.forward import ForwardOut
 from paradraft.models.runtime import Runtime
+from paradraft.ragged import from_lists
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.speculation import Speculation
 from paradraft.verify import RULES, match
 
 PROMPTS = ["a", "helloworld", "abcabcabcabc"]
@@ -145,6 +147,27 @@ def test_nothing_drafted_shows_nothing(family: Path) -> None:
     """Guards the word PASS: answers of one token are never drafted."""
     assert run(drafted(family), tokens=1).verdict == INCONCLUSIVE
     assert run(load(str(family / "target"), runtime=Runtime(dtype="float64")), tokens=1).verdict == PASS
+
+
+class WrongDrafter(TextDrafter):
+    """Drafts one token again and again."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """See `Drafter`."""
+        return Draft.chain(from_lists([[self.token] * length for length in lengths], self.device))
+
+
+def test_drafts_that_are_all_refused_show_nothing(family: Path) -> None:
+    """Guards the word PASS: without an accepted token, nothing was kept of a draft that could be wrong."""
+    honest = drafted(family)
+    answers = honest.generate(PROMPTS, max_new_tokens=30)
+    never = next(token for token in range(5, 30) if all(token not in answer.tokens for answer in answers))
+    report = run(Engine(honest.target, WrongDrafter(never), Speculation(k=4)))
+    assert report.acceptance_length == 1 and report.verdict == INCONCLUSIVE
+    assert "drafted tokens was accepted, so this shows nothing" in report.reason
 
 
 def test_answers_do_not_share_random_numbers(family: Path) -> None:

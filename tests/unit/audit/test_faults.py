@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from paradraft.audit.audit import Report, audit, findings
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
@@ -32,11 +33,15 @@ from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT, Tree
 from paradraft.verify import RULES, match
 from tests.conftest import tiny_model, tiny_tokenizer
+from tests.support.pass_faults import Plant as PassFault
+from tests.support.pass_faults import base, field, linear, logit_raised, without_panel
 
 PROMPTS = ["helloworld", "abcabcabcabc", "a"]
 SAMPLED = Sampling(temperature=0.9, seed=3)
 EAGER = ("float64", "float32", "bfloat16")
 NATIVE = ("float32 C++", "bfloat16 C++")
+NEAR = 0.05
+"""A difference between two logits, a few times what bfloat16 rounds away here."""
 Load = Callable[..., Engine]
 Plant = Callable[[CausalLM, pytest.MonkeyPatch], None]
 
@@ -212,8 +217,7 @@ def test_a_fault_of_wide_passes_fails(loaded: Load, monkeypatch: pytest.MonkeyPa
     assert "plain decoding itself" not in report.reason
     if "C++" in dtype:
         assert "C++ give the same logits to the last bit" in report.reason
-    assert report.own_pass is not None and report.own_pass.plain is not None
-    assert report.own_pass.plain.within(report.own_pass.allowed)
+    assert (own := report.own_pass) is not None and own.plain is not None and own.fault(own.plain) is None
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float32 C++"])
@@ -235,6 +239,74 @@ def test_a_fault_of_all_passes_fails(
     report = run(engine)
     assert report.verdict == FAIL
     assert report.reason.startswith("plain decoding itself is not the model's")
+
+
+IN_ALL_PASSES: dict[str, PassFault] = {
+    "epsilon of 1e-3": field(epsilon=lambda _: 1e-3),
+    "scores times 1.05": field(scale=lambda scale: scale * 1.05),
+    "base times 0.9": base(0.9),
+    "base times 0.5": base(0.5),
+    "3 added to a logit": logit_raised,
+    "a sixteenth of the outputs": linear("o_proj", without_panel),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("fault", IN_ALL_PASSES)
+def test_a_fault_of_the_pass_in_cpp_fails(
+    family: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, fault: str
+) -> None:
+    """Guards against a bound on the difference between two passes: one in 16 bits differs from another by more than
+    each of these does, and so an audit took all of them for rounding."""
+
+    def plant(native: NativePass, model: PreTrainedModel, probe: str | None) -> str:
+        IN_ALL_PASSES[fault](native, model)
+        return ""
+
+    monkeypatch.setattr(NativePass, "_check", plant)
+    engine = load(str(family / "target"), drafter="ngram", k=4, runtime=Runtime(dtype=dtype))
+    if not engine.target.lm.is_native:
+        pytest.skip("no passes in C++ here")
+    report = run(engine)
+    assert report.verdict == FAIL
+    assert report.reason.startswith("plain decoding itself is not the model's: the pass in C++ does not compute")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("from_width", [1, 2])
+def test_logits_of_passes_in_cpp_that_are_changed_afterwards_fail(
+    loaded: Load, monkeypatch: pytest.MonkeyPatch, dtype: str, from_width: int
+) -> None:
+    """Guards what is done to logits after a pass: a change of one id that is far below rounding, the same in all
+    passes, so that both sides agree to the last bit."""
+
+    def change(logits: Tensor) -> Tensor:
+        logits = logits.clone()
+        logits[..., 7] += 1e-3
+        return logits
+
+    engine = loaded(f"{dtype} C++")
+    logits_changed(change, from_width=from_width)(engine.target.lm, monkeypatch)
+    report = run(engine)
+    assert report.verdict == FAIL
+    if from_width == 1:
+        assert "its logits are not those of one pass in C++ over the same text" in report.reason
+
+
+def test_another_choice_where_a_finer_pass_is_sure_fails(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the choice of tokens where their logits are wrong by no more than a few times what is rounded away."""
+
+    def turn(logits: Tensor) -> Tensor:
+        """Exchanges the two largest logits where they are near each other."""
+        best, ids = logits.topk(2, dim=-1)
+        is_near = best[..., :1] - best[..., 1:] < NEAR
+        return logits.scatter(-1, ids, torch.where(is_near, best.flip(-1), best))
+
+    engine = loaded("bfloat16")
+    logits_changed(turn, from_width=1)(engine.target.lm, monkeypatch)
+    report = run(engine, SAMPLED, seeds=4)
+    assert report.verdict == FAIL
+    assert "sure of a token, another one has the largest logit" in report.reason
 
 
 def test_a_wrong_choice_on_both_sides_fails(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +331,7 @@ def test_a_fault_fails_under_the_rejection_rule(
     logits_changed(fault)(engine.target.lm, monkeypatch)
     report = run(engine, SAMPLED, seeds=2)
     assert report.verdict == FAIL
-    assert "with the drafter, logits differ" in report.reason
+    assert "with the drafter, logits are not the model's" in report.reason
     assert report.own_pass is not None and report.own_pass.plain is None
 
 
@@ -272,15 +344,20 @@ def test_an_honest_engine_passes(loaded: Load, dtype: str) -> None:
         own = report.own_pass
         assert own is not None and own.rounding is not None and own.plain is not None
         assert own.places == report.tokens == 48
-        assert 0 < own.rounding.root_mean_square < own.allowed.root_mean_square <= own.limit.root_mean_square
+        assert 0 < own.rounding.root_mean_square < own.limit.root_mean_square
+        for side in (own.plain, own.drafted):
+            assert side.mean is not None and side.worst is not None
+            assert side.mean < own.most.over(side.measured) / 1.3 and side.worst < own.most.at_a_place / 2
+            assert side.measured == 48 and side.sure and not side.overturned and not side.other_bits
+        assert (own.pass_in_cpp is not None) == ("C++" in dtype)
         lines = findings(report, loaded(dtype, tree=tree).target.tokenizer)
-        assert any("from those of the model's own pass logits differ in plain decoding by" in line for line in lines)
-        assert any(line.startswith("  up to ") and own.dtype in line for line in lines)
+        assert any(line.startswith("  in plain decoding, logits are") and own.dtype in line for line in lines)
+        assert any(line.startswith("  the pass in C++: formula") for line in lines) == ("C++" in dtype)
 
 
 def test_rounding_without_bounds_is_inconclusive(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a dtype so coarse for a model that any fault is within its rounding."""
-    monkeypatch.setattr("paradraft.audit.reference.MOST_TYPICAL", {torch.bfloat16: 1e-4})
+    monkeypatch.setattr("paradraft.audit.own_pass.MOST_TYPICAL", {torch.bfloat16: 1e-4})
     report = run(loaded("bfloat16 C++"))
     assert report.verdict == INCONCLUSIVE
     assert "audit in a finer dtype" in report.reason
@@ -288,12 +365,13 @@ def test_rounding_without_bounds_is_inconclusive(loaded: Load, monkeypatch: pyte
 
 def test_weights_without_another_dtype_are_held_to_the_limit(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards quantized weights whose rounding cannot be measured: the report says so, and a fault still fails."""
-    monkeypatch.setattr("paradraft.audit.reference.can_compute_otherwise", lambda _: False)
+    monkeypatch.setattr("paradraft.audit.own_pass.can_compute_otherwise", lambda _: False)
     engine = loaded("float32")
     report = run(engine)
     assert report.verdict == PASS
-    assert report.own_pass is not None and report.own_pass.rounding is None
-    assert "could not be measured" in report.as_json()["own_pass"]["source"]
+    assert (own := report.own_pass) is not None and own.rounding is None and own.plain is not None
+    assert own.plain.mean is None and own.plain.distance.within(own.limit)
+    assert any("from the model's own pass" in line for line in findings(report, engine.target.tokenizer))
     logits_changed(noise(0.02))(engine.target.lm, monkeypatch)
     assert run(engine).verdict == FAIL
 

@@ -177,7 +177,7 @@ def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
         return found
     start = time.perf_counter()
     # Several threads would wait for each other, long where another program runs.
-    with one_torch_thread(), _float32():
+    with one_torch_thread(), float32_products():
         figures = figures_of(model, native, logits_NV)
     if not figures.is_right:
         raise WrongPassError(str(figures), _seconds(native))
@@ -188,7 +188,7 @@ def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
 
 
 @contextmanager
-def _float32() -> Iterator[None]:
+def float32_products() -> Iterator[None]:
     """Inside, products of float32 numbers on CPUs are not rounded to fewer bits, even where the program allows that."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch's module is an object that has it
     before, matmul.fp32_precision = matmul.fp32_precision, "none"
@@ -210,29 +210,62 @@ def _seconds(native: Checked) -> float:
     return time.perf_counter() - start
 
 
+@dataclass(frozen=True, kw_only=True)
+class Readings:
+    """The last n tokens of a text, as several right passes read them: logits `[n, V]`.
+
+    Args:
+        exact: of the pass in C++, of which only float32 arithmetic is rounded.
+        floats: of the model's own code in float32.
+        moved: of the same, with all that it multiplies moved by about a unit in the last place.
+        rounded: of the model's own code in its own dtype, with products of few bits by the C++; None where nothing but
+            float32 arithmetic is rounded.
+        kernel: the largest error of a product, see `MOST_KERNEL`.
+    """
+
+    exact: Tensor
+    floats: Tensor
+    moved: Tensor
+    rounded: Tensor | None
+    kernel: float
+
+    def figures(self, logits_nV: Tensor) -> Figures:
+        """What says whether logits of the pass in C++ are right."""
+        apart_n = _distances(self.exact, self.floats) / _distances(self.moved, self.floats).clamp(min=LEAST)
+        rounding = 0.0
+        if self.rounded is not None:
+            limits_n = _distances(self.rounded, self.exact).clamp(min=LEAST)
+            rounding = _mean(_distances(logits_nV, self.exact) / limits_n)
+        return Figures(formula=_mean(apart_n), worst=float(apart_n.max()), kernel=self.kernel, rounding=rounding)
+
+
 @torch.no_grad()
-def figures_of(model: PreTrainedModel, native: Checked, logits_NV: Tensor) -> Figures:
-    """Compares a pass with the model's own code.
+def readings_of(
+    model: PreTrainedModel, native: Checked, tokens_N: Tensor, positions_N: Tensor, logits_nV: Tensor
+) -> Readings:
+    """Reads a text with the exact mode of a pass in C++ and with the model's own code.
 
     Args:
         model: on the CPU; its weights of few bits are packed.
         native: the pass.
-        logits_NV: what it says of `text_for`.
+        tokens_N: the text.
+        positions_N: of its tokens, ascending.
+        logits_nV: what the pass says of the last n tokens.
     """
-    text = text_for(model)
-    exact_NV = native.logits_at(*text, exactly=True)
-    own = _OwnFloats(native)
+    last = len(logits_nV)
+    exact_nV = native.logits_at(tokens_N, positions_N, exactly=True)[-last:]
+    own, rounded_nV = _OwnFloats(native), None
     with own:
-        right_NV, moved_NV = _own_logits(model, *text, rows=2)
-    apart = _distances(exact_NV, right_NV) / _distances(moved_NV, right_NV).clamp(min=LEAST)
-    if torch.equal(logits_NV, exact_NV):
-        rounding = 0.0
-    else:
+        floats_nV, moved_nV = _own_logits(model, tokens_N, positions_N, last, rows=2)
+    if not torch.equal(logits_nV, exact_nV):
         with _OwnProducts(native):
-            (rounded_NV,) = _own_logits(model, *text, rows=1)
-        limits = _distances(rounded_NV, exact_NV).clamp(min=LEAST)
-        rounding = _mean(_distances(logits_NV, exact_NV) / limits)
-    return Figures(formula=_mean(apart), worst=float(apart.max()), kernel=own.largest, rounding=rounding)
+            (rounded_nV,) = _own_logits(model, tokens_N, positions_N, last, rows=1)
+    return Readings(exact=exact_nV, floats=floats_nV, moved=moved_nV, rounded=rounded_nV, kernel=own.largest)
+
+
+def figures_of(model: PreTrainedModel, native: Checked, logits_NV: Tensor) -> Figures:
+    """Compares what a pass says of `text_for` with the model's own code."""
+    return readings_of(model, native, *text_for(model), logits_NV).figures(logits_NV)
 
 
 def _mean(ratios_N: Tensor) -> float:
@@ -240,12 +273,14 @@ def _mean(ratios_N: Tensor) -> float:
     return float(ratios_N.log().mean().exp())
 
 
-def _own_logits(model: PreTrainedModel, tokens_N: Tensor, positions_N: Tensor, *, rows: int) -> Tensor:
-    """`[rows, N, V]` the logits of the model's own code, in float32; rows are equal texts."""
+def _own_logits(model: PreTrainedModel, tokens_N: Tensor, positions_N: Tensor, last: int, *, rows: int) -> Tensor:
+    """`[rows, last, V]` the logits of the model's own code, in float32; rows are equal texts."""
     ids = tokens_N.expand(rows, -1)
     # Without a mask, positions that are not neighbours are taken for those of several texts.
     mask = torch.ones_like(ids)
-    logits: Tensor = model(ids, attention_mask=mask, position_ids=positions_N.expand(rows, -1), use_cache=False).logits
+    places = positions_N.expand(rows, -1)
+    out = model(ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=last)
+    logits: Tensor = out.logits
     return logits.float()
 
 
