@@ -178,6 +178,28 @@ def test_a_round_that_fails(engine: Engine, kind: type[BaseException]) -> None:
     assert asyncio.run(streamed(engine, 2)) == expected(engine, 2)
 
 
+@pytest.mark.parametrize("kind", [KeyError, SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_a_processor_that_fails_fails_its_own_request(engine: Engine, kind: type[BaseException]) -> None:
+    """Guards the others of a batch: a processor that called `sys.exit` had failed all of them."""
+
+    def exits(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > 12:  # others have joined by then
+            raise kind("not this one")
+        return scores
+
+    async def failing() -> None:
+        async for _ in engine.astream("abcabcabc", max_new_tokens=30, sampling=Sampling(processors=[exits])):
+            pass
+
+    async def all_of_them() -> list[object]:
+        others = [streamed(engine, number) for number in range(6)]
+        return await asyncio.gather(*others, failing(), return_exceptions=True)
+
+    *found, failed = asyncio.run(all_of_them())
+    assert found == [expected(engine, number) for number in range(6)]
+    assert isinstance(failed, Exception) and kind.__name__ in repr(failed) and "not this one" in str(failed)
+
+
 def decoding_thread(engine: Engine) -> threading.Thread:
     """The thread that has answered a request, and has nothing to do any more."""
     asyncio.run(streamed(engine, 0))

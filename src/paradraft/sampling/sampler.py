@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -315,8 +316,11 @@ class Sampler:
             return penalized_logits(
                 logits, request.sampling, texts, lengths_B, eos_ids=request.eos_ids, limits_B=limits_B
             )
-        except Exception as error:  # a processor's, which is a user's code
-            raise RequestError([self._requests[row].id for row in rows.tolist()], error) from error
+        except BaseException as error:  # a processor's, which is a user's code
+            if _may_be_a_signal(error):
+                raise
+            cause = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+            raise RequestError([self._requests[row].id for row in rows.tolist()], cause) from error
 
     def _each(
         self,
@@ -333,6 +337,12 @@ class Sampler:
         ]
         order = torch.cat([rows for _, rows in self._groups]).argsort()
         return torch.cat(parts)[order]
+
+
+def _may_be_a_signal(error: BaseException) -> bool:
+    """Whether Ctrl-C or a request to end may have raised it, which reach the main thread only, wherever it is."""
+    is_of_a_signal = isinstance(error, (KeyboardInterrupt, SystemExit))
+    return is_of_a_signal and threading.current_thread() is threading.main_thread()
 
 
 @lru_cache(maxsize=256)
