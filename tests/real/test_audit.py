@@ -56,6 +56,7 @@ def test_an_honest_engine_passes(name: str, dtype: str) -> None:
     assert own is not None and own.pass_in_cpp is not None and own.plain is not None
     assert own.plain.mean is not None and own.plain.mean < own.most.over(own.plain.measured) / 1.3
     assert own.plain.worst is not None and own.plain.worst < own.most.at_a_place / 2
+    assert own.plain.distance.largest < own.explained.largest / 2
     assert own.plain.sure and not own.plain.overturned and not own.plain.other_bits
 
 

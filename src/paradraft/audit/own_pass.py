@@ -72,8 +72,8 @@ class Most:
         return self.mean * math.exp(4 * SPREAD / math.sqrt(places))
 
 
-ROUNDED = Most(mean=1.25, at_a_place=8.0)
-"""In 16 bits and fewer, where means of right passes were at most 1.1."""
+ROUNDED = Most(mean=1.25, at_a_place=40.0)
+"""In 16 bits and fewer, where means of right passes were at most 1.1, and single places at most 4.9."""
 IN_FLOATS = Most(mean=8.0, at_a_place=50.0)
 """Where only float32 arithmetic is rounded. Single places of right passes were at most 14, and any fault is far
 larger."""
@@ -113,7 +113,7 @@ class OwnPass:
         drafted: with the drafter.
         rounding: distance of the coarser pass from the finer one; None where there is only one pass.
         most: how many times its distance is allowed.
-        explained: the largest differences between two passes that rounding explains.
+        explained: the difference that rounding explains, a multiple of its own.
         limit: how far logits may be from the finer pass at most, however large rounding is.
         pass_in_cpp: figures of the pass in C++, those of a text that it does not read as it should if there is one.
     """
@@ -142,6 +142,8 @@ class OwnPass:
             return f"its logits differ by {side.distance}, at most {self.limit} is allowed" if is_far else None
         if side.mean > self.most.over(side.measured) or side.worst > self.most.at_a_place:
             return f"its logits are {self.in_words(side)}"
+        if not side.distance.within(self.explained):
+            return f"its logits differ by {side.distance} from a finer pass, and rounding explains {self.explained}"
         if side.overturned:
             return (
                 f"at {side.overturned} of {side.sure} places at which a finer pass is sure of a token, another one has "
