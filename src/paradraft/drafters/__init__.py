@@ -79,7 +79,12 @@ def drafter_class(drafter: str) -> type[Drafter]:
     Raises:
         ValueError: there is no such drafter, or a setting is wrong.
     """
-    built: type[Drafter] = get_type_hints(drafter_module(drafter).build)["return"]
+    module = drafter_module(drafter)
+    built: type[Drafter] | None = get_type_hints(module.build).get("return")
+    if built is None:
+        raise ValueError(
+            f"drafter {drafter!r}: {module.__name__}.build does not say what it returns: add `-> ` and the class"
+        )
     # A Config may say it where settings decide.
     chosen: type[Drafter] = getattr(drafter_config(drafter), "drafter_class", built)
     return chosen

@@ -129,3 +129,12 @@ def test_settings_do_not_collide_with_those_of_a_method(name: str) -> None:
     has a default, so that the name alone is enough."""
     assert not set(setting_names(name)) & set(SETTINGS)
     assert drafter_settings(name).keys() == set(setting_names(name))
+
+
+def test_a_drafter_says_what_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards writers of drafters against a traceback: KeyError: 'return'."""
+    module = SimpleNamespace(__name__="mine", Config=Everything, build=lambda config, target, runtime: None)
+    monkeypatch.setattr(drafters, "drafter_names", lambda: ["mine"])
+    monkeypatch.setattr(drafters, "find_module", lambda name, *where: module)
+    with pytest.raises(ValueError, match="drafter 'mine': mine.build does not say what it returns"):
+        drafters.drafter_class("mine")
