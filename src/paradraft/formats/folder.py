@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -32,6 +33,17 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         put_in_place(new, folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def check_index(folder: Path) -> None:
+    """Raises ValueError if a model's index names weights outside of its folder."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        files = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # without an index, or with a damaged one, of which `transformers` says what is wrong
+    if outside := sorted(str(file) for file in files if Path(str(file)).name != file):
+        raise ValueError(f"{index} names {outside[0]!r}, which is not a file of its folder: correct it")
 
 
 def save_model(

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from paradraft.errors import one_line
+from paradraft.formats.folder import check_index
 from paradraft.formats.gguf import SUFFIX, is_gguf, read_gguf
 from paradraft.models import gguf_model, packed_folder
 from paradraft.models.architecture import check_architecture, context_of, experts_settings, has_experts
@@ -101,6 +102,7 @@ def load_config(name: str) -> PretrainedConfig:
     check_has_weights(name)
     if is_gguf(name):
         return gguf_model.config_of(name)
+    check_index(Path(name))
     with loading_of(f"model {name!r}"):
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)

@@ -89,6 +89,12 @@ def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
     target.lm.forbid(suppressed_ids(config))
     if (ignored := complaint(config)) is not None:
         warnings.warn(f"{name}: {ignored}", stacklevel=3)
+    if unknown := sorted(token for token in end_ids(config) if not 0 <= token < target.lm.vocab_size):
+        warnings.warn(
+            f"{name}: its eos_token_id {unknown[0]} is not among its {target.lm.vocab_size} tokens, so it ends no "
+            "text: correct its generation_config.json",
+            stacklevel=3,
+        )
     if not end_ids(config) and model.config.eos_token_id not in (None, []):
         warnings.warn(
             f"{name}: its generation_config.json names no eos_token_id, so its texts end at their limit only, as with "

@@ -107,6 +107,27 @@ def test_ends_that_are_no_tokens(tmp_path: Path, value: object) -> None:
         load(folder_of(tmp_path, 0, {"eos_token_id": value}), runtime=EXACT)
 
 
+@pytest.mark.parametrize("ends", [99_999, [5, -7]])
+def test_ends_that_no_token_can_be(tmp_path: Path, ends: object) -> None:
+    """Guards against texts that go on to their limit without a word."""
+    with pytest.warns(
+        UserWarning, match=r"its eos_token_id (99999|-7) is not among its \d+ tokens, so it ends no text"
+    ):
+        load(folder_of(tmp_path, 0, {"eos_token_id": ends}), runtime=EXACT)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/model.safetensors", "x/../../model.safetensors"])
+def test_weights_are_read_from_their_folder_only(tmp_path: Path, file: str) -> None:
+    """Guards other files of whoever loads a folder from elsewhere."""
+    folder = Path(folder_of(tmp_path / "model", 0, None))
+    (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
+    weights = dict.fromkeys(tiny_model(1, rows=64).state_dict(), file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    for dtype in ("float32", "int8"):
+        with pytest.raises(ValueError, match="which is not a file of its folder: correct it"):
+            load(str(folder), runtime=Runtime(dtype=dtype))
+
+
 def test_suppressed_tokens_are_never_chosen(tmp_path: Path, plain: list[int]) -> None:
     """Guards `suppress_tokens`: `generate` obeys it; also with a drafter, which does not know of it."""
     told = {"eos_token_id": plain[11], "suppress_tokens": [plain[0], plain[3], -1, 10**6]}
