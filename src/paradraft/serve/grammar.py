@@ -33,6 +33,8 @@ LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """What a schema may need while it is read, and while an answer grows; of states at most about 100 MB."""
 SPACE = r" |\n{1,2}[ \t]{0,20}"
 """What may stand between the parts of JSON, as in llama.cpp: with any number of spaces some answers would never end."""
+NO_WAY_ON = "NoExtensionBias"
+"""What llguidance says where nothing can begin a text."""
 MOST_REASON = 200
 """Characters of a reason of llguidance's."""
 KEPT_TEXTS = 64
@@ -190,7 +192,8 @@ def reason_of(message: str) -> str:
     >>> reason_of("regex parse error:\\n    (\\n    ^\\nerror: unclosed group\\n<non-verbose/>")
     'regex parse error: ( ^ error: unclosed group'
     """
-    return textwrap.shorten(message.replace("<non-verbose/>", ""), MOST_REASON, placeholder=" …")
+    reason = textwrap.shorten(message.replace("<non-verbose/>", ""), MOST_REASON, placeholder=" …")
+    return 'no JSON fits the schema: does a "$ref" lead back to itself?' if reason == NO_WAY_ON else reason
 
 
 def _mistake(error: BaseException) -> ValueError:
