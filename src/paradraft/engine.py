@@ -159,6 +159,13 @@ class Engine:
         self._detokenizer = Detokenizer(target.tokenizer)
         self._ids = itertools.count()
 
+    def __repr__(self) -> str:
+        """Target, drafter and settings, as `load` is given them."""
+        lm = self.target.lm
+        passes = "in C++" if lm.is_native else "by PyTorch"
+        name, dtype = lm.model.config.name_or_path, str(lm.model.dtype).removeprefix("torch.")
+        return f"<Engine of {name!r} in {dtype}, passes {passes}, {self.speculation}>"
+
     @property
     def spans(self) -> list[Span]:
         """When each side was at work in the last rounds, where the drafter is a round ahead."""
@@ -186,7 +193,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling = GREEDY,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
     ) -> Result: ...
 
     @overload
@@ -196,7 +203,7 @@ class Engine:
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         batch_size: int = 8,
     ) -> list[Result]: ...
 
@@ -207,7 +214,7 @@ class Engine:
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         batch_size: int = 8,
     ) -> Result | list[Result]: ...
 
@@ -217,7 +224,7 @@ class Engine:
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         batch_size: int = 8,
     ) -> Result | list[Result]:
         """Answers one prompt, or several in batches.
@@ -256,7 +263,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling = GREEDY,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Result:
         """Answers a conversation, such as `[{"role": "user", "content": "Hello"}]`, through the model's chat template.
@@ -298,7 +305,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling = GREEDY,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
     ) -> Generator[Chunk, None, None]:
         """Answers one prompt, piece by piece: the texts of all pieces, joined, are the `text` that `generate` returns.
 
@@ -317,7 +324,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling = GREEDY,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         k: int | None = None,
         logprobs: int | None = None,
     ) -> AsyncGenerator[Chunk, None]:
@@ -358,7 +365,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling = GREEDY,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
     ) -> Result:
         """`generate` of one prompt for an event loop; see `astream`.
 
@@ -475,7 +482,7 @@ class Engine:
         *,
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         k: int | None = None,
         logprobs: int | None = None,
     ) -> None:
@@ -484,5 +491,5 @@ class Engine:
         requests_of(self.target, rows_of(prompts)[0], max_new_tokens, sampling)
         self._strings(stop)
 
-    def _strings(self, stop: str | Sequence[str]) -> StopStrings:
+    def _strings(self, stop: str | Sequence[str] | None) -> StopStrings:
         return stop_strings(stop, self._detokenizer.special)

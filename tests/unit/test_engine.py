@@ -59,7 +59,7 @@ def test_a_stream_and_a_result_have_one_text(engines: Engines, kind: str) -> Non
         chosen = random.Random(seed).sample(tokens, 5)
         bias = {token: -30.0 for token in tokens if token not in chosen}
         sampling = Sampling(temperature=1.5, seed=seed, logit_bias=bias)
-        stop = [(), ["a"], [END, "é", "s"], [" "]][seed % 4]
+        stop = [None, ["a"], [END, "é", "s"], [" "]][seed % 4]
         prompt = [chosen[0], tokens[-1]]
         chunks = list(engine.stream(prompt, max_new_tokens=24, sampling=sampling, stop=stop))
         [result] = engine.generate([prompt], max_new_tokens=24, sampling=sampling, stop=stop)
@@ -117,6 +117,13 @@ def test_an_end_token_may_be_a_stop_string(engines: Engines) -> None:
     for stop, reason in [(["<|eos|>"], "stop"), (["x"], "eos")]:
         [result] = engine.generate([[1]], max_new_tokens=5, sampling=sampling, stop=stop)
         assert (result.text, result.finish_reason, len(result.tokens)) == ("cat", reason, 2)
+
+
+def test_an_engine_shows_what_it_is(family: Path) -> None:
+    """Guards notebooks, which print `<paradraft.engine.Engine object at 0x…>` else."""
+    engine = load(str(family / "target"), drafter="ngram", k=3, runtime=Runtime(dtype="float32"))
+    shown = repr(engine)
+    assert str(family / "target") in shown and "float32" in shown and "drafter='ngram'" in shown and "k=3" in shown
 
 
 def test_passes_are_as_wide_as_drafts_need(family: Path) -> None:

@@ -162,11 +162,11 @@ class StopStrings:
         return text.translate({ord(mark): None for mark in self.marks.values()})
 
 
-def stop_strings(stop: str | Sequence[str], special: Mapping[str, int]) -> StopStrings:
+def stop_strings(stop: str | Sequence[str] | None, special: Mapping[str, int]) -> StopStrings:
     """Reads the stop strings of a request.
 
     Args:
-        stop: one string, or several.
+        stop: one string, or several; None for none.
         special: the tokenizer's special tokens by their texts.
 
     Raises:
@@ -176,6 +176,7 @@ def stop_strings(stop: str | Sequence[str], special: Mapping[str, int]) -> StopS
     >>> found.patterns, found.marks
     (('END', '\\n<|im_end|>', '\\n\\ud800'), {7: '\\ud800'})
     """
+    stop = () if stop is None else stop
     if not isinstance(stop, (str, list, tuple)):
         raise ValueError(f"stop={one_line(stop)}: use a string, or a list of strings; leave it out for none")
     strings = [stop] if isinstance(stop, str) else list(stop)
