@@ -26,13 +26,15 @@ from paradraft.bench.run import run_benchmark
 from paradraft.bench.setup import Workload, held_out_prompts
 from paradraft.bench.spec import Benchmark, Method
 from paradraft.bench.summary import notes, table, write_json
-from paradraft.cli.terminal import GREEN, hide_progress_bars, stream_answer, write
+from paradraft.cli.importing import hide_progress_bars
+from paradraft.cli.terminal import GREEN, stream_answer, write
 from paradraft.cli.train import run_with_display
 from paradraft.digests import model_digest
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.loader import load
-from paradraft.models.loading import POCKET, pocket_folder
+from paradraft.models.loading import pocket_folder
+from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
 from paradraft.speculation import Speculation

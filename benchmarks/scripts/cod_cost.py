@@ -23,8 +23,9 @@ import torch
 from paradraft.bench.summary import write_json
 from paradraft.data.samples import Sample
 from paradraft.environment import describe_machine
-from paradraft.models.presets import PREFIX, SHAPES, random_model
-from paradraft.models.runtime import computes_bf16
+from paradraft.models.devices import computes_bf16
+from paradraft.models.names import PREFIX
+from paradraft.models.presets import SHAPES, random_model
 from paradraft.train.batch import Drop, collate
 from paradraft.train.losses import row_weights
 from paradraft.train.objective import Objective

@@ -30,7 +30,8 @@ from paradraft.models.runtime import Runtime
 from paradraft.models.target_loading import load_target
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
-from paradraft.verify import Verify, load_rule
+from paradraft.verify import load_rule
+from paradraft.verify.rules import Verify
 
 TARGET, DRAFT = "shape:smollm2-360m", "shape:smollm2-135m"
 RATES = "0.869,0.737,0.607,0.527,0.460,0.374,0.346,0.298"

@@ -212,7 +212,8 @@ def shape_of_disk(shape: str, folder: Path) -> tuple[str, Path]:
     import torch
 
     from paradraft.bench.setup import random_prompts
-    from paradraft.models.presets import PREFIX, id_tokenizer, random_model
+    from paradraft.models.names import PREFIX
+    from paradraft.models.presets import id_tokenizer, random_model
 
     name, prompts = PREFIX + shape, folder / "prompts.jsonl"
     if not prompts.exists():

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from paradraft.models.runtime import computes_bf16
+from paradraft.models.devices import computes_bf16
 from paradraft.train.optimizers import Optimizers
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from paradraft import ragged
+from paradraft.parents import parents_of_chains
 from paradraft.sampling_params import GREEDY, Sampling
-from paradraft.tree import ABSENT, Tree, parents_of_chains
+from paradraft.tree import ABSENT, Tree
 
 INVALID = -2
 """Token id of a place where the logits are NaN or all -inf, so that no token can be chosen."""

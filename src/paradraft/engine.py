@@ -29,7 +29,8 @@ from paradraft.request import Prompt, Prompts, requests_of, rows_of, tokens_of
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.scheduler import Scheduler
 from paradraft.speculation import Speculation
-from paradraft.verify import LOSSY, Verify, rule_name
+from paradraft.verify import LOSSY, rule_name
+from paradraft.verify.rules import Verify
 
 MOST_LOGPROBS = 20
 """Most of the likeliest tokens that are told for each token of an answer."""

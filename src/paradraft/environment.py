@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 
 def is_main_process() -> bool:
@@ -22,6 +21,8 @@ def is_main_process() -> bool:
 
 def describe_machine(device: str) -> dict[str, Any]:
     """Hardware and versions, for the record beside every number; of several GPUs the one that was used."""
+    import torch  # here, so that commands learn without it which process speaks
+
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": cpu_name(),

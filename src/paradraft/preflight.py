@@ -15,8 +15,8 @@ from paradraft.formats.head import TargetIdentity, read_identity
 from paradraft.models.architecture import check_capacity, context_of
 from paradraft.models.draft_loading import check_draft_config, draft_runtime
 from paradraft.models.kv_cache import free_bytes
-from paradraft.models.loading import POCKET, config_of, locate, room, tokenizer_for, tokens_of
-from paradraft.models.presets import is_shape
+from paradraft.models.loading import config_of, locate, room, tokenizer_for, tokens_of
+from paradraft.models.names import POCKET, is_shape
 from paradraft.models.runtime import QUANTIZED, STORED, Runtime
 from paradraft.models.target_loading import weights_bytes
 from paradraft.placement import Placement

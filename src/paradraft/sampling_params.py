@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from paradraft.errors import one_line, real_number, whole_number
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MOST_BIAS = 10_000.0
 """Largest bias or penalty: far beyond any logit, and far from what a float32 cannot hold."""
-LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-"""As in `transformers`: from `[M, T]` token ids and `[M, V]` logits of what follows them to new `[M, V]` logits."""
+
+
+class LogitsProcessor(Protocol):
+    """As in `transformers`."""
+
+    def __call__(self, tokens_MT: Tensor, logits_MV: Tensor, /) -> Tensor:
+        """From `[M, T]` token ids and `[M, V]` logits of what follows them to new `[M, V]` logits."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

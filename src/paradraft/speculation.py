@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from paradraft.core import Drafter
-from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import check_draft, drafter_class, drafter_config, drafter_names
 from paradraft.errors import one_line, whole_number
-from paradraft.models.presets import check_has_weights
+from paradraft.models.names import check_has_weights
 from paradraft.tree import Tree
-from paradraft.verify import load_rule
+from paradraft.verify import check_rule_name, load_rule
+
+if TYPE_CHECKING:
+    from paradraft.core import Drafter
 
 MOST_DRAFTED = 256
 """Largest K; caches keep room for two drafts of that length."""
+LENGTHS = ("fixed", "heuristic", "confidence", "expected")
+"""The names of `paradraft.decode.draft_length.POLICIES`."""
 OVERLAPS = ("both", "pre", "post")
 MOST_NODES = 1024
 """Largest tree of a draft."""
@@ -64,15 +67,17 @@ class Speculation:
         for name in ("drafter", "verify", "lengths"):
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f"{name}={one_line(value)}: use a name")
-        config = drafter_config(self.drafter, self.draft)
         object.__setattr__(self, "k", whole_number("k", self.k))
         if not 1 <= self.k <= MOST_DRAFTED:
             raise ValueError(f"k={self.k}: draft 1 to {MOST_DRAFTED} tokens per round")
-        load_rule(self.verify)
-        if self.lengths not in POLICIES:
-            raise ValueError(f"lengths={self.lengths!r}: use one of {', '.join(POLICIES)}")
+        check_rule_name(self.verify)
+        if self.lengths not in LENGTHS:
+            raise ValueError(f"lengths={self.lengths!r}: use one of {', '.join(LENGTHS)}")
         if self.tree is not None and not isinstance(self.tree, Tree):
             raise ValueError(f"tree={one_line(self.tree)}: use a Tree, such as Tree(budget=12)")
+        # Last what imports torch: the drafter's module, and the rule's.
+        config = drafter_config(self.drafter, self.draft)
+        load_rule(self.verify)
         self._check_gamma()
         own: Tree | None = getattr(config, "tree", None)
         if own is not None:

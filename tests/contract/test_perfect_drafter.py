@@ -24,7 +24,7 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
-from paradraft.verify import RULES
+from paradraft.verify.rules import RULES
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.contract.test_random_configurations import never_twice
 from tests.support.decoding import Varying, requests, stepped, texts

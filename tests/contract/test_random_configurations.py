@@ -24,7 +24,8 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
-from paradraft.verify import RULES, match
+from paradraft.verify import match
+from paradraft.verify.rules import RULES
 from tests.support.drafts import draft_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"

@@ -20,7 +20,7 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import ForwardOut
 from paradraft.models.loading import pocket_folder
 from paradraft.models.runtime import Runtime
-from paradraft.verify import RULES
+from paradraft.verify.rules import RULES
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake, drafting
 from tests.support.fake_engine import MODEL, Decoding, FakeEngine, Plain, Telling, greedy, one_by_one, pard

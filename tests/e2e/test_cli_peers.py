@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft.models.runtime import computes_bf16
+from paradraft.models.devices import computes_bf16
 from tests.conftest import tiny_model
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
 from tests.support import fake_llama_cpp, fake_vllm, installed_vllm

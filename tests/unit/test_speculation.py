@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from paradraft.bench.spec import Method
+from paradraft.decode.draft_length import POLICIES
 from paradraft.drafters import ngram
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.lookahead import Config, LookaheadDrafter
@@ -18,8 +19,10 @@ from paradraft.drafters.pard import PardDrafter
 from paradraft.engine import Engine
 from paradraft.loader import load
 from paradraft.models.runtime import Runtime
-from paradraft.speculation import MOST_DRAFTED, MOST_NODES, Speculation
+from paradraft.speculation import LENGTHS, MOST_DRAFTED, MOST_NODES, Speculation
 from paradraft.tree import Tree
+from paradraft.verify import NAMES
+from paradraft.verify.rules import RULES
 
 DEEP = Tree(paths=((0,), (0, 0), (0, 0, 0)))
 ASIDE = Tree(paths=((0,), (1,), (1, 0)))
@@ -180,3 +183,9 @@ def test_settings_of_the_wrong_type_are_said(settings: dict[str, Any], complaint
     """Guards mistakes in code against an AttributeError far from them."""
     with pytest.raises(ValueError, match=f"^{re.escape(complaint)}$"):
         Speculation(**settings)
+
+
+def test_names_are_those_of_what_is_there() -> None:
+    """Guards the names that are checked, and listed in the help, without importing what has them."""
+    assert tuple(POLICIES) == LENGTHS
+    assert tuple(RULES) == NAMES

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.tree import ABSENT, Tree, ancestors, depths, is_chain, row_after, texts_before, with_root
+from paradraft.parents import ancestors, depths, is_chain, row_after, texts_before, with_root
+from paradraft.tree import ABSENT, Tree
 from tests.support.trees import parents_from, path_to
 
 CHOICES = st.lists(st.integers(0, 1000), max_size=9)

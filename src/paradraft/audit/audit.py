@@ -27,10 +27,11 @@ from paradraft.decode.draft_length import Fixed
 from paradraft.decode.stats import Stats, added
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
+from paradraft.parents import row_after
 from paradraft.request import requests_of
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
-from paradraft.tree import ABSENT, row_after
+from paradraft.tree import ABSENT
 from paradraft.verify import LOSSY, rule_name
 
 

@@ -27,8 +27,8 @@ from paradraft.core import Drafter
 from paradraft.models.architecture import has_experts
 from paradraft.models.causal_lm import CausalLM, Pass
 from paradraft.models.kv_cache import head_size
+from paradraft.models.quantization import stored_bytes
 from paradraft.models.quantized import QuantizedTensor
-from paradraft.models.runtime import stored_bytes
 
 Passes = dict[str, Counter[Pass]]
 """What models did, by what they are: "target", or "draft"."""

@@ -16,7 +16,8 @@ from paradraft.bench.roofline import models_of
 from paradraft.bench.spec import AR, Benchmark, Method, TargetKey
 from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.core import Drafter
-from paradraft.data.prompts import DEFAULT, RANDOM, read_prompts, texts_of
+from paradraft.data.prompt_source import DEFAULT, RANDOM
+from paradraft.data.prompts import read_prompts, texts_of
 from paradraft.decode.channel import launched
 from paradraft.drafters import check_draft, drafter_names, takes_draft
 from paradraft.drafters.none import NoDrafter
@@ -24,7 +25,8 @@ from paradraft.engine import Engine
 from paradraft.loader import drafter_processes, load_drafter_in, runtime_on
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.loading import locate, pocket_folder, tokenizer_for
-from paradraft.models.presets import is_shape, shape_of
+from paradraft.models.names import is_shape
+from paradraft.models.presets import shape_of
 from paradraft.models.target import Target
 from paradraft.models.target_loading import load_target
 from paradraft.placement import on_cpus

@@ -14,7 +14,7 @@ from paradraft.bench.latency import LATENCIES, TERMS, have_latencies, millisecon
 from paradraft.bench.result_file import has_faster_baselines, mark, without_baseline
 from paradraft.bench.spec import AR
 from paradraft.bench.steadiness import unsteady_runs
-from paradraft.data.prompts import counted
+from paradraft.data.prompt_source import counted
 from paradraft.files import write_output
 from paradraft.models.runtime import QUANTIZED
 

@@ -33,7 +33,8 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT
-from paradraft.verify import Verify, load_rule
+from paradraft.verify import load_rule
+from paradraft.verify.rules import Verify
 
 
 def rounds(batch: Batch, prompts: list[str], max_new_tokens: int, samplings: list[Sampling]) -> Iterator[RoundOutput]:

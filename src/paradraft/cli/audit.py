@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paradraft.cli import options
-from paradraft.cli.audit_served import Asked, Given, audit_served
+from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.terminal import console
 from paradraft.files import check_outputs
-from paradraft.loader import load_engine
-from paradraft.models.loading import settled
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
+
+if TYPE_CHECKING:
+    from paradraft.cli.audit_served import Asked
 
 ONLY_SERVED = (
     "draft_folder", "model", "api_key_env", "vllm_python", "reference_endpoint", "reference_model",
@@ -103,10 +104,13 @@ def audit(
     Says PASS, PASS UP TO NUMERICAL TIES, FAIL or INCONCLUSIVE; the exit code of the last two is 1. The last line is
     JSON.
     """
-    from paradraft.audit.verdict import exit_code
-    from paradraft.bench.setup import source_of
-    from paradraft.data.prompts import counted
-    from paradraft.environment import describe_machine
+    with importing():
+        from paradraft.audit.verdict import exit_code
+        from paradraft.bench.setup import source_of
+        from paradraft.cli.audit_served import Asked, Given, audit_served
+        from paradraft.data.prompt_source import counted
+        from paradraft.environment import describe_machine
+        from paradraft.models.loading import settled
 
     output = JsonOutput(json_file)
     check_outputs(output.file)
@@ -153,6 +157,7 @@ def _here(
     """Audits the own loop: its report in words and in plain values, and its settings."""
     from paradraft.audit.audit import audit, check_may_be_lossless, findings
     from paradraft.bench.setup import held_out_prompts
+    from paradraft.loader import load_engine
 
     if not options.given(context, ("drafter",)):
         raise ValueError("--drafter: name the drafter to audit, or a server by --endpoint or --engine")

@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 
 from paradraft.cli import options
+from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.terminal import console, news
 from paradraft.files import check_outputs
-from paradraft.models.loading import load_config, locate, room, settled, tokenizer_for
-from paradraft.models.presets import is_shape
+from paradraft.models.names import is_shape
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
@@ -60,6 +60,7 @@ def questions_for(
         ValueError: an unknown task or target, data that cannot be read, or too few questions.
     """
     from paradraft.bench.tasks import Questions, files_of, read_questions, tasks_of
+    from paradraft.models.loading import load_config, locate, room, tokenizer_for
 
     tasks = tasks_of(names)
     files = files_of(tasks, data)
@@ -99,6 +100,18 @@ def report_mean(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dic
     mean = mean_of(summaries)
     console().print(mean_table(summaries, mean, title))
     return {"title": title, "tasks": results, "mean": mean}, {**summaries, "mean": mean}
+
+
+def batch_sizes_of(text: str) -> list[int]:
+    """The numbers that an option names with commas between them.
+
+    Raises:
+        ValueError: one of them is no number, or is 0.
+    """
+    sizes = [size.strip() for size in text.split(",")]
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise ValueError(f"--batch-size {text}: use whole numbers of at least 1 with commas between them")
+    return list(map(int, sizes))
 
 
 @options.with_options
@@ -144,7 +157,12 @@ def bench(
     speculation: Annotated[Speculation, options.Offer(without=("drafter", "tree_paths", "gamma"))],
     sampling: Annotated[Sampling, options.Offer(without=("min_p", *options.PENALTIES))],
     batch_sizes: Annotated[
-        str, typer.Option("--batch-size", help="Prompts answered together; several sizes with commas between them.")
+        str,
+        typer.Option(
+            "--batch-size",
+            callback=options.checked(batch_sizes_of),
+            help="Prompts answered together; several sizes with commas between them.",
+        ),
     ] = "1",
     runs: Annotated[int, typer.Option(min=1, help="How often everything is repeated.")] = 3,
     runtime: Annotated[Runtime, options.COMPILED],
@@ -165,15 +183,17 @@ def bench(
     page_folder: Annotated[Path | None, typer.Option("--report", help="Write an HTML page into this folder.")] = None,
 ) -> None:
     """Compare methods on the same prompts, interleaved. For programs the last line of the output is JSON."""
-    from paradraft.bench.baselines import is_llama_cpp, is_vllm
-    from paradraft.bench.baselines.llama_cpp import without_llama_cpp
-    from paradraft.bench.baselines.vllm import without_vllm
-    from paradraft.bench.page.page import check_folder, write_page
-    from paradraft.bench.plot import plot
-    from paradraft.bench.run import run_benchmark
-    from paradraft.bench.setup import PLAIN, Workload, prompts_for, source_of
-    from paradraft.bench.spec import Benchmark, Method
-    from paradraft.bench.synthetic import SyntheticAcceptance
+    with importing():
+        from paradraft.bench.baselines import is_llama_cpp, is_vllm
+        from paradraft.bench.baselines.llama_cpp import without_llama_cpp
+        from paradraft.bench.baselines.vllm import without_vllm
+        from paradraft.bench.page.page import check_folder, write_page
+        from paradraft.bench.plot import plot
+        from paradraft.bench.run import run_benchmark
+        from paradraft.bench.setup import PLAIN, Workload, prompts_for, source_of
+        from paradraft.bench.spec import Benchmark, Method
+        from paradraft.bench.synthetic import SyntheticAcceptance
+        from paradraft.models.loading import settled
 
     runtime = settled(runtime, target)
     specs = _with_batches([spec.strip() for spec in methods.split(",")], batch_sizes)
@@ -273,11 +293,8 @@ def _show(results: dict[str, dict[str, Any]], aside: Console) -> tuple[dict[str,
 
 def _with_batches(specs: list[str], sizes: str) -> list[str]:
     """Every method with every batch size; a single size of 1 need not be said."""
-    numbers = [size.strip() for size in sizes.split(",")]
-    for size in numbers:
-        if not size.isdigit() or int(size) < 1:
-            raise ValueError(f"--batch-size {sizes}: use whole numbers of at least 1 with commas between them")
-    if numbers == ["1"]:
+    numbers = batch_sizes_of(sizes)
+    if numbers == [1]:
         return specs
     if any(":batch=" in spec for spec in specs):
         raise ValueError(f"--batch-size {sizes}: a method has a batch of its own; give one or the other")

@@ -9,21 +9,21 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.importing import importing
 from paradraft.cli.terminal import GREEN, StatusLine, console, write
-from paradraft.data.records import read_object
-from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Chunk, Engine
-from paradraft.loader import load_engine
-from paradraft.models.chat_template import Message, template_of
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
+
+if TYPE_CHECKING:
+    from paradraft.engine import Chunk, Engine
+    from paradraft.models.chat_template import Message
 
 HELP = """/reset            forget the conversation
 /seed N           draw other answers; the same seed gives the same answers
@@ -49,6 +49,11 @@ def chat(
 
     Questions are read from the standard input, one per line. /help lists what can be done meanwhile.
     """
+    with importing():
+        from paradraft.data.records import read_object
+        from paradraft.loader import load_engine
+        from paradraft.models.chat_template import template_of
+
     variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
     with console(stderr=True).status("loading; the first time passes are built for this CPU"):
         runtime = replace(runtime, width=speculation.pass_width)
@@ -135,6 +140,9 @@ class Chat:
 
     def _plain(self) -> Engine:
         """The same target without a drafter, which may not say what the drafter forbids either."""
+        from paradraft.drafters.none import NoDrafter
+        from paradraft.engine import Engine
+
         drafted = self._with_drafter
         return Engine(drafted.target, NoDrafter(drafted.drafter.reserved_tokens), Speculation(k=1), kept_rows=1)
 

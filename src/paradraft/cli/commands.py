@@ -1,13 +1,7 @@
-"""The commands. Each is imported when it is asked for, with the libraries that it needs."""
+"""The commands. Each is imported when it is asked for; what it works with, when it runs: see importing.py."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -16,8 +10,6 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
-
-from paradraft.cli import INTERRUPTED
 
 HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -60,24 +52,6 @@ COMMANDS = {
 """In the order of the help."""
 
 
-@contextmanager
-def importing() -> Iterator[None]:
-    """Inside, Ctrl-C ends the process at once: what a library makes of an import that is cut off is anything."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: _leave_at_once())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _leave_at_once() -> None:
-    os.write(2, b"paradraft: interrupted\n")
-    os._exit(INTERRUPTED)
-
-
 class Commands(TyperGroup):
     """The commands by their names."""
 
@@ -96,12 +70,7 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command, imported; None if there is none of this name."""
         if cmd_name not in self.commands and (place := COMMANDS.get(cmd_name)) is not None:
-            with importing():
-                module = import_module(f"paradraft.cli.{place.module}")
-            if "transformers" in sys.modules:
-                from paradraft.cli.terminal import hide_progress_bars
-
-                hide_progress_bars()
+            module = import_module(f"paradraft.cli.{place.module}")
             alone = new_app()
             alone.command(cmd_name, context_settings=HELP)(getattr(module, place.function))
             self.add_command(typer.main.get_command(alone), cmd_name)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.importing import importing
 from paradraft.cli.terminal import console, news
-from paradraft.models.loading import settled
 from paradraft.models.runtime import Runtime
 from paradraft.signals import sigterm_raises
 from paradraft.speculation import MOST_DRAFTED
@@ -46,8 +46,10 @@ def export(
     The folder has the target's tokenizer, as many rows as the target, and a model card with the command that starts the
     engine.
     """
-    from paradraft.bench.setup import held_out_prompts
-    from paradraft.export.handoff import hand_off
+    with importing():
+        from paradraft.bench.setup import held_out_prompts
+        from paradraft.export.handoff import hand_off
+        from paradraft.models.loading import settled
 
     texts = held_out_prompts(num_prompts, prompts, target, runtime.tokenizer) if measure else []
     with news(console(stderr=True), f"writing {out}"), sigterm_raises():

@@ -8,23 +8,23 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.importing import importing
 from paradraft.cli.terminal import console, stream_answer
-from paradraft.data.prompts import read_prompts
-from paradraft.data.records import read_object
-from paradraft.engine import Result
 from paradraft.environment import is_main_process
-from paradraft.loader import load_engine
-from paradraft.models.chat_template import Message
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.verify import LOSSY, rule_name
+
+if TYPE_CHECKING:
+    from paradraft.engine import Result
+    from paradraft.models.chat_template import Message
 
 
 @options.with_options
@@ -49,6 +49,11 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer, with statistics.")] = False,
 ) -> None:
     """Answer prompts. The text is the target's own, whatever the drafter, but with --verify typical."""
+    with importing():
+        from paradraft.data.prompts import read_prompts
+        from paradraft.data.records import read_object
+        from paradraft.loader import load_engine
+
     if (prompt is None) == (prompts is None):
         raise ValueError("give either --prompt or --prompts")
     records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.importing import importing
 from paradraft.models.runtime import DTYPES
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def init_draft(
 
     Its tokenizer is the target's, and so is the number of rows of its embedding.
     """
-    from paradraft.train.init_draft import make
+    with importing():
+        from paradraft.train.init_draft import make
 
     origin = _origin(
         fresh, source, layers=layers, every=every, hidden_size=hidden_size, intermediate_size=intermediate_size,

@@ -17,17 +17,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-import torch
 import typer
 
-from paradraft.data.prompts import DEFAULT
-from paradraft.decode.draft_length import POLICIES
+from paradraft.cli.importing import importing
+from paradraft.data.prompt_source import DEFAULT
 from paradraft.drafters import drafter_class, drafter_names
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.placement import Placement, cpus_of, stages_of
 from paradraft.sampling_params import Sampling
 from paradraft.serve.limits import Limits
-from paradraft.speculation import MOST_DRAFTED, Speculation, gamma_of
+from paradraft.speculation import LENGTHS, MOST_DRAFTED, Speculation, gamma_of
 from paradraft.tree import Tree
 
 Rule = tuple[bool, str, Collection[str]]
@@ -61,6 +60,8 @@ def use_threads(threads: int | None) -> None:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or threads)
     if threads > cpus:
         raise ValueError(f"--threads {threads}: this process has {cpus} CPUs, use at most as many")
+    import torch
+
     torch.set_num_threads(threads)
 
 
@@ -88,6 +89,21 @@ def warn_ignored(context: typer.Context, *rules: Rule) -> None:
     for holds, when, names in rules:
         for option in given(context, names) if holds else ():
             print(f"warning: {option} has no effect {when}", file=sys.stderr)
+
+
+def checked(check: Callable[[str], object]) -> Callable[[str | None], str | None]:
+    """The callback of an option whose text is read when the command runs: a wrong one is reported at once.
+
+    Args:
+        check: raises ValueError for a text that is wrong.
+    """
+
+    def callback(text: str | None) -> str | None:
+        if text is not None:
+            check(text)
+        return text
+
+    return callback
 
 
 def given(context: typer.Context, names: Collection[str]) -> list[str]:
@@ -146,7 +162,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
         ),
         "tree_paths": typer.Option(help='A fixed tree, as ranks of candidates: "0 1 0.0 0.1 0.0.0".'),
         "lengths": typer.Option(
-            help=f"How many of the k tokens to draft, one of {', '.join(POLICIES)}; expected: what pays here."
+            help=f"How many of the k tokens to draft, one of {', '.join(LENGTHS)}; expected: what pays here."
         ),
         "gamma": typer.Option(
             help="Draft while the target verifies (PEARL), this many tokens ahead; auto: as many as are fastest here. "
@@ -205,6 +221,8 @@ OPTIONS: dict[type, dict[str, Any]] = {
     },
 }
 """For each of the dataclasses its options, in the order of the help."""
+IN_TURN = (Sampling, Placement, Limits, Runtime, Speculation)
+"""How the dataclasses are read: last those that import torch, so that a mistake in the others is reported at once."""
 TYPES: dict[str, Any] = {
     "tree_budget": int | None,
     "tree_paths": str | None,
@@ -254,18 +272,20 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
-    parts: dict[str, tuple[type, list[str]]] = {}
+    parts: dict[type, tuple[str, list[str]]] = {}
     for name, parameter in inspect.signature(command).parameters.items():
         kind, offer = _offered(hints[name])
         options = list(_options(kind, offer)) if kind in OPTIONS else [parameter.replace(annotation=hints[name])]
         parameters += options
         if kind in OPTIONS:
-            parts[name] = kind, [option.name for option in options]
+            parts[kind] = name, [option.name for option in options]
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        for name, (kind, options) in parts.items():
-            values[name] = _read(kind, {option: values.pop(option) for option in options})
+        for kind in filter(parts.__contains__, IN_TURN):
+            name, options = parts[kind]
+            with importing():
+                values[name] = _read(kind, {option: values.pop(option) for option in options})
         command(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it; mypy knows no such attribute

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.terminal import console, news
 from paradraft.drafters import split_settings
 from paradraft.files import check_outputs
-from paradraft.models.loading import POCKET, settled
+from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
@@ -28,6 +30,24 @@ MOST = 4096
 BATCH_SIZES = (1, 2, 4, 8, 16)
 FROM_REPORT = ("num_prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
 """The options that a report answers."""
+
+
+def numbers_of(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers of at least 1, with commas between them; a-b is all from a to b. In rising order, each once.
+
+    >>> numbers_of("--k", "8,1-3,2")
+    (1, 2, 3, 8)
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= MOST):
+            raise ValueError(
+                f"{option} {text}: use whole numbers from 1 to {MOST} with commas between them; 1-8 is all from 1 to 8"
+            )
+        found |= set(range(int(first), int(last) + 1))
+    return tuple(sorted(found))
 
 
 @options.with_options
@@ -48,6 +68,7 @@ def plan(
         typer.Option(
             "-k",
             "--k",
+            callback=options.checked(partial(numbers_of, "--k")),
             help="Lengths of chains, such as 1-12 or 2,4,8. By default all that the acceptance file tells of.",
         ),
     ] = None,
@@ -56,6 +77,7 @@ def plan(
         typer.Option(
             "--tree-budget",
             "--tree-budgets",
+            callback=options.checked(partial(numbers_of, "--tree-budget")),
             help="Budgets of trees, such as 8,16. By default those in the acceptance file. Of ppd, sizes of passes.",
         ),
     ] = None,
@@ -63,6 +85,7 @@ def plan(
         str | None,
         typer.Option(
             "--batch-size",
+            callback=options.checked(partial(numbers_of, "--batch-size")),
             help="Prompts answered together; several sizes with commas between them, which divide the number of "
             "prompts. By default those of 1, 2, 4, 8 and 16 that do.",
         ),
@@ -81,17 +104,19 @@ def plan(
     plot_file: options.Plot = None,
 ) -> None:
     """Choose how many tokens to draft at each batch size. The last line of the output is JSON."""
-    from paradraft.bench.result_file import read_result_file
-    from paradraft.bench.setup import held_out_prompts, source_of
-    from paradraft.bench.summary import marked
-    from paradraft.data.prompts import counted
-    from paradraft.export.engines import lines
-    from paradraft.plan.acceptance import PARTS, asked_of
-    from paradraft.plan.plan import DRAFT, run_plan
-    from paradraft.plan.report import plot, table
-    from paradraft.plan.sizes import SIZES, SizeTask
-    from paradraft.plan.steadiness import unsteady_plan
-    from paradraft.plan.task import Task, doubts, known_of, ways_of
+    with importing():
+        from paradraft.bench.result_file import read_result_file
+        from paradraft.bench.setup import held_out_prompts, source_of
+        from paradraft.bench.summary import marked
+        from paradraft.data.prompt_source import counted
+        from paradraft.export.engines import lines
+        from paradraft.models.loading import settled
+        from paradraft.plan.acceptance import PARTS, asked_of
+        from paradraft.plan.plan import DRAFT, run_plan
+        from paradraft.plan.report import plot, table
+        from paradraft.plan.sizes import SIZES, SizeTask
+        from paradraft.plan.steadiness import unsteady_plan
+        from paradraft.plan.task import Task, doubts, known_of, ways_of
 
     found = None if acceptance is None else (read_result_file(acceptance, PARTS), acceptance.name)
     if found is not None:
@@ -103,7 +128,7 @@ def plan(
     output = JsonOutput(json_file)
     check_outputs(output.file, plot_file)
     options.check_png(plot_file)
-    budgets = None if tree_budgets is None else _numbers("--tree-budget", tree_budgets)
+    budgets = None if tree_budgets is None else numbers_of("--tree-budget", tree_budgets)
     if split_settings(speculation.drafter)[0] == "ppd":
         wanted = {"--acceptance": acceptance, "--k": k, "--batch-size": batch_sizes, "--plot": plot_file}
         for option, value in wanted.items():
@@ -119,11 +144,11 @@ def plan(
             ),
             runtime, check_runs=runs if check else 0, output=output,
         )  # fmt: skip
-    sizes = BATCH_SIZES if batch_sizes is None else _numbers("--batch-size", batch_sizes)
+    sizes = BATCH_SIZES if batch_sizes is None else numbers_of("--batch-size", batch_sizes)
     task = Task(
         target=target, speculation=speculation,
         batches=tuple(size for size in sizes if batch_sizes is not None or len(texts) % size == 0),
-        ks=None if k is None else _numbers("--k", k),
+        ks=None if k is None else numbers_of("--k", k),
         trees=budgets,
         prompts=texts, max_new_tokens=max_new_tokens, sampling=sampling, source=source_of(prompts, target),
     )  # fmt: skip
@@ -160,7 +185,7 @@ def plan(
 
 def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: JsonOutput) -> None:
     """Plans for a drafter whose prompt tokens ride in the target's pass, and writes the plan beside its checkpoint."""
-    from paradraft.data.prompts import counted
+    from paradraft.data.prompt_source import counted
     from paradraft.drafters.ppd import PLANS, Plan, read_plans, write_plan
     from paradraft.models.loading import locate
     from paradraft.plan.sizes import run_size_plan, table
@@ -202,21 +227,3 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: Js
         print(f"give the size with the drafter: --drafter ppd:size={result['chosen']}")
     told = ("chosen", "speedup", "lossless", "plan", "checked")
     output.end_with({key: result[key] for key in told})
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """Whole numbers of at least 1, with commas between them; a-b is all from a to b. In rising order, each once.
-
-    >>> _numbers("--k", "8,1-3,2")
-    (1, 2, 3, 8)
-    """
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= MOST):
-            raise ValueError(
-                f"{option} {text}: use whole numbers from 1 to {MOST} with commas between them; 1-8 is all from 1 to 8"
-            )
-        found |= set(range(int(first), int(last) + 1))
-    return tuple(sorted(found))

@@ -16,11 +16,9 @@ from rich import progress as bars
 from rich.console import Console
 
 from paradraft.cli import options
+from paradraft.cli.importing import importing
 from paradraft.cli.terminal import console
-from paradraft.data.records import read_object
-from paradraft.data.regenerate import Progress
 from paradraft.files import check_outputs
-from paradraft.loader import load_engine
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
@@ -124,10 +122,10 @@ def regenerate(
     whatever the drafter, the batch size, or how often the run was stopped. If a prompt gets no answer, the
     exit code is 1, and the same command asks for it again.
     """
-    from paradraft.cli.regenerate import shown
-    from paradraft.data.questions import read_questions
-    from paradraft.data.records import check_columns
-    from paradraft.data.regenerate import Answerer, regenerate
+    with importing():
+        from paradraft.data.questions import read_questions
+        from paradraft.data.records import check_columns, read_object
+        from paradraft.data.regenerate import Answerer, regenerate
 
     if (target is None) == (endpoint is None):
         raise ValueError("give either --target (a model to run here) or --endpoint (a server's address)")
@@ -144,6 +142,7 @@ def regenerate(
     answerer: Answerer
     if target is not None:
         from paradraft.data.local import InProcess
+        from paradraft.loader import load_engine
 
         runtime = replace(runtime, width=speculation.pass_width)
         engine = load_engine(target, speculation, runtime=runtime)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.importing import importing
 from paradraft.cli.terminal import console
 
 
@@ -20,11 +21,12 @@ def report(
     plot_file: options.Plot = None,
 ) -> None:
     """Show a result of paradraft bench again: as an HTML page, as a picture, or without either as the table."""
-    from paradraft.bench.page.page import check_folder, read_result, write_page
-    from paradraft.bench.plot import plot
-    from paradraft.bench.result_file import selected
-    from paradraft.bench.summary import latency_table, notes, table, title_of
-    from paradraft.files import check_outputs
+    with importing():
+        from paradraft.bench.page.page import check_folder, read_result, write_page
+        from paradraft.bench.plot import plot
+        from paradraft.bench.result_file import selected
+        from paradraft.bench.summary import latency_table, notes, table, title_of
+        from paradraft.files import check_outputs
 
     check_folder(out)
     check_outputs(plot_file)

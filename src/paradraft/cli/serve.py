@@ -11,10 +11,8 @@ from typing import Annotated
 import typer
 
 from paradraft.cli import options
-from paradraft.cli.serve_vllm import command_of, refuse_others
+from paradraft.cli.importing import importing
 from paradraft.cli.terminal import console
-from paradraft.export.vllm import NOT_INSTALLED, installed_python
-from paradraft.loader import load_engine
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.serve.address import bound, key_of, listen, url_of
@@ -27,6 +25,12 @@ LOSSY_ON_CPUS = (
     "target's"
 )
 Processes = Annotated[int, typer.Option(min=1, help="With --engine vllm: passed on to it.")]
+
+
+def check_engine(name: str) -> None:
+    """Raises ValueError if there is no engine of this name."""
+    if name not in ENGINES:
+        raise ValueError(f"--engine {name}: use one of {', '.join(ENGINES)}")
 
 
 @options.with_options
@@ -53,7 +57,11 @@ def serve(
     threads: options.Threads = None,
     placement: Annotated[Placement, options.Offer(without=("tensor_parallel",))],
     engine: Annotated[
-        str, typer.Option(help="What decodes: paradraft, or vllm, whose own server is started with these settings.")
+        str,
+        typer.Option(
+            callback=options.checked(check_engine),
+            help="What decodes: paradraft, or vllm, whose own server is started with these settings.",
+        ),
     ] = PARADRAFT,
     plan: Annotated[
         Path | None,
@@ -71,8 +79,11 @@ def serve(
 
     Requests are decoded together. Ctrl-C ends the server when those under way have ended, a second one at once.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"--engine {engine}: use one of {', '.join(ENGINES)}")
+    with importing():
+        from paradraft.cli.serve_vllm import command_of, refuse_others
+        from paradraft.export.vllm import NOT_INSTALLED, installed_python
+        from paradraft.loader import load_engine
+
     options.use_threads(threads)
     if engine == VLLM:
         server = command_of(

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from paradraft.bench.folding import FoldingTable, columns
+from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.terminal import console
 from paradraft.files import check_outputs
@@ -47,9 +48,6 @@ def simulate(
     json_file: Annotated[Path | None, json_option("the predictions")] = None,
 ) -> None:
     """Predict speeds from the times of passes: of AR+, VSD, PARD and PEARL, on any machine."""
-    from paradraft.plan.simulate import Times
-    from paradraft.plan.simulate import simulate as predicted
-
     given = {
         "--target-ms": target_ms, "--draft-ms": draft_ms, "--verify-ms": verify_ms, "--window-ms": window_ms,
         "--transport-ms": transport_ms, "--rest-ms": rest_ms, "--contention": contention,
@@ -58,17 +56,21 @@ def simulate(
         least = {"--transport-ms": 0.0, "--rest-ms": 0.0, "--contention": 1.0}.get(option, LEAST_MS)
         if value is not None and not least <= value <= MOST_MS:
             raise ValueError(f"{option} {value:g}: use a number from {least:g} to {MOST_MS:g}")
+    rates = _rates("--acceptance", acceptance)
+    parallel = None if parallel_acceptance is None else _rates("--parallel-acceptance", parallel_acceptance)
+    output = JsonOutput(json_file)
+    check_outputs(output.file)
+    if window_ms is not None and parallel_acceptance is None:
+        print("warning: --window-ms has no effect without --parallel-acceptance", file=sys.stderr)
+    with importing():
+        from paradraft.plan.simulate import Times
+        from paradraft.plan.simulate import simulate as predicted
+
     times = Times(
         target_s=target_ms / 1e3, draft_s=draft_ms / 1e3, transport_s=transport_ms / 1e3, rest_s=rest_ms / 1e3,
         verify_s=None if verify_ms is None else verify_ms / 1e3,
         window_s=None if window_ms is None else window_ms / 1e3, contention=contention,
     )  # fmt: skip
-    output = JsonOutput(json_file)
-    check_outputs(output.file)
-    rates = _rates("--acceptance", acceptance)
-    if window_ms is not None and parallel_acceptance is None:
-        print("warning: --window-ms has no effect without --parallel-acceptance", file=sys.stderr)
-    parallel = None if parallel_acceptance is None else _rates("--parallel-acceptance", parallel_acceptance)
     found = predicted(times, rates, parallel)
     table = FoldingTable(
         f"predicted: target {target_ms:g} ms, draft {draft_ms:g} ms",
@@ -93,14 +95,14 @@ def _rates(option: str, text: str) -> list[float]:
     >>> _rates("--acceptance", "0.9,0.8"), len(_rates("--acceptance", "0.5"))
     ([0.9, 0.8], 64)
     """
-    from paradraft.plan.simulate import MOST_TOKENS
-
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{option} {text}: write shares as in 0.79,0.57,0.40, or one number") from None
-    if len(rates) == 1:
-        rates = [rates[0] ** (place + 1) for place in range(MOST_TOKENS)]
     if not all(0 <= rate <= 1 for rate in rates) or any(b > a for a, b in pairwise(rates)):
         raise ValueError(f"{option} {text}: use shares of all drafts from 0 to 1, none larger than the one before")
-    return rates
+    if len(rates) > 1:
+        return rates
+    from paradraft.plan.simulate import MOST_TOKENS
+
+    return [rates[0] ** (place + 1) for place in range(MOST_TOKENS)]

@@ -8,26 +8,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from huggingface_hub.utils.tqdm import enable_progress_bars
 from rich.console import Console
 from rich.text import Text
-from transformers.utils import logging
 
-from paradraft.engine import Engine
 from paradraft.sampling_params import Sampling
+
+if TYPE_CHECKING:
+    from paradraft.engine import Engine
 
 DIM, GREEN, PLAIN = "\x1b[2m", "\x1b[32m", "\x1b[0m"
 LEAST_LINES = 4
 """Of a terminal, to spare one of them."""
 REFRESH_S = 0.1
-
-
-def hide_progress_bars() -> None:
-    """Turns off the bars of `transformers` for loading and saving; downloads keep theirs."""
-    logging.disable_progress_bar()
-    enable_progress_bars()
 
 
 def stream_answer(

@@ -15,8 +15,9 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from paradraft.cli import terminal
+from paradraft.cli.importing import importing
 from paradraft.environment import is_main_process
-from paradraft.models.loading import POCKET
+from paradraft.models.names import POCKET
 from paradraft.train import recipe_class, trainee_module, trainee_names
 
 if TYPE_CHECKING:
@@ -167,11 +168,12 @@ def train_drafter(
     Ctrl-C and SIGTERM write a checkpoint after the current step and leave, with exit code 130 or 143; a second Ctrl-C
     leaves at once.
     """
-    from paradraft.train.model_card import next_steps
-    from paradraft.train.recipe_file import load_recipe, settings_of, write_template
-    from paradraft.train.stopping import StoppedError
+    with importing():
+        module = trainee_module(name)
+        from paradraft.train.model_card import next_steps
+        from paradraft.train.recipe_file import load_recipe, settings_of, write_template
+        from paradraft.train.stopping import StoppedError
 
-    module = trainee_module(name)
     if settings:
         for key, field in settings_of(recipe_class(module)).items():
             default = "required" if field.is_required() else json.dumps(field.default).strip('"')

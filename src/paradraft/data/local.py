@@ -14,7 +14,7 @@ from paradraft.data.questions import EOS, LENGTH, Answer, Question, next_prompt,
 from paradraft.data.regenerate import Outcome
 from paradraft.engine import Engine
 from paradraft.models.chat_template import ChatTemplate, Message, check_variables
-from paradraft.models.runtime import stored_parts
+from paradraft.models.quantization import stored_parts
 from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
 

@@ -10,7 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from paradraft.data.samples import Sample
-from paradraft.models.loading import POCKET, pocket_folder
+from paradraft.models.loading import pocket_folder
+from paradraft.models.names import POCKET
 
 
 class Source(BaseModel):

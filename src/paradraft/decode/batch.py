@@ -34,10 +34,12 @@ from paradraft.decode.sequential import decode_round
 from paradraft.decode.stats import Clock
 from paradraft.models.causal_lm import SavedRow
 from paradraft.models.target import Target
+from paradraft.parents import depths
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
-from paradraft.tree import ABSENT, Tree, depths
-from paradraft.verify import Verify, load_rule, rule_name
+from paradraft.tree import ABSENT, Tree
+from paradraft.verify import load_rule, rule_name
+from paradraft.verify.rules import Verify
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from paradraft.core import Draft, Request, RoundOutput
 from paradraft.decode.expected_length import Expected
-from paradraft.tree import Tree, ancestors
+from paradraft.parents import ancestors
+from paradraft.tree import Tree
 
 
 class LengthPolicy(Protocol):

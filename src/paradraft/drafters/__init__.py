@@ -10,13 +10,15 @@ import dataclasses
 import re
 import types
 from types import ModuleType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from paradraft.core import Drafter
-from paradraft.models.loading import POCKET
-from paradraft.models.runtime import Runtime
-from paradraft.models.target import Target, TargetFacts
+from paradraft.models.names import POCKET
 from paradraft.plugins import find_module, module_names
+
+if TYPE_CHECKING:
+    from paradraft.core import Drafter
+    from paradraft.models.runtime import Runtime
+    from paradraft.models.target import Target, TargetFacts
 
 GROUP = "paradraft.drafters"
 """The entry points by which other packages add drafters."""

@@ -27,10 +27,11 @@ from paradraft.models.loading import locate
 from paradraft.models.prompt_tokens import PromptTokens, forward_with_probes
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, TargetFacts
+from paradraft.parents import depths, depths_after, parents_of_chains, texts_before
 from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
 from paradraft.sampling.sampler import Sampler
-from paradraft.tree import ABSENT, Tree, depths, depths_after, parents_of_chains, texts_before
+from paradraft.tree import ABSENT, Tree
 from paradraft.verify.match import accepted_path
 
 SIZE, MOST_SIZE = 6, 512

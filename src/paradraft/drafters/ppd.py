@@ -19,7 +19,8 @@ from paradraft.environment import cpu_name
 from paradraft.files import write_output
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import POCKET, locate
+from paradraft.models.loading import locate
+from paradraft.models.names import POCKET
 from paradraft.models.prompt_tokens import PromptTokens, Shapes
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target

@@ -13,8 +13,8 @@ from paradraft.export.engines import AS_EXPORTED, ONE_K, vllm_config, vllm_fixed
 from paradraft.export.heads import check_head, is_exported
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import mask_token_id
-from paradraft.models.loading import POCKET, load_config, load_tokenizer, locate
-from paradraft.models.presets import is_shape
+from paradraft.models.loading import load_config, load_tokenizer, locate
+from paradraft.models.names import POCKET, is_shape
 from paradraft.models.vocabulary import of_one_family
 from paradraft.speculation import Speculation
 

@@ -28,9 +28,10 @@ from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cuda_graphs import graph_size
 from paradraft.models.forward.eager import BUCKET
 from paradraft.models.forward.pipeline import PipelinePass, StageModel
+from paradraft.parents import depths, parents_of_chains
 from paradraft.ragged import from_lists, upload
 from paradraft.sampling.sampler import Draw
-from paradraft.tree import ABSENT, depths, parents_of_chains
+from paradraft.tree import ABSENT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from paradraft.models.architecture import context_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.gguf_tokenizer import check_same_tokens
 from paradraft.models.loading import config_of, is_in_few_bits, load_tokenizer
-from paradraft.models.presets import is_shape
+from paradraft.models.names import is_shape
 from paradraft.models.runtime import STORED, Runtime
 from paradraft.models.target import Target, TargetFacts
 from paradraft.models.target_loading import load_lm

@@ -34,12 +34,12 @@ from paradraft.models.architecture import check_architecture, context_of, expert
 from paradraft.models.generation import end_ids, suppressed_ids
 from paradraft.models.gguf_tokenizer import check_same_tokens, gguf_tokenizer
 from paradraft.models.loading_errors import first_sentence, is_no_table, loading_of, some_of, without_bars
-from paradraft.models.presets import check_has_weights, id_tokenizer, is_shape, shape_of
+from paradraft.models.names import POCKET, check_has_weights, is_shape
+from paradraft.models.presets import id_tokenizer, shape_of
 from paradraft.models.runtime import AUTO, DTYPES, QUANTIZED, STORED, Runtime
 from paradraft.models.stored_weights import settled_as_stored
 from paradraft.models.vocabulary import used_rows
 
-POCKET = "pocket"
 ATTENTION = "sdpa"
 """The attention of every model that is loaded, whatever its config asks for: that could be code from the hub."""
 

@@ -42,8 +42,8 @@ from paradraft.models.forward.cpu.build import (
     library_key,
 )
 from paradraft.models.forward.cpu.matrix import PackedRows, Panels
+from paradraft.models.names import is_shape
 from paradraft.models.packed_cache import LEAST_FREE, SOURCE, make_room, mark_as_read
-from paradraft.models.presets import is_shape
 from paradraft.models.quantized import ROUNDING, Format, NumberKind, QuantizedTensor
 
 SETTING = "PARADRAFT_PACKED_FILES"

@@ -21,7 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
-PREFIX = "shape:"
+from paradraft.models.names import PREFIX
+
 _CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
@@ -110,21 +111,6 @@ SHAPES = {
     "tiny-draft": _shape("llama", 96, 100, 512, True, 16, 24, 1, 2, 2, 8),
 }
 """Published configs by name; the pocket family's; and two that a test can run."""
-
-
-def is_shape(name: str) -> bool:
-    """Whether a model name asks for a shape.
-
-    >>> is_shape("shape:llama-3.1-8b"), is_shape("pocket")
-    (True, False)
-    """
-    return name.startswith(PREFIX)
-
-
-def check_has_weights(name: str) -> None:
-    """Raises ValueError for a shape, where a model is needed that says something."""
-    if is_shape(name):
-        raise ValueError(f"{name!r} has random weights and says nothing: only `paradraft bench` takes it, to time it")
 
 
 def shape_of(name: str) -> Shape:

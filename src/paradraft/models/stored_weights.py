@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paradraft.formats.gguf_blocks import Blocks
+from paradraft.models.devices import device_of
 from paradraft.models.quantized import QuantizedTensor
-from paradraft.models.runtime import AUTO, STORED, Runtime, device_of
+from paradraft.models.runtime import AUTO, STORED, Runtime
 
 Weight = Blocks | Tensor
 """Of few bits, or numbers; a `QuantizedTensor` is of few bits that are not read yet."""

@@ -13,8 +13,8 @@ from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.generation import end_ids
 from paradraft.models.prompt_tokens import forward_with_probes
+from paradraft.parents import depths, parents_of_chains, row_after, with_root
 from paradraft.ragged import from_lists, to_lists, upload
-from paradraft.tree import depths, parents_of_chains, row_after, with_root
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,11 +39,13 @@ from paradraft.models.loading import (
     tokenizer_for,
     tokens_of,
 )
+from paradraft.models.names import is_shape
 from paradraft.models.packed_file import PackedFile
-from paradraft.models.presets import is_shape, random_model
+from paradraft.models.presets import random_model
+from paradraft.models.quantization import quantize
 from paradraft.models.quantized import GROUP, bits_of
 from paradraft.models.rounding_reader import files_of, fill
-from paradraft.models.runtime import QUANTIZED, STORED, Runtime, quantize
+from paradraft.models.runtime import QUANTIZED, STORED, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Stage
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paradraft.drafters import drafter_settings, split_settings
 from paradraft.errors import one_line
-from paradraft.models.loading import POCKET
+from paradraft.models.names import POCKET
 from paradraft.speculation import MOST_DRAFTED, Speculation
 from paradraft.verify import LOSSY, rule_name
 

@@ -33,7 +33,8 @@ from paradraft.environment import describe_machine
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint
 from paradraft.loader import HERE
 from paradraft.models.kv_cache import head_size
-from paradraft.models.loading import POCKET, locate, settled
+from paradraft.models.loading import locate, settled
+from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.target_loading import load_target

@@ -24,7 +24,8 @@ from paradraft.models.architecture import context_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.loading import load_model, load_skeleton, locate
 from paradraft.models.output_head import logits_of, sizes_of
-from paradraft.models.runtime import Runtime, store_in_nf4
+from paradraft.models.quantization import store_in_nf4
+from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.vocabulary import check_rows, used_rows
 from paradraft.train import memory

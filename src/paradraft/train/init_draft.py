@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
 from paradraft.models.architecture import context_of, has_experts
+from paradraft.models.devices import TORCH_DTYPES
 from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.models.previous_token import load_head, stored_head
-from paradraft.models.runtime import DTYPES, Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.models.vocabulary import end_ids, free_id, of_one_family, resize, used_rows
 from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
 
@@ -89,19 +90,19 @@ def make(
         out: the folder to write.
         origin: where the draft comes from.
         mask_token: add a row for the mask token if no id is free.
-        dtype: of the weights, one of `DTYPES`; the target's by default.
+        dtype: of the weights, one of `TORCH_DTYPES`; the target's by default.
 
     Raises:
         ValueError: a model does not exist or cannot be used, or `out` holds something.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in TORCH_DTYPES:
+        raise ValueError(f"dtype={dtype!r}: use one of {', '.join(TORCH_DTYPES)}")
     _check_free(out)
     folder = locate(target, "target")
     config, tokenizer = load_config(folder), load_tokenizer(folder)
     if context_of(config) < config.max_position_embeddings:
         raise ValueError(f"{target!r} has sliding-window layers, of which no draft is made: train a smaller relative")
-    dtype = dtype or {kind: name for name, kind in DTYPES.items()}.get(config.dtype, "float32")
+    dtype = dtype or {kind: name for name, kind in TORCH_DTYPES.items()}.get(config.dtype, "float32")
     target_parameters = _parameters(config)
     layers: tuple[int, ...] = ()
     match origin:
@@ -126,7 +127,7 @@ def make(
     mask_id, what = _mask_token(model, tokenizer, add=mask_token)
     previous = load_head(model.config)
     beside = {} if previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(previous, model.config)}
-    save_model(out, model.to(DTYPES[dtype]), tokenizer, beside)
+    save_model(out, model.to(TORCH_DTYPES[dtype]), tokenizer, beside)
     return NewDraft(
         layers=layers, parameters=model.num_parameters(), target_parameters=target_parameters,
         rows=model.config.vocab_size, target_rows=config.vocab_size, mask_id=mask_id, mask_token=what,

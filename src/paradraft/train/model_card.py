@@ -11,7 +11,8 @@ from paradraft.data.mix import Source
 from paradraft.drafters import drafter_config, drafter_names
 from paradraft.export.engines import AS_EXPORTED, vllm_fixed
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
-from paradraft.models.loading import POCKET, pocket_folder
+from paradraft.models.loading import pocket_folder
+from paradraft.models.names import POCKET
 from paradraft.train.progress import BestSoFar, Score
 from paradraft.train.provenance import RECORD, Learnt
 from paradraft.train.recipe import Recipe

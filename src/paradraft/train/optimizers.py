@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from paradraft.models.runtime import computes_bf16
+from paradraft.models.devices import computes_bf16
 
 # Quintic Newton-Schulz coefficients: Jordan et al. 2024, "Muon: An optimizer for hidden layers".
 _A, _B, _C = 3.4445, -4.7750, 2.0315

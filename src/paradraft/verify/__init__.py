@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from paradraft.core import Draft, TargetOut, Verdict
-from paradraft.sampling.sampler import Sampler
-from paradraft.verify import match, rejection, typical
+if TYPE_CHECKING:
+    from paradraft.verify.rules import Verify
 
-Verify = Callable[[Draft, TargetOut, Sampler], Verdict]
-RULES: dict[str, Verify] = {"match": match.verify, "rejection": rejection.verify, "typical": typical.Typical()}
-"""The rules by name."""
-LOSSY = {"typical": typical.TOLD}
+NAMES = ("match", "rejection", "typical")
+"""Of all rules; their functions, which need torch, are in [rules.py](rules.py)."""
+LOSSY = {
+    "typical": "typical acceptance is not lossless: at temperatures above 0 the text is not distributed as the "
+    "target's own"
+}
 """Those that change the text, and what is to be said of them."""
 
 
@@ -24,15 +25,23 @@ def rule_name(rule: str) -> str:
     return rule.partition(":")[0]
 
 
+def check_rule_name(rule: str) -> None:
+    """Raises ValueError if there is no rule of the name, whatever its settings."""
+    if rule_name(rule) not in NAMES:
+        raise ValueError(f"verify={rule!r}: use one of {', '.join(NAMES)}")
+
+
 def load_rule(rule: str) -> Verify:
     """The rule of a name, with settings if wanted, such as "typical:epsilon=0.05:delta=0.2".
 
     Raises:
         ValueError: there is no such rule or setting.
     """
+    check_rule_name(rule)
+    from paradraft.verify import typical
+    from paradraft.verify.rules import RULES
+
     name, *settings = rule.split(":")
-    if name not in RULES:
-        raise ValueError(f"verify={rule!r}: use one of {', '.join(RULES)}")
     values: dict[str, float] = {}
     known = list(typical.Typical.__dataclass_fields__) if name == "typical" else []
     for setting in settings:

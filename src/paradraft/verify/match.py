@@ -14,9 +14,10 @@ from __future__ import annotations
 import torch
 
 from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.parents import depths_after, texts_before
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
-from paradraft.tree import ABSENT, depths_after, texts_before
+from paradraft.tree import ABSENT
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.parents import texts_before
 from paradraft.sampling.sampler import Sampler
-from paradraft.tree import ABSENT, texts_before
+from paradraft.tree import ABSENT
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.parents import depths_after, texts_before
 from paradraft.sampling.sampler import Sampler
-from paradraft.tree import ABSENT, depths_after, texts_before
+from paradraft.tree import ABSENT
 
 LOSSLESS = False
-TOLD = "typical acceptance is not lossless: at temperatures above 0 the text is not distributed as the target's own"
 
 
 @dataclass(frozen=True, kw_only=True)

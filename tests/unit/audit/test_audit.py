@@ -22,7 +22,8 @@ from paradraft.ragged import from_lists
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.speculation import Speculation
-from paradraft.verify import RULES, match
+from paradraft.verify import match
+from paradraft.verify.rules import RULES
 
 PROMPTS = ["a", "helloworld", "abcabcabcabc"]
 SAMPLED = Sampling(temperature=0.9, seed=3)

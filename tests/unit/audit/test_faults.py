@@ -31,7 +31,8 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT, Tree
-from paradraft.verify import RULES, match
+from paradraft.verify import match
+from paradraft.verify.rules import RULES
 from tests.conftest import tiny_model, tiny_tokenizer
 from tests.support.pass_faults import Plant as PassFault
 from tests.support.pass_faults import base, field, linear, logit_raised, without_panel

@@ -9,7 +9,7 @@ import typer
 
 from paradraft.bench.setup import source_of
 from paradraft.cli.commands import app
-from paradraft.data.prompts import DEFAULT, RANDOM
+from paradraft.data.prompt_source import DEFAULT, RANDOM
 
 
 def test_a_run_knows_where_its_prompts_are_from() -> None:

@@ -18,7 +18,8 @@ from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.tree import ABSENT
-from paradraft.verify import RULES, match
+from paradraft.verify import match
+from paradraft.verify.rules import RULES
 from tests.support.decoding import sampler
 
 RATES = (0.9, 0.6, 0.2)

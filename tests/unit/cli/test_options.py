@@ -63,6 +63,11 @@ def test_every_field_has_an_option(kind: Any) -> None:
     assert all(option.help for option in OPTIONS[kind].values())
 
 
+def test_all_dataclasses_are_read() -> None:
+    """Guards against one whose options would reach the command as they are."""
+    assert set(options.IN_TURN) == set(OPTIONS)
+
+
 def test_what_is_not_said_is_as_in_the_library(everything: Run, seen: Seen) -> None:
     """Guards against two sets of defaults."""
     assert running(everything)("--last", 2).exit_code == 0

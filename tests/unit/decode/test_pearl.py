@@ -23,11 +23,12 @@ from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
+from paradraft.parents import texts_before
 from paradraft.ragged import from_lists
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
-from paradraft.tree import ABSENT, Tree, texts_before
+from paradraft.tree import ABSENT, Tree
 from paradraft.verify import match
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.decoding import Varying, answers, decoded, requests, target_of

@@ -15,9 +15,10 @@ from paradraft.drafters import branches, drafter_class
 from paradraft.engine import Engine
 from paradraft.loader import load
 from paradraft.models.runtime import Runtime
+from paradraft.parents import depths
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
-from paradraft.tree import Tree, depths
+from paradraft.tree import Tree
 from tests.support.drafts import draft_of
 
 RUNTIMES = [

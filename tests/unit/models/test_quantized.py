@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paradraft.formats.gguf_blocks import Products
 from paradraft.models.forward.cpu import build
 from paradraft.models.forward.cpu.matrix import PackedMatrix
+from paradraft.models.quantization import stored_bytes, stored_parts
 from paradraft.models.quantized import (
     _FORMATS,
     BLOCK,
@@ -28,7 +29,7 @@ from paradraft.models.quantized import (
     rounded_to_4_bits,
     rounded_to_8_bits,
 )
-from paradraft.models.runtime import Runtime, stored_bytes, stored_parts
+from paradraft.models.runtime import Runtime
 from tests.unit.models.forward.test_cpu_build import kept, new_machine  # noqa: F401  # fixtures
 
 SHAPES = [(70, 96), (5, 32), (3, 100), (130, 33), (65, 320), (1, 7)]

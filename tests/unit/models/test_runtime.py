@@ -13,8 +13,9 @@ from torch._inductor import config as inductor
 
 from paradraft.bench.roofline import Size
 from paradraft.loader import load
+from paradraft.models.quantization import check_quantization, stored_bytes
 from paradraft.models.quantized import QuantizedTensor
-from paradraft.models.runtime import Runtime, check_quantization, stored_bytes
+from paradraft.models.runtime import Runtime
 from paradraft.models.target_loading import load_target
 from paradraft.sampling_params import Sampling
 from tests.e2e.conftest import Paradraft, assert_mistake
@@ -28,7 +29,7 @@ PROMPT = "abcabcabc"
 def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Runs every test as on a CPU without instructions for bfloat16 and as on one with them: which one it is decides
     what passes compute in."""
-    monkeypatch.setattr("paradraft.models.runtime.computes_bf16", lambda device: request.param)
+    monkeypatch.setattr("paradraft.models.devices.computes_bf16", lambda device: request.param)
     return request.param
 
 
@@ -94,7 +95,7 @@ def test_compiled_passes_compute_the_same(family: Path, has_bf16: bool, monkeypa
     if not has_bf16:
         assert (fast - plain).abs().max() < 1e-4 * plain.std()
         return
-    monkeypatch.setattr("paradraft.models.runtime.computes_bf16", lambda device: False)
+    monkeypatch.setattr("paradraft.models.devices.computes_bf16", lambda device: False)
     exact = logits(family, "int8")
     far, as_far = ((found - exact).square().mean().sqrt() / exact.std() for found in (fast, plain))
     assert 1e-3 < far < 1.25 * as_far < 0.05
@@ -158,7 +159,7 @@ def test_a_benchmark_finds_it_before_it_loads(
     def refuse(*_: object) -> None:
         raise ValueError("dtype='int4': not on this device: use int8")
 
-    monkeypatch.setattr("paradraft.models.runtime.check_quantization", refuse)
+    monkeypatch.setattr("paradraft.models.quantization.check_quantization", refuse)
     asked = ["--methods", "ar,ar:dtype=int4", "--num-prompts", 1, "--device", "cpu"]
     assert_mistake(paradraft("bench", "--target", family / "target", *asked), "use int8")
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paradraft.parents import depths
 from paradraft.sampling.candidates import (
     Candidates,
     assemble,
@@ -22,7 +23,7 @@ from paradraft.sampling.candidates import (
 from paradraft.sampling.distribution import probabilities
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
-from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree, depths
+from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree
 from tests.support.decoding import sampler
 from tests.support.trees import path_to
 from tests.unit.sampling.test_distribution import random_logits

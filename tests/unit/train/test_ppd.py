@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 from paradraft.data.samples import Sample
 from paradraft.loader import load
-from paradraft.models.runtime import Runtime, stored_bytes
+from paradraft.models.quantization import stored_bytes
+from paradraft.models.runtime import Runtime
 from paradraft.train import launch, memory, ppd, setup
 from paradraft.train.batch import TrainingBatch
 from paradraft.train.losses import IGNORED

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.parents import depths
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
-from paradraft.tree import ABSENT, depths
-from paradraft.verify import RULES
+from paradraft.tree import ABSENT
 from paradraft.verify.match import verify
+from paradraft.verify.rules import RULES
 from tests.support.bonus import with_bonus
 from tests.support.decoding import sampler
 from tests.support.drawing import draw

@@ -25,10 +25,12 @@ from paradraft.bench.result import BatchResult, Counts
 from paradraft.bench.spec import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.digests import model_digest
+from paradraft.models.devices import TORCH_DTYPES, computes_bf16
 from paradraft.models.generation import suppressed_ids
-from paradraft.models.loading import POCKET, config_of, load_model, locate
-from paradraft.models.presets import PREFIX, is_shape, random_model, shape_of
-from paradraft.models.runtime import DTYPES, QUANTIZED, Runtime, computes_bf16
+from paradraft.models.loading import config_of, load_model, locate
+from paradraft.models.names import POCKET, PREFIX, is_shape
+from paradraft.models.presets import random_model, shape_of
+from paradraft.models.runtime import QUANTIZED, Runtime
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
 
@@ -286,7 +288,7 @@ def whole_dtype(dtype: str) -> str:
 
 def _model(folder: str, dtype: str) -> PreTrainedModel:
     if is_shape(folder):
-        return random_model(folder, dtype=DTYPES[dtype], device="cpu")
+        return random_model(folder, dtype=TORCH_DTYPES[dtype], device="cpu")
     return load_model(folder, Runtime(device="cpu", dtype=dtype))
 
 

@@ -28,7 +28,7 @@ from paradraft.bench.result import FIRST
 from paradraft.bench.result_file import has_faster_baselines, without_baseline
 from paradraft.bench.spec import AR
 from paradraft.bench.steadiness import unsteady_runs
-from paradraft.data.prompts import DEFAULT
+from paradraft.data.prompt_source import DEFAULT
 
 PARTS = {
     "draft": "drafting",

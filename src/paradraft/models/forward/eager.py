@@ -19,9 +19,10 @@ from paradraft.models import kv_cache
 from paradraft.models.architecture import ropes_of
 from paradraft.models.forward import FINAL_NORM, ForwardOut, NotFiniteError
 from paradraft.models.output_head import logits_of
-from paradraft.models.runtime import stored_bytes
+from paradraft.models.quantization import stored_bytes
+from paradraft.parents import ancestors, depths, is_chain, parents_of_chains
 from paradraft.ragged import upload
-from paradraft.tree import ABSENT, ancestors, depths, is_chain, parents_of_chains
+from paradraft.tree import ABSENT
 
 BUCKET = 64
 """Attention reads the used part of the cache, in steps of this many slots."""

@@ -16,7 +16,7 @@ import pytest
 
 from paradraft.bench.page.html import Element
 from paradraft.bench.page.page import page, read_result, write_page
-from paradraft.data.prompts import DEFAULT
+from paradraft.data.prompt_source import DEFAULT
 from tests.support.bench_result import LENGTHS, UNTOLD, ahead, figures, result
 
 ROOT = Path(__file__).parents[4]

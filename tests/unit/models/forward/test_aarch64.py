@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paradraft.models.forward.cpu import build
 from paradraft.models.forward.cpu.matrix import PackedMatrix
+from paradraft.models.quantization import stored_parts
 from paradraft.models.quantized import QuantizedTensor, plain_product
-from paradraft.models.runtime import stored_parts
 from tests.unit.models.test_quantized import FORMATS, product, random_inputs, random_weight, shapes_of
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"

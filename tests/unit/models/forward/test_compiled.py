@@ -14,7 +14,7 @@ from paradraft.models import causal_lm
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import choice, compiled
 from paradraft.models.forward.compiled import compile_pass
-from paradraft.models.runtime import quantize
+from paradraft.models.quantization import quantize
 from paradraft.tree import ABSENT
 from tests.conftest import tiny_model
 from tests.support.decoding import empty_rows, prefilled

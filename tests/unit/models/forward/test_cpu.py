@@ -16,7 +16,7 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.compiled import CompiledPass
 from paradraft.models.forward.cpu.matrix import KINDS, PackedMatrix, WrongPassError
 from paradraft.models.forward.cpu.model import NativePass, can_serve
-from paradraft.models.runtime import quantize
+from paradraft.models.quantization import quantize
 from paradraft.tree import ABSENT
 from tests.support.decoding import empty_rows
 from tests.support.random_models import KINDS_OF_MODELS, SIZES, random_model

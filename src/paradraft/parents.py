@@ -1,0 +1,133 @@
+"""Token trees as tensors: from parents to depths, ancestors, chains and paths.
+
+A round asks several times what follows from the same parents, and all chains of a length have the same tensor of
+parents, so answers are kept for the tensors that were asked about last. Neither may be changed.
+
+Shape letters: B rows of a batch, N nodes of a tree, M = N + 1 with the root after them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from paradraft.tree import ABSENT
+
+
+@lru_cache(maxsize=256)
+def parents_of_chains(batch_size: int, nodes: int, device: torch.device) -> Tensor:
+    """`[B, N]` parents -1, 0, 1, … for every row; not to be changed: all callers share the tensor."""
+    return torch.arange(-1, nodes - 1, device=device).repeat(batch_size, 1)
+
+
+_kept = lru_cache(maxsize=64)  # tensors are equal as keys only if they are the same object
+
+
+@_kept
+def ancestors(parents_BN: Tensor) -> Tensor:
+    """Which nodes lie on the way from the root to each node, itself included.
+
+    A node may attend to exactly these (and to all committed tokens).
+
+    Args:
+        parents_BN: `[B, N]` parents, each smaller than its node; -1 is the root, outside the tree.
+
+    Returns:
+        `[B, N, N]` booleans; entry (n, a) is true when a is n or an ancestor of n.
+
+    >>> ancestors(torch.tensor([[-1, 0, 0, 2]]))[0].int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    """
+    B, N = parents_BN.shape
+    if is_chain(parents_BN):
+        return torch.ones(N, N, dtype=torch.bool, device=parents_BN.device).tril().expand(B, N, N)
+    # One more row for the root: its own parent, and no node's ancestor.
+    up_BM = torch.nn.functional.pad(torch.where(parents_BN == ABSENT, N, parents_BN), (0, 1), value=N)
+    sees_BMM = torch.eye(N + 1, dtype=torch.bool, device=parents_BN.device).repeat(B, 1, 1)
+    for _ in range((N - 1).bit_length()):  # 1, 2, 4, … generations
+        sees_BMM = sees_BMM | sees_BMM.gather(1, up_BM[:, :, None].expand(-1, -1, N + 1))
+        up_BM = up_BM.gather(1, up_BM)
+    return sees_BMM[:, :N, :N]
+
+
+@_kept
+def depths(parents_BN: Tensor) -> Tensor:
+    """The depth of each node; a child of the root has depth 0.
+
+    >>> depths(torch.tensor([[-1, 0, 0, 2]])).tolist()
+    [[0, 1, 1, 2]]
+    """
+    N = parents_BN.shape[1]
+    if is_chain(parents_BN):
+        return parents_BN + 1
+    # One more column for the root: its own parent, and no step away from itself.
+    up_BM = torch.nn.functional.pad(torch.where(parents_BN == ABSENT, N, parents_BN), (0, 1), value=N)
+    steps_BM = (up_BM != N).long()  # from each node up to the one in `up_BM`
+    for _ in range((N - 2).bit_length()):  # 1, 2, 4, … generations
+        steps_BM = steps_BM + steps_BM.gather(1, up_BM)
+        up_BM = up_BM.gather(1, up_BM)
+    return steps_BM[:, :N]
+
+
+@_kept
+def depths_after(parents_BN: Tensor) -> Tensor:
+    """How many drafted tokens stand before each row of a pass's logits: 0 after the root, a node's depth + 1 after it.
+
+    >>> depths_after(torch.tensor([[-1, 0, 0, 2]])).tolist()
+    [[0, 1, 2, 2, 3]]
+    """
+    return torch.nn.functional.pad(depths(parents_BN) + 1, (1, 0))
+
+
+@_kept
+def is_chain(parents_BN: Tensor) -> bool:
+    """Whether every node's parent is the node before it.
+
+    >>> is_chain(torch.tensor([[-1, 0, 1]])), is_chain(torch.tensor([[-1, 0, 0]]))
+    (True, False)
+    """
+    chains_BN = parents_of_chains(*parents_BN.shape, parents_BN.device)
+    return parents_BN is chains_BN or torch.equal(
+        parents_BN, chains_BN
+    )  # a GPU must finish before tensors are compared
+
+
+@_kept
+def with_root(parents_BN: Tensor) -> Tensor:
+    """The parents `[B, N + 1]` of a tree whose first node is the root.
+
+    >>> with_root(torch.tensor([[-1, 0, 0]])).tolist()
+    [[-1, 0, 1, 1]]
+    """
+    B, N = parents_BN.shape
+    if is_chain(parents_BN):
+        return parents_of_chains(B, N + 1, parents_BN.device)
+    return torch.nn.functional.pad(parents_BN + 1, (1, 0), value=ABSENT)
+
+
+def row_after(path_BN: Tensor) -> Tensor:
+    """`[B, 1]` which row of a pass's logits follows each path: row 0 follows the root, row n + 1 node n.
+
+    Args:
+        path_BN: `[B, N]` nodes from the root down, then `ABSENT`.
+
+    >>> row_after(torch.tensor([[0, 2, -1], [-1, -1, -1]])).tolist()
+    [[3], [0]]
+    """
+    rows = torch.nn.functional.pad(path_BN + 1, (1, 0))
+    return rows.gather(1, (path_BN != ABSENT).sum(1, keepdim=True))
+
+
+def texts_before(tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
+    """The drafted tokens on the way to the root and to each node, the node's own included.
+
+    Returns:
+        `[B, N + 1, N]` token ids, `ABSENT` between and after them; row 0 is the root's.
+
+    >>> texts_before(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))[0].tolist()
+    [[-1, -1, -1], [5, -1, -1], [5, 6, -1], [5, -1, 7]]
+    """
+    tokens = torch.where(ancestors(parents_BN), tokens_BN[:, None], ABSENT)
+    return torch.nn.functional.pad(tokens, (0, 0, 1, 0), value=ABSENT)
