@@ -11,6 +11,7 @@ import typer
 from paradraft.cli import options
 from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
+from paradraft.cli.sections import SERVERS
 from paradraft.cli.terminal import console
 from paradraft.files import check_outputs
 from paradraft.models.runtime import Runtime
@@ -45,25 +46,33 @@ def audit(
     target: options.Target,
     speculation: Speculation,
     endpoint: Annotated[
-        str | None, typer.Option(help="Audit an OpenAI-compatible server: its address, up to /v1.")
+        str | None,
+        typer.Option(rich_help_panel=SERVERS, help="Audit an OpenAI-compatible server: its address, up to /v1."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="With --endpoint: the model's name there.")] = None,
+    model: Annotated[
+        str | None, typer.Option(rich_help_panel=SERVERS, help="With --endpoint: the model's name there.")
+    ] = None,
     api_key_env: Annotated[
-        str | None, typer.Option(help="With --endpoint: send the key in this environment variable.")
+        str | None,
+        typer.Option(rich_help_panel=SERVERS, help="With --endpoint: send the key in this environment variable."),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="Or start this engine with --target and DRAFT, and audit it: vllm.")
+        str | None,
+        typer.Option(rich_help_panel=SERVERS, help="Or start this engine with --target and DRAFT, and audit it: vllm."),
     ] = None,
     vllm_python: options.VllmPython = None,
     reference_endpoint: Annotated[
         str | None,
-        typer.Option(help="With --endpoint: compare with this server instead of the target's weights here."),
+        typer.Option(
+            rich_help_panel=SERVERS,
+            help="With --endpoint: compare with this server instead of the target's weights here.",
+        ),
     ] = None,
-    reference_model: Annotated[str | None, typer.Option(help="The model's name there; by default that of --model.")] = (
-        None
-    ),
+    reference_model: Annotated[
+        str | None, typer.Option(rich_help_panel=SERVERS, help="The model's name there; by default that of --model.")
+    ] = (None),
     reference_api_key_env: Annotated[
-        str | None, typer.Option(help="Send it the key in this environment variable.")
+        str | None, typer.Option(rich_help_panel=SERVERS, help="Send it the key in this environment variable.")
     ] = None,
     prompts: options.MeasuredPrompts = None,
     num_prompts: options.NumPrompts = 8,

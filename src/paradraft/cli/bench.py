@@ -14,6 +14,7 @@ from rich.console import Console
 from paradraft.cli import options
 from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
+from paradraft.cli.sections import RESULTS
 from paradraft.cli.terminal import console, news
 from paradraft.files import check_outputs
 from paradraft.models.names import is_shape
@@ -175,12 +176,16 @@ def bench(
             "are not trained yet."
         ),
     ] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Say where the time of a round goes.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", rich_help_panel=RESULTS, help="Say where the time of a round goes.")
+    ] = False,
     vllm_python: options.VllmPython = None,
     llama_cpp_python: options.LlamaCppPython = None,
     json_file: Annotated[Path | None, json_option("every raw number")] = None,
     plot_file: options.Plot = None,
-    page_folder: Annotated[Path | None, typer.Option("--report", help="Write an HTML page into this folder.")] = None,
+    page_folder: Annotated[
+        Path | None, typer.Option("--report", rich_help_panel=RESULTS, help="Write an HTML page into this folder.")
+    ] = None,
 ) -> None:
     """Compare methods on the same prompts, interleaved. For programs the last line of the output is JSON."""
     with importing():

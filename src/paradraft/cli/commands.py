@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from paradraft.cli.sections import SectionedCommand
+
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -72,7 +74,7 @@ class Commands(TyperGroup):
         if cmd_name not in self.commands and (place := COMMANDS.get(cmd_name)) is not None:
             module = import_module(f"paradraft.cli.{place.module}")
             alone = new_app()
-            alone.command(cmd_name, context_settings=HELP)(getattr(module, place.function))
+            alone.command(cmd_name, cls=SectionedCommand, context_settings=HELP)(getattr(module, place.function))
             self.add_command(typer.main.get_command(alone), cmd_name)
         return self.commands.get(cmd_name)
 

@@ -9,10 +9,16 @@ from typing import Any
 
 import typer
 
+from paradraft.cli.sections import RESULTS
+
 
 def json_option(content: str) -> Any:
     """The option `--json` of a command, by what the file holds."""
-    return typer.Option("--json", help=f"Write {content} to this file; - prints the summary, on a terminal too.")
+    return typer.Option(
+        "--json",
+        rich_help_panel=RESULTS,
+        help=f"Write {content} to this file; - prints the summary, on a terminal too.",
+    )
 
 
 class JsonOutput:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from paradraft.cli import sections
 from paradraft.cli.importing import importing
 from paradraft.data.prompt_source import DEFAULT
 from paradraft.drafters import drafter_class, drafter_names
@@ -130,11 +131,15 @@ TemplateVariables = Annotated[
     ),
 ]
 NumPrompts = Annotated[int, typer.Option(help="How many of the prompts to use, from the first.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, rich_help_panel=sections.HARDWARE, help="CPU threads; by default torch's choice."),
+]
 VllmPython = Annotated[
     Path | None,
     typer.Option(
         envvar="PARADRAFT_VLLM_PYTHON",
+        rich_help_panel=sections.SERVERS,
         help="The Python of vLLM's environment; by default the one that make vllm makes.",
     ),
 ]
@@ -142,10 +147,11 @@ LlamaCppPython = Annotated[
     Path | None,
     typer.Option(
         envvar="PARADRAFT_LLAMA_CPP_PYTHON",
+        rich_help_panel=sections.SERVERS,
         help="The Python of llama.cpp's environment; by default the one that make llama-cpp makes.",
     ),
 ]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Write a PNG.")]
+Plot = Annotated[Path | None, typer.Option("--plot", rich_help_panel=sections.RESULTS, help="Write a PNG.")]
 DRAFTERS = f"one of {', '.join(drafter_names())}; its settings follow it, as in ngram:max_ngram=5."
 
 OPTIONS: dict[type, dict[str, Any]] = {
@@ -221,6 +227,11 @@ OPTIONS: dict[type, dict[str, Any]] = {
     },
 }
 """For each of the dataclasses its options, in the order of the help."""
+SECTIONS = {
+    Speculation: sections.DRAFTING, Sampling: sections.SAMPLING, Runtime: sections.HARDWARE,
+    Placement: sections.DEVICES, Limits: sections.LIMITS,
+}  # fmt: skip
+"""Where the help lists them; see `paradraft.cli.sections`."""
 IN_TURN = (Sampling, Placement, Limits, Runtime, Speculation)
 """How the dataclasses are read: last those that import torch, so that a mistake in the others is reported at once."""
 TYPES: dict[str, Any] = {
@@ -307,7 +318,7 @@ def _options(kind: type, offer: Offer) -> Iterator[inspect.Parameter]:
     for name, option in OPTIONS[kind].items():
         if name not in offer.without:
             changed = copy(option)
-            changed.help = offer.helps.get(name, option.help)
+            changed.help, changed.rich_help_panel = offer.helps.get(name, option.help), SECTIONS[kind]
             hint: Any = Annotated[types[name], changed]
             yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from paradraft.cli import options
 from paradraft.cli.importing import importing
+from paradraft.cli.sections import SERVERS
 from paradraft.cli.terminal import console
 from paradraft.files import check_outputs
 from paradraft.models.runtime import Runtime
@@ -92,7 +93,8 @@ def regenerate(
         str | None, typer.Option(help="Answer here: Hugging Face id, folder, or pocket (the shipped family).")
     ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(help="Or ask an OpenAI-compatible server: its address, up to /v1.")
+        str | None,
+        typer.Option(rich_help_panel=SERVERS, help="Or ask an OpenAI-compatible server: its address, up to /v1."),
     ] = None,
     chat_template_kwargs: options.TemplateVariables = None,
     max_new_tokens: options.NewTokens = 256,
@@ -104,16 +106,27 @@ def regenerate(
     ],
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 8,
     runtime: Runtime,
-    model: Annotated[str | None, typer.Option(help="With --endpoint: the model's name there.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 32,
-    retries: Annotated[int, typer.Option(min=0, help="How often a request is sent again after a passing error.")] = 5,
-    timeout: Annotated[float, typer.Option(help="Most seconds of a request.")] = 600.0,
+    model: Annotated[
+        str | None, typer.Option(rich_help_panel=SERVERS, help="With --endpoint: the model's name there.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(rich_help_panel=SERVERS, min=1, help="Most requests at a time.")] = 32,
+    retries: Annotated[
+        int,
+        typer.Option(rich_help_panel=SERVERS, min=0, help="How often a request is sent again after a passing error."),
+    ] = 5,
+    timeout: Annotated[float, typer.Option(rich_help_panel=SERVERS, help="Most seconds of a request.")] = 600.0,
     api_key_env: Annotated[
-        str | None, typer.Option(help="Send the key in this environment variable, such as OPENAI_API_KEY.")
+        str | None,
+        typer.Option(
+            rich_help_panel=SERVERS, help="Send the key in this environment variable, such as OPENAI_API_KEY."
+        ),
     ] = None,
     request_fields: Annotated[
         str | None,
-        typer.Option(help="JSON object of further fields of each request, for settings that only this server knows."),
+        typer.Option(
+            rich_help_panel=SERVERS,
+            help="JSON object of further fields of each request, for settings that only this server knows.",
+        ),
     ] = None,
 ) -> None:
     """Let the target answer prompts: what its drafter is trained on. Run the same command again to resume.

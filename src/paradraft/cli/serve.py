@@ -12,6 +12,7 @@ import typer
 
 from paradraft.cli import options
 from paradraft.cli.importing import importing
+from paradraft.cli.sections import SERVERS
 from paradraft.cli.terminal import console
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
@@ -24,7 +25,7 @@ LOSSY_ON_CPUS = (
     "on CPUs vLLM (0.32) loses sampling parameters where it drafts: at a temperature above 0 its texts are not the "
     "target's"
 )
-Processes = Annotated[int, typer.Option(min=1, help="With --engine vllm: passed on to it.")]
+Processes = Annotated[int, typer.Option(min=1, rich_help_panel=SERVERS, help="With --engine vllm: passed on to it.")]
 
 
 def check_engine(name: str) -> None:
@@ -60,19 +61,26 @@ def serve(
         str,
         typer.Option(
             callback=options.checked(check_engine),
+            rich_help_panel=SERVERS,
             help="What decodes: paradraft, or vllm, whose own server is started with these settings.",
         ),
     ] = PARADRAFT,
     plan: Annotated[
         Path | None,
-        typer.Option(help="With --engine vllm: the K of each batch size, by a file of `paradraft plan --json`."),
+        typer.Option(
+            rich_help_panel=SERVERS,
+            help="With --engine vllm: the K of each batch size, by a file of `paradraft plan --json`.",
+        ),
     ] = None,
     tensor_parallel_size: Processes = 1,
     pipeline_parallel_size: Processes = 1,
     data_parallel_size: Processes = 1,
     vllm_python: options.VllmPython = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --engine vllm: print the command that starts it, and end.")
+        bool,
+        typer.Option(
+            "--dry-run", rich_help_panel=SERVERS, help="With --engine vllm: print the command that starts it, and end."
+        ),
     ] = False,
 ) -> None:
     """Answer requests over HTTP, as OpenAI's servers do; a page at / lets you try it.
