@@ -1,11 +1,24 @@
-"""Files of results: checked before the work, replaced only by whole new ones, and kept when the power fails."""
+"""Files of results: checked before the work, replaced only by whole new ones, kept when the power fails, and one line
+where a disk takes no more."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSALS = {
+    errno.ENOSPC: "no space is left on the disk: make room",
+    errno.EFBIG: "the file system or ulimit -f takes no file of this size: choose another folder",
+}
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How libraries in Rust, safetensors and tokenizers among them, name what the system has answered."""
+_TORCHS = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
+"""What is in the messages of torch, which writes through a C++ stream that only knows that it could not write."""
 
 
 def check_outputs(*files: Path | None) -> None:
@@ -90,3 +103,32 @@ def _sync_file(file: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def one_line_when_full(place: Path, then: str) -> Iterator[None]:
+    """Turns what libraries raise where a disk takes no more into one OSError that says what to do.
+
+    Args:
+        place: what is written.
+        then: what to do when there is room again.
+
+    Raises:
+        OSError: there is no room left, or a file is larger than the file system or a limit allows.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (number := _refusal(error)) is None:
+            raise
+        raise OSError(number, f"{_REFUSALS[number]}, and {then}", str(place)) from error
+
+
+def _refusal(error: Exception) -> int | None:
+    """The error number, one of `_REFUSALS`, by which a disk takes no more; None if the error is another one."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (found := _OS_ERROR.search(str(error))):
+        number = int(found[1])
+    if number in _FULL or (isinstance(error, RuntimeError) and any(word in str(error) for word in _TORCHS)):
+        return errno.ENOSPC
+    return number if number in _REFUSALS else None

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import shlex
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -127,3 +131,51 @@ def test_unsupported_models(paradraft: Paradraft, tmp_path: Path) -> None:
     (folder / "config.json").write_text("{", encoding="utf-8")
     assert_mistake(paradraft(*asked), "cannot load model")
     assert not (tmp_path / "out").exists()
+
+
+LARGEST_BYTES = 2**16
+"""Less than the weights of the tiny draft, and more than any other file of it."""
+
+
+@contextmanager
+def no_larger_files() -> Iterator[None]:
+    """Lets the system refuse larger files, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_weights_that_the_disk_refuses_are_one_line(paradraft: Paradraft, family: Path, tmp_path: Path) -> None:
+    """Guards against a traceback out of safetensors' Rust, and against half a draft: the system itself refuses."""
+    asked = ["init-draft", "--target", family / "target", "--out", tmp_path / "draft"]
+    with no_larger_files():
+        outcome = paradraft(*asked)
+    assert_mistake(outcome, f"{tmp_path / 'draft'}: ", "takes no file of this size", "run the same command again")
+    assert not list(tmp_path.iterdir())
+    assert paradraft(*asked).code == 0, "the limit was the reason"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_full_disk_is_one_line(
+    paradraft: Paradraft, family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Guards each library that writes a file of the folder: every one has an exception of its own for a full disk. The
+    file is a device that is always full."""
+    make_folder = tempfile.mkdtemp
+
+    def with_a_full_file(**settings: object) -> str:
+        folder = make_folder(**settings)  # type: ignore[call-overload]
+        Path(folder, file).symlink_to("/dev/full")
+        return str(folder)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", with_a_full_file)
+    outcome = paradraft("init-draft", "--target", family / "target", "--out", tmp_path / "draft")
+    assert_mistake(outcome)
+    assert outcome.err == (
+        f"paradraft: {tmp_path / 'draft'}: no space is left on the disk: make room, and run the same command again\n"
+    )
+    assert not list(tmp_path.iterdir())

@@ -14,25 +14,30 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.files import sync, sync_entries
+from paradraft.files import one_line_when_full, sync, sync_entries
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Gives a folder to write a drafter into; `folder` appears or changes only when all is written, the files on the
-    disk and `config.json` among them."""
-    folder = folder.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".new", dir=folder.parent))
-    try:
-        yield new
-        # Safetensors are written for their owner alone, and a server is often another user.
-        for file in new.glob("*.safetensors"):
-            file.chmod((new / "config.json").stat().st_mode)
-        sync(new)
-        put_in_place(new, folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+    disk and `config.json` among them.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    given, folder = folder, folder.resolve()
+    with one_line_when_full(given, "run the same command again"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".new", dir=folder.parent))
+        try:
+            yield new
+            # Safetensors are written for their owner alone, and a server is often another user.
+            for file in new.glob("*.safetensors"):
+                file.chmod((new / "config.json").stat().st_mode)
+            sync(new)
+            put_in_place(new, folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
 
 
 def check_index(folder: Path) -> None:

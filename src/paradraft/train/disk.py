@@ -1,15 +1,11 @@
-"""Room on the disk: how much a run takes, and what is said when there is no room."""
+"""Room on the disk: how much a run takes."""
 
 from __future__ import annotations
 
-import errno
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch import nn
 
 from paradraft.train.optimizers import hidden_and_rest
@@ -22,7 +18,6 @@ KEPT = 2
 DRAFTERS = 4
 """The most drafters that a run with evaluations has on the disk: the best one, the best one of each kept checkpoint,
 and the one being written."""
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,31 +75,6 @@ def estimate(recipe: Recipe, model: nn.Module, *, steps: int, measures: bool) ->
         each=float(weights + moments),
         drafters=2.0 * numbers * (DRAFTERS if measures else 1),
     )
-
-
-@contextmanager
-def told_when_full(out: Path) -> Iterator[None]:
-    """Turns what libraries raise on a full disk into one OSError that says what to do.
-
-    Raises:
-        OSError: there is no room left.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if not _is_full(error):
-            raise
-        said = "no space is left on the disk: make room, and the same command goes on from the last checkpoint"
-        raise OSError(errno.ENOSPC, said, str(out)) from error
-
-
-def _is_full(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in FULL
-    text = str(error)
-    # torch writes through a C++ stream, which only knows that it could not write.
-    torchs = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
-    return any(f"(os error {code})" in text for code in FULL) or any(word in text for word in torchs)
 
 
 def _free_bytes(folder: Path) -> float:

@@ -11,9 +11,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from paradraft.files import one_line_when_full
 from paradraft.train import progress, provenance
 from paradraft.train.checkpoint import Checkpoints, State, exclusive
-from paradraft.train.disk import estimate, told_when_full
+from paradraft.train.disk import estimate
 from paradraft.train.progress import Report
 from paradraft.train.provenance import difference
 from paradraft.train.recipe import Recipe
@@ -72,7 +73,7 @@ def train(
     recipe.check_device(accelerator.device.type)
     checkpoints = Checkpoints(recipe.out / CHECKPOINT, accelerator, recipe.identity)
     with ExitStack() as held:
-        held.enter_context(told_when_full(recipe.out))
+        held.enter_context(one_line_when_full(recipe.out, "the same command goes on from the last checkpoint"))
         state: State | None = None
         with as_one(accelerator):
             if accelerator.is_main_process:

@@ -14,8 +14,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from paradraft.files import one_line_when_full
 from paradraft.train import disk
-from paradraft.train.disk import Need, estimate, told_when_full
+from paradraft.train.disk import Need, estimate
 from tests.support.training import prepare_pard, train_pard
 from tests.unit.train.test_checkpoint import run_of, state_of
 from tests.unit.train.test_trainer import StoppedError, recipe_for, stop_after
@@ -129,7 +130,7 @@ def test_a_disk_that_fills_up_is_one_line(
 def test_other_errors_stay_what_they_are() -> None:
     """Control: a bug must not be told as a full disk."""
     for error in (RuntimeError("shapes differ"), OSError(errno.EACCES, "denied"), SafetensorError("no header")):
-        with pytest.raises(type(error), match=str(error.args[-1])), told_when_full(Path("out")):
+        with pytest.raises(type(error), match=str(error.args[-1])), one_line_when_full(Path("out"), "again"):
             raise error
 
 
