@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.formats.folder import save_model
@@ -18,7 +18,7 @@ from paradraft.models.devices import TORCH_DTYPES
 from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.models.previous_token import load_head, stored_head
 from paradraft.models.runtime import Runtime
-from paradraft.models.vocabulary import end_ids, free_id, of_one_family, resize, used_rows
+from paradraft.models.vocabulary import free_id, of_one_family, resize, role_ids, unsaid_id, used_rows
 from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
 
 
@@ -124,7 +124,7 @@ def make(
     if not layers:
         # The target's: it says where the texts end that are drafted.
         model.generation_config = load_generation_config(folder)
-    mask_id, what = _mask_token(model, tokenizer, add=mask_token)
+    mask_id, what = _mask_token(model, tokenizer, folder, origin, add=mask_token)
     previous = load_head(model.config)
     beside = {} if previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(previous, model.config)}
     save_model(out, model.to(TORCH_DTYPES[dtype]), tokenizer, beside)
@@ -183,18 +183,30 @@ def _fitted(name: str, target: str, rows: int, tokenizer: PreTrainedTokenizerBas
     return model
 
 
-def _mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, add: bool) -> tuple[int | None, str]:
-    """The id that `train pard` will take, and what it stands for."""
+def _mask_token(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: str, origin: InitFrom, *, add: bool
+) -> tuple[int | None, str]:
+    """The id that `train pard` is to take, and what it stands for; a row is added where the target leaves none."""
     if (known := declared_mask_id(model.config)) is not None:
         return known, "its own"
     rows, used = model.config.vocab_size, used_rows(tokenizer)
-    found = free_id(tokenizer, rows, end_ids(model))
+    taken = role_ids(model.config, model.generation_config, load_config(target), load_generation_config(target))
+    found = free_id(tokenizer, rows, taken)
     if found is not None:
         return found, "a free row" if found >= used else str(tokenizer.convert_ids_to_tokens(found) or "a free row")
+    if (unsaid := unsaid_id(tokenizer, _output_rows(model, target, origin), taken)) is not None:
+        return unsaid, f"{tokenizer.convert_ids_to_tokens(unsaid)}, which the target never learnt to say"
     if not add:
         return None, ""
     resize(model, max(rows, used) + 1, used)
     return max(rows, used), "an added row"
+
+
+def _output_rows(model: PreTrainedModel, target: str, origin: InitFrom) -> Tensor:
+    """`[V, D]` an output head that has learnt which tokens are said: the target's, or that of a sibling."""
+    if isinstance(origin, RandomInit):
+        model = load_model(target, settled(Runtime(device="cpu"), target))
+    return model.get_output_embeddings().weight
 
 
 def _parameters(config: PretrainedConfig) -> int:

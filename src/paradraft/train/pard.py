@@ -26,13 +26,22 @@ from paradraft.formats.pard import (
 )
 from paradraft.models.architecture import context_of
 from paradraft.models.draft_loading import load_draft_lm
-from paradraft.models.loading import load_model, load_skeleton, locate
+from paradraft.models.loading import load_config, load_model, load_skeleton, locate
 from paradraft.models.output_head import check_linear
 from paradraft.models.previous_token import MOST_RANK, PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.models.tokenization import text_of
-from paradraft.models.vocabulary import check_rows, end_ids, free_id, resize, set_to_mean, used_rows
+from paradraft.models.vocabulary import (
+    check_rows,
+    end_ids,
+    free_id,
+    resize,
+    role_ids,
+    set_to_mean,
+    unsaid_id,
+    used_rows,
+)
 from paradraft.train import memory
 from paradraft.train.batch import Drop, TrainingBatch, collate
 from paradraft.train.losses import Divergence
@@ -82,7 +91,9 @@ class PardRecipe(Recipe):
     )
     r: float = Field(default=0.7, gt=0, le=1, description="COD: share of rows kept from position to position")
     r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any position")
-    mask_token_id: int | None = Field(default=None, description="by default an unused row of the embedding")
+    mask_token_id: int | None = Field(
+        default=None, description="by default an unused row of the embedding, or a special token that is never said"
+    )
     distinct_masks: bool = Field(
         default=False,
         description="a mask token for each position from 2 on; one for all is better, and all that engines know",
@@ -380,8 +391,9 @@ def add_mask_token(
     """Chooses the mask token and makes its embedding the mean of all others.
 
     One id serves all depths. A model that already names one keeps it. Otherwise an id that no text
-    uses is taken (`free_id`), and where there is none, a row is added. The id is written into the
-    model's config as `pard_token`, `mask_token_id` and `spd_type`, which engines read.
+    uses is taken (`free_id`), or a special token that the model has never learnt to say (`unsaid_id`),
+    and where there is none, a row is added. The id is written into the model's config as `pard_token`,
+    `mask_token_id` and `spd_type`, which engines read.
 
     Args:
         model: changed in place.
@@ -405,7 +417,10 @@ def add_mask_token(
         raise ValueError(f"mask_token_id={mask_id} is {text!r}, which could then not be said: use an id without a text")
     chosen = known if mask_id is None else mask_id
     if chosen is None:
-        chosen = free_id(tokenizer, rows, end_ids(model))
+        taken = role_ids(model.config, model.generation_config)
+        chosen = free_id(tokenizer, rows, taken)
+        if chosen is None:
+            chosen = unsaid_id(tokenizer, model.get_output_embeddings().weight, taken)
     if chosen is None:
         chosen = max(rows, used)
         resize(model, chosen + 1, used)

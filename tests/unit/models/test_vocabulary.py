@@ -3,9 +3,17 @@ from __future__ import annotations
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from paradraft.models.vocabulary import end_ids, free_id, of_one_family, resize, used_rows
+from paradraft.models.vocabulary import (
+    end_ids,
+    free_id,
+    of_one_family,
+    resize,
+    role_ids,
+    unsaid_id,
+    used_rows,
+)
 from paradraft.train.pard import add_mask_token
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 
@@ -76,6 +84,60 @@ def test_training_takes_a_reserved_token_before_it_adds_a_row() -> None:
         model = tiny_model(6, rows=VOCAB + 1)
         assert add_mask_token(model, with_special(special)) == expected
         assert model.config.vocab_size == max(VOCAB + 1, expected + 1)
+
+
+NAMES = ("<repo>", "<file>", "<stars>", "<issue>", "<empty>")
+
+
+def never_said(*names: str, head: torch.Tensor | None = None) -> torch.Tensor:
+    """A tied embedding with a row for each of `NAMES`, those of these tokens equal but for rounding, as in SmolLM2."""
+    rows = torch.randn(VOCAB + len(NAMES), 32, generator=torch.Generator().manual_seed(5)) if head is None else head
+    at = [VOCAB + NAMES.index(name) for name in names]
+    rows[at] = rows[at[:1]] * (1 + 0.003 * torch.randn(len(at), 32, generator=torch.Generator().manual_seed(6)))
+    return rows
+
+
+def test_a_special_token_that_is_never_said_is_known_by_its_row() -> None:
+    """Guards targets whose embedding has no row to spare, such as SmolLM2: a row more than the target has is refused by
+    vLLM. The last one is taken, because whoever gives one a meaning begins with the first."""
+    tokenizer, head = with_special(*NAMES), never_said("<file>", "<issue>", "<empty>")
+    assert free_id(tokenizer, len(head)) is None
+    assert unsaid_id(tokenizer, head) == VOCAB + 4
+    assert unsaid_id(tokenizer, head, taken=[VOCAB + 4]) == VOCAB + 3
+    tokenizer.pad_token = "<empty>"
+    assert unsaid_id(tokenizer, head) == VOCAB + 3
+    tokenizer.chat_template = "<issue>{{ messages[0].content }}"
+    assert unsaid_id(tokenizer, head) == VOCAB + 1
+    assert unsaid_id(tokenizer, head.bfloat16()) == VOCAB + 1
+
+
+def test_what_may_be_said_is_no_mask() -> None:
+    """Control: special tokens with rows of their own were learnt, and forbidding one would change the target's text;
+    ordinary tokens are none, whatever their rows; and a model without weights says nothing."""
+    assert unsaid_id(with_special(*NAMES), never_said("<file>")) is None
+    ordinary = tiny_tokenizer()
+    ordinary.add_tokens(list(NAMES))
+    assert unsaid_id(ordinary, never_said("<file>", "<issue>")) is None
+    assert unsaid_id(with_special(*NAMES), never_said("<file>", "<issue>").to("meta")) is None
+    outside = never_said("<file>", "<empty>")[: VOCAB + 4]
+    assert unsaid_id(with_special(*NAMES), outside) is None, "its twin has no row"
+
+
+def test_training_takes_what_is_never_said_and_keeps_the_rows() -> None:
+    """Guards the number of rows that vLLM compares, in training without `init-draft` before it."""
+    model, tokenizer = tiny_model(6, rows=VOCAB + len(NAMES)), with_special(*NAMES)
+    with torch.no_grad():
+        never_said("<file>", "<stars>", head=model.get_input_embeddings().weight)
+    assert add_mask_token(model, tokenizer) == VOCAB + 2
+    assert model.config.vocab_size == VOCAB + len(NAMES)
+
+
+def test_a_token_with_a_role_in_a_config_is_no_mask() -> None:
+    """Guards what only a config knows: Llama 2's filling has a row after the tokenizer's last."""
+    model = tiny_model(6)
+    model.config.pad_token_id, model.generation_config.decoder_start_token_id = VOCAB, VOCAB + 1
+    assert role_ids(model.config, GenerationConfig(eos_token_id=[3, 4])) == {0, 3, 4, VOCAB}
+    assert add_mask_token(model, tiny_tokenizer()) == VOCAB + 2
 
 
 def test_a_row_is_added_behind_all_ids_of_the_tokenizer() -> None:
