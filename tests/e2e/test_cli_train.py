@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paradraft.cli import train
 from paradraft.data.mix import Source
-from paradraft.train.pard import Lora, PardRecipe
+from paradraft.train.pard import ORDINARY_K, Lora, PardRecipe
 from paradraft.train.progress import Evaluation, Progress
-from tests.conftest import VOCAB
+from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, INTERRUPTED, MISTAKE, Paradraft, assert_mistake
 
 STEPS = 6
@@ -145,6 +145,55 @@ def test_a_run_says_what_it_will_do_and_what_to_do_next(
     config = json.loads(serve[-1])
     assert (config["model"], config["num_speculative_tokens"], config["parallel_drafting"]) == (str(out), 3, True)
     assert paradraft(*asked).out.splitlines()[-4:] == lines[-4:]
+
+
+def with_rows(folder: Path, rows: int) -> Path:
+    """A tiny model with so many rows of the embedding."""
+    tiny_model(1, rows=rows).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_the_line_for_vllm_is_one_that_works(paradraft: Paradraft, recipe: Path, family: Path, tmp_path: Path) -> None:
+    """Guards whoever pastes the last line: where vLLM would refuse the rows of the drafter, it is the command that
+    mends them, and vLLM's check accepts what that has written. The card has the same line."""
+    out, target = tmp_path / "out", with_rows(tmp_path / "target", VOCAB + 9)
+    trained = paradraft("train", "pard", recipe, f"out={out}", f"target={target}", "held_out=1", "steps=1")
+    assert trained.code == 0, trained.err
+    line = shlex.split(trained.out.splitlines()[-1])
+    assert line[:3] == ["paradraft", "export", str(out)]
+    assert "paradraft export DRAFTER DRAFTER-vllm " in (out / "README.md").read_text()
+    assert paradraft(*line[1:], "--no-measure").code == 0
+    serve = ["serve", "--engine", "vllm", "--target", target, "--drafter", "pard", "-k", 3, "--dry-run", "--draft"]
+    assert paradraft(*serve, line[3]).code == 0
+    assert_mistake(paradraft(*serve, out), "run `paradraft export")
+
+
+def test_no_line_is_printed_that_vllm_is_known_to_refuse(paradraft: Paradraft, recipe: Path, tmp_path: Path) -> None:
+    """Guards the end of hours of training: a mask in a row that the target does not have is no drafter for vLLM, which
+    is said before the first step, and after the last with what to do."""
+    out, target, model = tmp_path / "out", tmp_path / "target", tmp_path / "model"
+    with_rows(target, VOCAB), with_rows(model, VOCAB)
+    asked = ["train", "pard", recipe, f"out={out}", f"model={model}", f"target={target}", "held_out=1", "steps=1"]
+    lines = paradraft(*asked).out.splitlines()
+    assert f"mask token {VOCAB}, in an added row that vLLM does not take" in lines[0]
+    assert lines[-1].startswith(f"# vLLM cannot serve it: '{out}' uses mask token {VOCAB}, and ")
+    assert lines[-1].endswith("train with mask_token_id set to a token of the target that no text holds")
+    for text in ("\n".join(lines), (out / "README.md").read_text()):
+        assert "vllm serve" not in text and "paradraft export" not in text
+    serve = ["serve", "--engine", "vllm", "--target", target, "--drafter", "pard", "--draft", out, "--dry-run"]
+    assert_mistake(paradraft(*serve), "train with mask_token_id")
+
+
+def test_the_lines_for_an_ordinary_draft_work(paradraft: Paradraft, recipe: Path, family: Path, tmp_path: Path) -> None:
+    """Guards `k: 1`: such a draft has no masks, so it is no PARD drafter."""
+    out = tmp_path / "out"
+    asked = ["train", "pard", recipe, f"out={out}", f"target={family / 'target'}", "k=1", "held_out=1", "steps=1"]
+    generate, bench, serve = map(shlex.split, paradraft(*asked).out.splitlines()[-3:])
+    assert paradraft(*generate[1:-1], "abc", "--max-new-tokens", 4, *EXACT).code == 0
+    assert f"ar,autoregressive:k={ORDINARY_K}" in bench
+    config = json.loads(serve[-1])
+    assert "parallel_drafting" not in config and config["num_speculative_tokens"] == ORDINARY_K
 
 
 def test_the_folder_has_a_model_card(paradraft: Paradraft, recipe: Path, family: Path, tmp_path: Path) -> None:

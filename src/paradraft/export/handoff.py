@@ -22,7 +22,7 @@ from paradraft.engine import Engine
 from paradraft.export.engines import tensorrt_fixed, vllm_fixed
 from paradraft.export.gguf import FILE, TYPES, check_can_write, write_gguf
 from paradraft.export.heads import ELSEWHERE, INSTEAD, check_head, needs_output_head, write_for_vllm
-from paradraft.export.vllm import check_name
+from paradraft.export.vllm import check_name, check_rows_fit
 from paradraft.formats.folder import whole_folder, write_model
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import CONFIG_KEYS, RANK, declare_masks, declared_mask_id
@@ -167,14 +167,8 @@ def _hand_off_model(asked: Asked, folder: str, of_target: str, out: Path) -> Han
     tokenizer, theirs = load_tokenizer(of_target), load_tokenizer(folder)
     if not of_one_family(tokenizer.get_vocab(), theirs.get_vocab()):
         raise ValueError(f"{draft!r} has another vocabulary than {target!r}, which padding cannot mend: use one family")
-    needed = max(used_rows(theirs), 0 if mask is None else mask + 1)
     rows = wanted.vocab_size
-    if rows < min(needed, config.vocab_size):
-        what = f"mask token {mask}" if mask is not None and mask >= rows else f"{needed} rows"
-        raise ValueError(
-            f"{draft!r} uses {what}, and {target!r} has an embedding of {rows} rows, while engines want as many in "
-            "both: train with mask_token_id set to a token of the target that no text holds"
-        )
+    check_rows_fit(config, theirs, rows, draft=draft, target=target)
     dtype = asked.runtime.draft_dtype or _as_stored(config).dtype
     if engine == GGUF:
         check_can_write(config, dtype, draft)

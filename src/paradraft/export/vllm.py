@@ -8,14 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
 from paradraft.drafters import drafter_settings, split_settings
 from paradraft.export.engines import AS_EXPORTED, ONE_K, vllm_config, vllm_fixed
 from paradraft.export.heads import check_head, is_exported
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
-from paradraft.formats.pard import mask_token_id
+from paradraft.formats.pard import declared_mask_id, mask_token_id
 from paradraft.models.loading import load_config, load_tokenizer, locate
 from paradraft.models.names import POCKET, is_shape
-from paradraft.models.vocabulary import of_one_family
+from paradraft.models.vocabulary import of_one_family, used_rows
 from paradraft.speculation import Speculation
 
 DEFAULT_PYTHON = Path("build/vllm/bin/python")
@@ -28,6 +30,10 @@ NOT_INSTALLED = (
 TAKEN_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Where the name of a draft model has one of these in it, vLLM takes it for a head of that kind, whatever its
 configuration says, but for EAGLE's (vllm/config/speculative.py)."""
+
+
+class NeedsExportError(ValueError):
+    """A drafter that vLLM takes once `paradraft export` has written it."""
 
 
 def installed_python(named: Path | None) -> Path | None:
@@ -142,7 +148,7 @@ def _check_head(name: str, draft: str, target: str, k: int) -> None:
     check_head(head, k)
     head.target.check(TargetIdentity.of(load_config(target)), draft)
     if not is_exported(head):
-        raise ValueError(
+        raise NeedsExportError(
             f"{draft!r} lacks what vLLM looks for in it: run `paradraft export {draft} OUT --target {target} --to vllm`"
         )
 
@@ -158,7 +164,33 @@ def _check_model(name: str, draft: str, target: str) -> None:
     if not of_one_family(load_tokenizer(target).get_vocab(), load_tokenizer(draft).get_vocab()):
         raise ValueError(f"{draft!r} has another vocabulary than {target!r}: use a draft model of the same family")
     if config.vocab_size != wanted.vocab_size:
-        raise ValueError(
+        check_rows_fit(config, load_tokenizer(draft), wanted.vocab_size, draft=draft, target=target)
+        raise NeedsExportError(
             f"{draft!r} has an embedding of {config.vocab_size} rows and {target!r} one of {wanted.vocab_size}, and "
             f"vLLM wants as many in both: run `paradraft export {draft} OUT --target {target} --to vllm`"
+        )
+
+
+def check_rows_fit(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, rows: int, *, draft: str, target: str
+) -> None:
+    """Checks that a draft model's embedding can be padded or cut to the rows that the target's has.
+
+    Args:
+        config: the draft model's.
+        tokenizer: the draft model's.
+        rows: of the target's embedding.
+        draft: the draft model, for messages.
+        target: the target, for messages.
+
+    Raises:
+        ValueError: it uses more rows.
+    """
+    mask, used = declared_mask_id(config), used_rows(tokenizer)
+    needed = max(used, 0 if mask is None else mask + 1)
+    if rows < min(needed, config.vocab_size):
+        what = f"mask token {mask}" if mask is not None and mask >= rows else f"{needed} rows"
+        raise ValueError(
+            f"{draft!r} uses {what}, and {target!r} has an embedding of {rows} rows, while engines want as many in "
+            "both: train with mask_token_id set to a token of the target that no text holds"
         )

@@ -15,7 +15,7 @@ from paradraft.formats.folder import save_model
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
 from paradraft.models.architecture import context_of, has_experts
 from paradraft.models.devices import TORCH_DTYPES
-from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
+from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate, settled
 from paradraft.models.previous_token import load_head, stored_head
 from paradraft.models.runtime import Runtime
 from paradraft.models.vocabulary import free_id, of_one_family, resize, role_ids, unsaid_id, used_rows

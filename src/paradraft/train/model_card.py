@@ -9,9 +9,10 @@ from pathlib import Path
 
 from paradraft.data.mix import Source
 from paradraft.drafters import drafter_config, drafter_names
-from paradraft.export.engines import AS_EXPORTED, vllm_fixed
+from paradraft.export.engines import vllm_fixed
+from paradraft.export.vllm import NeedsExportError, check_draft
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
-from paradraft.models.loading import pocket_folder
+from paradraft.models.loading import locate, pocket_folder
 from paradraft.models.names import POCKET
 from paradraft.train.progress import BestSoFar, Score
 from paradraft.train.provenance import RECORD, Learnt
@@ -27,31 +28,43 @@ def next_steps(name: str, recipe: Recipe, folder: Path, draft: str) -> list[str]
     drafter.
 
     Args:
-        name: of what was trained, which is the drafter's too.
+        name: of what was trained.
         recipe: of the run.
         folder: the drafter's.
         draft: what it is called in the lines.
     """
+    name, k = recipe.decoded_with(name)
     if name not in drafter_names():  # nothing here decodes with it
         return []
-    target, k = recipe.measured_with or TARGET, getattr(recipe, "k", None)
     has_own_tree = getattr(drafter_config(name, str(folder)), "tree", None) is not None
     depth = None if has_own_tree else k
-    models = f"--target {shlex.quote(target)}"
+    models = f"--target {shlex.quote(recipe.measured_with or TARGET)}"
     method = name if depth is None else f"{name}:k={depth}"
     drafter = f"--drafter {name}" if depth is None else f"--drafter {name} -k {depth}"
-    lines = [
+    served = None if k is None else _for_vllm(name, k, recipe.measured_with, folder, draft)
+    return [
         f"paradraft generate {models} {drafter} --draft {shlex.quote(draft)} --prompt 'Once upon a time'",
         f"paradraft bench {models} --methods ar,{method} --draft {shlex.quote(draft)}",
+        *([] if served is None else [served]),
     ]
-    if k is not None and name in AS_EXPORTED and getattr(recipe, "for_vllm", True):
-        lines.append(f"paradraft export {shlex.quote(draft)} {shlex.quote(f'{draft}-vllm')} {models} --to vllm -k {k}")
-    elif k is not None and name not in AS_EXPORTED and (config := vllm_fixed(k, name, draft)) is not None:
+
+
+def _for_vllm(name: str, k: int, target: str | None, folder: Path, draft: str) -> str | None:
+    """The line that has vLLM serve a drafter, or what it needs before that; None if vLLM has no such drafter."""
+    if (config := vllm_fixed(k, name, draft)) is None:
+        return None
+    without = "  # without its previous-token head" if (folder / PREVIOUS_TOKEN_HEAD).is_file() else ""
+    served = TARGET
+    if target is not None:
         served = str(pocket_folder("target")) if target == POCKET else target  # vLLM knows no model of this name
-        without = "  # without its previous-token head" if (folder / PREVIOUS_TOKEN_HEAD).is_file() else ""
-        settings = shlex.quote(json.dumps(config))
-        lines.append(f"vllm serve {shlex.quote(served)} --speculative-config {settings}{without}")
-    return lines
+        try:
+            check_draft(name, str(folder), locate(target, "target"), k)
+        except NeedsExportError:
+            models = shlex.join([draft, f"{draft}-vllm", "--target", target])
+            return f"paradraft export {models} --to vllm -k {k}{without}"
+        except ValueError as error:
+            return f"# vLLM cannot serve it: {str(error).replace(str(folder), draft)}"
+    return f"vllm serve {shlex.quote(served)} --speculative-config {shlex.quote(json.dumps(config))}{without}"
 
 
 def model_card(

@@ -156,6 +156,10 @@ class PardRecipe(Recipe):
         """The target that decodes held-out prompts: the one that is named, or else the teacher."""
         return self.teacher if self.target is None else self.target
 
+    def decoded_with(self, name: str) -> tuple[str, int]:
+        """See `Recipe`; an ordinary draft has no masks."""
+        return ("autoregressive", ORDINARY_K) if self.k == 1 else (name, self.k)
+
     @property
     def identity(self) -> dict[str, Any]:
         """See `Recipe`. The class is left out: runs began with this recipe before there were others."""
@@ -273,10 +277,12 @@ class PardTrainee:
     ) -> None:
         self.objective = objective
         self.depths = recipe.k
-        self.drafter, self.k = ("pard", recipe.k) if recipe.k > 1 else ("autoregressive", ORDINARY_K)
+        self.drafter, self.k = recipe.decoded_with("pard")
         self.max_tokens = context_of(drafter.model.config)
         self.masks = drafter.masks
-        self.notes = (*(f"mask token {mask}" for mask in drafter.masks[:1]), needed.in_words)
+        rows = load_config(locate(recipe.model, "draft")).vocab_size
+        added = ", in an added row that vLLM does not take" if drafter.model.config.vocab_size > rows else ""
+        self.notes = (*(f"mask token {mask}{added}" for mask in drafter.masks[:1]), needed.in_words)
         self._recipe = recipe
         self._tokenizer = tokenizer
 

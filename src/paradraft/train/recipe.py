@@ -236,6 +236,14 @@ class Recipe(BaseModel):
         """The target that decodes held-out prompts, if any does."""
         return self.target
 
+    def decoded_with(self, name: str) -> tuple[str, int | None]:
+        """The drafter that decodes with what is trained, and the tokens that it drafts a round; None if that is fixed.
+
+        Args:
+            name: of what is trained.
+        """
+        return name, getattr(self, "k", None)
+
     @property
     def identity(self) -> dict[str, Any]:
         """All that decides which drafter is learnt; a run may go on with the same alone.
