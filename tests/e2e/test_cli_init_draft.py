@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import AddedToken
 from transformers import AutoConfig, T5Config
 
 from paradraft.models.architecture import ARCHITECTURES
@@ -26,11 +28,18 @@ WAYS: dict[str, list[object]] = {
 }
 
 
+def few_steps(folder: Path) -> list[object]:
+    """Lets a written recipe take one step, on words that the tiny tokenizer knows."""
+    data = folder / "data.jsonl"
+    data.write_text('{"text": "abcabcabcabc"}\n{"text": "helloworldhello"}\n{"text": "xyzxyz"}\n', encoding="utf-8")
+    return [f"data={data}", "epochs=null", "steps=1", "warmup_steps=0", "samples_per_step=1", "held_out=1"]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_draft_can_be_used_and_trained(paradraft: Paradraft, family: Path, tmp_path: Path, way: str) -> None:
     """Guards the way from a target alone to a PARD drafter: what is printed is what was made, the draft serves as an
-    ordinary one, and the printed command trains it."""
-    out, data, recipe = tmp_path / "my draft", tmp_path / "data.txt", tmp_path / "recipe.yaml"
+    ordinary one, and each printed command runs, from a recipe that is there to the line for vLLM."""
+    out = tmp_path / "my draft"
     options = [family / option if option == "draft" else option for option in WAYS[way]]
     made = paradraft("init-draft", "--target", family / "target", "--out", out, *options)
     assert (made.code, made.err) == (0, "")
@@ -42,30 +51,69 @@ def test_a_draft_can_be_used_and_trained(paradraft: Paradraft, family: Path, tmp
     asked = ["--target", family / "target", "--prompt", "abcabc", "--max-new-tokens", 12, *EXACT]
     plain = paradraft("generate", *asked)
     assert paradraft("generate", *asked, "--drafter", "autoregressive", "--draft", out).out == plain.out
-    data.write_text("abcabcabcabc", encoding="utf-8")
-    recipe.write_text(f"model: x\nout: y\ndata: [{data}]\nsteps: 1\nk: 3\nbf16: false\n", encoding="utf-8")
     at = made.out.index("next ")
     commands = [shlex.split(line) for line in made.out[at:].removeprefix("next ").splitlines()]
     assert len(commands) == (1 if way == "from" else 2), "what has no weights of a draft learns to be one first"
     for command in commands:
-        assert command[:3] == ["paradraft", "train", "pard"]
-        trained = paradraft(*[recipe if word == "RECIPE.yaml" else word for word in command[1:]])
+        assert command[:3] == ["paradraft", "train", "pard"] and Path(command[3]).is_file()
+        trained = paradraft(*command[1:], *few_steps(tmp_path))
         assert (trained.code, trained.err) == (0, "")
+        generate, _, serve = map(shlex.split, trained.out.splitlines()[-3:])
+        assert paradraft(*generate[1:-1], "abcabc", "--max-new-tokens", 12, *EXACT).out == plain.out
+        assert serve[0] == "vllm"
     drafter = tmp_path / "my draft-pard"
     assert AutoConfig.from_pretrained(drafter).mask_token_id == VOCAB
-    assert paradraft("generate", *asked, "--drafter", "pard", "--draft", drafter).out == plain.out
+
+
+NAMES = ("<repo>", "<file>", "<empty>")
+
+
+def with_special_tokens(folder: Path, *unsaid: str) -> Path:
+    """A target whose rows are all in use, with special tokens of which these were never said: their rows are equal."""
+    model, tokenizer = tiny_model(1, rows=VOCAB + len(NAMES)), tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in NAMES])
+    at = [VOCAB + NAMES.index(name) for name in unsaid]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[at] = 0.1
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("way", [["--layers", 1], ["--fresh", "--layers", 1, "--hidden-size", 16, "--heads", 2]])
+def test_the_way_to_vllm_does_not_end(paradraft: Paradraft, tmp_path: Path, way: list[object]) -> None:
+    """Guards targets without a row to spare, such as SmolLM2: the mask is a special token that the target never says,
+    the rows stay the target's from the first command to the last, and vLLM's check takes the drafter as it is."""
+    target, out = with_special_tokens(tmp_path / "target", "<repo>", "<empty>"), tmp_path / "draft"
+    made = paradraft("init-draft", "--target", target, "--out", out, *way)
+    assert f"mask token  {VOCAB + 2}, <empty>, which the target never learnt to say" in made.out
+    assert f"{VOCAB + 3} rows, the target has {VOCAB + 3}" in made.out and "vLLM" not in made.out
+    few = few_steps(tmp_path)
+    assert paradraft("train", "pard", out / "ordinary.yaml", *few).code == 0
+    trained = paradraft("train", "pard", out / "pard.yaml", *few)
+    assert f"mask token {VOCAB + 2}, about" in trained.out
+    assert trained.out.splitlines()[-1].startswith("vllm serve ")
+    serve = ["serve", "--engine", "vllm", "--target", target, "--drafter", "pard", "--draft", f"{out}-pard"]
+    assert paradraft(*serve, "--dry-run").code == 0
+    config = AutoConfig.from_pretrained(f"{out}-pard")
+    assert (config.mask_token_id, config.vocab_size) == (VOCAB + 2, VOCAB + 3)
 
 
 def test_a_row_too_many_is_said(paradraft: Paradraft, tmp_path: Path) -> None:
-    """Guards the user who will serve with vLLM: told now, and not after the training."""
-    tiny_model(1, rows=VOCAB).save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
-    options = ["init-draft", "--target", tmp_path / "target", "--layers", 1, "--out"]
-    added = paradraft(*options, tmp_path / "added").out
-    assert f"{VOCAB + 1} rows, the target has {VOCAB}" in added and f"{VOCAB}, an added row" in added
-    assert "vLLM wants" in added
+    """Guards the user who will serve with vLLM: it is said now, with what to change in which file, and not after the
+    training."""
+    target = with_special_tokens(tmp_path / "target")
+    options = ["init-draft", "--target", target, "--layers", 1, "--out"]
+    added, rows = paradraft(*options, tmp_path / "added").out, VOCAB + 3
+    assert f"{rows + 1} rows, the target has {rows}" in added and f"{rows}, an added row" in added
+    fix = f"for vLLM set mask_token_id in {tmp_path / 'added' / 'pard.yaml'} to a special token that no text"
+    assert fix in added and f"such as {VOCAB} (<repo>), {VOCAB + 1} (<file>), {VOCAB + 2} (<empty>)" in added
     kept = paradraft(*options, tmp_path / "kept", "--no-mask-token").out
-    assert f"{VOCAB} rows, the target has {VOCAB}" in kept and "none is free" in kept and "vLLM wants" in kept
+    assert f"{rows} rows, the target has {rows}" in kept and "none is free" in kept and "for vLLM set" in kept
+    tiny_model(1, rows=VOCAB).save_pretrained(tmp_path / "bare")
+    tiny_tokenizer().save_pretrained(tmp_path / "bare")
+    bare = paradraft("init-draft", "--target", tmp_path / "bare", "--layers", 1, "--out", tmp_path / "out").out
+    assert "no special token to spare, so vLLM cannot serve a PARD drafter for it" in bare
 
 
 @pytest.mark.parametrize(

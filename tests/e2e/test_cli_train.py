@@ -425,6 +425,23 @@ def test_a_recipe_to_begin_with(paradraft: Paradraft, tmp_path: Path, monkeypatc
     assert not Path("x.yaml").exists()
 
 
+@pytest.mark.parametrize("template", ["generic", "ordinary"])
+def test_a_recipe_for_any_target(
+    paradraft: Paradraft, family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """Guards whoever has a target that no recipe is named after: with the two names filled in it runs."""
+    monkeypatch.chdir(tmp_path)
+    assert paradraft("train", "pard", "mine.yaml", "--template", template).code == 0
+    assert_mistake(paradraft("train", "pard", "mine.yaml"), "MODEL")
+    text = Path("mine.yaml").read_text().replace("model: MODEL", f"model: {family / 'draft'}")
+    Path("mine.yaml").write_text(text.replace("teacher: TARGET", f"teacher: {family / 'target'}"))
+    Path("mine.jsonl").write_text('{"text": "abcabcabc"}\n{"text": "helloworld"}\n', encoding="utf-8")
+    few = ["data=mine.jsonl", "epochs=null", "steps=1", "warmup_steps=0", "samples_per_step=1", "held_out=1", "out=out"]
+    trained = paradraft("train", "pard", "mine.yaml", *few)
+    assert (trained.code, trained.err) == (0, "")
+    assert trained.out.splitlines()[-1].startswith("vllm serve ")
+
+
 def test_the_shipped_text_needs_no_path(paradraft: Paradraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the first training of somebody who has only installed the package."""
     monkeypatch.chdir(tmp_path)

@@ -22,7 +22,8 @@ from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train.pard import PardRecipe
-from paradraft.train.recipe_file import load_recipe, templates_of
+from paradraft.train.recipe_file import load_recipe
+from paradraft.train.templates import templates_of
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.training import train_pard
 

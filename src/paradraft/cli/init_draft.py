@@ -106,16 +106,19 @@ def _report(target: str, out: Path, origin: InitFrom, made: NewDraft) -> list[st
         f"vocabulary  {made.rows} rows, the target has {made.target_rows}",
         f"mask token  {'none is free' if made.mask_id is None else f'{made.mask_id}, {made.mask_token}'}",
     ]
-    if made.mask_id is None or made.rows != made.target_rows:
-        lines.append(
-            "note        vLLM wants as many rows as the target has: set mask_token_id in the recipe to a token "
-            "that no text holds"
+    if made.mask_id is None or made.rows > made.target_rows:
+        which = ", ".join(made.elsewhere[-3:])
+        fix = (
+            f"for vLLM set mask_token_id in {made.recipes[-1]} to a special token that no text of yours holds, such as "
+            f"{which}, before it is trained"
+            if which
+            else "its tokenizer has no special token to spare, so vLLM cannot serve a PARD drafter for it"
         )
-    model = out
-    # What was cut or begun anew learns to be a draft first, and then to read masks.
-    for name, more in ([] if isinstance(origin, PretrainedSibling) else [("ordinary", ["k=1"])]) + [("pard", [])]:
-        trained = out.with_name(f"{out.name}-{name}")
-        settings = shlex.join([f"model={model}", f"teacher={target}", f"out={trained}", *more])
-        lines.append(f"{'next' if model == out else '':<12}paradraft train pard RECIPE.yaml {settings}")
-        model = trained
+        lines.append(f"note        the target leaves no id for a mask, and vLLM takes no more rows than it has: {fix}")
+    lines.append(
+        "data        the recipes learn the shipped texts, to try them; set data to what the target answers "
+        "(paradraft regenerate)"
+    )
+    for index, recipe in enumerate(made.recipes):
+        lines.append(f"{'' if index else 'next':<12}{shlex.join(['paradraft', 'train', 'pard', str(recipe)])}")
     return lines

@@ -158,8 +158,8 @@ def train_drafter(
     template: Annotated[
         str | None,
         typer.Option(
-            help="Write a recipe to begin with, such as qwen3, to RECIPE or NAME-TEMPLATE.yaml, and exit; pocket is "
-            "for the shipped family."
+            help="Write a recipe to begin with, such as qwen3, to RECIPE or NAME-TEMPLATE.yaml, and exit; generic is "
+            "for any target, pocket for the shipped family."
         ),
     ] = None,
 ) -> None:
@@ -171,8 +171,9 @@ def train_drafter(
     with importing():
         module = trainee_module(name)
         from paradraft.train.model_card import next_steps
-        from paradraft.train.recipe_file import load_recipe, settings_of, write_template
+        from paradraft.train.recipe_file import load_recipe, settings_of
         from paradraft.train.stopping import StoppedError
+        from paradraft.train.templates import write_template
 
     if settings:
         for key, field in settings_of(recipe_class(module)).items():

@@ -56,6 +56,7 @@ def save_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     beside: Mapping[str, dict[str, Tensor]] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> None:
     """Writes an ordinary Hugging Face folder; `folder` appears or changes only when all is written.
 
@@ -64,12 +65,15 @@ def save_model(
         model: its weights and configs.
         tokenizer: its tokenizer.
         beside: further files of tensors, by name.
+        texts: further files of text, by name.
     """
     with whole_folder(folder) as new:
         write_model(new, model, tokenizer)
         for name, tensors in (beside or {}).items():
             (new / name).parent.mkdir(exist_ok=True)
             save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, new / name)
+        for name, text in (texts or {}).items():
+            (new / name).write_text(text, encoding="utf-8")
 
 
 def write_model(new: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -12,14 +12,26 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.formats.folder import save_model
+from paradraft.formats.gguf import is_gguf
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
 from paradraft.models.architecture import context_of, has_experts
 from paradraft.models.devices import TORCH_DTYPES
-from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate, settled
+from paradraft.models.loading import (
+    load_config,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+    locate,
+    settled,
+)
 from paradraft.models.previous_token import load_head, stored_head
 from paradraft.models.runtime import Runtime
-from paradraft.models.vocabulary import free_id, of_one_family, resize, role_ids, unsaid_id, used_rows
+from paradraft.models.vocabulary import free_id, of_one_family, resize, role_ids, unsaid_id, used_rows, without_role
 from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
+from paradraft.train.templates import template_text
+
+MAX_LENGTH = 512
+"""Most tokens of a sample in the recipes that are written beside a new draft, where it has room for them."""
 
 
 @torch.no_grad()
@@ -60,7 +72,9 @@ class NewDraft:
         rows: of the draft's embedding.
         target_rows: of the target's.
         mask_id: the id that `train pard` will make the mask token, or has made; None if there is none.
-        mask_token: what that id stands for so far: "a free row", "an added row", "its own", or a reserved token.
+        mask_token: what that id stands for so far: "a free row", "an added row", "its own", or a special token.
+        elsewhere: where the target leaves no id for the mask: special tokens that a user may know to be in no text.
+        recipes: files in the folder that train it, in this order.
     """
 
     layers: tuple[int, ...]
@@ -70,6 +84,8 @@ class NewDraft:
     target_rows: int
     mask_id: int | None
     mask_token: str
+    elsewhere: tuple[str, ...]
+    recipes: tuple[Path, ...]
 
 
 def make(
@@ -80,10 +96,11 @@ def make(
     mask_token: bool = True,
     dtype: str | None = None,
 ) -> NewDraft:
-    """Writes a draft with the target's tokenizer and as many rows of the embedding as the target has.
+    """Writes a draft with the target's tokenizer and as many rows of the embedding as the target has, and the recipes
+    that train it.
 
-    A row for the mask token is added if no id is free, but nothing is called a mask token yet: the
-    draft has never seen one. `train pard` takes the same id and says so in the config.
+    A row for the mask token is added if the target leaves no id for it, but nothing is called a mask token yet: the
+    draft has never seen one. The recipe names the id, and `train pard` says so in the config.
 
     Args:
         target: whose text is to be guessed.
@@ -125,12 +142,15 @@ def make(
         # The target's: it says where the texts end that are drafted.
         model.generation_config = load_generation_config(folder)
     mask_id, what = _mask_token(model, tokenizer, folder, origin, add=mask_token)
+    recipes = _recipes(target, folder, out, origin, mask_id)
     previous = load_head(model.config)
     beside = {} if previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(previous, model.config)}
-    save_model(out, model.to(TORCH_DTYPES[dtype]), tokenizer, beside)
+    save_model(out, model.to(TORCH_DTYPES[dtype]), tokenizer, beside, recipes)
     return NewDraft(
         layers=layers, parameters=model.num_parameters(), target_parameters=target_parameters,
         rows=model.config.vocab_size, target_rows=config.vocab_size, mask_id=mask_id, mask_token=what,
+        elsewhere=tuple(f"{index} ({token})" for index, token in _elsewhere(tokenizer, config, folder)),
+        recipes=tuple(out / name for name in recipes),
     )  # fmt: skip
 
 
@@ -207,6 +227,34 @@ def _output_rows(model: PreTrainedModel, target: str, origin: InitFrom) -> Tenso
     if isinstance(origin, RandomInit):
         model = load_model(target, settled(Runtime(device="cpu"), target))
     return model.get_output_embeddings().weight
+
+
+def _elsewhere(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, target: str) -> list[tuple[int, str]]:
+    """The special tokens without a role that the target has a row for."""
+    taken = role_ids(config, load_generation_config(target))
+    found = [index for index in without_role(tokenizer, taken) if index < config.vocab_size]
+    return [(index, str(tokenizer.convert_ids_to_tokens(index))) for index in found]
+
+
+def _recipes(target: str, folder: str, out: Path, origin: InitFrom, mask_id: int | None) -> dict[str, str]:
+    """The recipes that train a draft, by the names of their files: what was cut or began anew learns to be a draft
+    first, and then to read masks."""
+    config = load_config(folder)
+    # Weights of few bits measure a drafter, and teach none.
+    few_bits = is_gguf(folder) or getattr(config, "quantization_config", None) is not None
+    role: dict[str, object] = {"teacher": None, "target": target} if few_bits else {"teacher": target}
+    # Held-out prompts are decoded to measure, and need room for answers.
+    shared = role | {"max_length": min(MAX_LENGTH, context_of(config) // 2)}
+    kinds: list[tuple[str, str, dict[str, object]]] = [("pard", "generic", {"mask_token_id": mask_id})]
+    if not isinstance(origin, PretrainedSibling):
+        kinds.insert(0, ("ordinary", "ordinary", {}))
+    made, model = {}, out
+    for name, template, own in kinds:
+        trained = out.with_name(f"{out.name}-{name}")
+        settings = {"model": str(model), "out": str(trained)} | shared | own
+        made[f"{name}.yaml"] = template_text("pard", template, out / f"{name}.yaml", settings)
+        model = trained
+    return made
 
 
 def _parameters(config: PretrainedConfig) -> int:

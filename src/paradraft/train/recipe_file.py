@@ -1,9 +1,7 @@
-"""Reads a recipe from a YAML file, with overrides from the command line; recipes to begin with; what one may say."""
+"""Reads a recipe from a YAML file, with overrides from the command line; what one may say."""
 
 from __future__ import annotations
 
-import shlex
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -46,35 +44,6 @@ def load_recipe(kind: type[R], file: Path, overrides: list[str]) -> R:
         return kind.model_validate(settings)
     except ValidationError as error:
         raise ValueError("; ".join(_complaint(kind, e["loc"], e["msg"], e["input"]) for e in error.errors())) from None
-
-
-def templates_of(name: str) -> dict[str, Path]:
-    """The recipes to begin with that are shipped for what is trained, by their names."""
-    folder = Path(str(resources.files("paradraft"))) / "recipes" / name
-    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
-
-
-def write_template(name: str, template: str, file: Path) -> None:
-    """Writes a recipe to begin with.
-
-    Args:
-        name: of what is trained.
-        template: of the recipe.
-        file: where it goes; it does not exist.
-
-    Raises:
-        ValueError: there is no such recipe, or there is such a file.
-    """
-    known = templates_of(name)
-    if template not in known:
-        listed = f"use {', '.join(known)}" if known else "there is none; --settings lists what a recipe may say"
-        raise ValueError(f"--template {template}: no such recipe for {name}: {listed}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with file.open("x", encoding="utf-8") as new:
-            new.write(known[template].read_text(encoding="utf-8").replace("THIS_FILE", shlex.quote(str(file))))
-    except FileExistsError:
-        raise ValueError(f"{file} exists: name another file after {name}") from None
 
 
 def _set(settings: dict[str, Any], key: str, value: object) -> None:
