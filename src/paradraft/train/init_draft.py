@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +31,9 @@ from paradraft.models.vocabulary import free_id, of_one_family, resize, role_ids
 from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
 from paradraft.train.templates import template_text
 
-MAX_LENGTH = 512
-"""Most tokens of a sample in the recipes that are written beside a new draft, where it has room for them."""
+MAX_LENGTH, ANSWER_TOKENS = 512, 64
+"""Most tokens of a sample in the recipes beside a new draft, and the room that is left after it for the answers that
+measure a drafter: `Recipe` has as many by default."""
 
 
 @torch.no_grad()
@@ -243,8 +245,7 @@ def _recipes(target: str, folder: str, out: Path, origin: InitFrom, mask_id: int
     # Weights of few bits measure a drafter, and teach none.
     few_bits = is_gguf(folder) or getattr(config, "quantization_config", None) is not None
     role: dict[str, object] = {"teacher": None, "target": target} if few_bits else {"teacher": target}
-    # Held-out prompts are decoded to measure, and need room for answers.
-    shared = role | {"max_length": min(MAX_LENGTH, context_of(config) // 2)}
+    shared = role | {"max_length": min(MAX_LENGTH, context_of(config) - ANSWER_TOKENS)}
     kinds: list[tuple[str, str, dict[str, object]]] = [("pard", "generic", {"mask_token_id": mask_id})]
     if not isinstance(origin, PretrainedSibling):
         kinds.insert(0, ("ordinary", "ordinary", {}))
@@ -252,7 +253,8 @@ def _recipes(target: str, folder: str, out: Path, origin: InitFrom, mask_id: int
     for name, template, own in kinds:
         trained = out.with_name(f"{out.name}-{name}")
         settings = {"model": str(model), "out": str(trained)} | shared | own
-        made[f"{name}.yaml"] = template_text("pard", template, out / f"{name}.yaml", settings)
+        text = template_text("pard", template, out / f"{name}.yaml", settings)
+        made[f"{name}.yaml"] = text.replace("--target TARGET", f"--target {shlex.quote(target)}")
         model = trained
     return made
 

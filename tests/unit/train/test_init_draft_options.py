@@ -13,7 +13,8 @@ from paradraft.formats import folder
 from paradraft.loader import load
 from paradraft.train.init_draft import make
 from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
-from paradraft.train.pard import add_mask_token
+from paradraft.train.pard import PardRecipe, add_mask_token
+from paradraft.train.recipe_file import load_recipe
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.targets import EXACT, KINDS, read, write_model
 
@@ -126,6 +127,22 @@ def test_sliding_windows_are_refused(tmp_path: Path) -> None:
     target = write_model(tmp_path / "t", "qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2)
     with pytest.raises(ValueError, match="sliding-window"):
         make(target, tmp_path / "out", PrunedTarget(layers=2))
+
+
+def test_the_recipes_fit_the_models(tmp_path: Path) -> None:
+    """Guards recipes that the training would refuse: their samples leave room for the answers that measure a drafter,
+    and a target whose weights are of few bits measures and does not teach."""
+    target = write_model(tmp_path / "target")
+    made = make(target, tmp_path / "out", PrunedTarget(layers=2))
+    ordinary, pard = (load_recipe(PardRecipe, file, []) for file in made.recipes)
+    assert (ordinary.k, ordinary.model, pard.model) == (1, str(tmp_path / "out"), str(ordinary.out))
+    assert ordinary.max_length == pard.max_length == 128 - pard.answer_tokens
+    assert (pard.teacher, pard.target, pard.mask_token_id) == (target, None, made.mask_id)
+    config = tmp_path / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+    made = make(target, tmp_path / "fresh", RandomInit(layers=1, hidden_size=16, heads=2), dtype="float32")
+    pard = load_recipe(PardRecipe, made.recipes[-1], [])
+    assert (pard.teacher, pard.target, pard.divergence) == (None, target, None)
 
 
 def test_sampling_settings_without_do_sample_are_written(tmp_path: Path) -> None:
