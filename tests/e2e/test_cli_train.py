@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -145,6 +146,21 @@ def test_a_run_says_what_it_will_do_and_what_to_do_next(
     config = json.loads(serve[-1])
     assert (config["model"], config["num_speculative_tokens"], config["parallel_drafting"]) == (str(out), 3, True)
     assert paradraft(*asked).out.splitlines()[-4:] == lines[-4:]
+
+
+def test_a_run_says_early_what_it_will_take(paradraft: Paradraft, recipe: Path, family: Path, tmp_path: Path) -> None:
+    """Guards whoever leaves a run alone for a night that takes a week: after three steps it says rows and time, with
+    its evaluations, and what a recorded run of its kind has yielded."""
+    asked = ["train", "pard", recipe, f"target={family / 'target'}", "held_out=1", "evaluate_every=2"]
+    lines = paradraft(*asked, f"out={tmp_path / 'out'}").out.splitlines()
+    (at,) = (index for index, line in enumerate(lines) if line.startswith("expected: "))
+    assert lines[at - 1].startswith(("step 2/", "step 2:")) and lines[at + 3].startswith("step 3/")
+    assert re.fullmatch(
+        rf"expected: [\d,]+ rows in {STEPS} steps, \d+ s \(\d+ rows/s in .*; 3 evaluations of \d+ s\)", lines[at]
+    )
+    assert "benchmarks/" in lines[at + 1] and "a real model is recorded yet" in lines[at + 2]
+    short = paradraft(*asked, f"out={tmp_path / 'short'}", "steps=2").out
+    assert "expected: " not in short
 
 
 def with_rows(folder: Path, rows: int) -> Path:

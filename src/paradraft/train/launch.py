@@ -46,8 +46,12 @@ def is_trained(recipe: Recipe) -> bool:
     return True
 
 
+def _ignore(line: str) -> None:
+    """Announces nothing."""
+
+
 def train(
-    recipe: R, build: Builder[R], report: Callable[[Report], None], *, announce: Callable[[str], None] | None = None
+    recipe: R, build: Builder[R], report: Callable[[Report], None], *, announce: Callable[[str], None] = _ignore
 ) -> bool:
     """Runs a recipe to its end, from its last checkpoint if there is one.
 
@@ -56,7 +60,8 @@ def train(
         build: the function `build` of `train/<name>.py`, which loads what the recipe trains.
         report: called in the main process, every `recipe.log_every` steps, after the last one, and
             after each evaluation.
-        announce: told in the main process, before the first step, what the run will do.
+        announce: is given lines in the main process: before the first step what the run will do, and after some steps
+            what it will take.
 
     Ctrl-C and SIGTERM end the step, write a checkpoint and stop the run; see `paradraft.train.stopping`.
 
@@ -97,11 +102,10 @@ def train(
                     recipe, prepared.trainee.objective, steps=prepared.steps, measures=bool(prepared.held_out)
                 )
                 need.check(recipe.out, checkpoints.folder)
-                if announce is not None:
-                    done = "" if state is None else f", going on after step {state.step}"
-                    announce(f"{prepared.in_words} on {accelerator.device}{done}")
+                done = "" if state is None else f", going on after step {state.step}"
+                announce(f"{prepared.in_words} on {accelerator.device}{done}")
         with stop_requests() as request:
-            Loop(prepared, acceptance, accelerator, checkpoints, state, request, report).run()
+            Loop(prepared, acceptance, accelerator, checkpoints, state, request, report, announce).run()
         return True
 
 

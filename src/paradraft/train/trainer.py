@@ -24,6 +24,7 @@ from paradraft.train import curves, progress
 from paradraft.train.acceptance import AcceptanceMeter
 from paradraft.train.batch import BatchSampler, TrainingBatch
 from paradraft.train.checkpoint import Checkpoints, State
+from paradraft.train.expectations import FirstSteps, curves_in_words
 from paradraft.train.losses import row_weights
 from paradraft.train.model_card import CARD, model_card
 from paradraft.train.optimizers import Optimizers
@@ -86,6 +87,7 @@ class Loop:
         state: what the run goes on from; None begins it.
         request: whether this process was asked to stop.
         report: called in the main process.
+        announce: is given lines in the main process: what the run will take.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Loop:
         state: State | None,
         request: StopRequest,
         report: Callable[[Report], None],
+        announce: Callable[[str], None],
     ) -> None:
         recipe = prepared.recipe
         self.recipe = recipe
@@ -123,7 +126,7 @@ class Loop:
             max_grad_norm=recipe.max_grad_norm,
         )
         self.objective = self.optimizers.prepare(self.accelerator, self.prepared.trainee.objective)
-        self._report = report
+        self._report, self._announce = report, announce
         self._standing: BestSoFar
         self._meter: Meter
         self._drawn_s = time.monotonic()
@@ -189,8 +192,12 @@ class Loop:
             first: steps that are done.
             is_evaluated: False if the evaluation after the last of them is still to be made.
         """
+        began_s = time.perf_counter()
         if self._standing.is_over(self.recipe.patience) or (not is_evaluated and self._evaluate(first)):
             return first
+        evaluation_s = None if is_evaluated else time.perf_counter() - began_s
+        evaluations = sum(map(self._evaluates_after, range(first + 1, self.steps + 1)))
+        first_steps = FirstSteps(steps=self.steps - first, evaluations=evaluations, evaluation_s=evaluation_s)
         order = BatchSampler(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
         self.objective.train()
         with ThreadPoolExecutor(1) as ahead:
@@ -202,9 +209,10 @@ class Loop:
                 rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
                 self._meter.add(loss, right_K, labels_K, rows, norm)
                 done = step + 1
+                self._expect(first_steps.add(rows, now_s=time.perf_counter()))
                 if done % self.recipe.log_every == 0 or done == self.steps:
                     self._tell(self._meter.progress(done))
-                evaluates = bool(self.prepared.held_out) and (done % self.evaluate_every == 0 or done == self.steps)
+                evaluates = self._evaluates_after(done)
                 if asked_by is not None and (done < self.steps or evaluates):
                     # An evaluation may take longer than whoever sent SIGTERM waits.
                     self.checkpoints.save(self._state(done, is_evaluated=not evaluates))
@@ -215,6 +223,15 @@ class Loop:
                 if stops:
                     return done
         return self.steps
+
+    def _evaluates_after(self, done: int) -> bool:
+        return bool(self.prepared.held_out) and (done % self.evaluate_every == 0 or done == self.steps)
+
+    def _expect(self, expected: str | None) -> None:
+        """Says what the run takes, where that is known now, and what runs of its kind have yielded."""
+        if expected is not None and self.accelerator.is_main_process:
+            for line in (expected, *curves_in_words(self.prepared.trainee.drafter)):
+                self._announce(line)
 
     def _state(self, done: int, *, is_evaluated: bool = True) -> State:
         return State(

@@ -1,0 +1,117 @@
+"""What a run will take, said once its first steps are measured, and what recorded runs of its kind have yielded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+UNMEASURED = 1
+"""Steps before the first that is measured: it prepares what all others use."""
+MEASURED = 2
+"""Steps that are measured. Every step drops other rows, so one alone says little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What a recorded run has yielded.
+
+    Args:
+        drafter: its name.
+        family: whose target and draft they were.
+        is_real: whether people use the models of this family, and not only tests.
+        points: rows that were learnt, and tokens per target pass of held-out prompts then.
+        file: where the run is recorded.
+    """
+
+    drafter: str
+    family: str
+    is_real: bool
+    points: tuple[tuple[int, float], ...]
+    file: str
+
+    @property
+    def in_words(self) -> str:
+        """The curve in a line."""
+        (_, before), *later = self.points
+        yields = ", ".join(f"{length:.2f} after {rows:,} rows" for rows, length in later)
+        return f"{self.family}: {before:.2f} tokens per target pass before, {yields} ({self.file})"
+
+
+CURVES = (
+    Curve(
+        drafter="pard",
+        family="pocket family (11 M target, 4 M draft, K = 8)",
+        is_real=False,
+        points=((0, 1.98), (138_789, 2.23), (277_710, 2.39)),
+        file="benchmarks/readme-training_epyc-avx512-2cores_2026-11-24.jsonl",
+    ),
+)
+"""One for each family that was recorded."""
+
+
+def curves_in_words(drafter: str) -> list[str]:
+    """What recorded runs of a drafter have yielded, and whether a real model is among them.
+
+    Args:
+        drafter: its name, with settings or without.
+    """
+    name = drafter.partition(":")[0]
+    found = [curve for curve in CURVES if curve.drafter == name]
+    lines = [f"recorded before, {curve.in_words}" for curve in found]
+    if not any(curve.is_real for curve in found):
+        lines.append(f"no run of a {name} drafter for a real model is recorded yet, so what this one yields is open")
+    return lines
+
+
+class FirstSteps:
+    """Measures the first steps of a process, and says once what the run takes.
+
+    Args:
+        steps: that are left.
+        evaluations: that are left.
+        evaluation_s: how long one takes; None if none was measured.
+
+    Example:
+        >>> first = FirstSteps(steps=600, evaluations=10, evaluation_s=60.0)
+        >>> first.add(900, now_s=30.0), first.add(1000, now_s=32.0), first.add(1200, now_s=34.0)
+        (None, None, 'expected: 660,000 rows in 600 steps, 30 minutes (550 rows/s in 2 steps; 10 evaluations of 60 s)')
+        >>> first.add(1000, now_s=36.0)
+    """
+
+    def __init__(self, *, steps: int, evaluations: int, evaluation_s: float | None) -> None:
+        self._steps, self._evaluations, self._evaluation_s = steps, evaluations, evaluation_s
+        self._taken, self._rows, self._began_s = 0, 0, 0.0
+
+    def add(self, rows: int, *, now_s: float) -> str | None:
+        """Takes in a step; the expectation after the last that is measured, None after all others.
+
+        Args:
+            rows: that it has learnt, on all devices together.
+            now_s: when it ended.
+        """
+        self._taken += 1
+        if self._taken <= UNMEASURED:
+            self._began_s = now_s
+            return None
+        self._rows += rows
+        if self._taken != UNMEASURED + MEASURED:
+            return None
+        step_s = (now_s - self._began_s) / MEASURED
+        whole_s = self._steps * step_s
+        details = [f"{self._rows / MEASURED / step_s:.0f} rows/s in {MEASURED} steps"]
+        if self._evaluations and self._evaluation_s is None:
+            details.append(f"{self._evaluations} evaluations come on top")
+        elif self._evaluations and self._evaluation_s is not None:
+            whole_s += self._evaluations * self._evaluation_s
+            details.append(f"{self._evaluations} evaluations of {self._evaluation_s:.0f} s")
+        rows_of_all = round(self._rows / MEASURED * self._steps)
+        return f"expected: {rows_of_all:,} rows in {self._steps:,} steps, {_duration(whole_s)} ({'; '.join(details)})"
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> [_duration(seconds) for seconds in (40, 300, 95 * 60, 3 * 86400)]
+    ['40 s', '5 minutes', '95 minutes', '72.0 hours']
+    """
+    if seconds < 300:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"

@@ -1,0 +1,55 @@
+"""What a run is expected to take and to yield: measured, or recorded in a file that anybody can read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paradraft.train.curves import read_history
+from paradraft.train.expectations import CURVES, MEASURED, UNMEASURED, Curve, FirstSteps, curves_in_words
+from paradraft.train.progress import Evaluation
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.family)
+def test_a_curve_is_that_of_its_file(curve: Curve, tmp_path: Path) -> None:
+    """Guards against a promise that no run has kept: each point is an evaluation of the recorded run, and as much of
+    its rows as of its steps is learnt there."""
+    (tmp_path / "history.jsonl").write_bytes((ROOT / curve.file).read_bytes())
+    held_out = [report for report in read_history(tmp_path) if isinstance(report, Evaluation)]
+    last = curve.points[-1][0]
+    for rows, length in curve.points:
+        found = [one for one in held_out if one.acceptance_length and f"{one.acceptance_length:.2f}" == f"{length:.2f}"]
+        assert any(abs(one.step / held_out[-1].step - rows / last) < 0.01 for one in found)
+        assert f"{length:.2f}" in curve.in_words
+
+
+def test_it_is_said_where_no_real_model_was_recorded() -> None:
+    """Guards whoever takes the pocket family for evidence; and drafters of which no run is recorded at all."""
+    (recorded, plain) = curves_in_words("pard")
+    assert "pocket family" in recorded and "1.98 tokens per target pass before" in recorded
+    assert plain.startswith("no run of a pard drafter for a real model is recorded yet")
+    assert curves_in_words("eagle:k=3") == [plain.replace("pard", "eagle")]
+
+
+def test_hours_come_from_measured_steps_and_evaluations() -> None:
+    """Guards the first step, which prepares what all others use and would promise too many hours, and a resumed run,
+    which has not measured an evaluation yet."""
+    for evaluation_s, detail in ((30.0, "5 evaluations of 30 s"), (None, "5 evaluations come on top")):
+        first = FirstSteps(steps=1000, evaluations=5, evaluation_s=evaluation_s)
+        now_s, lines = 500.0, []
+        for _ in range(UNMEASURED):
+            assert first.add(10_000, now_s=now_s) is None
+        for _ in range(MEASURED + 3):
+            now_s += 20.0
+            lines.append(first.add(600, now_s=now_s))
+        (line,) = filter(None, lines)
+        assert lines.index(line) == MEASURED - 1
+        hours = (1000 * 20.0 + 5 * (evaluation_s or 0.0)) / 3600
+        assert line.startswith(f"expected: 600,000 rows in 1,000 steps, {hours:.1f} hours (30 rows/s in ")
+        assert line.endswith(f"; {detail})")
+    unmeasured = FirstSteps(steps=9, evaluations=0, evaluation_s=None)
+    *_, last = (unmeasured.add(600, now_s=20.0 * step) for step in range(UNMEASURED + MEASURED))
+    assert last is not None and last.endswith(f", 180 s (30 rows/s in {MEASURED} steps)")
