@@ -96,6 +96,6 @@ def _sample(file: Path) -> bytes:
 
 
 def revision_of(name: str) -> str | None:
-    """The revision of a Hugging Face model that was loaded from here; None if none was."""
-    found = None if Path(name).is_file() else try_to_load_from_cache(name, "config.json")
+    """The revision of a Hugging Face model that was loaded from here; None if none was, and of its GGUF files."""
+    found = None if Path(name).is_file() or ":" in name else try_to_load_from_cache(name, "config.json")
     return Path(found).parent.name if isinstance(found, str) else None

@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoConfig
 
 from paradraft.loader import load
-from paradraft.models import loading
+from paradraft.models import hub, loading
 from paradraft.models.runtime import Runtime
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
@@ -34,7 +34,7 @@ def test_unknown_model(family: Path, paradraft: Paradraft, tmp_path: Path, monke
     def unreachable(*_: object, **__: object) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(loading.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(hub.HfApi, "model_info", unreachable)
     assert_mistake(paradraft("generate", "--target", "no-such/model", *asked), "no-such/model", "no network")
     draft = ["--drafter", "pard", "--draft", "no-such/model"]
     assert_mistake(paradraft("generate", "--target", family / "target", *asked, *draft), "no-such/model")

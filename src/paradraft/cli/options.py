@@ -114,7 +114,7 @@ def given(context: typer.Context, names: Collection[str]) -> list[str]:
     return [options[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
-TARGET = "Hugging Face id, folder, .gguf file, or pocket (the shipped family)"
+TARGET = "Hugging Face id, folder, .gguf file or REPO:Q4_K_M, or pocket (the shipped family)"
 Target = Annotated[str, typer.Option("--target", help=f"{TARGET}.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 _PROMPTS = 'JSONL file with one {"prompt": …} or {"messages": […]} per line; - is the standard input.'

@@ -20,7 +20,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
 from paradraft.digests import file_digest
 from paradraft.models.chat_template import Message
-from paradraft.models.loading import HTTPError
+from paradraft.models.hub import HTTPError
 
 
 def read_object(text: str, place: str, example: str) -> dict[str, Any]:

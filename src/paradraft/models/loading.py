@@ -10,11 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-# Imported there and not exported; taking it from the client beneath would name another dependency.
-from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]  # not exported
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,11 +24,11 @@ from transformers.distributed import DistributedConfig
 from paradraft.errors import one_line
 from paradraft.formats.folder import check_index
 from paradraft.formats.gguf import SUFFIX, is_gguf, read_gguf
-from paradraft.models import gguf_model, packed_folder
+from paradraft.models import gguf_model, hub, packed_folder
 from paradraft.models.architecture import check_architecture, context_of, experts_settings, has_experts
 from paradraft.models.generation import end_ids, suppressed_ids
 from paradraft.models.gguf_tokenizer import check_same_tokens, gguf_tokenizer
-from paradraft.models.loading_errors import first_sentence, is_no_table, loading_of, some_of, without_bars
+from paradraft.models.loading_errors import is_no_table, loading_of, some_of, without_bars
 from paradraft.models.names import POCKET, check_has_weights, is_shape
 from paradraft.models.presets import id_tokenizer, shape_of
 from paradraft.models.runtime import AUTO, DTYPES, QUANTIZED, STORED, Runtime
@@ -52,6 +47,8 @@ def pocket_folder(role: str) -> Path:
 def locate(name: str, role: str) -> str:
     """The folder, file or Hugging Face id of a model name; "pocket" depends on the role, a shape is its own.
 
+    A GGUF file of a Hugging Face repository, such as "REPO:Q4_K_M", is fetched if the cache lacks it.
+
     Raises:
         ValueError: there is no such model.
     """
@@ -64,10 +61,10 @@ def locate(name: str, role: str) -> str:
         return str(folder)
     if is_shape(name):
         shape_of(name)
+    elif not Path(name).exists() and (hub.names_gguf(name) or not is_gguf(name)):
+        return hub.located(name)
     elif is_gguf(name):
         read_gguf(name)
-    elif not Path(name).is_dir():
-        _check_hub(name)
     elif not (Path(name) / "config.json").is_file():
         if (Path(name) / "checkpoint").is_dir():
             raise ValueError(f"{name!r} is of a training that has not ended: the same `paradraft train` goes on")
@@ -75,22 +72,6 @@ def locate(name: str, role: str) -> str:
             raise ValueError(f"{name!r} is not a model folder: name the file, such as {str(files[0])!r}")
         raise ValueError(f"{name!r} is not a model folder: it has no config.json")
     return name
-
-
-def _check_hub(name: str) -> None:
-    # Asked once: `from_pretrained` would try for a minute where there is no network.
-    try:
-        if not name or try_to_load_from_cache(name, "config.json") is None:
-            HfApi().model_info(name, timeout=10)
-    except HFValidationError:
-        raise ValueError(f"unknown model {name!r}: there is no such folder, and it is no Hugging Face id") from None
-    except RepositoryNotFoundError:
-        raise ValueError(f"unknown model {name!r}: there is no such folder and no such Hugging Face model") from None
-    except (OSError, HTTPError) as error:
-        raise ValueError(
-            f"unknown model {name!r}: there is no such folder, and Hugging Face cannot be asked for it "
-            f"({first_sentence(error)})"
-        ) from None
 
 
 def load_config(name: str) -> PretrainedConfig:
