@@ -10,7 +10,7 @@ DEMO_ARGS ?=
 MUTANTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo real-models test test-long test-gpu test-vllm test-llama-cpp test-real check mutants pocket vllm llama-cpp clean
+.PHONY: help setup demo wheel real-models test test-long test-gpu test-vllm test-llama-cpp test-real check mutants pocket vllm llama-cpp clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup ## Adapt a drafter, decode with it and compare; DEMO_ARGS=--short for a brief run.
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+wheel: setup ## Build a wheel in dist with compiled passes, for x86-64 Linux machines without a compiler (minutes).
+	@rm -rf build/libraries
+	$(BIN)/python -c "from pathlib import Path; from paradraft.models.forward.cpu import build; \
+	  build.build_for_wheel(Path('build/libraries'))"
+	PARADRAFT_LIBRARIES=build/libraries $(BIN)/python -m pip wheel --quiet --disable-pip-version-check \
+	  --no-build-isolation --no-deps --wheel-dir dist .
 
 test: setup ## Run the quick tests, one on each core.
 	@$(COMPILED)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paradraft.formats.gguf_blocks import Products
 from paradraft.models.forward.cpu import build
 from paradraft.models.forward.cpu.matrix import PackedMatrix
+from paradraft.models.forward.cpu.prebuilt import LEVELS, Level
 from paradraft.models.quantization import stored_bytes, stored_parts
 from paradraft.models.quantized import (
     _FORMATS,
@@ -134,7 +135,25 @@ def test_other_cpus_give_the_same_bits(kept: None, monkeypatch: pytest.MonkeyPat
         "-mno" in flags and "avx512bw" not in instructions
     ):
         pytest.skip("this CPU has no such instructions")
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *flags.split()))
+    check_bits_with((*build.FLAGS, *flags.split()), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+def test_libraries_of_wheels_give_the_same_bits(
+    kept: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    level: Level,
+) -> None:
+    """Guards the same on machines that take a wheel's library."""
+    if not level.needs <= {*build.instructions().split()}:
+        pytest.skip("this CPU has no such instructions")
+    check_bits_with((*build.FOR_ANY_CPU, *level.flags), monkeypatch)
+
+
+def check_bits_with(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles the kernels with these options, and compares."""
+    monkeypatch.setattr(build, "FLAGS", flags)
     for format in FORMATS:
         if format.group in (0, 16, 32):
             assert_kernels_follow(random_weight(format, shapes_of(format)[0]))

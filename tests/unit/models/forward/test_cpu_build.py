@@ -72,6 +72,7 @@ def builds(compiled: bytes, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def load_again() -> None:
     """Looks for the library as a new process does, and checks that it can be called."""
     build._library.cache_clear()
+    build._shipped.cache_clear()
     assert build.library().packed_bytes(ctypes.byref(Matrix(outputs=1, inputs=2, kind=0)))
 
 

@@ -3,6 +3,8 @@
 What is found on disk is run, so it is only taken from a folder that no other user can write into. It must be whole:
 to load a library that is cut off can end the process. A digest at the end of the file says that it is whole, and what
 it was built from.
+
+A wheel of `make wheel` brings libraries for common CPUs (prebuilt.py), of which one is loaded where it fits.
 """
 
 from __future__ import annotations
@@ -24,18 +26,16 @@ from pathlib import Path
 
 import torch
 
+from paradraft.models.forward.cpu.prebuilt import FOLDER, LEVELS, level_of
+
 SOURCES = (
     "forward.cpp", "integers.cpp", "packing.cpp", "correction.cpp", "tree.cpp", "draw.cpp",
     "attention.h", "gemm.h", "integers.h", "team.h", "tiles.h", "simd.h",
 )  # fmt: skip
+FOR_ANY_CPU = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC")
 FLAGS = (
-    "-std=c++17",
-    "-O3",
+    *FOR_ANY_CPU,
     "-mcpu=native" if (platform.system(), platform.machine()) == ("Darwin", "arm64") else "-march=native",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=off",
-    "-fPIC",
 )
 SECONDS = 300
 """How long the compiler may take; on a slow core it takes ten."""
@@ -129,7 +129,9 @@ def _library() -> ctypes.CDLL | CannotBuildError:
 
 
 def _load() -> ctypes.CDLL:
-    """Loads the library from the first folder that has it, and builds it where none has."""
+    """Loads the wheel's library, or that of the first folder that has one, and builds it where none has."""
+    if (shipped := _shipped()) is not None:
+        return shipped[0]
     key = library_key()
     for folder in _folders():
         file = folder / f"pass-{key}.so"
@@ -142,7 +144,7 @@ def _load() -> ctypes.CDLL:
     content = b""
     problem: Exception = CannotBuildError("no folder for it is yours alone: set XDG_CACHE_HOME to one that is")
     for folder in (each for each in _folders() if is_made(each, "the compiled library is")):
-        content = content or _compiled(_compiler())
+        content = content or _compiled([*_compiler(), *FLAGS])
         file = folder / f"pass-{key}.so"
         try:
             _write(file, content + _digest(content, key))
@@ -150,6 +152,45 @@ def _load() -> ctypes.CDLL:
         except OSError as error:  # the disk is full or read-only, or nothing may be run there
             problem = error
     raise problem
+
+
+@functools.cache
+def _shipped() -> tuple[ctypes.CDLL, str] | None:
+    """The library that the wheel brings for this CPU, with its key; None where it brings none that can be loaded.
+
+    Whoever can write into the installation can change its Python too, so only what is damaged is refused.
+    """
+    level = level_of(platform.machine(), instructions())
+    if level is None or not FOLDER.is_dir():
+        return None
+    file, key = FOLDER / level.file, _key(level.flags)
+    try:
+        if _has_digest(file, key):
+            return ctypes.CDLL(str(file)), key
+        problem = "it is damaged or of other sources"
+    except OSError as error:
+        problem = str(error)
+    warnings.warn(
+        f"{file} came with this installation and cannot be used ({problem}): install the wheel again; until then the "
+        "library is compiled on this machine",
+        stacklevel=2,
+    )
+    return None
+
+
+def build_for_wheel(folder: Path) -> None:
+    """Compiles the libraries that a wheel brings, for CPUs that this machine's need not be.
+
+    Args:
+        folder: for their files, which is made if it is not there.
+
+    Raises:
+        CannotBuildError: no compiler, or one that cannot do it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for level in LEVELS:
+        content = _compiled([*_compiler(), *FOR_ANY_CPU, *level.flags])
+        _write(folder / level.file, content + _digest(content, _key(level.flags)))
 
 
 def _compiler() -> list[str]:
@@ -211,12 +252,14 @@ def is_private(place: Path, *, is_folder: bool = False) -> bool:
 
 def _is_whole(file: Path, key: str) -> bool:
     """Whether a file is a library that was built for this key, and nothing of it is missing."""
-    if not is_private(file):
-        return False
     try:
-        content = file.read_bytes()
+        return is_private(file) and _has_digest(file, key)
     except OSError:
         return False
+
+
+def _has_digest(file: Path, key: str) -> bool:
+    content = file.read_bytes()
     return content[-DIGEST_BYTES:] == _digest(content[:-DIGEST_BYTES], key)
 
 
@@ -227,15 +270,21 @@ def _digest(library: bytes, key: str) -> bytes:
 
 def library_key() -> str:
     """What decides how the library comes out, and in which order it reads weights: the sources and the CPU's
-    instructions, and which compiler is asked for.
+    instructions, and which compiler is asked for; or the sources and the options of the wheel's library.
 
     Not the compiler's version: then a machine without one could not use what it has. So a library is kept when the
     compiler is renewed.
     """
+    if (shipped := _shipped()) is not None:
+        return shipped[1]
+    return _key((FLAGS, os.environ.get("CXX", ""), platform.machine(), instructions()))
+
+
+def _key(choices: object) -> str:
     found = hashlib.sha256()
     for name in SOURCES:
         found.update((Path(__file__).parent / name).read_bytes())
-    found.update(repr((FLAGS, os.environ.get("CXX", ""), platform.machine(), instructions())).encode())
+    found.update(repr(choices).encode())
     return found.hexdigest()[:16]
 
 
@@ -250,13 +299,13 @@ def _cpu() -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def _compiled(compiler: list[str]) -> bytes:
-    """The library as the compiler makes it."""
+def _compiled(command: list[str]) -> bytes:
+    """The library as the compiler makes it, whose command and options these are."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "pass.so"
         complaints: list[str] = []
         for openmp in openmp_flags():
-            if problem := _build([*compiler, *FLAGS, *openmp], made):
+            if problem := _build([*command, *openmp], made):
                 complaints.append(problem)
             else:
                 return made.read_bytes()
