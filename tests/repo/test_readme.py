@@ -119,3 +119,9 @@ def test_commands_with_real_models_run(monkeypatch: pytest.MonkeyPatch, capsys: 
         captured = capsys.readouterr()
         assert code == 0 and "warning: " not in captured.err, f"paradraft {shlex.join(command)}\n{captured.err}"
         assert captured.out.strip()
+
+
+def test_what_was_never_run_is_said_where_it_is_first_named() -> None:
+    """Guards users of AMD's drafters, who read a hundred lines later that the published weights were never tried."""
+    before, _, after = (ROOT / "README.md").read_text().partition("amd/PARD")
+    assert "not on the published weights" in " ".join((before[-300:] + after[:300]).split())
