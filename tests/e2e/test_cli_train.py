@@ -276,9 +276,12 @@ def test_a_run_that_is_asked_to_stop(
     assert first.code == code
     assert first.err == ("paradraft: interrupted\n" if number == signal.SIGINT else "")
     place = out / "checkpoint"
-    assert first.out.splitlines()[4:] == [
-        f"stopped after step 3 of {STEPS}, with a checkpoint in {place}: the same command goes on from there"
+    lines = first.out.splitlines()
+    assert [line.split("  ")[0] for line in lines if line.startswith("st")] == [
+        *(f"step {step}/{STEPS}" for step in (1, 2, 3)),
+        f"stopped after step 3 of {STEPS}, with a checkpoint in {place}: the same command goes on from there",
     ]
+    assert lines[-1].startswith("stopped"), "nothing comes after it"
     second = paradraft("train", "pard", recipe, f"out={out}")
     assert second.code == 0
     assert [text in second.out for text in ("step 3/", "step 4/", "step 6/")] == [False, True, True]
