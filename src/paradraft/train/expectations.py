@@ -72,30 +72,31 @@ class FirstSteps:
 
     Example:
         >>> first = FirstSteps(steps=600, evaluations=10, evaluation_s=60.0)
-        >>> first.add(900, now_s=30.0), first.add(1000, now_s=32.0), first.add(1200, now_s=34.0)
+        >>> first.add(900, taken_s=30.0), first.add(1000, taken_s=1.5), first.add(1200, taken_s=2.5)
         (None, None, 'expected: 660,000 rows in 600 steps, 30 minutes (550 rows/s in 2 steps; 10 evaluations of 60 s)')
-        >>> first.add(1000, now_s=36.0)
+        >>> first.add(1000, taken_s=2.0)
     """
 
     def __init__(self, *, steps: int, evaluations: int, evaluation_s: float | None) -> None:
         self._steps, self._evaluations, self._evaluation_s = steps, evaluations, evaluation_s
-        self._taken, self._rows, self._began_s = 0, 0, 0.0
+        self._done, self._rows, self._taken_s = 0, 0, 0.0
 
-    def add(self, rows: int, *, now_s: float) -> str | None:
+    def add(self, rows: int, *, taken_s: float) -> str | None:
         """Takes in a step; the expectation after the last that is measured, None after all others.
 
         Args:
             rows: that it has learnt, on all devices together.
-            now_s: when it ended.
+            taken_s: how long it took, without an evaluation after it.
         """
-        self._taken += 1
-        if self._taken <= UNMEASURED:
-            self._began_s = now_s
-            return None
-        self._rows += rows
-        if self._taken != UNMEASURED + MEASURED:
-            return None
-        step_s = (now_s - self._began_s) / MEASURED
+        self._done += 1
+        if UNMEASURED < self._done <= UNMEASURED + MEASURED:
+            self._rows += rows
+            self._taken_s += taken_s
+        return self._in_words if self._done == UNMEASURED + MEASURED else None
+
+    @property
+    def _in_words(self) -> str:
+        step_s = self._taken_s / MEASURED
         whole_s = self._steps * step_s
         details = [f"{self._rows / MEASURED / step_s:.0f} rows/s in {MEASURED} steps"]
         if self._evaluations and self._evaluation_s is None:

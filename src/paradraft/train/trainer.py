@@ -203,13 +203,14 @@ class Loop:
         with ThreadPoolExecutor(1) as ahead:
             coming = ahead.submit(self._batches_of, order, first)
             for step in range(first, self.steps):
+                step_began_s = time.perf_counter()
                 batches = coming.result()
                 coming = ahead.submit(self._batches_of, order, step + 1)
                 loss, right_K, labels_K, norm, asked_by = self._step(step, batches)
                 rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
                 self._meter.add(loss, right_K, labels_K, rows, norm)
                 done = step + 1
-                self._expect(first_steps.add(rows, now_s=time.perf_counter()))
+                self._expect(first_steps.add(rows, taken_s=time.perf_counter() - step_began_s))
                 if done % self.recipe.log_every == 0 or done == self.steps:
                     self._tell(self._meter.progress(done))
                 evaluates = self._evaluates_after(done)

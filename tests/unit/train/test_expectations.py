@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from paradraft.train import launch, pard, trainer
 from paradraft.train.curves import read_history
 from paradraft.train.expectations import CURVES, MEASURED, UNMEASURED, Curve, FirstSteps, curves_in_words
 from paradraft.train.progress import Evaluation
+from paradraft.train.trainer import Loop
+from tests.unit.train.test_trainer import recipe_for
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,17 +45,39 @@ def test_hours_come_from_measured_steps_and_evaluations() -> None:
     which has not measured an evaluation yet."""
     for evaluation_s, detail in ((30.0, "5 evaluations of 30 s"), (None, "5 evaluations come on top")):
         first = FirstSteps(steps=1000, evaluations=5, evaluation_s=evaluation_s)
-        now_s, lines = 500.0, []
-        for _ in range(UNMEASURED):
-            assert first.add(10_000, now_s=now_s) is None
-        for _ in range(MEASURED + 3):
-            now_s += 20.0
-            lines.append(first.add(600, now_s=now_s))
+        times = [500.0] * UNMEASURED + [20.0] * (MEASURED + 3)
+        lines = [first.add(600, taken_s=taken_s) for taken_s in times]
         (line,) = filter(None, lines)
-        assert lines.index(line) == MEASURED - 1
+        assert lines.index(line) == UNMEASURED + MEASURED - 1
         hours = (1000 * 20.0 + 5 * (evaluation_s or 0.0)) / 3600
         assert line.startswith(f"expected: 600,000 rows in 1,000 steps, {hours:.1f} hours (30 rows/s in ")
         assert line.endswith(f"; {detail})")
     unmeasured = FirstSteps(steps=9, evaluations=0, evaluation_s=None)
-    *_, last = (unmeasured.add(600, now_s=20.0 * step) for step in range(UNMEASURED + MEASURED))
+    *_, last = (unmeasured.add(600, taken_s=20.0) for _ in range(UNMEASURED + MEASURED))
     assert last is not None and last.endswith(f", 180 s (30 rows/s in {MEASURED} steps)")
+
+
+def test_an_evaluation_counts_once(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards runs that evaluate often: an evaluation between two measured steps is no part of them. The clock goes on
+    for 3 s in a step, and for 1000 s in an evaluation."""
+    now_s = 0.0
+    step, evaluate = Loop._step, Loop._evaluate
+
+    def timed_step(*given: Any) -> Any:
+        nonlocal now_s
+        now_s += 3.0
+        return step(*given)
+
+    def timed_evaluation(*given: Any) -> bool:
+        nonlocal now_s
+        now_s += 1000.0
+        return evaluate(*given)
+
+    monkeypatch.setattr(Loop, "_step", timed_step)
+    monkeypatch.setattr(Loop, "_evaluate", timed_evaluation)
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: now_s, monotonic=time.monotonic))
+    lines: list[str] = []
+    recipe = recipe_for(family, tmp_path, steps=6, held_out=2, evaluate_every=1)
+    launch.train(recipe, pard.build, lambda report: None, announce=lines.append)
+    (line,) = (line for line in lines if line.startswith("expected: "))
+    assert f"in 6 steps, {(6 * 3 + 6 * 1000) / 60:.0f} minutes (" in line and "; 6 evaluations of 1000 s)" in line
