@@ -58,7 +58,7 @@ def curves_in_words(drafter: str) -> list[str]:
     found = [curve for curve in CURVES if curve.drafter == name]
     lines = [f"recorded before, {curve.in_words}" for curve in found]
     if not any(curve.is_real for curve in found):
-        lines.append(f"no run of a {name} drafter for a real model is recorded yet, so what this one yields is open")
+        lines.append(f"no {name} drafter for a real model is recorded yet, so what this one yields is open")
     return lines
 
 

@@ -36,7 +36,7 @@ def test_it_is_said_where_no_real_model_was_recorded() -> None:
     """Guards whoever takes the pocket family for evidence; and drafters of which no run is recorded at all."""
     (recorded, plain) = curves_in_words("pard")
     assert "pocket family" in recorded and "1.98 tokens per target pass before" in recorded
-    assert plain.startswith("no run of a pard drafter for a real model is recorded yet")
+    assert plain.startswith("no pard drafter for a real model is recorded yet")
     assert curves_in_words("eagle:k=3") == [plain.replace("pard", "eagle")]
 
 
