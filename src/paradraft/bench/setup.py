@@ -16,8 +16,8 @@ from paradraft.bench.roofline import models_of
 from paradraft.bench.spec import AR, Benchmark, Method, TargetKey
 from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.core import Drafter
-from paradraft.data.prompt_source import DEFAULT, RANDOM
-from paradraft.data.prompts import read_prompts, texts_of
+from paradraft.data.prompt_source import DEFAULT, PIPE, RANDOM
+from paradraft.data.prompts import first_prompts, texts_of
 from paradraft.decode.channel import launched
 from paradraft.drafters import check_draft, drafter_names, takes_draft
 from paradraft.drafters.none import NoDrafter
@@ -35,6 +35,8 @@ from paradraft.speculation import Speculation
 
 PLAIN = (HF, AR, LLAMA_CPP)
 """Methods that draft nothing, and can be timed with any weights."""
+USUAL = 16
+"""How many prompts a benchmark asks where the user has not said it, and the file has so many."""
 Answers = Callable[[list[str], int], list[str]]
 """The target's answers to prompts, with at most so many tokens each."""
 
@@ -63,35 +65,47 @@ class Workload:
         return cls(count=len(prompts), max_new_tokens=max_new_tokens, prompts=lambda _: prompts, source=source)
 
 
-def held_out_prompts(number: int, file: Path | None, target: str, tokenizer: str | None = None) -> list[str]:
+def held_out_prompts(
+    number: int | None, file: Path | None, target: str, tokenizer: str | None = None, *, usual: int = USUAL
+) -> list[str]:
     """The first prompts of a file, conversations as the target reads them; without a file, of the pocket family's
     held-out modules.
+
+    Args:
+        number: how many; None for `usual`, or for all where the file has fewer.
+        file: see `paradraft.data.prompts`.
+        target: who reads them.
+        tokenizer: its tokenizer, if it is not the one that comes with it.
+        usual: how many where the user has not said it.
 
     Raises:
         ValueError: the file cannot be read or has fewer prompts, or conversations are to be asked of a target without
             a chat template.
     """
-    file = file or pocket_folder("prompts.jsonl")
-    records = read_prompts(file)
-    if not 1 <= number <= len(records):
-        raise ValueError(f"num_prompts={number}: use 1 to {len(records)}, which is how many {file.name} has")
-    return texts_of(records[:number], lambda: tokenizer_for(locate(target, "target"), tokenizer))
+    records = first_prompts(file or pocket_folder("prompts.jsonl"), number, usual)
+    return texts_of(records, lambda: tokenizer_for(locate(target, "target"), tokenizer))
 
 
 def source_of(file: Path | None, target: str) -> str:
     """Where the prompts of a run are from: a file, random tokens for a shape, or those of the pocket family."""
-    return RANDOM if is_shape(target) else DEFAULT if file is None else str(file)
+    if is_shape(target):
+        return RANDOM
+    return DEFAULT if file is None else PIPE if file.is_fifo() else str(file)
 
 
-def prompts_for(target: str, number: int, *, tokens: int, file: Path | None, tokenizer: str | None = None) -> list[str]:
+def prompts_for(
+    target: str, number: int | None, *, tokens: int, file: Path | None, tokenizer: str | None = None
+) -> list[str]:
     """The prompts of a run: random ones of so many tokens for a shape, which reads no texts, else those of a file.
+
+    Without a number there are `USUAL`, or fewer where the file is shorter.
 
     Raises:
         ValueError: there is no such shape or file, or a shape is to read a file.
     """
     if not is_shape(target):
         return held_out_prompts(number, file, target, tokenizer)
-    found = random_prompts(target, number, tokens)
+    found = random_prompts(target, USUAL if number is None else number, tokens)
     if file is not None:
         raise ValueError(f"--prompts {file}: {target!r} reads no texts, its prompts are random: give --prompt-tokens")
     return found

@@ -75,7 +75,7 @@ def audit(
         str | None, typer.Option(rich_help_panel=SERVERS, help="Send it the key in this environment variable.")
     ] = None,
     prompts: options.MeasuredPrompts = None,
-    num_prompts: options.NumPrompts = 8,
+    num_prompts: Annotated[int | None, options.num_prompts_option(options.FEW)] = None,
     seeds: Annotated[
         int,
         typer.Option(
@@ -142,8 +142,9 @@ def audit(
     source = source_of(prompts, target)
     for line in lines:
         print(line)
-    print(f"  asked: {counted(num_prompts, source) if prompts else f'{num_prompts} {source}'}")
     arguments = asdict(asked) | settings | {"prompts": source}
+    number = arguments["num_prompts"]
+    print(f"  asked: {counted(number, source) if prompts else f'{number} {source}'}")
     output.write(found | {"arguments": arguments, "machine": describe_machine(asked.runtime.device)})
     output.end_with(found)
     if code := exit_code(found["verdict"]):
@@ -173,7 +174,7 @@ def _here(
     if not asked.seeds:
         raise ValueError("--samples 0: only a server is asked greedily too, use at least 1")
     check_may_be_lossless(speculation.verify)
-    texts = held_out_prompts(asked.num_prompts, asked.prompts, asked.target, asked.runtime.tokenizer)
+    texts = held_out_prompts(asked.num_prompts, asked.prompts, asked.target, asked.runtime.tokenizer, usual=options.FEW)
     if shape_invariant and batch_size not in (None, 1):
         raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")
     batch_size = batch_size or (1 if shape_invariant else 4)
@@ -194,6 +195,7 @@ def _here(
             batch_size=batch_size, report=status.update,
         )  # fmt: skip
     settings = {
-        **asdict(speculation), "batch_size": batch_size, "runtime": asdict(runtime), "placement": asdict(placement),
+        **asdict(speculation), "num_prompts": len(texts), "batch_size": batch_size, "runtime": asdict(runtime),
+        "placement": asdict(placement),
     }  # fmt: skip
     return findings(report, engine.target.tokenizer), report.as_json(), settings

@@ -47,7 +47,7 @@ class Asked:
     Args:
         target: the model whose answers are right.
         prompts: a file of them; None for the pocket family's.
-        num_prompts: how many of them.
+        num_prompts: how many of them; None for `options.FEW`, or for all where there are fewer.
         seeds: sampled answers of each.
         max_new_tokens: most tokens of an answer.
         sampling: how answers are chosen.
@@ -56,7 +56,7 @@ class Asked:
 
     target: str
     prompts: Path | None
-    num_prompts: int
+    num_prompts: int | None
     seeds: int
     max_new_tokens: int
     sampling: Sampling
@@ -117,7 +117,7 @@ def audit_served(asked: Asked, given: Given) -> tuple[list[str], dict[str, Any],
     Raises:
         ValueError: a setting is wrong, or a server does not answer as it must.
     """
-    from paradraft.data.prompts import read_prompts
+    from paradraft.data.prompts import first_prompts
     from paradraft.models.generation import end_ids
 
     temperature = asked.sampling.temperature or 1.0
@@ -126,10 +126,8 @@ def audit_served(asked: Asked, given: Given) -> tuple[list[str], dict[str, Any],
             f"--temperature {temperature:g}: a reference server tells probabilities at temperature 1, leave it out, or "
             "compare with the target's weights here"
         )
-    records = read_prompts(asked.prompts or pocket_folder("prompts.jsonl"))
-    if not 1 <= asked.num_prompts <= len(records):
-        raise ValueError(f"num_prompts={asked.num_prompts}: use 1 to {len(records)}, which is how many there are")
-    asks = [record["prompt"] if "prompt" in record else record["messages"] for record in records[: asked.num_prompts]]
+    records = first_prompts(asked.prompts or pocket_folder("prompts.jsonl"), asked.num_prompts, options.FEW)
+    asks = [record["prompt"] if "prompt" in record else record["messages"] for record in records]
     folder = locate(asked.target, "target")
     tokenizer = tokenizer_for(folder, asked.runtime.tokenizer)
     ends = frozenset(end_ids(load_generation_config(folder), asked.target))
@@ -141,7 +139,11 @@ def audit_served(asked: Asked, given: Given) -> tuple[list[str], dict[str, Any],
             status.update,
         )  # fmt: skip
     settings = {key: value for key, value in asdict(given).items() if value is not None}
-    settings = settings | ({} if given.vllm_python is None else {"vllm_python": str(given.vllm_python)})
+    settings = (
+        settings
+        | {"num_prompts": len(asks)}
+        | ({} if given.vllm_python is None else {"vllm_python": str(given.vllm_python)})
+    )
     return findings(found, tokenizer), found.as_json(), settings
 
 

@@ -133,7 +133,7 @@ def bench(
         int | None,
         typer.Option(
             help="How many of the prompts to use, from the first, or questions of each task, evenly spread; by default "
-            "16 prompts, or 80 questions.",
+            "16 prompts, or 80 questions; all where there are fewer.",
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -212,8 +212,7 @@ def bench(
     options.check_png(plot_file)
     asked: list[Questions] = []
     if task is None:
-        number = 16 if num_prompts is None else num_prompts
-        texts = prompts_for(target, number, tokens=prompt_tokens, file=prompts, tokenizer=runtime.tokenizer)
+        texts = prompts_for(target, num_prompts, tokens=prompt_tokens, file=prompts, tokenizer=runtime.tokenizer)
         works = [Workload.of(texts, max_new_tokens or 128, source_of(prompts, target))]
     else:
         check_alone(task, target, prompts, drawn=(plot_file, page_folder))

@@ -37,7 +37,7 @@ def export(
         typer.Option("--measure/--no-measure", help="Decode with the folder, and say in its card what it yields."),
     ] = True,
     prompts: options.MeasuredPrompts = None,
-    num_prompts: options.NumPrompts = 8,
+    num_prompts: Annotated[int | None, options.num_prompts_option(options.FEW)] = None,
     max_new_tokens: options.NewTokens = 128,
     runtime: Annotated[Runtime, options.Offer(without=("compiled",), helps={"draft_dtype": DRAFT_DTYPE})],
 ) -> None:
@@ -51,7 +51,7 @@ def export(
         from paradraft.export.handoff import hand_off
         from paradraft.models.loading import settled
 
-    texts = held_out_prompts(num_prompts, prompts, target, runtime.tokenizer) if measure else []
+    texts = held_out_prompts(num_prompts, prompts, target, runtime.tokenizer, usual=options.FEW) if measure else []
     with news(console(stderr=True), f"writing {out}"), sigterm_raises():
         done = hand_off(
             draft, target, engine, out, k=k, prompts=texts, max_new_tokens=max_new_tokens,

@@ -130,7 +130,19 @@ TemplateVariables = Annotated[
         help='JSON object of variables of the chat template, such as {"enable_thinking": false}.',
     ),
 ]
-NumPrompts = Annotated[int, typer.Option(help="How many of the prompts to use, from the first.")]
+
+
+FEW = 8
+"""Prompts that audits and exports ask where the user has not said how many."""
+
+
+def num_prompts_option(usual: int) -> Any:
+    """The option `--num-prompts` of a command, by how many prompts it uses without it."""
+    return typer.Option(
+        help=f"How many of the prompts to use, from the first; by default {usual}, or all where there are fewer."
+    )
+
+
 Threads = Annotated[
     int | None,
     typer.Option(min=1, rich_help_panel=sections.HARDWARE, help="CPU threads; by default torch's choice."),

@@ -91,7 +91,7 @@ def plan(
         ),
     ] = None,
     prompts: options.MeasuredPrompts = None,
-    num_prompts: options.NumPrompts = 16,
+    num_prompts: Annotated[int | None, options.num_prompts_option(16)] = None,
     max_new_tokens: options.NewTokens = 128,
     sampling: Annotated[Sampling, options.Offer(without=("min_p", *options.PENALTIES))],
     check: Annotated[

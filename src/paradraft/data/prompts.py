@@ -21,7 +21,7 @@ EXAMPLE = '{"prompt": "some text"}'
 
 
 def read_prompts(file: Path) -> list[dict[str, Any]]:
-    """Reads a prompt file; "-" is the standard input.
+    """Reads a prompt file, once, so that it may be a pipe too; "-" is the standard input.
 
     Raises:
         ValueError: the file does not exist, is empty or is not UTF-8, or a line (named by number) is no JSON
@@ -40,10 +40,29 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
     return records
 
 
+def first_prompts(file: Path, number: int | None, usual: int) -> list[dict[str, Any]]:
+    """The first prompts of a file.
+
+    Args:
+        file: as of `read_prompts`.
+        number: how many; None for `usual`, or for all where the file has fewer.
+        usual: how many where the user has not said it.
+
+    Raises:
+        ValueError: as `read_prompts`; or the file has fewer than `number`.
+    """
+    records = read_prompts(file)
+    if number is None:
+        return records[:usual]
+    if not 1 <= number <= len(records):
+        raise ValueError(f"num_prompts={number}: use 1 to {len(records)}, which is how many {file.name} has")
+    return records[:number]
+
+
 def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The JSON objects of a file, each with the name of its place, such as "prompts.jsonl, line 3"."""
     is_stdin = str(file) == STDIN
-    if not is_stdin and not file.is_file():
+    if not is_stdin and not (file.is_file() or file.is_fifo()):
         raise ValueError(f"prompt file {str(file)!r} does not exist")
     try:
         text = (sys.stdin.buffer.read() if is_stdin else file.read_bytes()).decode("utf-8-sig")

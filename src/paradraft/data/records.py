@@ -194,9 +194,9 @@ def rows(source: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
     """Reads one source that holds records.
 
     Args:
-        source: a `.jsonl`, `.json` or `.parquet` file; what is no file is a Hugging Face dataset: `name`, `name:split`
-            (`train` by default) or `name/configuration:split`. A `.json` file holds an array of records, an object
-            with one array of records in it, or a record in each line.
+        source: a `.jsonl`, `.json` or `.parquet` file, or a pipe of JSONL; what is no file is a Hugging Face dataset:
+            `name`, `name:split` (`train` by default) or `name/configuration:split`. A `.json` file holds an array of
+            records, an object with one array of records in it, or a record in each line.
         what: what it is for, for complaints.
         example: a line of JSONL, for complaints.
 
@@ -207,7 +207,9 @@ def rows(source: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
         ValueError: the source does not exist, is another file or cannot be read, a record is no JSON object, or an
             object has several arrays that may be the records.
     """
-    if not source.is_file():
+    if source.is_fifo():
+        yield from _lines(source, what, example)
+    elif not source.is_file():
         yield from _numbered(f"{source}, record", _hub_dataset(source, what))
     elif source.suffix == ".jsonl":
         yield from _lines(source, what, example)

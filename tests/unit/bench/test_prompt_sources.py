@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import typer
 
-from paradraft.bench.setup import source_of
+from paradraft.bench.setup import USUAL, prompts_for, source_of
 from paradraft.cli.commands import app
-from paradraft.data.prompt_source import DEFAULT, RANDOM
+from paradraft.data.prompt_source import DEFAULT, PIPE, RANDOM
 
 
-def test_a_run_knows_where_its_prompts_are_from() -> None:
+def test_a_run_knows_where_its_prompts_are_from(tmp_path: Path) -> None:
     """Guards against shipped prompts that pass for the user's, and random ones that pass for texts."""
     assert source_of(None, "pocket") == DEFAULT
     assert source_of(Path("mine.jsonl"), "pocket") == "mine.jsonl"
     assert source_of(None, "shape:tiny-target") == RANDOM
+    os.mkfifo(tmp_path / "63")
+    assert source_of(tmp_path / "63", "pocket") == PIPE
+
+
+def test_a_run_needs_no_number_of_prompts(tmp_path: Path) -> None:
+    """Guards against a complaint about a default that the user has not set."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert prompts_for("pocket", None, tokens=1, file=file) == ["a", "b"]
+    assert len(prompts_for("shape:tiny-target", None, tokens=1, file=None)) == USUAL
 
 
 @pytest.mark.parametrize("command", ["bench", "plan", "audit"])

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from paradraft.data.prompts import read_prompts
+from paradraft.data.prompts import first_prompts, read_prompts
+from paradraft.data.questions import read_questions
 
 
 def test_further_keys_are_passed_through_and_blank_lines_skipped(tmp_path: Path) -> None:
@@ -42,3 +45,24 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
         read_prompts(tmp_path / "empty.jsonl")
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    """Guards `--prompts <(…)`: a pipe is no file, and gives its lines to the first reader alone."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for read in (read_prompts, lambda source: [one.record for one in read_questions(source, samples=1)]):
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(pipe.write_text, '{"prompt": "a"}\n')
+            assert read(pipe) == [{"prompt": "a"}]
+            writing.result()
+
+
+def test_all_prompts_of_a_short_file_where_no_number_was_given(tmp_path: Path) -> None:
+    """Guards whoever brings three prompts against a complaint about a number that he has not given."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in "abc"))
+    assert [len(first_prompts(file, number, usual)) for number, usual in ((None, 16), (None, 2), (1, 2))] == [3, 2, 1]
+    for number in (0, 4):
+        with pytest.raises(ValueError, match=f"num_prompts={number}: use 1 to 3"):
+            first_prompts(file, number, 16)
