@@ -169,7 +169,7 @@ def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
     found = Preparation()
     drafters: dict[tuple[object, ...], Drafter] = {}
     for method in benchmark.methods:
-        report(f"loading {method.spec}")
+        report(f"loading {target} for {method.spec}")
         of_dtype = replace(runtime, dtype=method.loaded_dtype)
         with on_cpus(method.placement.target_cpus):
             place = method.placement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -22,6 +23,8 @@ DIM, GREEN, PLAIN = "\x1b[2m", "\x1b[32m", "\x1b[0m"
 LEAST_LINES = 4
 """Of a terminal, to spare one of them."""
 REFRESH_S = 0.1
+LINE_S = 5.0
+"""Seconds between two lines about a loading where lines stay."""
 
 
 def stream_answer(
@@ -77,7 +80,9 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def news(console: Console, first: str) -> Iterator[Callable[[str], None]]:
-    """Tells what is going on: in a line that is replaced, or line by line where a terminal cannot do that.
+    """Reports what is going on: in a line that is replaced, or line by line where a terminal cannot do that.
+
+    What the loading of models logs is reported too; where lines stay, only now and then.
 
     Args:
         console: where.
@@ -85,9 +90,40 @@ def news(console: Console, first: str) -> Iterator[Callable[[str], None]]:
     """
     if console.is_terminal and not console.is_dumb_terminal:
         with console.status(first) as status:
-            yield lambda text: status.update(Text(text))
+
+            def show(text: str) -> None:
+                status.update(Text(text))
+
+            with _loading_shown(show, every_s=REFRESH_S):
+                yield show
     else:
-        yield console.print
+        with _loading_shown(console.print, every_s=LINE_S):
+            yield console.print
+
+
+@contextmanager
+def _loading_shown(show: Callable[[str], None], *, every_s: float) -> Iterator[None]:
+    """Inside, what the loading of models logs is shown, at most every so many seconds."""
+    logger, handler = logging.getLogger("paradraft.models"), _Progress(show, every_s)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
+class _Progress(logging.Handler):
+    def __init__(self, show: Callable[[str], None], every_s: float) -> None:
+        super().__init__(logging.INFO)
+        self._show, self._every_s, self._shown_s = show, every_s, time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (now_s := time.monotonic()) - self._shown_s >= self._every_s:
+            self._shown_s = now_s
+            self._show(record.getMessage())
 
 
 class StatusLine:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -46,6 +47,7 @@ from paradraft.models.names import is_shape
 from paradraft.models.packed_cache import LEAST_FREE, SOURCE, make_room, mark_as_read
 from paradraft.models.quantized import ROUNDING, Format, NumberKind, QuantizedTensor
 
+LOG = logging.getLogger(__name__)
 SETTING = "PARADRAFT_PACKED_FILES"
 FORMAT = 2
 """The version of the files."""
@@ -139,6 +141,7 @@ class PackedFile:
             return
         description, tensors = described
         needed = sum(tensor.nbytes for tensor in tensors.values())
+        LOG.info("%s: writing %.1f GB of packed weights for the next start", Path(self.name).name, needed / 1e9)
         try:
             make_room(self.path, needed)
             free = shutil.disk_usage(self.path.parent).free

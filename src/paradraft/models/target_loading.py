@@ -6,6 +6,7 @@ a time, so that the checkpoint is never in memory as a whole.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -48,6 +49,8 @@ from paradraft.models.rounding_reader import files_of, fill
 from paradraft.models.runtime import QUANTIZED, STORED, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Stage
+
+LOG = logging.getLogger(__name__)
 
 
 def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks: int = 1) -> Target:
@@ -118,6 +121,7 @@ def load_lm(folder: str, runtime: Runtime, vocab_size: int, capacity: int | None
         ValueError: there is no such model, or it cannot be had like this.
     """
     runtime = settled(runtime, folder)
+    LOG.info("%s: reading", Path(folder).name)
     config, file = config_of(folder), None
     if _packs_few_bits(config, runtime):
         file = PackedFile.of(folder, config, dtype=runtime.dtype, computed_in=runtime.computed_in)

@@ -9,6 +9,8 @@ import pytest
 from rich.text import Text
 
 from paradraft.cli.terminal import console, news
+from paradraft.models.runtime import Runtime
+from paradraft.models.target_loading import load_target
 
 
 class Tty(StringIO):
@@ -46,3 +48,19 @@ def test_a_dumb_terminal_gets_its_news_line_by_line(monkeypatch: pytest.MonkeyPa
         tell("loading [a] model")
         tell("run 1/3")
     assert terminal.getvalue() == "loading [a] model\nrun 1/3\n"
+
+
+def test_loading_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against minutes of "loading" without a sign of how far it is, and against news after the end."""
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr("paradraft.cli.terminal.LINE_S", 0.0)
+    terminal = Tty()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    runtime = Runtime(device="cpu", dtype="float32", capacity=64)
+    with news(console(stderr=True), "preparing"):
+        load_target("shape:tiny-target", runtime)
+    told = terminal.getvalue().splitlines()
+    assert told[0] == "shape:tiny-target: reading"
+    assert [line.partition(": ")[2] for line in told[1:3]] == ["packing layer 1 of 2", "packing layer 2 of 2"]
+    load_target("shape:tiny-target", runtime)
+    assert terminal.getvalue().splitlines() == told

@@ -11,6 +11,7 @@ Shape letters as in `causal_lm.py`.
 from __future__ import annotations
 
 import ctypes
+import logging
 import re
 import sys
 import weakref
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 PLAIN = re.compile(r"Linear|Embedding|(Llama|Mistral|Qwen2|Qwen3)(RMSNorm|RotaryEmbedding)|SiLU|SiLUActivation")
 """Kinds of modules without parts in these; an adapter has others."""
 PROFILED_AS = "paradraft::pass"
+LOG = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
 """That models compute in."""
 
@@ -122,7 +125,10 @@ class NativePass:
         self._config: PretrainedConfig = model.config
         config: PretrainedConfig = model.config
         body: Any = model.model
-        layers = [self._layer(layer) for layer in body.layers]
+        layers = []
+        for number, layer in enumerate(body.layers, 1):
+            LOG.info("%s: packing layer %d of %d", Path(model.name_or_path).name, number, len(body.layers))
+            layers.append(self._layer(layer))
         head = self._matrix([model.lm_head])
         self._head = self._matrices[-1]
         embedding = self._embedding(body.embed_tokens.weight, model.lm_head.weight)
@@ -152,6 +158,7 @@ class NativePass:
         self._rotations = torch.empty(0), torch.empty(0)
         self._storage: kv_cache.Storage = []
         self._pointers: list[ctypes.Array[ctypes.c_void_p]] = []
+        LOG.info("%s: comparing its pass with the model's own code", Path(model.name_or_path).name)
         self.probe = self._check(model, probe)
         """A digest of the logits of a few tokens."""
 
