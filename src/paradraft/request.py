@@ -15,6 +15,7 @@ from paradraft.errors import one_line, whole_number
 from paradraft.models.target import Target
 from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
+from paradraft.wording import number_of
 
 _T = TypeVar("_T")
 Prompt = str | Sequence[int] | Tensor | np.ndarray
@@ -129,7 +130,7 @@ def _check(tokens: list[int], limit: int, sampling: Sampling, target: Target, na
         raise ValueError("logit_bias: nearly all tokens are forbidden: leave at least two")
     if len(tokens) + limit > target.capacity:
         raise ValueError(
-            f"{name} has {len(tokens)} tokens and {limit} are asked for, but the model has room "
+            f"{name} has {number_of(len(tokens), 'token')} and {limit} are asked for, but the model has room "
             f"for {target.capacity}: shorten the prompt or lower max_new_tokens"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from paradraft.drafters import check_draft, drafter_class, drafter_config, drafter_names
+from paradraft.drafters import check_draft, drafter_class, drafter_config, drafter_names, split_settings
 from paradraft.errors import one_line, whole_number
 from paradraft.models.names import check_has_weights
 from paradraft.tree import Tree
@@ -67,6 +67,8 @@ class Speculation:
         for name in ("drafter", "verify", "lengths"):
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f"{name}={one_line(value)}: use a name")
+        name, settings = split_settings(self.drafter)
+        object.__setattr__(self, "drafter", ":".join([name, *settings]))
         object.__setattr__(self, "k", whole_number("k", self.k))
         if not 1 <= self.k <= MOST_DRAFTED:
             raise ValueError(f"k={self.k}: draft 1 to {MOST_DRAFTED} tokens per round")

@@ -193,4 +193,4 @@ def test_a_report_tells_which_weights_were_measured(family: Path, paradraft: Par
     assert drafted == plain | {"draft": model_digest(family / "pard")[:16]}
     assert report["machine"]["git_revision"] != ""
     assert report["arguments"]["prompts"] == str(tmp_path / "prompts.jsonl")
-    assert "1 prompts of prompts.jsonl × 4 tokens" in report["title"]
+    assert "1 prompt of prompts.jsonl × 4 tokens" in report["title"]

@@ -33,13 +33,15 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
 from paradraft.verify import LOSSY, rule_name
+from paradraft.wording import number_of
 
 
 def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """An audit in words, a line each."""
     lines = [
         f"{report.verdict}: {report.reason}",
-        f"  {report.answers} answers, {report.tokens} tokens, acceptance length {report.acceptance_length:.2f}",
+        f"  {number_of(report.answers, 'answer')}, {number_of(report.tokens, 'token')}, "
+        f"acceptance length {report.acceptance_length:.2f}",
     ]
     if (own := report.own_pass) is not None:
         sides = {"in plain decoding": own.plain, "with the drafter": own.drafted}
@@ -58,8 +60,9 @@ def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         return lines
     share = report.bitwise_equal / report.positions
     lines.append(
-        f"  logits of {report.positions} places compared: {share:.0%} equal to the last bit, largest difference "
-        f"{report.largest_difference:.2g}; passes of one and of several tokens differ by {report.rounding:.2g}"
+        f"  logits of {number_of(report.positions, 'place')} compared: {share:.0%} equal to the last bit, largest "
+        f"difference {report.largest_difference:.2g}; passes of one and of several tokens differ by "
+        f"{report.rounding:.2g}"
     )
     for one in report.divergences:
         plain, drafted = (tokenizer.decode([token]) for token in (one.plain, one.drafted))

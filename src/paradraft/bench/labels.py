@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paradraft import drafters
 from paradraft.drafters import split_settings
 from paradraft.verify import LOSSY, rule_name
 
 LABELS = {
-    "hf": "AR", "ar": "AR+", "autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram",
+    **drafters.LABELS, "hf": "AR", "ar": "AR+",
     "hf-assisted": "assisted", "hf-prompt-lookup": "lookup",
     "vllm": "vLLM", "vllm-draft": "vLLM VSD", "vllm-pard": "vLLM PARD", "vllm-ngram": "vLLM n-gram",
     "vllm-medusa": "vLLM Medusa", "vllm-eagle": "vLLM EAGLE",
     "llama-cpp": "llama.cpp", "llama-cpp-draft": "llama.cpp VSD",
 }  # fmt: skip
+"""By the name of the method; each is accepted in its place."""
 _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=", "target_stages=")
 """Settings whose value says what it is."""
 _CPUS = ("target_cpus=", "draft_cpus=")

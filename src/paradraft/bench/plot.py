@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Told apart with any colour vision (Okabe and Ito 2008), without the yellow, which is pale on white."""
 MARKERS = "os^Dv<>"
+TITLE_CHARACTERS = 80
+"""Of a line, as many as there is room for."""
 BASELINE, UNDRAFTED, SOFT = "#4d4d4d", "#b8b8b8", "#595959"
 BASELINES = {"": "", "*": " (baseline)", "**": "\n(fastest baseline)"}
 WORDS = {
@@ -74,7 +76,7 @@ def draw(result: dict[str, Any]) -> Figure:
     lanes = {spec: pieces for spec, pieces in (result.get("timeline") or {}).items() if pieces and spec in methods}
     above, below = 2.5 + 0.3 * max(len(methods), 7), 0.6 + 0.55 * len(lanes)
     figure = Figure(figsize=(10, above + below * bool(lanes)), layout="constrained")
-    figure.suptitle(textwrap.fill(title_of(result), 100), fontsize=13, fontweight="bold")
+    figure.suptitle(textwrap.fill(title_of(result), TITLE_CHARACTERS), fontsize=13, fontweight="bold")
     names = {one["method"] for one in methods.values()}
     words = " · ".join(text for name, text in WORDS.items() if name in names)
     words += " · PEARL: drafts while the target verifies" * any(one.get("gamma") for one in methods.values())

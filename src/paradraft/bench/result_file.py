@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.bench.baselines import HF
+from paradraft.bench.labels import labels
 from paradraft.bench.latency import LATENCIES
 from paradraft.bench.result import accepted_share_of_rounds, first_length
 from paradraft.bench.spec import AR
@@ -151,10 +152,16 @@ def completed(result: dict[str, Any]) -> dict[str, Any]:
 def selected(result: dict[str, Any], specs: Sequence[str]) -> dict[str, Any]:
     """A result with some of its methods, in the order asked for; their figures stay those of the whole run.
 
+    Args:
+        result: of one work.
+        specs: the methods, as they were given or as tables call them.
+
     Raises:
         ValueError: it has no such method.
     """
     methods = result["methods"]
+    names = {label: spec for spec, label in labels(methods).items()}
+    specs = [spec if spec in methods else names.get(spec, spec) for spec in specs]
     for spec in specs:
         if spec not in methods:
             raise ValueError(f"--methods: the result has no method {spec!r}; use some of {', '.join(methods)}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.bench.baselines import ASSISTED, CONFIDENCE, HF, LOOKUP, PEERS, is_llama_cpp, transformers
+from paradraft.bench.labels import LABELS
 from paradraft.bench.result import Answerer, BatchResult
 from paradraft.bench.roofline import models_of, passes_of
 from paradraft.bench.sides import Sides, forwards
@@ -85,6 +86,7 @@ class Method:
             dtype: that of a method that leaves it out.
         """
         name, settings = split_settings(spec)
+        name = next((known for known, label in LABELS.items() if label == name), name)
         known = [AR, *(drafter for drafter in drafter_names() if drafter != "none"), *PEERS]
         if name not in known:
             raise ValueError(f"unknown method {name!r}: use some of {', '.join(known)}")

@@ -16,7 +16,9 @@ from paradraft.bench.spec import AR
 from paradraft.bench.steadiness import unsteady_runs
 from paradraft.data.prompt_source import counted
 from paradraft.files import write_output
+from paradraft.models.names import short_name
 from paradraft.models.runtime import QUANTIZED
+from paradraft.wording import number_of
 
 MEAN_CAPTION = (
     "tokens/s, and speedup against AR+ of the same dtype, of each task · mean: mean tokens/s, and its ratio to AR+'s"
@@ -213,7 +215,7 @@ def title_of(result: dict[str, Any]) -> str:
     temperature = arguments["sampling"]["temperature"]
     title = f"{result['task']['name']}: " if "task" in result else ""
     prompts = counted(arguments["num_prompts"], arguments.get("prompts"))
-    title += f"{arguments['target']}, {prompts} × {arguments['max_new_tokens']} tokens, "
+    title += f"{short_name(arguments['target'])}, {prompts} × {number_of(arguments['max_new_tokens'], 'token')}, "
     title += f"temperature {temperature:g}" if temperature else "greedy"
     return marked(title, arguments)
 

@@ -28,6 +28,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.serve.vllm import VllmServer
 from paradraft.speculation import Speculation
+from paradraft.wording import number_of
 
 if TYPE_CHECKING:
     from paradraft.audit.draft_causes import Drafting, DraftModel
@@ -274,7 +275,10 @@ def _draft_model(
 
 def findings(report: ServedReport, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """An audit in words, a line each."""
-    lines = [f"{report.verdict}: {report.reason}", f"  {report.answers} answers, {report.tokens} tokens"]
+    lines = [
+        f"{report.verdict}: {report.reason}",
+        f"  {number_of(report.answers, 'answer')}, {number_of(report.tokens, 'token')}",
+    ]
     if report.difference is not None and report.explained is not None:
         lines.append(
             f"  at {report.places} tokens, the logarithms of probabilities that the server tells differ from those of "

@@ -20,6 +20,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
+from paradraft.wording import number_of
 
 if TYPE_CHECKING:
     from paradraft.engine import Chunk, Engine
@@ -157,7 +158,7 @@ class Chat:
         room = self._engine.target.capacity - len(tokens)
         if room < 1:
             raise ValueError(
-                f"the conversation has {len(tokens)} tokens, and the model has room for "
+                f"the conversation has {number_of(len(tokens), 'token')}, and the model has room for "
                 f"{self._engine.target.capacity}: /reset begins anew"
             )
         chunks = self._engine.stream(tokens, max_new_tokens=min(self._max_new_tokens, room), sampling=self._sampling)
@@ -195,7 +196,7 @@ class Progress:
         """In words."""
         seconds = time.perf_counter() - self._began_s
         return (
-            f"{self._tokens} tokens, {self._tokens / seconds:.0f} tokens/s, "
+            f"{number_of(self._tokens, 'token')}, {self._tokens / seconds:.0f} tokens/s, "
             f"{self._tokens / max(self._rounds, 1):.2f} tokens per pass, "
             f"{100 * self._drafted / max(self._tokens, 1):.0f} % drafted"
         )

@@ -11,6 +11,7 @@ import typer
 from paradraft.cli import options
 from paradraft.cli.importing import importing
 from paradraft.models.runtime import DTYPES
+from paradraft.wording import number_of
 
 if TYPE_CHECKING:
     from paradraft.train.init_draft import NewDraft
@@ -94,7 +95,7 @@ def _report(target: str, out: Path, origin: InitFrom, made: NewDraft) -> list[st
         case PretrainedSibling():
             what = origin.name
         case RandomInit():
-            what = f"random weights, {origin.layers} layers of width {origin.hidden_size}"
+            what = f"random weights, {number_of(origin.layers, 'layer')} of width {origin.hidden_size}"
         case _:
             what = f"layers {', '.join(map(str, made.layers))} of the target"
             if origin.intermediate_size is not None:

@@ -29,6 +29,7 @@ from paradraft.sampling_params import Sampling
 from paradraft.serve.limits import Limits
 from paradraft.speculation import LENGTHS, MOST_DRAFTED, Speculation, gamma_of
 from paradraft.tree import Tree
+from paradraft.wording import number_of
 
 Rule = tuple[bool, str, Collection[str]]
 """Whether it holds for this run, when that is, and which parameters then have no effect."""
@@ -60,7 +61,7 @@ def use_threads(threads: int | None) -> None:
         return
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or threads)
     if threads > cpus:
-        raise ValueError(f"--threads {threads}: this process has {cpus} CPUs, use at most as many")
+        raise ValueError(f"--threads {threads}: this process has {number_of(cpus, 'CPU')}, use at most as many")
     import torch
 
     torch.set_num_threads(threads)

@@ -16,11 +16,12 @@ from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.terminal import console, news
 from paradraft.drafters import split_settings
 from paradraft.files import check_outputs
-from paradraft.models.names import POCKET
+from paradraft.models.names import POCKET, short_name
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
 from paradraft.verify import LOSSY, rule_name
+from paradraft.wording import number_of
 
 if TYPE_CHECKING:
     from paradraft.plan.sizes import SizeTask
@@ -168,9 +169,9 @@ def plan(
             task, runtime, known=known, source=None if found is None else found[1], check_runs=runs if check else 0,
             report=tell,
         )  # fmt: skip
-    title = f"{target} with {speculation.drafter}, {counted(len(texts), task.source)} × {max_new_tokens} tokens, " + (
-        "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
-    )
+    chance = "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
+    asked_of_all = f"{counted(len(texts), task.source)} × {number_of(max_new_tokens, 'token')}"
+    title = f"{short_name(target)} with {speculation.drafter}, {asked_of_all}, {chance}"
     if found is not None:
         title = marked(title, found[0]["arguments"])
     console().print(table(result, title))
@@ -201,8 +202,8 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: Js
     with news(console(stderr=True), "preparing") as tell:
         result = run_size_plan(task, runtime, check_runs=check_runs, report=tell)
     chance = "greedy" if task.sampling.is_greedy else f"temperature {task.sampling.temperature:g}"
-    prompts = counted(len(task.prompts), task.source)
-    title = f"{task.target} with {speculation.drafter}, {prompts} × {task.max_new_tokens} tokens"
+    prompts = f"{counted(len(task.prompts), task.source)} × {number_of(task.max_new_tokens, 'token')}"
+    title = f"{short_name(task.target)} with {speculation.drafter}, {prompts}"
     lossy = ", not lossless" if rule_name(speculation.verify) in LOSSY else ""
     console().print(table(result, f"{title}, {chance}{lossy}"))
     if (unsteady := unsteady_plan(result)) is not None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from paradraft.sampling_params import Sampling
+from paradraft.wording import number_of
 
 if TYPE_CHECKING:
     from paradraft.engine import Engine
@@ -53,7 +54,7 @@ def stream_answer(
         write("\n")
     stats = engine.clock.stats
     console(stderr=True).print(
-        f"{stats.tokens} tokens in {stats.total_s:.2f} s, {stats.tokens / stats.total_s:.0f} tokens/s, "
+        f"{number_of(stats.tokens, 'token')} in {stats.total_s:.2f} s, {stats.tokens / stats.total_s:.0f} tokens/s, "
         f"acceptance length {stats.acceptance_length:.2f}"
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paradraft.wording import number_of
+
 STDIN = "-"
 """The file that is the standard input."""
 DEFAULT = "Python functions to complete, held-out modules of the pocket family"
@@ -23,13 +25,18 @@ def counted(number: int, source: str | None) -> str:
 
     >>> [counted(8, source) for source in (DEFAULT, RANDOM, None)]
     ['8 Python functions to complete', '8 random prompts', '8 prompts']
+    >>> counted(1, "mine.jsonl"), counted(1, DEFAULT)
+    ('1 prompt of mine.jsonl', '1 Python function to complete')
     >>> [counted(8, source) for source in ("asked/mine.jsonl", "-", PIPE)]
     ['8 prompts of mine.jsonl', '8 prompts from stdin', '8 prompts from a pipe']
     """
+    if source == DEFAULT:
+        return f"{number_of(number, 'Python function')} to complete"
+    if source == RANDOM:
+        return number_of(number, "random prompt")
+    prompts = number_of(number, "prompt")
     if source is None:
-        return f"{number} prompts"
-    if source in (DEFAULT, RANDOM):
-        return f"{number} {source.partition(',')[0]}" if source == DEFAULT else f"{number} random prompts"
+        return prompts
     if source in (STDIN, PIPE):
-        return f"{number} prompts from {'stdin' if source == STDIN else PIPE}"
-    return f"{number} prompts of {Path(source).name}"
+        return f"{prompts} from {'stdin' if source == STDIN else PIPE}"
+    return f"{prompts} of {Path(source).name}"

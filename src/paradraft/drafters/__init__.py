@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 GROUP = "paradraft.drafters"
 """The entry points by which other packages add drafters."""
+LABELS = {"autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram"}
+"""What tables and pictures call drafters; each is accepted in place of the name."""
 DRAFT = "draft"
 """The field of a `Config` that names the draft model; it is given apart from the other settings."""
 
@@ -109,8 +111,11 @@ def split_settings(spec: str) -> tuple[str, list[str]]:
 
     >>> split_settings("pard:k=4:draft=shape:llama-3.2-1b")
     ('pard', ['k=4', 'draft=shape:llama-3.2-1b'])
+    >>> split_settings("n-gram")
+    ('ngram', [])
     """
     name, colon, settings = spec.partition(":")
+    name = next((known for known, label in LABELS.items() if label == name), name)
     return name, re.split(r":(?=\w+=)", settings) if colon else []
 
 

@@ -17,6 +17,16 @@ def is_shape(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
+def short_name(name: str) -> str:
+    """A model's name for a title: of a path the last part; a Hugging Face id as it is.
+
+    >>> [short_name(name) for name in ("build/real/qwen.Q4_K_M.gguf", "models/qwen.gguf", "Qwen/Qwen3-8B", "/m/qwen/")]
+    ['qwen.Q4_K_M.gguf', 'qwen.gguf', 'Qwen/Qwen3-8B', 'qwen']
+    """
+    is_id = name.count("/") == 1 and name[0] not in "./~" and not name.endswith(".gguf")
+    return name if is_id else name.rstrip("/").rpartition("/")[2] or name
+
+
 def check_has_weights(name: str) -> None:
     """Raises ValueError for a shape, where a model is needed that says something."""
     if is_shape(name):

@@ -15,6 +15,7 @@ from paradraft.models.generation import end_ids
 from paradraft.models.prompt_tokens import forward_with_probes
 from paradraft.parents import depths, parents_of_chains, row_after, with_root
 from paradraft.ragged import from_lists, to_lists, upload
+from paradraft.wording import number_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +197,9 @@ class Target:
 
     def _check_room(self, tokens: int) -> None:
         if tokens > self.capacity:
-            raise ValueError(f"the prompt has {tokens} tokens, the model has room for {self.capacity}: shorten it")
+            raise ValueError(
+                f"the prompt has {number_of(tokens, 'token')}, the model has room for {self.capacity}: shorten it"
+            )
 
     def _restore(self, row: int, prompt: list[int], begun: tuple[SavedRow, int] | None) -> int:
         """Begins a row with what was saved of another; returns how many tokens of its prompt are known by that."""

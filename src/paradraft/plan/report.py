@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from paradraft.bench.folding import Column, FoldingTable
 from paradraft.files import write_output
 from paradraft.plan.predict import PLAIN
+
+TITLE_CHARACTERS = 72
+"""Of a line of a picture's title, as many as there is room for."""
 
 LEGEND = (
     "> the fastest of its batch size · plain: without a drafter (AR+) · k: tokens drafted per round · length: tokens "
@@ -87,7 +91,8 @@ def plot(plan: dict[str, Any], title: str, file: Path) -> None:
         )
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set(
-        title=title, xlabel="tokens drafted per round (lines: chains; crosses: trees; rings: measured)",
+        title=textwrap.fill(title, TITLE_CHARACTERS),
+        xlabel="tokens drafted per round (lines: chains; crosses: trees; rings: measured)",
         ylabel="speed against plain decoding",
     )  # fmt: skip
     axes.legend()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from paradraft.bench.labels import full_paths, labels
+from paradraft.bench.labels import LABELS, full_paths, labels
 from paradraft.bench.page.page import page
 from paradraft.bench.plot import description
+from paradraft.bench.spec import Method
 from paradraft.bench.summary import notes
+from paradraft.drafters import LABELS as DRAFTERS
+from paradraft.drafters import takes_draft
+from paradraft.speculation import Speculation
 from tests.support.bench_result import figures, result
 
 HOME = "/home/somebody/experiments/2026-11-24"
@@ -59,3 +63,13 @@ def test_page_and_picture_have_the_same_names() -> None:
     found["methods"][spec] = figures("pard")
     assert "PARD, …/run/final: " in description(found["methods"])
     assert "draft=/home" not in page(found) and f"…/run/final: {HOME}/run/final" in page(found)
+
+
+def test_a_method_is_known_by_its_label() -> None:
+    """Guards whoever types what a table shows: VSD, n-gram, AR+."""
+    for name, label in LABELS.items():
+        assert Method.parse(label).name == name
+    assert Method.parse("n-gram:max_ngram=3").speculation == Speculation(drafter="ngram:max_ngram=3")
+    for name, label in DRAFTERS.items():
+        assert Speculation(drafter=label).drafter == name
+        assert takes_draft(label) == takes_draft(name)

@@ -43,6 +43,17 @@ def test_nothing_covers_anything(number: int) -> None:
     assert area.x1 <= figure.bbox.x1 and area.y0 >= figure.bbox.y0
 
 
+def test_a_long_title_fits(tmp_path: Path) -> None:
+    """Guards against a title that is cut at both ends, and one that tells readers of somebody's folders."""
+    given, name = result(), "qwen2.5-coder-1.5b-instruct-" * 8 + "Q4_K_M.gguf"
+    given["arguments"]["target"] = f"/home/somebody/models/{name}"
+    figure = drawn(given)
+    assert figure._suptitle is not None  # type: ignore[attr-defined]  # matplotlib has no other name for it
+    box = figure._suptitle.get_window_extent()  # type: ignore[attr-defined]
+    assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+    assert "somebody" not in figure._suptitle.get_text()  # type: ignore[attr-defined]
+
+
 def test_the_figures_are_those_of_the_table() -> None:
     """Guards the README's picture, which said 1.32x where the table beside it said 1.44x."""
     specs = ["ar", "pard:k=6", "ar:dtype=bfloat16", "pard:k=8:dtype=bfloat16"]

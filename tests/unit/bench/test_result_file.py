@@ -94,5 +94,6 @@ def test_a_selection_keeps_the_figures_of_the_whole_run() -> None:
     assert list(few["methods"]) == ["pard:k=8:dtype=bfloat16", "pard:k=6"]
     assert few["methods"]["pard:k=6"] == whole["methods"]["pard:k=6"]
     assert set(few["example"]["answers"]) == set(few["methods"])
+    assert list(selected(whole, ["AR+", "PARD, k=6"])["methods"]) == ["ar", "pard:k=6"], "as tables call them"
     with pytest.raises(ValueError, match=r"no method 'pard:k=5'; use some of hf, "):
         selected(whole, ["pard:k=5"])

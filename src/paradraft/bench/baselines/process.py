@@ -22,6 +22,7 @@ from paradraft.bench.spec import Method
 from paradraft.models.target import Target
 from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
+from paradraft.wording import number_of
 
 
 class EngineProcess:
@@ -130,7 +131,10 @@ class EngineProcess:
         reply = self._ask({"prompts": rows, **request}, ("tokens", *keys))
         if len(reply["tokens"]) != len(rows):
             answers = len(reply["tokens"])
-            raise ValueError(f"method {self.spec!r}: {self.engine} gave {answers} answers to {len(rows)} prompts")
+            raise ValueError(
+                f"method {self.spec!r}: {self.engine} gave {number_of(answers, 'answer')} to "
+                f"{number_of(len(rows), 'prompt')}"
+            )
         return reply
 
     def _end(self) -> int:

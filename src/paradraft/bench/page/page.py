@@ -13,6 +13,7 @@ from paradraft.bench.result import Piece
 from paradraft.bench.result_file import ADVICE, completed, read_result_file
 from paradraft.bench.summary import title_of
 from paradraft.files import check_outputs, write_output
+from paradraft.wording import number_of
 
 DEEPEST = 8
 """Positions of a draft that have a colour of their own; deeper ones share the last."""
@@ -49,7 +50,7 @@ def _answer(name: str, prompt: str, pieces: list[Piece], *, is_open: bool) -> El
     drafted = sum(origin > 0 for _, origin in pieces)
     # Each pass ends with a token of the target's own; the limit may have cut the last one's.
     passes = len(pieces) - drafted + bool(pieces and pieces[-1][1])
-    words = f" {len(pieces)} tokens in {passes} passes of the target, {drafted} of them drafted"
+    words = f" {number_of(len(pieces), 'token')} in {passes} passes of the target, {drafted} of them drafted"
     return Element.of(
         "details",
         Element.of("summary", name, Element.of("small", words)),

@@ -69,7 +69,7 @@ def test_without_a_drafter_nothing_is_counted(tmp_path: Path) -> None:
         ("import time; time.sleep(60)", "said nothing for 0 s"),
         ("""print('{"vllm": "1"}', flush=True); input(); input(); print('{"tokens": []}')""", "no reply"),
         ("""print('{"vllm": "1"}', flush=True); input(); input(); print('{"tokens": [], "total_s": 1, """
-         """"peak_rss_bytes": 1}')""", "0 answers to 1 prompts"),
+         """"peak_rss_bytes": 1}')""", "0 answers to 1 prompt"),
         ("""print('{"vllm": "1"}', flush=True); import os, signal; input(); input(); """
          """os.kill(os.getpid(), signal.SIGKILL)""", "ended with code -9"),
         ("import sys; sys.stdout.buffer.write(bytes([255, 10]))", "ended with code 0"),

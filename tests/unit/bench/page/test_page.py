@@ -114,10 +114,10 @@ def test_whatever_a_model_says_is_shown_as_text() -> None:
         "prompt": HOSTILE[0],
         "answers": {"pard:k=4": [[text, place] for place, text in enumerate(HOSTILE)]},
     }
-    given["arguments"]["target"] = HOSTILE[0]
+    given["arguments"]["target"] = name = "<script>alert(1)<b>"  # without a slash, so that titles show all of it
     found = read(given)
     assert "script" not in [tag for tag, _ in found.tags] and "b" not in [tag for tag, _ in found.tags]
-    assert found.text.count(HOSTILE[0]) >= 3
+    assert found.text.count(name) == found.text.count(HOSTILE[0]) == 2
     for text in (HOSTILE[1], HOSTILE[2], "tab\tand\nnewline", "␛[31m␀⟨U+0085⟩", "⟨U+202E⟩gnp.exe", "⟨U+D800⟩"):
         assert text in found.text
     page(given).encode()
