@@ -23,7 +23,7 @@ from tests.e2e.conftest import Paradraft, assert_mistake, drafting
 
 def test_mistakes(family: Path, paradraft: Paradraft, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a traceback, and against minutes of loading before a mistake is told."""
-    monkeypatch.setattr("paradraft.cli.serve.load_engine", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("paradraft.loader.load_engine", lambda *_, **__: pytest.fail("it was loaded"))
     serve = ["serve", *drafting(family, "pard")]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -44,7 +44,7 @@ def test_two_servers_that_start_together(family: Path, paradraft: Paradraft, mon
             other.listen()
             return load_engine(*asked, **settings)
 
-        monkeypatch.setattr("paradraft.cli.serve.load_engine", load_late)
+        monkeypatch.setattr("paradraft.loader.load_engine", load_late)
         found = paradraft("serve", *drafting(family, "pard"), "--port", port)
     assert_mistake(found, f"--port {port}", "in use")  # and no line that it is serving
 
