@@ -32,6 +32,12 @@ from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
         (["--json", "out.png", "--plot", "out.png"], "one file"),
         (["--runs", 0], "--runs"),
         (["--threads", 0], "--threads"),
+        (
+            ["--methods", "hf,ar", "--temperature", 1, "--min-p", 0.1],
+            "min_p is for our own methods: leave it",
+        ),
+        (["--chat"], "no chat template"),
+        (["--target", "shape:tiny-target", "--prompts", "-", "--chat"], "reads no texts"),
         (["--num-prompts", 2], "num_prompts=2: use 1 to 1, "),
         (["--num-prompts", 0], "num_prompts=0: use 1 to 1, "),
         (["--max-new-tokens", 0], "--max-new-tokens"),
@@ -132,7 +138,7 @@ def test_shapes_need_no_rates_without_a_drafter(paradraft: Paradraft, tmp_path: 
     assert found.code == 0, found.err
     report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert "SYNTHETIC" not in report["title"] + found.out
-    assert "1 random prompts × 9 tokens" in report["title"]
+    assert "1 random prompt × 9 tokens" in report["title"]
     assert report["methods"]["ar"]["synthetic_acceptance"] is None
     assert {report["methods"]["ar"][setting] for setting in ("k", "tree", "verify", "lengths")} == {None}
     assert report["methods"]["hf"]["decode_share_of_floor"] is None

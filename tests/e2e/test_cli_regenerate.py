@@ -132,7 +132,7 @@ def test_a_prompt_without_an_answer_is_reported_and_asked_again(
         assert outcome.code == 1
         assert outcome.out == f"2 of 3 answers are in {out}, 2 of them new\n"
         assert f"no answer to {prompts}, line 2: status 500: oh\n" in outcome.err
-        assert "1 are missing; the same command asks for them again" in outcome.err
+        assert "1 answer missing; the same command asks again" in outcome.err
         assert server.seen["abcabc"] == 3
         server.script = lambda asked, number: None
         assert paradraft(*there(server, prompts, out)).out == f"3 of 3 answers are in {out}, 1 of them new\n"

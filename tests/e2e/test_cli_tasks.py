@@ -53,7 +53,7 @@ def test_one_task_is_a_result_like_any_other(
     asked = ["--task", "gsm8k", "--task-data", "data.jsonl", "--max-new-tokens", 6, "--json", "out.json"]
     found = paradraft("bench", "--target", family / "target", *QUICK, *asked, "--report", "page")
     assert found.code == 0, found.err
-    assert "warning: task gsm8k: 1 questions are too long" in found.err
+    assert "warning: task gsm8k: left out 1 question, too long" in found.err
     file = json.loads(Path("out.json").read_text(encoding="utf-8"))
     assert (file["task"]["questions"], file["task"]["left_out"]) == ([1, 3], [2])
     assert file["title"].startswith("gsm8k: ") and file["methods"]["ar"]["tokens"] <= 12
@@ -120,7 +120,7 @@ def test_recipes_of_tables_are_commands(
     assert all(len(paper) == len(table["tasks"]) for row in table["rows"] for paper in row["paper"].values())
     assert all(f"draft={row['pard']}" in line for row, line in zip(table["rows"], lines, strict=True))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paradraft.cli.bench.locate", lambda target, _: refuse(target))
+    monkeypatch.setattr("paradraft.models.loading.locate", lambda target, _: refuse(target))
     paper_tables.main([str(file), "--out", ".", "--dry-run", "--models", "pocket"])
     command = capsys.readouterr().out.split()
     assert "--task" in command and "draft=" not in " ".join(command)

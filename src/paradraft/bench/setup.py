@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paradraft.bench.baselines import HF, LLAMA_CPP, PEERS, is_llama_cpp, is_vllm, llama_cpp
 from paradraft.bench.baselines.llama_cpp import LlamaCppProcess, check_llama_cpp
@@ -14,10 +15,11 @@ from paradraft.bench.harness import check_batches
 from paradraft.bench.result import Answerer
 from paradraft.bench.roofline import models_of
 from paradraft.bench.spec import AR, Benchmark, Method, TargetKey
+from paradraft.bench.summary import OWN_SAMPLING
 from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.core import Drafter
 from paradraft.data.prompt_source import DEFAULT, PIPE, RANDOM
-from paradraft.data.prompts import first_prompts, texts_of
+from paradraft.data.prompts import as_conversations, first_prompts, texts_of
 from paradraft.decode.channel import launched
 from paradraft.drafters import check_draft, drafter_names, takes_draft
 from paradraft.drafters.none import NoDrafter
@@ -65,8 +67,27 @@ class Workload:
         return cls(count=len(prompts), max_new_tokens=max_new_tokens, prompts=lambda _: prompts, source=source)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """How prompts are asked in a chat.
+
+    Args:
+        system: the first message; None for none.
+        variables: of the chat template.
+    """
+
+    system: str | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
 def held_out_prompts(
-    number: int | None, file: Path | None, target: str, tokenizer: str | None = None, *, usual: int = USUAL
+    number: int | None,
+    file: Path | None,
+    target: str,
+    tokenizer: str | None = None,
+    *,
+    usual: int = USUAL,
+    chat: Chat | None = None,
 ) -> list[str]:
     """The first prompts of a file, conversations as the target reads them; without a file, of the pocket family's
     held-out modules.
@@ -77,13 +98,16 @@ def held_out_prompts(
         target: who reads them.
         tokenizer: its tokenizer, if it is not the one that comes with it.
         usual: how many where the user has not said it.
+        chat: how prompts are asked in a chat; None continues them as they are.
 
     Raises:
         ValueError: the file cannot be read or has fewer prompts, or conversations are to be asked of a target without
             a chat template.
     """
     records = first_prompts(file or pocket_folder("prompts.jsonl"), number, usual)
-    return texts_of(records, lambda: tokenizer_for(locate(target, "target"), tokenizer))
+    records = records if chat is None else as_conversations(records, chat.system)
+    variables = {} if chat is None else chat.variables
+    return texts_of(records, lambda: tokenizer_for(locate(target, "target"), tokenizer), variables)
 
 
 def source_of(file: Path | None, target: str) -> str:
@@ -94,20 +118,28 @@ def source_of(file: Path | None, target: str) -> str:
 
 
 def prompts_for(
-    target: str, number: int | None, *, tokens: int, file: Path | None, tokenizer: str | None = None
+    target: str,
+    number: int | None,
+    *,
+    tokens: int,
+    file: Path | None,
+    tokenizer: str | None = None,
+    chat: Chat | None = None,
 ) -> list[str]:
     """The prompts of a run: random ones of so many tokens for a shape, which reads no texts, else those of a file.
 
     Without a number there are `USUAL`, or fewer where the file is shorter.
 
     Raises:
-        ValueError: there is no such shape or file, or a shape is to read a file.
+        ValueError: there is no such shape or file, or a shape is to read a file or a chat.
     """
     if not is_shape(target):
-        return held_out_prompts(number, file, target, tokenizer)
+        return held_out_prompts(number, file, target, tokenizer, chat=chat)
     found = random_prompts(target, USUAL if number is None else number, tokens)
     if file is not None:
         raise ValueError(f"--prompts {file}: {target!r} reads no texts, its prompts are random: give --prompt-tokens")
+    if chat is not None:
+        raise ValueError(f"--chat: {target!r} reads no texts, leave it out")
     return found
 
 
@@ -221,9 +253,18 @@ def check(benchmark: Benchmark, num_prompts: int) -> None:
             shape_of(draft)  # its name may be misspelt
         if takes_draft(drafter):
             check_draft(drafter, draft, target)
+    _check_sampling(methods, benchmark.sampling)
     _check_acceptance(methods, target, benchmark.acceptance)
     check_vllm(methods, benchmark.sampling, benchmark.runtime)
     check_llama_cpp(methods, target, benchmark.sampling, benchmark.runtime)
+
+
+def _check_sampling(methods: list[Method], sampling: Sampling) -> None:
+    """Raises ValueError for a setting that peers do not have, or have in another form."""
+    changed = [name for name, usual in OWN_SAMPLING.items() if getattr(sampling, name) != usual]
+    peers = [method.spec for method in methods if method.name in PEERS]
+    if changed and peers:
+        raise ValueError(f"{changed[0]} is for our own methods: leave it out, or {', '.join(peers)}")
 
 
 def _check_acceptance(methods: list[Method], target: str, acceptance: SyntheticAcceptance | None) -> None:

@@ -23,6 +23,8 @@ from paradraft.wording import number_of
 MEAN_CAPTION = (
     "tokens/s, and speedup against AR+ of the same dtype, of each task · mean: mean tokens/s, and its ratio to AR+'s"
 )
+OWN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Settings under which peers are not compared, with the values that change nothing; a title names others."""
 
 
 def mean_of(tasks: dict[str, Summary]) -> Summary:
@@ -217,6 +219,10 @@ def title_of(result: dict[str, Any]) -> str:
     prompts = counted(arguments["num_prompts"], arguments.get("prompts"))
     title += f"{short_name(arguments['target'])}, {prompts} × {number_of(arguments['max_new_tokens'], 'token')}, "
     title += f"temperature {temperature:g}" if temperature else "greedy"
+    for name, usual in OWN_SAMPLING.items():
+        if (value := arguments["sampling"].get(name, usual)) != usual:
+            title += f", {name} {value:g}"
+    title += ", asked in a chat" * bool(arguments.get("chat"))
     return marked(title, arguments)
 
 

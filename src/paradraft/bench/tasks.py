@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.bench.setup import Answers, Workload
 from paradraft.data.records import Record, records
 from paradraft.models.tokenization import encode_prompt
+from paradraft.wording import number_of
 
 QUESTIONS = 80
 """How many questions of a task are asked, unless told otherwise."""
@@ -304,8 +305,8 @@ class Questions:
             return None
         few = ", ".join(map(str, self.left_out[:8])) + ", …" * (len(self.left_out) > 8)
         return (
-            f"task {self.task.name}: {len(self.left_out)} questions are too long for the target with "
-            f"{self.max_new_tokens} new tokens, and left out: {few}"
+            f"task {self.task.name}: left out {number_of(len(self.left_out), 'question')}, too long for the target "
+            f"with {number_of(self.max_new_tokens, 'new token')}: {few}"
         )
 
 

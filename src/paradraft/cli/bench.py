@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -154,9 +154,13 @@ def bench(
             "repeated. By default it comes from Hugging Face."
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="With --task: what the model is told first.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask prompts as a user does in a chat, through the model's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat or --task: what the model reads first.")] = None,
+    chat_template_kwargs: options.TemplateVariables = None,
     speculation: Annotated[Speculation, options.Offer(without=("drafter", "tree_paths", "gamma"))],
-    sampling: Annotated[Sampling, options.Offer(without=("min_p", *options.PENALTIES))],
+    sampling: Annotated[Sampling, options.Offer(without=("logit_bias",))],
     batch_sizes: Annotated[
         str,
         typer.Option(
@@ -195,9 +199,10 @@ def bench(
         from paradraft.bench.page.page import check_folder, write_page
         from paradraft.bench.plot import plot
         from paradraft.bench.run import run_benchmark
-        from paradraft.bench.setup import PLAIN, Workload, prompts_for, source_of
+        from paradraft.bench.setup import PLAIN, Chat, Workload, prompts_for, source_of
         from paradraft.bench.spec import Benchmark, Method
         from paradraft.bench.synthetic import SyntheticAcceptance
+        from paradraft.data.records import read_object
         from paradraft.models.loading import settled
 
     runtime = settled(runtime, target)
@@ -211,8 +216,13 @@ def bench(
     check_folder(page_folder)
     options.check_png(plot_file)
     asked: list[Questions] = []
+    how: Chat | None = None
     if task is None:
-        texts = prompts_for(target, num_prompts, tokens=prompt_tokens, file=prompts, tokenizer=runtime.tokenizer)
+        variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
+        how = Chat(system=system, variables=variables) if chat else None
+        texts = prompts_for(
+            target, num_prompts, tokens=prompt_tokens, file=prompts, tokenizer=runtime.tokenizer, chat=how
+        )
         works = [Workload.of(texts, max_new_tokens or 128, source_of(prompts, target))]
     else:
         check_alone(task, target, prompts, drawn=(plot_file, page_folder))
@@ -234,7 +244,9 @@ def bench(
         (True, "on any of these methods", unused),
         (not is_shape(target), "on a model with texts", ("prompt_tokens",)),
         (plain, "on methods that draft nothing", ("synthetic_acceptance",)),
-        (task is None, "without --task", ("task_data", "system")),
+        (task is None, "without --task", ("task_data",)),
+        (task is None and not chat, "without --chat or --task", ("system", "chat_template_kwargs")),
+        (task is not None, "with --task, whose questions are asked in a chat", ("chat", "chat_template_kwargs")),
         (bool(asked) and not asked[0].tokenizer.chat_template, "on a target without a chat template", ("system",)),
     )
     for spec, why in skipped.items():
@@ -247,6 +259,9 @@ def bench(
     with news(aside, "preparing") as tell:
         found = run_benchmark(benchmark, works, tell)
     results = {work.name: {**one, "skipped": skipped} for work, one in zip(works, found, strict=True)}
+    if how is not None:
+        for one in results.values():
+            one["arguments"]["chat"] = asdict(how)
     for question in asked:
         results[question.task.name]["task"] = question.as_json()
     whole, summary = _show(results, aside)

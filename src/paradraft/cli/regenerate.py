@@ -23,6 +23,7 @@ from paradraft.files import check_outputs
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.speculation import Speculation
+from paradraft.wording import number_of
 
 if TYPE_CHECKING:
     from paradraft.data.regenerate import Progress
@@ -198,11 +199,14 @@ def _summarize(progress: Progress, out: Path, console: Console) -> None:
     for outcome in progress.failed[:SHOWN_FAILURES]:
         console.print(f"no answer to {outcome.question.place}: {outcome.failure}", soft_wrap=True)
     if progress.shortened:
-        console.print(f"{progress.shortened} conversations end early: no room for another turn", soft_wrap=True)
+        console.print(
+            f"ended early, without room for another turn: {number_of(progress.shortened, 'conversation')}",
+            soft_wrap=True,
+        )
     there = progress.total - progress.missing
     print(f"{there} of {progress.total} answers are in {out}, {progress.written} of them new")
     if unasked := progress.missing - len(progress.failed):
-        console.print(f"the endpoint seems to be down: {unasked} prompts were not asked", soft_wrap=True)
+        console.print(f"the endpoint seems to be down: {number_of(unasked, 'prompt')} not asked", soft_wrap=True)
     if progress.missing:
-        console.print(f"{progress.missing} are missing; the same command asks for them again", soft_wrap=True)
+        console.print(f"{number_of(progress.missing, 'answer')} missing; the same command asks again", soft_wrap=True)
         raise typer.Exit(1)

@@ -59,6 +59,19 @@ def first_prompts(file: Path, number: int | None, usual: int) -> list[dict[str, 
     return records[:number]
 
 
+def as_conversations(records: Sequence[Mapping[str, Any]], system: str | None = None) -> list[dict[str, Any]]:
+    """Prompts as a user asks them in a chat; conversations stay as they are.
+
+    >>> as_conversations([{"prompt": "Why?"}], "Be brief.")[0]["messages"]
+    [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Why?'}]
+    """
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [
+        {"messages": [*first, {"role": "user", "content": record["prompt"]}]} if "prompt" in record else dict(record)
+        for record in records
+    ]
+
+
 def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The JSON objects of a file, each with the name of its place, such as "prompts.jsonl, line 3"."""
     is_stdin = str(file) == STDIN

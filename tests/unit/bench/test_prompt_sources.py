@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from paradraft.bench.setup import USUAL, prompts_for, source_of
+from paradraft.bench.setup import USUAL, Chat, held_out_prompts, prompts_for, source_of
 from paradraft.cli.commands import app
 from paradraft.data.prompt_source import DEFAULT, PIPE, RANDOM
+from tests.support import json_models
 
 
 def test_a_run_knows_where_its_prompts_are_from(tmp_path: Path) -> None:
@@ -28,6 +29,15 @@ def test_a_run_needs_no_number_of_prompts(tmp_path: Path) -> None:
     file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     assert prompts_for("pocket", None, tokens=1, file=file) == ["a", "b"]
     assert len(prompts_for("shape:tiny-target", None, tokens=1, file=None)) == USUAL
+
+
+def test_prompts_are_asked_in_a_chat(tmp_path: Path) -> None:
+    """Guards figures of an instruct model, which answers a bare text with nothing."""
+    json_models.write(tmp_path)
+    folder, file = tmp_path / "target", tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    (plain,), (asked,) = (held_out_prompts(None, file, str(folder), chat=chat) for chat in (None, Chat(system="b")))
+    assert plain == "a" and asked != "a" and asked.index("b") < asked.index("a")
 
 
 @pytest.mark.parametrize("command", ["bench", "plan", "audit"])

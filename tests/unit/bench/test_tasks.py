@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_left_out_and_named() -> None:
     long = "x" * 125
     found = choose("humaneval", [("a",), (long,), ("b",)])
     assert (found.numbers, found.left_out) == ((1, 3), (2,))
-    assert "1 questions are too long for the target with 4 new tokens, and left out: 2" in str(found.warning())
+    assert "left out 1 question, too long for the target with 4 new tokens: 2" in str(found.warning())
     assert found.as_json()["left_out"] == [2]
     assert choose("humaneval", [("a",)]).warning() is None
     with pytest.raises(ValueError, match="3 questions are asked for, but of 3 only 2 fit into 128 tokens, with 4 new"):
