@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from tests.conftest import tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
+from tests.support.screen import Screen
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -209,15 +211,19 @@ def test_a_conversation_that_is_too_long(engine: Engine, capsys: pytest.CaptureF
     assert len(talk.messages) == 1
 
 
-def test_a_terminal(family: Path, chatting: Path) -> None:
-    """Guards colours, the line at the bottom, and Ctrl-C, which ends an answer, not the program; NO_COLOR too."""
+def test_a_terminal(family: Path, chatting: Path, engine: Engine) -> None:
+    """Guards all of an answer's letters, colours, the line at the bottom, and Ctrl-C, which ends an answer, not the
+    program; NO_COLOR too."""
+    told = told_by(engine, "<user>hi<assistant>", 90, Sampling(temperature=0.9, seed=4))
+    assert len(told) > 80, "it wraps"
     for more, is_green in (({}, True), ({"NO_COLOR": "1"}, False)):
         ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 60))
         process = subprocess.Popen(
             [sys.executable, "-m", "paradraft", "chat", "--target", str(chatting), "--drafter", "autoregressive",
-             "--draft", str(family / "target"), "--dtype", "float64", "--temperature", "0.9", "--max-new-tokens", "90"],
-            stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True,
-            env=os.environ | {"TERM": "xterm", "LINES": "24", "COLUMNS": "80"} | more,
+             "--draft", str(family / "target"), "--dtype", "float64", "--temperature", "0.9", "--seed", "4",
+             "--max-new-tokens", "90"],
+            stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True, env=os.environ | {"TERM": "xterm"} | more,
         )  # fmt: skip
         os.close(theirs)
         try:
@@ -232,12 +238,25 @@ def test_a_terminal(family: Path, chatting: Path) -> None:
             shown = read_until(ours, b"% drafted]")
             assert (b"\x1b[32m" in shown) == is_green
             assert b"\x1b[1;23r" in shown and b"\x1b[r" in shown, "a line is spared, and given back"
+            rows = screen_of(shown.decode().rpartition("[")[0])
+            assert rows[-len(rows_of(told)) :] == rows_of(told)
             os.write(ours, b"/quit\n")
             assert process.wait(30) == 0
         finally:
             process.kill()
             process.wait()
             os.close(ours)
+
+
+def rows_of(answer: str) -> list[str]:
+    """An answer as a terminal of 60 columns shows it."""
+    return screen_of(answer.replace("\n", "\r\n"))
+
+
+def screen_of(sent: str) -> list[str]:
+    screen = Screen(60, 24)
+    screen.feed(sent)
+    return screen.lines
 
 
 def read_until(terminal: int, wanted: bytes) -> bytes:

@@ -166,14 +166,13 @@ class Chat:
         with StatusLine() as status, until_interrupted() as is_interrupted, closing(chunks):
             progress = Progress()
             for chunk in chunks:
-                write(chunk.drafted_text, GREEN)
-                write(chunk.own_text)
+                status.write(chunk.drafted_text, GREEN)
+                status.write(chunk.own_text)
                 told += chunk.text
                 progress.add(chunk)
                 status.show(progress.line)
                 if is_interrupted():
                     break
-        write("\n")
         self.messages = [*messages, {"role": "assistant", "content": told}]
         print(f"[{progress.line}{', interrupted' if is_interrupted() else ''}]", file=sys.stderr)
 

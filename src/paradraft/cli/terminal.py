@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from paradraft.cli.cursor import Cursor
 from paradraft.sampling_params import Sampling
 from paradraft.wording import number_of
 
@@ -128,27 +128,50 @@ class _Progress(logging.Handler):
 
 
 class StatusLine:
-    """A line at the bottom of the terminal while text is written above it; nothing where there is no such terminal."""
+    """A line at the bottom of the terminal while an answer is written above; nothing where there is no such terminal.
+
+    It is drawn where the cursor can be saved and restored without a loss: not at the last column, nor where the
+    column is not certain (see `Cursor`), nor after the terminal was resized.
+    """
 
     def __init__(self) -> None:
-        self._rows = 0
+        self._size = terminal_size()
+        is_shown = self._size.lines >= LEAST_LINES and os.environ.get("TERM") != "dumb"
+        self._cursor = Cursor(self._size.columns) if is_shown else None
 
     def __enter__(self) -> StatusLine:
-        size = shutil.get_terminal_size()
-        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and size.lines >= LEAST_LINES:
-            self._rows, self._columns = size.lines, size.columns
+        if self._cursor is not None:
             # Make room below the text, and let all but the last line scroll.
-            write(f"\n\x1b[A\x1b7\x1b[1;{self._rows - 1}r\x1b8")
+            write(f"\n\x1b[A\x1b7\x1b[1;{self._size.lines - 1}r\x1b8")
             self._shown_s = 0.0
         return self
 
+    def write(self, text: str, style: str = "") -> None:
+        """Writes a part of the answer, see `write`."""
+        write(text, style)
+        if self._cursor is not None:
+            self._cursor.follow(text)
+
     def show(self, text: str) -> None:
         """Replaces the line, a few times a second."""
-        if self._rows and (now_s := time.perf_counter()) - self._shown_s > REFRESH_S:
+        if self._cursor is None or not self._cursor.is_before_edge or terminal_size() != self._size:
+            return
+        if (now_s := time.perf_counter()) - self._shown_s > REFRESH_S:
             self._shown_s = now_s
-            styled = f"{DIM}{text[: self._columns]}{PLAIN}" if has_styles(sys.stdout) else text[: self._columns]
-            write(f"\x1b7\x1b[{self._rows};1H\x1b[2K{styled}\x1b8")
+            cut = text[: self._size.columns]
+            styled = f"{DIM}{cut}{PLAIN}" if has_styles(sys.stdout) else cut
+            write(f"\x1b7\x1b[{self._size.lines};1H\x1b[2K{styled}\x1b8")
 
     def __exit__(self, *error: object) -> None:
-        if self._rows:
-            write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
+        """Ends the answer's line, so that the cursor is at the first column."""
+        write("\n")
+        if self._cursor is not None:
+            erase = f"\x1b[{self._size.lines};1H\x1b[2K" if terminal_size() == self._size else ""
+            write(f"\x1b7\x1b[r{erase}\x1b8")
+
+
+def terminal_size() -> os.terminal_size:
+    """Of the terminal that the standard output is, in columns and lines; nothing where it is none."""
+    if not sys.stdout.isatty():
+        return os.terminal_size((0, 0))
+    return os.get_terminal_size(sys.stdout.fileno())
