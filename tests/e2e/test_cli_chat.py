@@ -48,6 +48,17 @@ def chatting(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def instructed(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as an instruct model: its texts end with the token that ends the assistant's turns."""
+    folder = tmp_path_factory.mktemp("instructed") / "target"
+    shutil.copytree(family / "target", folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}{% endfor", "{{ m.content }}<|eos|>{% endfor")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def engine(chatting: Path) -> Engine:
     return load(str(chatting), runtime=Runtime(dtype="float64"), kept_rows=1)
 
@@ -126,14 +137,60 @@ def test_generate_asks_in_a_chat(paradraft: Paradraft, chatting: Path, engine: E
         *own, "--prompts", file, "--json", "--chat-template-kwargs", '{"short": true}'
     )  # fmt: skip
     assert json.loads(outcome.out.splitlines()[0])["text"] == told_by(engine, "<user>a<assistant>0")
+    outcome = paradraft(*own, "--system", "be", "--prompt", "hi")
+    assert outcome.out == told_by(engine, "<system>be<user>hi<assistant>") + "\n", "who gives --system wants a chat"
     assert_mistake(
-        paradraft(*own, "--prompt", "a", "--system", "b"), "--system is what a chat begins with: give --chat"
+        paradraft(*own, "--prompt", "a", "--system", "b", "--no-chat"), "--system is what a chat begins with: leave it"
     )
     assert_mistake(
         paradraft(*own, "--prompts", file, "--chat-template-kwargs", '{"long": 1}'), "has no variable 'long'"
     )
-    outcome = paradraft(*own, "--prompt", "a", "--chat-template-kwargs", '{"short": true}')
+    outcome = paradraft(*own, "--no-chat", "--prompt", "a", "--chat-template-kwargs", '{"short": true}')
     assert outcome.err.startswith("warning: --chat-template-kwargs has no effect without conversations")
+
+
+def test_instruct_models_are_asked_in_a_chat(
+    paradraft: Paradraft, instructed: Path, chatting: Path, family: Path, engine: Engine, tmp_path: Path
+) -> None:
+    """Guards a newcomer's first prompt: an instruct model that continues it answers nothing. Base models continue, with
+    a template or without; what is said decides, and else a line says what was chosen, where there was a choice."""
+    own = ["generate", *EXACT, "--temperature", 0.9, "--seed", 3, "--max-new-tokens", 12]
+    asked, continued = told_by(engine, "<user>hi<|eos|><assistant>"), told_by(engine, "hi")
+    assert asked != continued
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hi"}\n{"prompt": "hi"}\n')
+    for target, more, answer, line in (
+        (instructed, [], asked, "paradraft: this is an instruct model, prompts are asked as in a chat; --no-chat"),
+        (instructed, ["--chat"], asked, ""),
+        (instructed, ["--no-chat"], continued, ""),
+        (chatting, [], continued, "paradraft: prompts are continued: the model has a chat template"),
+        (chatting, ["--no-chat"], continued, ""),
+        (family / "target", [], continued, ""),
+    ):
+        outcome = paradraft(*own, "--target", target, "--prompt", "hi", *more)
+        assert outcome.out == ("" if answer == asked else "hi") + answer + "\n"
+        assert (line in outcome.err) and outcome.err.count("paradraft: ") == bool(line)
+        outcome = paradraft(*own, "--target", target, "--prompts", file, "--json", *more)
+        assert [json.loads(found)["text"] for found in outcome.out.splitlines()] == [answer, answer]
+        assert outcome.err.count("paradraft: ") == bool(line)
+    file.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    outcome = paradraft(*own, "--target", chatting, "--prompts", file, "--json")
+    assert outcome.err.count("paradraft: ") == 0, "conversations leave no choice"
+
+
+def test_an_empty_answer_says_why(
+    paradraft: Paradraft, chatting: Path, engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards whoever takes it for a fault: the model ended at once, or with a stop string."""
+    own = ["generate", "--target", chatting, *EXACT, "--no-chat", "--prompt", "hi", "--max-new-tokens", 8]
+    ends = ["--logit-bias", "0=100"]
+    assert "\nparadraft: the answer is empty: the model ended it at once\n" in "\n" + paradraft(*own, *ends).err
+    stop = ["--stop", told_by(engine, "hi", sampling=Sampling())[0]]
+    assert "paradraft: the answer is empty: it began with a text that ends it\n" in paradraft(*own, *stop).err
+    assert "empty" not in paradraft(*own).err
+    talk = Chat(engine, Sampling(logit_bias={0: 100.0}), system=None, variables={}, max_new_tokens=8)
+    talk.ask("hi")
+    assert "paradraft: the answer is empty: the model ended it at once\n" in capsys.readouterr().err
 
 
 def test_prompts_from_the_standard_input(paradraft: Paradraft, chatting: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import typer
 
 from paradraft.cli import options
 from paradraft.cli.importing import importing
-from paradraft.cli.terminal import GREEN, StatusLine, console, write
+from paradraft.cli.terminal import GREEN, StatusLine, console, explain_empty, write
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
@@ -173,6 +173,7 @@ class Chat:
                 status.show(progress.line)
                 if is_interrupted():
                     break
+        explain_empty(told, chunk)
         self.messages = [*messages, {"role": "assistant", "content": told}]
         print(f"[{progress.line}{', interrupted' if is_interrupted() else ''}]", file=sys.stderr)
 

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from paradraft.engine import Result
     from paradraft.models.chat_template import Message
 
+ASKED = "this is an instruct model, prompts are asked as in a chat; --no-chat continues them"
+CONTINUED = (
+    "prompts are continued: the model has a chat template, but its texts do not end as turns end there; --chat asks "
+    "prompts through it"
+)
+
 
 @options.with_options
 def generate(
@@ -36,9 +42,14 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="One prompt; its answer is streamed.")] = None,
     prompts: options.Prompts = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask prompts as a user does in a chat, through the model's chat template.")
-    ] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: what the model is told first.")] = None,
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Ask prompts as in a chat, through the model's chat template, or continue them. By default instruct "
+            "models are asked, and others continue.",
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="In a chat: what the model reads first.")] = None,
     chat_template_kwargs: options.TemplateVariables = None,
     max_new_tokens: options.NewTokens = 128,
     sampling: Sampling,
@@ -57,15 +68,17 @@ def generate(
     if (prompt is None) == (prompts is None):
         raise ValueError("give either --prompt or --prompts")
     records = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
-    if system is not None and not chat:
-        raise ValueError("--system is what a chat begins with: give --chat too")
-    asked = [_messages(record, chat=chat, system=system) for record in records]
+    if system is not None and chat is False:
+        raise ValueError("--system is what a chat begins with: leave it or --no-chat out")
     variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
     with console(stderr=True).status("loading; the first time passes are built for this CPU"):
         runtime = replace(runtime, width=speculation.pass_width)
         engine = load_engine(target, speculation, runtime=runtime, placement=placement)
     if placement.tensor_parallel and not is_main_process():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # the first process speaks
+    is_open = chat is None and system is None and any("prompt" in record for record in records)
+    chat = engine.target.is_instruct if is_open else chat or system is not None
+    asked = [_messages(record, chat=chat, system=system) for record in records]
     texts = [
         record["prompt"] if messages is None else engine.chat_tokens(messages, variables)
         for record, messages in zip(records, asked, strict=True)
@@ -76,6 +89,8 @@ def generate(
     if taken:
         raise ValueError(f"prompts have a key {sorted(taken)[0]!r}, which --json would overwrite: rename it")
     engine.check(texts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop or ())
+    if is_open and engine.target.tokenizer.chat_template:
+        print(f"paradraft: {ASKED if chat else CONTINUED}", file=sys.stderr)
     options.warn_ignored(
         context,
         options.without_chance(sampling.is_greedy),

@@ -18,7 +18,7 @@ from paradraft.sampling_params import Sampling
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
-    from paradraft.engine import Engine
+    from paradraft.engine import Chunk, Engine
 
 DIM, GREEN, PLAIN = "\x1b[2m", "\x1b[32m", "\x1b[0m"
 LEAST_LINES = 4
@@ -26,6 +26,13 @@ LEAST_LINES = 4
 REFRESH_S = 0.1
 LINE_S = 5.0
 """Seconds between two lines about a loading where lines stay."""
+EMPTY = {
+    "eos": "the model ended it at once",
+    "stop": "it began with a text that ends it",
+    "length": "its tokens have no text, allow more of them",
+    None: "it was interrupted",
+}
+"""Why an answer has no text, by its finish reason."""
 
 
 def stream_answer(
@@ -46,17 +53,31 @@ def stream_answer(
     chunks = engine.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
     # Written as it is: a formatter would expand tabs and drop control characters.
     write(prompt if isinstance(prompt, str) else "", DIM)
+    told = ""
     try:
         for chunk in chunks:
             write(chunk.drafted_text, GREEN)
             write(chunk.own_text)
+            told += chunk.text
     finally:
         write("\n")
+    explain_empty(told, chunk)
     stats = engine.clock.stats
     console(stderr=True).print(
         f"{number_of(stats.tokens, 'token')} in {stats.total_s:.2f} s, {stats.tokens / stats.total_s:.0f} tokens/s, "
         f"acceptance length {stats.acceptance_length:.2f}"
     )
+
+
+def explain_empty(told: str, last: Chunk) -> None:
+    """Says in a line on the standard error why an answer has no text, if it has none.
+
+    Args:
+        told: all of its text.
+        last: its last piece.
+    """
+    if not told.strip():
+        print(f"paradraft: the answer is empty: {EMPTY[last.finish_reason]}", file=sys.stderr)
 
 
 def write(text: str, style: str = "") -> None:

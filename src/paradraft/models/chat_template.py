@@ -146,6 +146,22 @@ def template_of(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
     return ChatTemplate(tokenizer=tokenizer, variables=variables or {})
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that a chat template writes after what the assistant says; None where that cannot be seen."""
+    said = "Yes."
+    if not isinstance(tokenizer.chat_template, str | dict):
+        return None
+    try:
+        text = ChatTemplate(tokenizer=tokenizer).text(
+            [{"role": "user", "content": "Are you well?"}, {"role": "assistant", "content": said}], ask=False
+        )
+    except Exception:  # a template is a program, and this one does not write such a conversation
+        return None
+    _, found, rest = text.rpartition(said)
+    tokens = tokenizer(rest.strip(), add_special_tokens=False)["input_ids"] if found else []
+    return tokens[0] if tokens else None
+
+
 def ask_text(messages: object, template: ChatTemplate) -> str:
     """The text of a conversation up to where the answer begins.
 

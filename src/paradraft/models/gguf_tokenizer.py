@@ -174,14 +174,19 @@ def vocabulary_of(told: Mapping[str, Any], name: str) -> tuple[dict[str, int], l
     return {token: index for index, token in enumerate(tokens) if is_used[index]}, kinds
 
 
+def named_ends_of(file: GgufFile) -> set[int]:
+    """The tokens that a file names as the end of a text; base models are those that do not name the end of a turn."""
+    told = _told(file.metadata)
+    return {told[key] for key in END_KEYS if type(told.get(key)) is int}
+
+
 def end_ids_of(file: GgufFile) -> list[int]:
     """The tokens that end a text: those that a file names, and those of `ENDS` that are special in it.
 
     Args:
         file: read with its vocabulary.
     """
-    told = _told(file.metadata)
-    found = {told[key] for key in END_KEYS if type(told.get(key)) is int}
+    told, found = _told(file.metadata), named_ends_of(file)
     if "tokens" in told:
         tokens, kinds = vocabulary_of(told, repr(str(file.path)))
         found |= {tokens[token] for token in ENDS if token in tokens and kinds[tokens[token]] == CONTROL}

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.chat_template import end_of_turn
 from paradraft.models.generation import end_ids
 from paradraft.models.prompt_tokens import forward_with_probes
 from paradraft.parents import depths, parents_of_chains, row_after, with_root
@@ -59,11 +60,15 @@ class Target:
     Args:
         lm: the model.
         tokenizer: its tokenizer.
+        named_ends: the tokens that the model's files name as the end of its texts, if it has files.
     """
 
-    def __init__(self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, lm: CausalLM, tokenizer: PreTrainedTokenizerBase, named_ends: frozenset[int] = frozenset()
+    ) -> None:
         self.lm = lm
         self.tokenizer = tokenizer
+        self.named_ends = named_ends
         self._partly: _PartlyRead | None = None
 
     @property
@@ -102,6 +107,14 @@ class Target:
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a text, as `generate` of `transformers` finds them."""
         return end_ids(self.lm.model.generation_config)
+
+    @property
+    def is_instruct(self) -> bool:
+        """Whether it has learnt to answer in a chat: its texts end with what ends a turn in its chat template.
+
+        A base model may have the template of its family; its texts end with another token.
+        """
+        return end_of_turn(self.tokenizer) in self.named_ends
 
     def start(
         self,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.formats.gguf import is_gguf, read_gguf
 from paradraft.models import gguf_model
@@ -27,6 +27,7 @@ from paradraft.models.forward.cpu.model import can_serve
 from paradraft.models.forward.cpu.self_check import OtherLogitsError
 from paradraft.models.forward.pipeline import StageModel, split
 from paradraft.models.generation import complaint, end_ids, suppressed_ids
+from paradraft.models.gguf_tokenizer import named_ends_of
 from paradraft.models.loading import (
     config_of,
     is_in_few_bits,
@@ -83,9 +84,16 @@ def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks
         lm = causal_lm_of(model, vocab_size, runtime, runtime.capacity, stages=parts)
     else:
         lm = load_lm(folder, runtime, vocab_size, runtime.capacity)
-    target = Target(lm, tokenizer)
+    target = Target(lm, tokenizer, _named_ends(folder, lm.model, tokenizer))
     _obey(lm.model, target, name)
     return target
+
+
+def _named_ends(folder: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that a model's files name as the end of its texts; what a GGUF file's vocabulary has is not named."""
+    if is_gguf(folder):
+        return frozenset(named_ends_of(read_gguf(folder)))
+    return end_ids(model.generation_config) | {tokenizer.eos_token_id} - {None}
 
 
 def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
