@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -233,6 +234,69 @@ def test_a_conversation_with_a_person(
     assert told[:3] == ["Drafter off.", "The conversation is forgotten.", "Seed 4."]
     assert told[3].startswith("paradraft: there is no command '/nothing'")
     assert told[4].startswith("paradraft: there is no command '/seed x'") and told[5].startswith("/reset")
+
+
+def test_settings_are_changed_between_answers(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards each setting, what is said of it, and that a wrong one changes nothing."""
+    talk = Chat(engine, SAMPLING, system=None, variables={}, max_new_tokens=12)
+    for lines, sampling, said in (
+        (["/temperature 0"], Sampling(), "Temperature 0 (greedy)."),
+        (["/temperature 0.7", "/seed 5"], Sampling(temperature=0.7, seed=5), "Seed 5."),
+        (["/top-p 0.8"], Sampling(temperature=0.7, seed=5, top_p=0.8), "Temperature 0.7, top-p 0.8, seed 5."),
+        (["/top-k 5", "/min-p 0.1", "/top-p 1"], Sampling(temperature=0.7, seed=5, top_k=5, min_p=0.1),
+         "Temperature 0.7, top-k 5, min-p 0.1, seed 5."),
+        (["/top-k 0", "/min-p 0", "/repetition-penalty 1.5", "/presence-penalty 1", "/frequency-penalty 2"],
+         Sampling(temperature=0.7, seed=5, repetition_penalty=1.5, presence_penalty=1, frequency_penalty=2),
+         "Temperature 0.7, repetition-penalty 1.5, presence-penalty 1, frequency-penalty 2, seed 5."),
+    ):  # fmt: skip
+        assert [talk.command(line) for line in lines][-1] == said
+        for wrong in ("/temperature -1", "/top-p x", "/top-k 1.5", "/min-p 2", "/temperature", "/seed x", "/top_p 1"):
+            with pytest.raises(ValueError, match=r"temperature|give a number|top_k|min_p|no command"):
+                talk.command(wrong)
+        talk.command("/reset")
+        talk.ask("hi")
+        assert capsys.readouterr().out == told_by(engine, "<user>hi<assistant>", sampling=sampling) + "\n"
+    drawn = [talk.command("/seed") for _ in range(2)]
+    assert drawn[0] != drawn[1] and all(line.startswith("Seed ") for line in drawn)
+    for name in ("/temperature", "/top-p", "/top-k", "/min-p", "/repetition-penalty", "/seed"):
+        assert name in talk.command("/help")
+
+
+def test_a_chat_samples_as_the_model_asks(
+    paradraft: Paradraft, chatting: Path, family: Path, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the settings of generation_config.json, options that win one by one, and seeds: one that is drawn is
+    shown, and repeats the answers with a drafter and without. `generate` stays greedy."""
+    folder = tmp_path / "target"
+    shutil.copytree(chatting, folder)
+    settings = {"eos_token_id": 0, "temperature": 0.9, "top_k": 9, "repetition_penalty": 1.2}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    drafting = ["--drafter", "autoregressive", "--draft", family / "draft"]
+
+    def talk(*more: object) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+        outcome = paradraft("chat", "--target", folder, *EXACT, "--max-new-tokens", 12, *more)
+        assert outcome.code == 0, outcome.err
+        return outcome.out.strip("\n"), outcome.err
+
+    def told(**sampling: float) -> str:
+        return told_by(engine, "<user>hi<assistant>", sampling=Sampling(**sampling))
+
+    asked = {"temperature": 0.9, "top_k": 9, "repetition_penalty": 1.2}
+    answer, err = talk()
+    found = re.search(r"^paradraft: temperature 0.9, top-k 9, repetition-penalty 1.2, seed (\d+); --gen", err, re.M)
+    assert found is not None and answer == told(**asked, seed=int(found[1])) and "warning" not in err
+    assert talk("--seed", found[1])[0] == talk("--seed", found[1], *drafting)[0] == answer
+    assert talk("--seed", 4, "--top-k", 0)[0] == told(**asked | {"top_k": 0}, seed=4)
+    assert talk("--temperature", 0)[0] == told(repetition_penalty=1.2)
+    answer, err = talk("--generation-config", "none")
+    assert answer == told() and "paradraft: temp" not in err
+    assert talk("--generation-config", "none", "--temperature", 0.9, "--seed", 4)[0] == told(temperature=0.9, seed=4)
+    outcome = paradraft("generate", "--target", folder, *EXACT, "--chat", "--prompt", "hi", "--max-new-tokens", 12)
+    assert outcome.out == told() + "\n" and "repetition_penalty=1.2, which only chat and serve obey" in outcome.err
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0, "top_p": 3}')
+    outcome = paradraft("chat", "--target", folder, *EXACT)
+    assert_mistake(outcome, f"{folder}: in its generation config top_p=3", "--generation-config none leaves it out")
 
 
 class Asking:

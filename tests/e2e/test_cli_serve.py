@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -50,15 +51,21 @@ def test_two_servers_that_start_together(family: Path, paradraft: Paradraft, mon
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_process(family: Path, kind: signal.Signals) -> None:
-    """Guards the whole of it: it says where it is, answers, and at a signal ends what it has begun, with exit code 0;
-    nothing of the prompt is on its standard error."""
-    command = [sys.executable, "-m", "paradraft", "serve", *map(str, drafting(family, "pard")), "--port", "0"]
+def test_a_process(family: Path, tmp_path: Path, kind: signal.Signals) -> None:
+    """Guards the whole of it: it says where it is and what the model asks for, answers, and at a signal ends what it
+    has begun, with exit code 0; nothing of the prompt is on its standard error."""
+    folder = shutil.copytree(family / "target", tmp_path / "target")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.6, "top_k": 7}')
+    models = ["--target", folder, *drafting(family, "pard")[2:]]
+    command = [sys.executable, "-m", "paradraft", "serve", *map(str, models), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}) as process:
         try:
             assert process.stderr is not None
             lines = iter(process.stderr.readline, "")
+            assert any("do not say otherwise have temperature=0.6, top_k=7, as the model" in line for line in lines)
             url = next(found[0] for line in lines if (found := re.search(r"http://[\d.:]+", line)))
+            described = httpx2.get(f"{url}/openapi.json").json()["components"]["schemas"]["AskedText"]["properties"]
+            assert described["temperature"]["default"] == 0.6
             body = {"prompt": "hello", "max_tokens": 100, "stream": True, "logit_bias": {"0": -100}}
             with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
                 events = answer.iter_lines()

@@ -75,6 +75,10 @@ def test_the_command_has_what_was_asked_for(family: Path, paradraft: Paradraft) 
     shipped = options_of(paradraft("serve", "--engine", "vllm", "--target", "pocket", "--dry-run"))
     assert shipped["--model"] == str(pocket_folder("target")) and shipped["--served-model-name"] == "pocket"
     assert "--speculative-config" not in shipped and "--dtype" not in shipped
+    assert "--generation-config" not in shipped, "vLLM obeys the model's too"
+    neutral = ["--generation-config", "none", "--dry-run"]
+    shipped = options_of(paradraft("serve", "--engine", "vllm", "--target", "pocket", *neutral))
+    assert shipped["--generation-config"] == "vllm"
 
 
 def test_what_is_stored_in_float32_is_served_in_float32(tmp_path: Path, paradraft: Paradraft) -> None:

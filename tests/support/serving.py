@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -55,10 +55,14 @@ class Serving:
 
 
 @contextmanager
-def serving(engine: Engine, key: str | None = None, **limits: float) -> Iterator[Serving]:
+def serving(
+    engine: Engine, key: str | None = None, defaults: Mapping[str, float] | None = None, **limits: float
+) -> Iterator[Serving]:
     """Serves until the end of the block, and no longer."""
     listening = bound("127.0.0.1", 0)
-    app, admission = new_app(engine, model=MODEL, limits=Limits(**{"drain_s": 5.0} | limits), key=key)
+    app, admission = new_app(
+        engine, model=MODEL, limits=Limits(**{"drain_s": 5.0} | limits), key=key, defaults=defaults
+    )
     server = Server(app, admission)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     url = url_of(listening)

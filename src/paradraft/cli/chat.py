@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import sys
 import threading
@@ -15,6 +16,15 @@ import typer
 
 from paradraft.cli import options
 from paradraft.cli.importing import importing
+from paradraft.cli.model_sampling import (
+    SEED_BITS,
+    UNSAID,
+    GenerationConfig,
+    asked_by,
+    completed,
+    expect_penalty,
+    in_words,
+)
 from paradraft.cli.terminal import GREEN, StatusLine, console, explain_empty, write
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
@@ -27,10 +37,16 @@ if TYPE_CHECKING:
     from paradraft.models.chat_template import Message
 
 HELP = """/reset            forget the conversation
-/seed N           draw other answers; the same seed gives the same answers
+/temperature T    0 is greedy; also /top-p P, /top-k K, /min-p P,
+                  /repetition-penalty R, /presence-penalty P, /frequency-penalty P
+/seed N           the same seed gives the same answers; without N another one is drawn
 /drafter on|off   with a drafter or without; the answers are the same
 /help             this list
 /quit, Ctrl-D     leave; Ctrl-C ends an answer"""
+SETTINGS = (
+    "/temperature", "/top-p", "/top-k", "/min-p", "/repetition-penalty", "/presence-penalty", "/frequency-penalty"
+)  # fmt: skip
+"""Commands that set the fields of `Sampling` of these names."""
 
 
 @options.with_options
@@ -42,7 +58,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
     chat_template_kwargs: options.TemplateVariables = None,
     max_new_tokens: options.NewTokens = 1024,
-    sampling: Sampling,
+    sampling: Annotated[Sampling, UNSAID],
+    generation_config: GenerationConfig = "auto",
     runtime: Runtime,
     placement: Annotated[Placement, options.Offer(without=("tensor_parallel",))],
 ) -> None:
@@ -56,10 +73,13 @@ def chat(
         from paradraft.models.chat_template import template_of
 
     variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
+    expect_penalty(generation_config)
     with console(stderr=True).status("loading; the first time passes are built for this CPU"):
         runtime = replace(runtime, width=speculation.pass_width)
         engine = load_engine(target, speculation, kept_rows=1, runtime=runtime, placement=placement)
     template_of(engine.target.tokenizer, variables)  # raises ValueError
+    asked = asked_by(engine.target, target, generation_config)
+    sampling = completed(context, sampling, asked)
     options.warn_ignored(
         context,
         options.without_chance(sampling.is_greedy),
@@ -68,6 +88,9 @@ def chat(
         options.with_gamma(speculation),
         options.without_process(placement),
     )
+    if asked or not sampling.is_greedy:
+        told = "; --generation-config none leaves out what the model asks for" if asked else ""
+        print(f"paradraft: {in_words(sampling)}{told}", file=sys.stderr)
     with engine:
         Chat(engine, sampling, system=system, variables=variables, max_new_tokens=max_new_tokens).run()
 
@@ -129,6 +152,12 @@ class Chat:
             case ["/reset"]:
                 self.messages = list(self._told)
                 return "The conversation is forgotten."
+            case [command, number] if command in SETTINGS:
+                setting: dict[str, Any] = {command[1:].replace("-", "_"): number_in(number, command)}
+                self._sampling = replace(self._sampling, **setting)
+                return f"{in_words(self._sampling).capitalize()}."
+            case ["/seed"]:
+                return self.command(f"/seed {secrets.randbits(SEED_BITS)}")
             case ["/seed", number] if number.isdecimal():
                 self._sampling = replace(self._sampling, seed=int(number))
                 return f"Seed {number}." + (" At temperature 0 it changes nothing." if self._sampling.is_greedy else "")
@@ -176,6 +205,18 @@ class Chat:
         explain_empty(told, chunk)
         self.messages = [*messages, {"role": "assistant", "content": told}]
         print(f"[{progress.line}{', interrupted' if is_interrupted() else ''}]", file=sys.stderr)
+
+
+def number_in(text: str, command: str) -> float:
+    """The number of a command; a whole one is an int.
+
+    Raises:
+        ValueError: it is none.
+    """
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    raise ValueError(f"{command} {text}: give a number, such as {command} 1")
 
 
 class Progress:

@@ -344,8 +344,10 @@ def _read(kind: type, values: dict[str, Any]) -> Any:
     if kind is Placement:
         values |= {name: cpus_of(values.get(name)) for name in ("target_cpus", "draft_cpus")}
         values["target_stages"] = stages_of(values.get("target_stages"))
+    if kind is Sampling:  # None is what a command offers without a default
+        values = {name: value for name, value in values.items() if value is not None}
     if "logit_bias" in values:
-        values["logit_bias"] = biases_of(values["logit_bias"] or [])
+        values["logit_bias"] = biases_of(values["logit_bias"])
     return kind(**values)
 
 

@@ -12,6 +12,7 @@ import typer
 
 from paradraft.cli import options
 from paradraft.cli.importing import importing
+from paradraft.cli.model_sampling import GenerationConfig, asked_by, expect_penalty
 from paradraft.cli.sections import SERVERS
 from paradraft.cli.terminal import console
 from paradraft.models.runtime import Runtime
@@ -51,6 +52,7 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="How requests name the model; by default as --target does.")
     ] = None,
+    generation_config: GenerationConfig = "auto",
     kept_rows: Annotated[
         int, typer.Option(min=0, help="Of how many answers the caches are kept, for the next turn of a conversation.")
     ] = 0,
@@ -97,7 +99,7 @@ def serve(
         server = command_of(
             context, target=target, speculation=speculation, plan=plan, host=host, port=port, limits=limits,
             api_key_env=api_key_env, served_model_name=served_model_name, runtime=runtime, threads=threads,
-            placement=placement, python=vllm_python,
+            placement=placement, python=vllm_python, generation_config=generation_config,
             sizes={
                 "--tensor-parallel-size": tensor_parallel_size, "--pipeline-parallel-size": pipeline_parallel_size,
                 "--data-parallel-size": data_parallel_size,
@@ -120,9 +122,11 @@ def serve(
     from paradraft.serve.server import Server
 
     with closing(bound(host, port)) as listening:
+        expect_penalty(generation_config)
         with console(stderr=True).status("loading; the first time passes are built for this CPU"):
             runtime = replace(runtime, width=speculation.pass_width)
             loaded = load_engine(target, speculation, kept_rows=kept_rows, runtime=runtime, placement=placement)
+        defaults = asked_by(loaded.target, target, generation_config)
         options.warn_ignored(
             context,
             options.without_drafter(speculation),
@@ -134,7 +138,12 @@ def serve(
             if loaded.target.lm.warm_up_rounds:
                 with console(stderr=True).status("compiling (a minute or two)"):
                     loaded.warm_up(limits.max_batch)
-            app, admission = new_app(loaded, model=served_model_name or target, limits=limits, key=key)
+            app, admission = new_app(
+                loaded, model=served_model_name or target, limits=limits, key=key, defaults=defaults
+            )
             listen(listening)
+            if defaults:
+                told = ", ".join(f"{name}={value:g}" for name, value in defaults.items())
+                print(f"paradraft: requests that do not say otherwise have {told}, as the model asks", file=sys.stderr)
             print(f"paradraft: serving {target} at {url_of(listening)}; Ctrl-C ends it", file=sys.stderr, flush=True)
             Server(app, admission).run(sockets=[listening])

@@ -12,6 +12,7 @@ import torch
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.model_sampling import Choice
 from paradraft.export.vllm import DEFAULT_PYTHON, speculative_config
 from paradraft.formats.pard import RANK
 from paradraft.models.architecture import check_capacity
@@ -68,6 +69,7 @@ def command_of(
     threads: int | None,
     placement: Placement,
     python: Path | None,
+    generation_config: Choice,
     sizes: Mapping[str, int],
 ) -> VllmServer:
     """The server that the options of `paradraft serve` ask for; warns of those that have no effect.
@@ -95,7 +97,8 @@ def command_of(
         target=folder,
         speculative=speculative,
         options=_settings(context, folder, host=host, port=port, limits=limits, runtime=runtime, sizes=sizes)
-        | _name(target, folder, served_model_name),
+        | _name(target, folder, served_model_name)
+        | ({"--generation-config": "vllm"} if generation_config == "none" else {}),
         eager=runtime.compiled is False,
         threads=threads,
         device=_device(runtime.device, sizes),

@@ -1,8 +1,9 @@
 """What a model's `generation_config` asks for: where its texts end, what is obeyed here, and what is ignored.
 
-`generate` of `transformers` reads these settings from the model. Here temperature, top-k, top-p, min-p and the length
-are given with every request (`Sampling`, `max_new_tokens`), so those of the model are not looked at. The ends of a text
-and `suppress_tokens` are obeyed. All other settings that change texts are ignored, which is worth a warning.
+`generate` of `transformers` reads these settings from the model. Here temperature, top-k, top-p, min-p, the repetition
+penalty and the length are given with every request (`Sampling`, `max_new_tokens`); what the model asks for is the
+default of `chat` and `serve` (`sampling_defaults`). The ends of a text and `suppress_tokens` are obeyed. All other
+settings that change texts are ignored, which is worth a warning.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from paradraft.sampling_params import Sampling
+
 IGNORED: dict[str, tuple[object, ...]] = {
     # logits
     "guidance_scale": (1,),
     "sequence_bias": ({}, []),
     "encoder_repetition_penalty": (1,),
-    "repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
     "bad_words_ids": ([],),
@@ -53,9 +55,11 @@ IGNORED_IF_SAMPLED: dict[str, tuple[object, ...]] = {
     "eta_cutoff": (0,),
 }
 """The same for settings that `generate` reads only where `do_sample` is set."""
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+"""Settings of chance, which are fields of `Sampling` under the same names."""
 GIVEN_OR_OBEYED = (
-    "do_sample", "temperature", "top_k", "top_p", "min_p", "max_length", "max_new_tokens", "eos_token_id",
-    "suppress_tokens",
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_length", "max_new_tokens",
+    "eos_token_id", "suppress_tokens",
 )  # fmt: skip
 """Settings that every request gives, and those that are obeyed."""
 NO_MATTER = (
@@ -71,6 +75,10 @@ NO_MATTER = (
     "output_scores", "output_logits", "return_dict_in_generate", "transformers_version",
 )  # fmt: skip
 """Settings that do not change texts."""
+
+
+class PenaltyWarning(UserWarning):
+    """A model asks for a repetition penalty, and whoever loads it must give it with requests."""
 
 
 def end_ids(config: GenerationConfig, name: str = "the model") -> frozenset[int]:
@@ -108,6 +116,39 @@ def suppressed_ids(config: GenerationConfig, name: str = "the model") -> frozens
     return frozenset(token for token in _token_ids(config.suppress_tokens, "suppress_tokens", name) if token >= 0)
 
 
+def sampling_defaults(config: GenerationConfig, name: str = "the model") -> dict[str, float]:
+    """How tokens are chosen where a request does not say: fields of `Sampling`, as far as the model asks for them.
+
+    As in vLLM a setting counts also without `do_sample`, and nothing but what the model's file has: where it has no
+    temperature, that is 1. With `do_sample: false` texts are greedy.
+
+    Args:
+        config: of the model.
+        name: of the model, for the message.
+
+    Raises:
+        ValueError: a setting is out of range or has the wrong type.
+
+    Example:
+        >>> sampling_defaults(GenerationConfig(do_sample=True, top_p=0.8, repetition_penalty=1.1))
+        {'temperature': 1.0, 'top_p': 0.8, 'repetition_penalty': 1.1}
+        >>> sampling_defaults(GenerationConfig(do_sample=False, temperature=0.6)), sampling_defaults(GenerationConfig())
+        ({'temperature': 0.0}, {})
+    """
+    found = {key: value for key in SAMPLED if (value := getattr(config, key)) is not None}
+    if config.do_sample is False:
+        found = {"temperature": 0.0}
+    elif found or config.do_sample:
+        found = {"temperature": 1.0} | found
+    if config.repetition_penalty is not None:
+        found["repetition_penalty"] = config.repetition_penalty
+    try:
+        Sampling(**found)
+    except ValueError as error:
+        raise ValueError(f"{name}: in its generation config {error}") from None
+    return found
+
+
 def ignored_settings(config: GenerationConfig) -> dict[str, Any]:
     """The settings that `generate` obeys, that change texts, and that are ignored here, with their values.
 
@@ -138,6 +179,18 @@ def complaint(config: GenerationConfig) -> str | None:
     values = {key: value.to_dict() if hasattr(value, "to_dict") else value for key, value in found.items()}
     asked = ", ".join(f"{key}={reprlib.repr(value)}" for key, value in values.items())
     return f"its generation_config asks for {asked}, which is ignored" if asked else None
+
+
+def penalty_complaint(config: GenerationConfig) -> str | None:
+    """A sentence about a repetition penalty, which `generate` of `transformers` obeys greedily too; None for none.
+
+    Example:
+        >>> penalty_complaint(GenerationConfig(repetition_penalty=1.1))
+        'its generation_config asks for repetition_penalty=1.1, which only chat and serve obey unasked'
+    """
+    penalty = config.repetition_penalty
+    told = f"its generation_config asks for repetition_penalty={penalty}, which only chat and serve obey unasked"
+    return None if penalty in (None, 1) else told
 
 
 def _token_ids(found: object, setting: str, name: str) -> list[int]:

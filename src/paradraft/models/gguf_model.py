@@ -21,6 +21,7 @@ from paradraft.formats.gguf import PARD_MASKS, PARD_TOKEN, GgufFile, read_gguf
 from paradraft.formats.gguf_blocks import KINDS, Blocks, unpacked
 from paradraft.formats.pard import declare_masks
 from paradraft.models.architecture import check_architecture
+from paradraft.models.generation import SAMPLED
 from paradraft.models.gguf_tokenizer import end_ids_of
 from paradraft.models.quantized import Parts, QuantizedTensor
 from paradraft.models.stored_weights import Weight, assembled, lossless_dtype, quantized
@@ -38,6 +39,10 @@ INNER = {
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 """What the parts of a layer are called in a file and in `transformers`."""
+SAMPLING = {
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"
+}  # fmt: skip
+"""What settings of `generation_config.json` are called in a file, after "general.sampling."."""
 LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
 """Context lengths before scaling that are tried for Llama 3's rotary embedding: files hold only its result."""
 
@@ -262,12 +267,24 @@ def llama3_factors(
 
 
 def generation_config_of(name: str) -> GenerationConfig:
-    """How texts end, by the tokens that a file names and those that its vocabulary has."""
-    config = config_of(name)
-    ends = [token for token in end_ids_of(read_gguf(name, vocabulary=True)) if 0 <= token < config.vocab_size]
+    """How texts end, by the tokens that a file names and those that its vocabulary has, and how tokens are chosen.
+
+    Raises:
+        ValueError: see `config_of`; or a setting of sampling is no number.
+    """
+    config, file = config_of(name), read_gguf(name, vocabulary=True)
+    ends = [token for token in end_ids_of(file) if 0 <= token < config.vocab_size]
+    found = {
+        ours: shortest(value)
+        for ours, theirs in SAMPLING.items()
+        if (value := file.find(f"general.sampling.{theirs}", float)) is not None
+    }
+    if "top_k" in found:
+        found["top_k"] = int(found["top_k"])
     return GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=ends or None, pad_token_id=config.pad_token_id
-    )
+        bos_token_id=config.bos_token_id, eos_token_id=ends or None, pad_token_id=config.pad_token_id,
+        do_sample=found.get("temperature") != 0 if {*found} & {*SAMPLED} else None, **found,
+    )  # fmt: skip
 
 
 def numbers_of(file: GgufFile, tensor: str) -> Tensor:

@@ -26,7 +26,7 @@ from paradraft.models.forward.cpu.model import ARCHITECTURES as CPP_ARCHITECTURE
 from paradraft.models.forward.cpu.model import can_serve
 from paradraft.models.forward.cpu.self_check import OtherLogitsError
 from paradraft.models.forward.pipeline import StageModel, split
-from paradraft.models.generation import complaint, end_ids, suppressed_ids
+from paradraft.models.generation import PenaltyWarning, complaint, end_ids, penalty_complaint, suppressed_ids
 from paradraft.models.gguf_tokenizer import named_ends_of
 from paradraft.models.loading import (
     config_of,
@@ -108,6 +108,8 @@ def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
             "text: correct its generation_config.json",
             stacklevel=3,
         )
+    if (penalty := penalty_complaint(config)) is not None:
+        warnings.warn(f"{name}: {penalty}", PenaltyWarning, stacklevel=3)
     if not end_ids(config) and model.config.eos_token_id not in (None, []):
         warnings.warn(
             f"{name}: its generation_config.json names no eos_token_id, so its texts end at their limit only, as with "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from importlib.resources import files
 
 from fastapi import FastAPI
@@ -30,7 +31,14 @@ from paradraft.serve.replies import ApiError, JsonReply
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
-def new_app(engine: Engine, *, model: str, limits: Limits, key: str | None = None) -> tuple[FastAPI, Admission]:
+def new_app(
+    engine: Engine,
+    *,
+    model: str,
+    limits: Limits,
+    key: str | None = None,
+    defaults: Mapping[str, float] | None = None,
+) -> tuple[FastAPI, Admission]:
     """An application that answers requests with an engine, and who lets them in.
 
     Args:
@@ -38,7 +46,9 @@ def new_app(engine: Engine, *, model: str, limits: Limits, key: str | None = Non
         model: the name under which it is served.
         limits: how much at once.
         key: what requests must have.
+        defaults: of parameters of sampling that a request does not give, by their names; others have OpenAI's.
     """
+    defaults = defaults or {}
     admission = Admission(limits)
     slow_models = sum(bool(lm.refusals) for lm in (engine.target.lm, *engine.drafter.models))
     metrics = Metrics(model, admission, slow_models)
@@ -48,7 +58,9 @@ def new_app(engine: Engine, *, model: str, limits: Limits, key: str | None = Non
     app.add_middleware(Guard, key=key)
     forms: dict[str, Form] = {"/v1/completions": Completions(), "/v1/chat/completions": Chat()}
     for path, form in forms.items():
-        app.router.routes.append(Route(path, Endpoint(form, answers, grammars, model, limits), methods=["POST"]))
+        app.router.routes.append(
+            Route(path, Endpoint(form, answers, grammars, model, limits, defaults), methods=["POST"])
+        )
     created = int(time.time())
 
     @app.get("/v1/models")
@@ -70,7 +82,7 @@ def new_app(engine: Engine, *, model: str, limits: Limits, key: str | None = Non
     async def counts() -> Response:
         return Response(metrics.text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    described = document(engine, model=model, limits=limits, has_key=key is not None)
+    described = document(engine, model=model, limits=limits, has_key=key is not None, defaults=defaults)
 
     @app.get("/openapi.json")
     async def openapi() -> Response:
@@ -79,6 +91,8 @@ def new_app(engine: Engine, *, model: str, limits: Limits, key: str | None = Non
     @app.get("/")
     async def page() -> Response:
         text = files("paradraft.serve").joinpath("page.html").read_text(encoding="utf-8")
+        text = text.replace("{{temperature}}", f"{defaults.get('temperature', 0):g}")
+        text = text.replace("{{chat}}", "checked" if engine.target.is_instruct else "")
         return HTMLResponse(text, headers={"Content-Security-Policy": POLICY})
 
     @app.exception_handler(HTTPException)

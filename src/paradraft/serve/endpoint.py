@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -164,10 +164,20 @@ class Endpoint:
         grammars: reads schemas of answers.
         model: the name under which it is served.
         limits: of each request.
+        defaults: of parameters of sampling that a request does not give.
     """
 
-    def __init__(self, form: Form, answers: Answers, grammars: Grammars, model: str, limits: Limits) -> None:
+    def __init__(
+        self,
+        form: Form,
+        answers: Answers,
+        grammars: Grammars,
+        model: str,
+        limits: Limits,
+        defaults: Mapping[str, float],
+    ) -> None:
         self._form, self._answers, self._grammars, self._model, self._limits = form, answers, grammars, model, limits
+        self._defaults = defaults
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
@@ -189,7 +199,7 @@ class Endpoint:
             await exchange.fail(ApiError(500, "the answer has failed: the server's log says where", code="failed"))
 
     async def _answer(self, body: bytes, exchange: Exchange) -> None:
-        asked = read(body, self._form.schema)
+        asked = read(body, self._form.schema, self._defaults)
         if asked.model not in (None, self._model):
             message = f"model: {one_line(asked.model)} is not served here, which is {self._model!a}"
             raise ApiError(404, message, param="model", code="model_not_found")

@@ -38,7 +38,9 @@ ABOUT = (
 )
 
 
-def document(engine: Engine, *, model: str, limits: Limits, has_key: bool) -> dict[str, Any]:
+def document(
+    engine: Engine, *, model: str, limits: Limits, has_key: bool, defaults: Mapping[str, float]
+) -> dict[str, Any]:
     """What a server answers to.
 
     Args:
@@ -46,10 +48,11 @@ def document(engine: Engine, *, model: str, limits: Limits, has_key: bool) -> di
         model: the name under which it is served.
         limits: of each request.
         has_key: whether requests must have one.
+        defaults: of parameters of sampling that a request does not give.
     """
     components = _answers(model)
     for schema in (AskedText, AskedChat):
-        components |= _question(schema, _bounds(engine, model, limits, schema))
+        components |= _question(schema, _bounds(engine, model, limits, schema), defaults)
     guard = 401 if has_key else 403
     questions = (400, guard, 404, 408, 413, 415, 429, 500, 503)
     everywhere = () if has_key else (403,)
@@ -138,17 +141,22 @@ def _responses(content: Mapping[str, Any] | None, refusals: tuple[int, ...]) -> 
     return found
 
 
-def _question(schema: type[Asked], bounds: Mapping[str, Any]) -> dict[str, Any]:
+def _question(schema: type[Asked], bounds: Mapping[str, Any], defaults: Mapping[str, float]) -> dict[str, Any]:
     """The schema of a request and those that it refers to, by name.
 
     Args:
         schema: reads it.
         bounds: what this server narrows parameters to, by name.
+        defaults: in place of those of the schema, by name.
     """
     made = schema.model_json_schema(ref_template="#/components/schemas/{model}")
     parts = made.pop("$defs", {})
     properties = {
-        name: _parameter(given, bounds.get(name, {}), is_required=name in made["required"])
+        name: _parameter(
+            {**given, **({"default": defaults[name]} if name in defaults else {})},
+            bounds.get(name, {}),
+            is_required=name in made["required"],
+        )
         for name, given in made["properties"].items()
     }
     for name, harmless in NOT_SERVED.items():

@@ -181,8 +181,13 @@ class AskedChat(Asked):
 AskedT = TypeVar("AskedT", bound=Asked)
 
 
-def read(body: bytes, schema: type[AskedT]) -> AskedT:
+def read(body: bytes, schema: type[AskedT], defaults: Mapping[str, float] | None = None) -> AskedT:
     """A request.
+
+    Args:
+        body: as it has come.
+        schema: of its kind.
+        defaults: of parameters that it does not give, in place of those of the schema.
 
     Raises:
         ApiError: it is not JSON, or asks for something that there is not.
@@ -204,7 +209,7 @@ def read(body: bytes, schema: type[AskedT]) -> AskedT:
     if isinstance(messages := given.get("messages"), list):
         given["messages"] = [without_nulls(each) if isinstance(each, dict) else each for each in messages]
     try:
-        asked = schema.model_validate(given)
+        asked = schema.model_validate({**(defaults or {}), **given})
     except ValidationError as error:
         raise _complaint(error) from None
     _check(asked)

@@ -18,8 +18,11 @@ from paradraft.models.generation import (
     IGNORED,
     IGNORED_IF_SAMPLED,
     NO_MATTER,
+    PenaltyWarning,
     complaint,
     end_ids,
+    penalty_complaint,
+    sampling_defaults,
     suppressed_ids,
 )
 from paradraft.models.runtime import Runtime
@@ -145,7 +148,7 @@ def test_suppressed_tokens_are_never_chosen(tmp_path: Path, plain: list[int]) ->
 
 
 ASKED = {
-    "guidance_scale": 1.5, "sequence_bias": [[[5], -1.0]], "encoder_repetition_penalty": 1.2, "repetition_penalty": 1.2,
+    "guidance_scale": 1.5, "sequence_bias": [[[5], -1.0]], "encoder_repetition_penalty": 1.2,
     "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2, "bad_words_ids": [[5]], "min_length": 5,
     "min_new_tokens": 5, "forced_bos_token_id": 5, "forced_eos_token_id": 5, "remove_invalid_values": True,
     "exponential_decay_length_penalty": [3, 1.5], "begin_suppress_tokens": [5], "watermarking_config": {"bias": 2.0},
@@ -163,6 +166,48 @@ def test_what_is_ignored_is_told(setting: str) -> None:
     assert told is not None and told.startswith(f"its generation_config asks for {setting}=") and "\n" not in told
     for neutral in (None, *IGNORED[setting]):
         assert complaint(GenerationConfig(**{setting: neutral})) is None
+
+
+def test_a_penalty_that_only_some_commands_obey_is_told(tmp_path: Path) -> None:
+    """Guards greedy texts of `generate`, which are not those of `transformers` then."""
+    folder = folder_of(tmp_path, 0, {"eos_token_id": 0, "repetition_penalty": 1.2})
+    told = f"^{folder}: its generation_config asks for repetition_penalty=1.2, which only chat and serve obey unasked$"
+    with pytest.warns(PenaltyWarning, match=told) as said:
+        load(folder, runtime=EXACT)
+    assert len(said) == 1
+    for neutral in (None, 1, 1.0):
+        assert penalty_complaint(GenerationConfig(repetition_penalty=neutral)) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "defaults"),
+    [
+        ({}, {}),
+        ({"eos_token_id": 0}, {}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 5}, {"temperature": 0.0}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"temperature": 0.6, "min_p": 0.1}, {"temperature": 0.6, "min_p": 0.1}),
+        ({"top_k": 20}, {"temperature": 1.0, "top_k": 20}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1},
+         {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}),
+    ],
+)  # fmt: skip
+def test_defaults_of_sampling(tmp_path: Path, asked: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Guards what is read of a file: nothing that it does not have, such as the 50 of `transformers` for top-k."""
+    (tmp_path / "generation_config.json").write_text(json.dumps(asked))
+    assert sampling_defaults(GenerationConfig.from_pretrained(tmp_path)) == defaults
+
+
+@pytest.mark.parametrize("asked", [{"top_p": 0}, {"temperature": "hot"}, {"top_k": -1}, {"repetition_penalty": 0}])
+def test_defaults_that_there_are_not(asked: dict[str, Any]) -> None:
+    """Guards against requests that are refused for what they did not ask for."""
+    config = GenerationConfig()
+    for key, value in asked.items():
+        setattr(config, key, value)
+    with pytest.raises(ValueError, match=f"m: in its generation config {next(iter(asked))}="):
+        sampling_defaults(config, "m")
 
 
 def test_all_settings_of_transformers_are_known() -> None:

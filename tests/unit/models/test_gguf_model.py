@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from paradraft.formats.gguf import read_gguf
 from paradraft.models import gguf_model
+from paradraft.models.generation import sampling_defaults
 from paradraft.models.gguf_model import row_order, shortest
 from paradraft.models.loading import load_config, load_generation_config, settled
 from paradraft.models.quantized import Format, NumberKind, QuantizedTensor
@@ -122,6 +123,23 @@ def test_config_and_ends_are_those_of_the_model(tmp_path: Path) -> None:
         assert getattr(config, key) == getattr(model.config, key), key
     assert sorted(load_generation_config(str(tmp_path / "m.gguf")).eos_token_id) == [0, 1, 7]
     assert shortest(1.0000000116860974e-07) == 1e-07
+
+
+@pytest.mark.parametrize(
+    ("keys", "defaults"),
+    [
+        ({"temp": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "penalty_repeat": 1.1},
+         {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.1}),
+        ({"temp": 0.0}, {"temperature": 0.0}),
+        ({"penalty_repeat": 1.1}, {"repetition_penalty": 1.1}),
+        ({}, {}),
+    ],
+)  # fmt: skip
+def test_sampling_that_a_file_asks_for(tmp_path: Path, keys: dict[str, float], defaults: dict[str, float]) -> None:
+    """Guards what llama.cpp's converter copies of `generation_config.json`; 0.7 is no 0.699999988079071."""
+    more = {f"general.sampling.{key}": value for key, value in keys.items()}
+    write_gguf(tmp_path / "m.gguf", tiny_model("qwen3"), more=more)
+    assert sampling_defaults(load_generation_config(str(tmp_path / "m.gguf"))) == defaults
 
 
 def test_other_weights_than_bfloat16_numbers_are_computed_in_float32(tmp_path: Path) -> None:

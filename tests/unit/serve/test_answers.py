@@ -35,6 +35,23 @@ def offline(
     return engine.generate(prompt, max_new_tokens=tokens, sampling=sampling, stop=stop)
 
 
+def test_what_a_request_does_not_say_is_as_the_model_asks(engine: Engine) -> None:
+    """Guards the defaults of generation_config.json in both kinds of requests, parameter by parameter; null is what is
+    not said."""
+    defaults = {"temperature": 0.8, "top_k": 9, "repetition_penalty": 1.3}
+    with serving(engine, defaults=defaults) as found:
+        for more in ({}, {"temperature": 0}, {"top_k": 0, "temperature": None}, {"top_p": 0.5}):
+            given = {name: value for name, value in more.items() if value is not None}
+            wanted = offline(engine, "hello", {"seed": 4, **defaults, **given}).text
+            body = {"prompt": "hello", "max_tokens": 24, "seed": 4, **more}
+            assert found.post("/v1/completions", body).json()["choices"][0]["text"] == wanted
+            message = {"role": "user", "content": "hello"}
+            ids = engine.chat_tokens([message])
+            wanted = offline(engine, ids, {"seed": 4, **defaults, **given}).text
+            body = {"messages": [message], "max_tokens": 24, "seed": 4, **more}
+            assert found.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] == wanted
+
+
 @pytest.fixture(scope="module")
 def client(running: Serving) -> OpenAI:
     return running.client()

@@ -110,8 +110,12 @@ def test_it_describes_what_there_is(json_engine: Engine, fuzzed: Serving, writte
         assert not [name for name, given in told.items() if given in ({}, {"type": "object"})]
     assert "http" not in json.dumps(written).replace('"http"', ""), "it names addresses elsewhere"
     assert "securitySchemes" not in written["components"]
-    with serving(json_engine, key=KEY) as guarded:
+    with serving(json_engine, key=KEY, defaults={"temperature": 0.6, "top_k": 7}) as guarded:
         found = httpx2.get(f"{guarded.url}/openapi.json").json()
+    for document, temperature, top_k in ((written, 1.0, 0), (found, 0.6, 7)):
+        for schema in ("AskedText", "AskedChat"):
+            told = document["components"]["schemas"][schema]["properties"]
+            assert (told["temperature"]["default"], told["top_k"]["default"]) == (temperature, top_k)
     assert found["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     assert "401" in found["paths"][TEXT]["post"]["responses"] and "security" not in found["paths"]["/health"]["get"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from paradraft.engine import Engine
 from tests.support.chromium import CHROMIUM, chromium
-from tests.support.serving import Serving, until
+from tests.support.serving import Serving, serving, until
 
 
 def test_nothing_comes_from_elsewhere(running: Serving) -> None:
@@ -20,6 +20,16 @@ def test_nothing_comes_from_elsewhere(running: Serving) -> None:
     assert not re.search(r"https?://|src=|@import|url\(", found.text)
     policy = found.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+
+
+def test_it_begins_as_the_model_asks(engine: Engine, running: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the temperature of generation_config.json, and that an instruct model is asked as in a chat."""
+    assert 'id="temperature" value="0"' in (plain := httpx2.get(running.url).text) and 'id="chat" >' in plain
+    turns = "{% for message in messages %}{{ message.role[0] }}{{ message.content }}<|eos|>{% endfor %}a"
+    monkeypatch.setattr(engine.target.tokenizer, "chat_template", turns)
+    with serving(engine, defaults={"temperature": 0.7, "top_k": 5}) as asked:
+        found = httpx2.get(asked.url).text
+    assert 'id="temperature" value="0.7"' in found and 'id="chat" checked>' in found and "{{" not in found
 
 
 @pytest.mark.skipif(not CHROMIUM.exists(), reason="no Chromium")
