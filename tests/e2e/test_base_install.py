@@ -80,7 +80,7 @@ def test_a_draft_is_made_without_extras(env: dict[str, str], tmp_path: Path) -> 
 def test_what_is_missing_is_named_with_its_extra(env: dict[str, str], tmp_path: Path) -> None:
     """Guards against work that ends in a traceback, or is found to lack a library only when all is done."""
     for arguments, said in [
-        (("train", "pard", "recipe.yaml"), "accelerate is not installed: pip install 'paradraft[train]'"),
+        (("train", "pard", "recipe.yaml"), "peft is not installed: pip install 'paradraft[train]'"),
         (("serve", "--target", "pocket"), "fastapi is not installed: pip install 'paradraft[serve]'"),
         (
             ("bench", "--methods", "ar", "--plot", tmp_path / "a.png", *MEASURED),
