@@ -194,8 +194,11 @@ def test_an_empty_answer_says_why(
     assert "paradraft: the answer is empty: the model ended it at once\n" in capsys.readouterr().err
 
 
-def test_prompts_from_the_standard_input(paradraft: Paradraft, chatting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in (["audit", "--drafter", "ngram"], ["bench", "--methods", "ar", "--runs", 1], ["generate"]):
+def test_prompts_from_the_standard_input(
+    paradraft: Paradraft, family: Path, chatting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafting = ["--drafter", "autoregressive", "--draft", family / "target"]
+    for command in (["audit", *drafting], ["bench", "--methods", "ar", "--runs", 1], ["generate"]):
         text = '{"messages": [{"role": "user", "content": "a"}]}\n'
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         number = [] if command == ["generate"] else ["--num-prompts", 1]
