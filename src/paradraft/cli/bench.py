@@ -155,7 +155,10 @@ def bench(
         ),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask prompts as a user does in a chat, through the model's chat template.")
+        bool,
+        typer.Option(
+            "--chat", help="Ask prompts as in a chat, through the model's chat template. By default they are continued."
+        ),
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat or --task: what the model reads first.")] = None,
     chat_template_kwargs: options.TemplateVariables = None,

@@ -12,7 +12,7 @@ from paradraft.cli.commands import COMMANDS, app
 NARROWER = {
     "--target", "--batch-size", "--max-new-tokens", "--num-prompts", "--system", "--drafter", "--tree-budget", "--runs",
     "--compile", "--no-compile", "--dtype", "--draft-dtype", "--k", "-k", "--json", "--prompts", "--temperature",
-    "--samples",
+    "--samples", "--chat",
 }  # fmt: skip
 """Options that mean the same thing everywhere, of which a command says more, such as when it is of use."""
 OTHERS = {
