@@ -169,7 +169,9 @@ DRAFTERS = f"one of {', '.join(drafter_names())}; its settings follow it, as in 
 
 OPTIONS: dict[type, dict[str, Any]] = {
     Speculation: {
-        "drafter": typer.Option(help=f"The drafter, {DRAFTERS}"),
+        "drafter": typer.Option(
+            help=f"The drafter, {DRAFTERS} lookahead is for GPUs, where passes of many tokens are cheap."
+        ),
         "draft": typer.Option(help="Draft model; the pocket target brings its own."),
         "k": typer.Option("-k", "--k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}."),
         "verify": typer.Option(

@@ -23,6 +23,7 @@ Shape letters: B rows of a batch, N tokens of an n-gram, W columns, G guesses.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -279,5 +280,11 @@ class LookaheadDrafter(Drafter):
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> LookaheadDrafter:
-    """The drafter; what it needs of the target it gets in every round."""
+    """The drafter; what it needs of the target it gets in every round. Warns on a CPU, where wide passes take long."""
+    if target.device.type == "cpu":
+        warnings.warn(
+            f"lookahead makes passes of up to {1 + config.tree.nodes} tokens, for hardware on which these take hardly "
+            "longer than passes of one, such as GPUs; on a CPU it seldom pays: try --drafter ngram",
+            stacklevel=2,
+        )
     return LookaheadDrafter(config)
