@@ -18,6 +18,7 @@ from paradraft.decode.logprobs import TokenLogprobs
 from paradraft.decode.pearl import AheadBatch, best_gamma
 from paradraft.decode.remote import Span
 from paradraft.decode.stats import Clock, Stats, added
+from paradraft.drafters.none import NoDrafter
 from paradraft.errors import whole_number
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.chat_template import ask_tokens, template_of
@@ -128,7 +129,9 @@ class Engine:
         kept_rows: int = 0,
         cpus: tuple[int, ...] | None = None,
     ) -> None:
-        speculation = speculation.fitted_to(drafter)
+        speculation = speculation.fitted_to(drafter).settled(
+            drafts=not isinstance(drafter, NoDrafter), is_exact=target.lm.is_native
+        )
         most = target.lm.width - 1
         if speculation.k > most:
             raise ValueError(f"k={speculation.k}: draft 1 to {most} tokens per round")

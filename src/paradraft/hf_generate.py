@@ -42,7 +42,7 @@ from paradraft.models.loading import load_tokenizer
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampling_params import LogitsProcessor, Sampling
-from paradraft.speculation import Speculation
+from paradraft.speculation import AUTO, Speculation
 
 WARPERS = {
     TemperatureLogitsWarper: ("temperature", (None, 1.0)), TopKLogitsWarper: ("top_k", (None, 0)),
@@ -96,6 +96,7 @@ def custom_generate(
     drafter: str = "none",
     draft_model: str | None = None,
     k: int = 8,
+    lengths: str = AUTO,
     seed: int | None = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
@@ -114,7 +115,8 @@ def custom_generate(
         streamer: gets the tokens of one prompt, where `transformers` hands it over (5.23 does not).
         drafter: one of `drafter_names()`, with settings or without.
         draft_model: its folder or Hugging Face id.
-        k: tokens drafted per round.
+        k: most tokens drafted per round.
+        lengths: how many of them to draft, see `paradraft.load`.
         seed: of the first row, when sampling; the next rows have the next ones. None takes it from torch's generator.
         model_kwargs: what `generate` prepares for the model; the attention mask is read.
 
@@ -127,7 +129,7 @@ def custom_generate(
     _check(generation_config, logits_processor, synced_gpus, streamer, model_kwargs, len(input_ids))
     if torch.is_autocast_enabled(input_ids.device.type):
         raise ValueError("custom_generate: torch.autocast cannot be served: load the model in the dtype it is to have")
-    engine = _engine_of(model, Speculation(drafter=drafter, draft=draft_model, k=k))
+    engine = _engine_of(model, Speculation(drafter=drafter, draft=draft_model, k=k, lengths=lengths))
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
         wanted, given = tuple(input_ids.shape), tuple(mask.shape)

@@ -38,7 +38,7 @@ def load(
     k: int = 8,
     verify: str = "match",
     tree: Tree | int | None = None,
-    lengths: str = "fixed",
+    lengths: str = AUTO,
     gamma: int | Literal["auto"] | None = None,
     kept_rows: int = 0,
     device: str = AUTO,
@@ -57,7 +57,8 @@ def load(
             distribution and accepts more when sampling; "typical" is not lossless.
         tree: let drafts branch: a `Tree`, or a number of nodes to grow to. None drafts chains.
         lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success,
-            "confidence" while the drafter is sure, "expected" what pays on this machine.
+            "confidence" while the drafter is sure, "expected" what pays on this machine; "auto" is "expected" where
+            that cannot change a text, else "fixed".
         gamma: draft while the target verifies (PEARL), this many tokens ahead; "auto": as many as are fastest here.
         kept_rows: of how many answers, the last ones, the caches are kept: a prompt that begins with such an answer and
             its prompt, as the next turn of a conversation does, is read from its end on.

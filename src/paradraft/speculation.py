@@ -9,15 +9,16 @@ from paradraft.drafters import check_draft, drafter_class, drafter_config, draft
 from paradraft.errors import one_line, whole_number
 from paradraft.models.names import check_has_weights
 from paradraft.tree import Tree
-from paradraft.verify import check_rule_name, load_rule
+from paradraft.verify import check_rule_name, load_rule, rule_name
 
 if TYPE_CHECKING:
     from paradraft.core import Drafter
 
 MOST_DRAFTED = 256
 """Largest K; caches keep room for two drafts of that length."""
-LENGTHS = ("fixed", "heuristic", "confidence", "expected")
-"""The names of `paradraft.decode.draft_length.POLICIES`."""
+AUTO = "auto"
+LENGTHS = (AUTO, "fixed", "heuristic", "confidence", "expected")
+"""`AUTO`, and the names of `paradraft.decode.draft_length.POLICIES`."""
 OVERLAPS = ("both", "pre", "post")
 MOST_NODES = 1024
 """Largest tree of a draft."""
@@ -37,7 +38,8 @@ class Speculation:
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same distribution and accepts
             more when sampling; "typical" is not lossless: see `paradraft.verify.typical`.
         lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success, "confidence" while the
-            drafter is sure, "expected" what pays on this machine.
+            drafter is sure, "expected" what pays on this machine. "auto" is "expected" where it cannot change a text,
+            else "fixed": see `settled`.
         gamma: γ of PEARL: draft while the target verifies, this many tokens ahead, or "auto" as many as are fastest
             here, at most k; None drafts and verifies in turn. Chains and the match rule only. See
             `paradraft.decode.pearl`.
@@ -59,7 +61,7 @@ class Speculation:
     k: int = 8
     tree: Tree | None = None
     verify: str = "match"
-    lengths: str = "fixed"
+    lengths: str = AUTO
     gamma: int | Literal["auto"] | None = None
     overlap: str = "both"
 
@@ -109,9 +111,9 @@ class Speculation:
         if not drafter_class(self.drafter).can_run_ahead:
             able = " or ".join(name for name in drafter_names() if drafter_class(name).can_run_ahead)
             raise ValueError(f"gamma={self.gamma}: drafter {self.drafter!r} cannot draft ahead, use {able}")
-        for name, only in (("verify", "match"), ("lengths", "fixed"), ("tree", None)):
-            if (value := getattr(self, name)) != only:
-                told = "leave the tree out" if only is None else f"use {name}={only!r}"
+        for name, allowed in (("verify", ("match",)), ("lengths", ("fixed", AUTO)), ("tree", (None,))):
+            if (value := getattr(self, name)) not in allowed:
+                told = "leave the tree out" if name == "tree" else f"use {name}={allowed[0]!r}"
                 raise ValueError(f"gamma={self.gamma} with {name}={one_line(value)}: {told} to draft ahead")
 
     @property
@@ -156,6 +158,23 @@ class Speculation:
         aside = [path for path in self.tree.paths or () if any(path[:-1])]
         if aside and drafter.branching == "spine":
             raise ValueError(f"tree path {aside[0]}: this drafter branches from its best tokens only, remove it")
+
+    def settled(self, *, drafts: bool, is_exact: bool) -> Speculation:
+        """This with a length policy in place of "auto".
+
+        It is "expected" where the lengths of drafts, which then depend on measured times, cannot change a text: with
+        the match rule, if the target's logits are the same to the last bit in passes of any width. Elsewhere the same
+        seed might give another text each time. Passes that are not exact are also those that are compiled for some
+        widths only. Drafting ahead and plain decoding have no use for it.
+
+        Args:
+            drafts: whether the drafter proposes anything.
+            is_exact: whether all passes of the target are so; those in C++ are.
+        """
+        if self.lengths != AUTO:
+            return self
+        is_free = is_exact and rule_name(self.verify) == "match" and self.gamma is None
+        return replace(self, lengths="expected" if is_free and drafts else "fixed")
 
     def fitted_to(self, drafter: Drafter) -> Speculation:
         """This, in the shape of a drafter that was built, where its own settings say it; see `Drafter.tree`.

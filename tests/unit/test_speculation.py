@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from paradraft.drafters.pard import PardDrafter
 from paradraft.engine import Engine
 from paradraft.loader import load
 from paradraft.models.runtime import Runtime
-from paradraft.speculation import LENGTHS, MOST_DRAFTED, MOST_NODES, Speculation
+from paradraft.speculation import AUTO, LENGTHS, MOST_DRAFTED, MOST_NODES, Speculation
 from paradraft.tree import Tree
 from paradraft.verify import NAMES
 from paradraft.verify.rules import RULES
@@ -38,7 +39,7 @@ ASIDE = Tree(paths=((0,), (1,), (1, 0)))
         ({"k": 2.5}, "k=2.5: use a whole number"),
         ({"k": True}, "k=True: use a whole number"),
         ({"verify": "tipical"}, "verify='tipical': use one of match, rejection, typical"),
-        ({"lengths": "short"}, "lengths='short': use one of fixed, heuristic, confidence, expected"),
+        ({"lengths": "short"}, "lengths='short': use one of auto, fixed, heuristic, confidence, expected"),
         ({"tree": Tree(budget=MOST_NODES + 1)}, "a tree of 1025 nodes: use at most 1024"),
         ({"tree": DEEP, "k": 2}, "a tree path is 3 tokens deep, but k=2: raise k or shorten the path"),
     ],
@@ -79,10 +80,54 @@ def test_a_method_takes_what_it_can_use_from_the_defaults() -> None:
     )
     ngram = Speculation(drafter="ngram", k=3, verify="rejection", lengths="expected")
     assert Method.parse("ngram", defaults).speculation == ngram
-    assert Method.parse("ar", defaults).speculation == Speculation()
+    assert Method.parse("ar", defaults).speculation == Speculation(lengths="fixed")
     lookahead = Speculation(drafter="lookahead:window=5", lengths="expected")
     assert Method.parse("lookahead:window=5", defaults).speculation == lookahead
-    assert Method.parse("vllm-ngram", defaults).speculation == Speculation(drafter="ngram", k=3)
+    vllm = Speculation(drafter="ngram", k=3, lengths="fixed")
+    assert Method.parse("vllm-ngram", defaults).speculation == vllm
+
+
+def test_a_method_drafts_all_its_tokens_unless_it_says_otherwise() -> None:
+    """Guards figures that are compared with those of other runs, and what `paradraft plan` reads: K is K."""
+    for defaults in (Speculation(), Speculation(lengths="auto", k=3)):
+        for spec in ("pard", "ngram:k=4", "lookahead", "pard:tree=6", "ngram:lengths=auto"):
+            assert Method.parse(spec, defaults).settings["lengths"] == "fixed"
+    assert Method.parse("ngram:lengths=expected").settings["lengths"] == "expected"
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_exact", "lengths"),
+    [
+        ({"drafter": "ngram"}, True, "expected"),
+        ({"drafter": "ngram", "k": 3}, True, "expected"),
+        ({"drafter": "lookahead"}, True, "expected"),
+        ({"drafter": "pard", "tree": Tree(budget=6)}, True, "expected"),
+        ({"drafter": "ngram"}, False, "fixed"),
+        ({"drafter": "ngram", "verify": "rejection"}, True, "fixed"),
+        ({"drafter": "ngram", "verify": "typical:epsilon=0.1:delta=0.3"}, True, "fixed"),
+        ({"drafter": "pard", "gamma": 4}, True, "fixed"),
+        ({"drafter": "pard", "gamma": "auto"}, True, "fixed"),
+        ({"drafter": "ngram", "lengths": "heuristic"}, True, "heuristic"),
+        ({"drafter": "ngram", "lengths": "expected", "verify": "rejection"}, False, "expected"),
+    ],
+)
+def test_what_pays_is_drafted_by_default_where_that_changes_no_text(
+    settings: dict[str, Any], is_exact: bool, lengths: str
+) -> None:
+    """Guards the speed of whoever says nothing, and the seed: lengths that depend on times must not decide a text."""
+    speculation = Speculation(**settings)
+    assert speculation.settled(drafts=True, is_exact=is_exact) == replace(speculation, lengths=lengths)
+    assert speculation.settled(drafts=False, is_exact=True).lengths in ("fixed", speculation.lengths)
+
+
+@pytest.mark.parametrize(("dtype", "lengths"), [("float32", "expected"), ("float64", "fixed")])
+def test_an_engine_says_which_lengths_it_drafts(family: Path, dtype: str, lengths: str) -> None:
+    """Guards the default on its way: passes in C++ (float32) are the same to the last bit at any width, torch's are
+    not; and what is asked for is left alone."""
+    target = str(family / "target")
+    assert load(target, drafter="ngram", dtype=dtype).speculation.lengths == lengths
+    assert load(target, drafter="ngram", dtype=dtype, lengths="heuristic").speculation.lengths == "heuristic"
+    assert load(target, dtype=dtype).speculation.lengths == "fixed"
 
 
 def test_a_benchmark_file_says_of_a_method_what_it_has() -> None:
@@ -187,5 +232,5 @@ def test_settings_of_the_wrong_type_are_said(settings: dict[str, Any], complaint
 
 def test_names_are_those_of_what_is_there() -> None:
     """Guards the names that are checked, and listed in the help, without importing what has them."""
-    assert tuple(POLICIES) == LENGTHS
+    assert LENGTHS == (AUTO, *POLICIES)
     assert tuple(RULES) == NAMES

@@ -36,7 +36,7 @@ from paradraft.models.runtime import PRECISIONS, QUANTIZED, SHORT, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Placement, Stage, cpus_of, stages_of
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation, gamma_of
+from paradraft.speculation import AUTO, Speculation, gamma_of
 from paradraft.tree import Tree
 
 AR = "ar"
@@ -46,8 +46,8 @@ SETTINGS = ("k", "tree", "verify", "lengths", "gamma", "overlap", *PLACES, "batc
 
 
 TargetKey = tuple[str, tuple[int, ...] | None, tuple[Stage, ...] | None]
-UNSET = Speculation()
-"""What a method does where nothing is said."""
+UNSET = Speculation(lengths="fixed")
+"""What a method does where nothing is said. It drafts all K tokens, which figures of different runs have in common."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +111,13 @@ class Method:
             raise ValueError(f"method {spec!r}: transformers drafts for one prompt at a time, so batch must be 1")
         drafter = PEERS[name].like if name in PEERS else "none" if name == AR else name
         options = [f"{key}={values[key]}" for key in option_names if key in values]
+        lengths = values.get("lengths", defaults.lengths)
         fields: dict[str, Any] = {
             "draft": values.get("draft", defaults.draft),
             "k": int(values.get("k", defaults.k)),
             "verify": values.get("verify", defaults.verify),
             "tree": Tree(budget=int(values["tree"])) if "tree" in values else defaults.tree,
-            "lengths": values.get("lengths", defaults.lengths),
+            "lengths": UNSET.lengths if lengths == AUTO else lengths,
         }
         own = {key: value for key, value in fields.items() if key in allowed}
         try:

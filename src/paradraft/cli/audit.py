@@ -44,7 +44,7 @@ def audit(
     ] = None,
     *,
     target: options.Target,
-    speculation: Speculation,
+    speculation: Annotated[Speculation, options.FIXED],
     endpoint: Annotated[
         str | None,
         typer.Option(rich_help_panel=SERVERS, help="Audit an OpenAI-compatible server: its address, up to /v1."),

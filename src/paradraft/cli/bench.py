@@ -162,7 +162,7 @@ def bench(
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat or --task: what the model reads first.")] = None,
     chat_template_kwargs: options.TemplateVariables = None,
-    speculation: Annotated[Speculation, options.Offer(without=("drafter", "tree_paths", "gamma"))],
+    speculation: Annotated[Speculation, replace(options.FIXED, without=("drafter", "tree_paths", "gamma"))],
     sampling: Annotated[Sampling, options.Offer(without=("logit_bias",))],
     batch_sizes: Annotated[
         str,

@@ -173,7 +173,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
             help=f"The drafter, {DRAFTERS} lookahead is for GPUs, where passes of many tokens are cheap."
         ),
         "draft": typer.Option(help="Draft model; the pocket target brings its own."),
-        "k": typer.Option("-k", "--k", help=f"Tokens drafted per round, 1 to {MOST_DRAFTED}."),
+        "k": typer.Option("-k", "--k", help=f"Most tokens drafted per round, 1 to {MOST_DRAFTED}."),
         "verify": typer.Option(
             help="match: the same tokens as without a drafter; typical, or typical:epsilon=0.09:delta=0.3: not "
             "lossless; rejection: the same distribution."
@@ -183,7 +183,8 @@ OPTIONS: dict[type, dict[str, Any]] = {
         ),
         "tree_paths": typer.Option(help='A fixed tree, as ranks of candidates: "0 1 0.0 0.1 0.0.0".'),
         "lengths": typer.Option(
-            help=f"How many of the k tokens to draft, one of {', '.join(LENGTHS)}; expected: what pays here."
+            help=f"How many of the k tokens to draft: {', '.join(LENGTHS)}. expected: what pays here; auto: "
+            "that, where it cannot change a text (passes in C++, match rule, no --gamma), else fixed, which is all."
         ),
         "gamma": typer.Option(
             help="Draft while the target verifies (PEARL), this many tokens ahead; auto: as many as are fastest here. "
@@ -279,6 +280,8 @@ class Offer:
 
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+FIXED = Offer(defaults={"lengths": "fixed"})
+"""What commands that look at drafts offer of a `Speculation`: all K tokens in every round, whether that pays or not."""
 COMPILED = Offer(
     defaults={"compiled": True},
     helps={

@@ -231,7 +231,7 @@ def _notes(own: int, rows: int, engine: str, *, has_masks: bool, has_head: bool)
 def _measure(folder: Path, drafter: str, asked: Asked) -> Measured:
     prompts, max_new_tokens = list(asked.prompts), asked.max_new_tokens
     draft, own_dtype = (folder / FILE, None) if asked.engine == GGUF else (folder, asked.runtime.draft_dtype)
-    speculation = Speculation(drafter=drafter, draft=str(draft), k=asked.k)
+    speculation = Speculation(drafter=drafter, draft=str(draft), k=asked.k, lengths="fixed")
     runtime = replace(asked.runtime, width=max(asked.runtime.width, speculation.pass_width), draft_dtype=own_dtype)
     with load_engine(asked.target, speculation, runtime=runtime) as engine:
         answers = engine.generate(prompts, max_new_tokens=max_new_tokens)

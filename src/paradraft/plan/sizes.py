@@ -99,7 +99,7 @@ class SizeTask:
         """The same with another size."""
         name, settings = split_settings(self.speculation.drafter)
         kept = [setting for setting in settings if not setting.startswith("size=")]
-        return replace(self.speculation, drafter=":".join([name, f"size={size}", *kept]), tree=None)
+        return replace(self.speculation, drafter=":".join([name, f"size={size}", *kept]), tree=None, lengths="fixed")
 
 
 class Observer(PpdDrafter):

@@ -66,9 +66,9 @@ class Task:
                 )
 
     def speculate(self, way: Way) -> Speculation:
-        """How a way drafts and verifies; plain decoding has no use for its k."""
+        """How a way drafts, all its tokens in every round, and verifies; plain decoding has no use for its k."""
         tree = None if way.tree is None else Tree(budget=way.tree)
-        return replace(self.speculation, k=way.k or 1, tree=tree)
+        return replace(self.speculation, k=way.k or 1, tree=tree, lengths="fixed")
 
     def method(self, way: Way, batch: int, dtype: str) -> Method:
         """A way as a method of a benchmark."""

@@ -63,7 +63,7 @@ class AcceptanceMeter:
     def of(self, folder: Path) -> Decoded:
         """Decodes with the drafter in a folder."""
         drafter = load_drafter(self._drafter, self.target, draft=str(folder), runtime=self._runtime)
-        batch = Engine(self.target, drafter, Speculation(k=self._k)).new_batch()
+        batch = Engine(self.target, drafter, Speculation(k=self._k, lengths="fixed")).new_batch()
         requests = [
             Request(id=row, tokens=prompt, max_new_tokens=self._answer_tokens, eos_ids=self.target.eos_ids)
             for row, prompt in enumerate(self._prompts)
