@@ -15,6 +15,7 @@ from paradraft.decode.batch import Batch, run
 from paradraft.decode.draft_length import POLICIES, Fixed, LengthPolicy
 from paradraft.decode.generation import AnswerText, Generation, StopStrings, stop_strings
 from paradraft.decode.logprobs import TokenLogprobs
+from paradraft.decode.payoff import Compared, Payoff
 from paradraft.decode.pearl import AheadBatch, best_gamma
 from paradraft.decode.remote import Span
 from paradraft.decode.stats import Clock, Stats, added
@@ -128,6 +129,7 @@ class Engine:
         *,
         kept_rows: int = 0,
         cpus: tuple[int, ...] | None = None,
+        tries_plain: bool = False,
     ) -> None:
         speculation = speculation.fitted_to(drafter).settled(
             drafts=not isinstance(drafter, NoDrafter), is_exact=target.lm.is_native
@@ -157,7 +159,9 @@ class Engine:
             with self.in_round():
                 speculation = replace(speculation, gamma=best_gamma(target, drafter, speculation.k))
         self.speculation = speculation
-        self.lengths: LengthPolicy = POLICIES[speculation.lengths](speculation.depth)
+        # With the rejection rule a plain round would change which text a seed gives.
+        tries_plain = tries_plain and rule_name(speculation.verify) == "match" and not isinstance(drafter, NoDrafter)
+        self.lengths = Compared(POLICIES[speculation.lengths](speculation.depth), tries_plain=tries_plain)
         self._batch = self.new_batch(kept_rows=kept_rows)
         self._scheduler = Scheduler(self._batch, self.in_round)
         self._detokenizer = Detokenizer(target.tokenizer)
@@ -179,6 +183,19 @@ class Engine:
     def clock(self) -> Clock:
         """Times and counts since the engine last had nothing to do."""
         return self._batch.clock
+
+    @property
+    def payoff(self) -> Payoff:
+        """What drafting has gained or lost so far."""
+        return self.lengths.payoff
+
+    @property
+    def advice(self) -> str | None:
+        """One sentence that says so, and what to try, where drafting has made answers slower or was hardly ever right.
+
+        Only a clear difference counts, so it is None too where little was decoded or the machine was not steady.
+        """
+        return self.payoff.advice(self.speculation.instead)
 
     def close(self) -> None:
         """Ends the drafter's process, if it has one of its own; `with load(…) as engine` does so too."""

@@ -99,8 +99,12 @@ def load_engine(
     kept_rows: int = 0,
     runtime: Runtime = BY_MODEL,
     placement: Placement = HERE,
+    tries_plain: bool = False,
 ) -> Engine:
     """Loads a target and a drafter, as `load` does, from settings that are together already.
+
+    With `tries_plain` a few rounds draft nothing, where that changes no text, so that `Engine.advice` knows how long
+    such rounds take.
 
     Of two processes that `torchrun` has started for drafting ahead, the second one drafts: there this does not return,
     and the process ends when the other one does.
@@ -137,7 +141,9 @@ def load_engine(
     with on_cpus(placement.target_cpus):
         loaded = load_target(target, runtime, placement.target_stages or (), ranks)
         drafter = load_drafter_in(processes, speculation, loaded, runtime)
-        return Engine(loaded, drafter, speculation, kept_rows=kept_rows, cpus=placement.target_cpus)
+        return Engine(
+            loaded, drafter, speculation, kept_rows=kept_rows, cpus=placement.target_cpus, tries_plain=tries_plain
+        )
 
 
 def tensor_parallel_ranks(speculation: Speculation, placement: Placement) -> int:

@@ -176,6 +176,12 @@ class Speculation:
         is_free = is_exact and rule_name(self.verify) == "match" and self.gamma is None
         return replace(self, lengths="expected" if is_free and drafts else "fixed")
 
+    @property
+    def instead(self) -> tuple[str, ...]:
+        """The options to try where drafting like this does not pay, the last one for a drafter that is no use."""
+        other = "drafting in turns, without --gamma" if self.gamma is not None else "--lengths expected"
+        return (other, "--drafter none") if self.lengths != "expected" else ("--drafter none",)
+
     def fitted_to(self, drafter: Drafter) -> Speculation:
         """This, in the shape of a drafter that was built, where its own settings say it; see `Drafter.tree`.
 

@@ -11,6 +11,7 @@ import pytest
 
 from paradraft import cli
 from paradraft.drafters import takes_draft
+from tests.conftest import tiny_model, tiny_tokenizer
 from tests.support.drafts import draft_of
 
 EXACT = ["--dtype", "float64"]
@@ -51,6 +52,15 @@ def assert_mistake(outcome: Outcome, *named: object) -> None:
     assert outcome.err.endswith("\n")
     for part in named:
         assert str(part) in outcome.err
+
+
+@pytest.fixture(scope="session")
+def poor_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft of the tiny target's size that has nothing to do with it."""
+    folder = tmp_path_factory.mktemp("poor") / "draft"
+    tiny_model(2).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def drafting(family: Path, name: str) -> list[object]:

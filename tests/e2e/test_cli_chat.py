@@ -119,6 +119,18 @@ def test_a_model_without_a_template(family: Path, paradraft: Paradraft, tmp_path
         assert_mistake(paradraft(*command, "--target", family / "target"), "the model has no chat template")
 
 
+def test_a_drafter_that_does_not_pay_is_said_at_the_end(
+    paradraft: Paradraft, chatting: Path, poor_draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a conversation with a drafter that makes answers slower: the last line says so, and what to try."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nand?\n"))
+    options = ["--target", chatting, *EXACT, "--drafter", "autoregressive", "--draft", poor_draft, "-k", 4]
+    outcome = paradraft("chat", *options, "--max-new-tokens", 25, "--temperature", 1)
+    *answers, last = outcome.err.splitlines()
+    assert len(answers) == 2 and all("tokens per pass" in line for line in answers)
+    assert last.startswith("note: drafting made this ") and last.endswith("try --lengths expected, or --drafter none")
+
+
 def test_generate_asks_in_a_chat(paradraft: Paradraft, chatting: Path, engine: Engine, tmp_path: Path) -> None:
     """Guards `--chat` with and without a system prompt, files with both kinds of records, and the standard input."""
     own = ["generate", "--target", chatting, *EXACT, "--temperature", 0.9, "--seed", 3, "--max-new-tokens", 12]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -44,6 +45,22 @@ def test_prompt_is_answered(family: Path, paradraft: Paradraft, name: str) -> No
             "paradraft: warning: lookahead makes passes of up to 57 tokens, for hardware on"
         )
     assert before == []
+
+
+@pytest.mark.parametrize("shown", [[], ["--json"]])
+def test_a_drafter_that_does_not_pay_is_said_last(
+    family: Path, poor_draft: Path, paradraft: Paradraft, shown: list[str]
+) -> None:
+    """Guards users who are slower with a drafter than without against never knowing it: here four passes of a draft of
+    the target's size guess hardly a token. Nothing is said where nothing is drafted, or of a few rounds."""
+    options = ["--target", family / "target", *EXACT, "--prompt", "helloworld", "--temperature", 1, *shown]
+    slow = [*options, "--drafter", "autoregressive", "--draft", poor_draft, "-k", 4]
+    *_, last = paradraft("generate", *slow, "--max-new-tokens", 40).err.splitlines()
+    assert re.fullmatch(
+        r"note: drafting made this (at least )?\d+\.\d x slower here: try --lengths expected, or --drafter none", last
+    )
+    assert "slower" not in paradraft("generate", *slow, "--max-new-tokens", 10).err
+    assert "slower" not in paradraft("generate", *options, "--max-new-tokens", 40).err
 
 
 def test_prompt_file_gives_an_object_per_line(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from paradraft.engine import Engine
 from paradraft.loader import load_engine
+from paradraft.sampling_params import Sampling
 from paradraft.serve.address import bound
 from tests.e2e.conftest import Paradraft, assert_mistake, drafting
 
@@ -48,6 +49,24 @@ def test_two_servers_that_start_together(family: Path, paradraft: Paradraft, mon
         monkeypatch.setattr("paradraft.loader.load_engine", load_late)
         found = paradraft("serve", *drafting(family, "pard"), "--port", port)
     assert_mistake(found, f"--port {port}", "in use")  # and no line that it is serving
+
+
+def test_a_drafter_that_did_not_pay_is_said_at_the_end(
+    family: Path, poor_draft: Path, paradraft: Paradraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards whoever serves with a drafter that makes answers slower against a log without a word of it."""
+
+    def load_and_decode(*asked: Any, **settings: Any) -> Engine:
+        engine = load_engine(*asked, **settings)
+        engine.generate("helloworld", max_new_tokens=40, sampling=Sampling(temperature=1.0))
+        return engine
+
+    monkeypatch.setattr("paradraft.cli.serve.load_engine", load_and_decode)
+    monkeypatch.setattr("paradraft.serve.server.Server.run", lambda *_, **__: None)
+    options = ["--target", family / "target", "--dtype", "float64", "--draft", poor_draft, "-k", 4, "--port", 0]
+    *_, serving, last = paradraft("serve", *options, "--drafter", "autoregressive").err.splitlines()
+    assert "serving" in serving
+    assert last.startswith("note: drafting made this ") and last.endswith("try --lengths expected, or --drafter none")
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

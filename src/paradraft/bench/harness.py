@@ -28,6 +28,7 @@ from paradraft.bench.latency import latencies
 from paradraft.bench.result import Answerer, BatchResult, Counts, by_round, first_length
 from paradraft.bench.result_file import KEYS, speedups
 from paradraft.bench.spec import AR, SETTINGS, Method
+from paradraft.decode.payoff import Payoff, advice
 from paradraft.decode.stats import Stats
 from paradraft.models.runtime import QUANTIZED
 from paradraft.sampling_params import Sampling
@@ -173,7 +174,8 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
     For speedups see `result_file.py`. `identical_to_ar` compares with the `ar` of the same dtype if there is
     one, else with the fastest of the same batch size, or of any; rounded weights are another target, and count only
     where there are no others. It is None for what is sampled with other random numbers (peers, and the rejection rule),
-    and where no `ar` ran. Settings that a method does not have are None.
+    and where no `ar` ran. `advice` is a sentence for methods that do not pay. Settings that a method does not have are
+    None.
     """
     summary = dict[str, dict[str, Any]]()
     for one in measured:
@@ -197,7 +199,26 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
         }
     for spec, found in speedups(summary).items():
         summary[spec] |= found
+    for one in measured:
+        summary[one.method.spec]["advice"] = _advice(one, summary)
     return summary
+
+
+def _advice(one: Measured, summary: dict[str, dict[str, Any]]) -> str | None:
+    """What to tell whoever decodes by this method; see `paradraft.decode.payoff.advice`.
+
+    It is slower where its fastest run is slower than the slowest one of its AR+, by more than `Payoff.MARGIN`.
+    """
+    stats = [answer.stats for run in one.runs for answer in run if answer.stats is not None]
+    rounds = sum(sum(counts.drafted[:1]) for counts in stats)
+    if one.method.name in PEERS or not rounds:
+        return None
+    figures = summary[one.method.spec]
+    plain_per_s = summary[figures["baseline"]]["tokens_per_s"]["runs"] if figures["baseline"] else [0.0]
+    is_slower = Payoff.MARGIN * max(one.tokens_per_s) < min(plain_per_s) and rounds >= Payoff.LEAST_ROUNDS
+    slower = 1.0 / figures["speedup_vs_ar"] if is_slower else None
+    tokens = rounds + sum(sum(counts.accepted) for counts in stats)
+    return advice(slower, one.method.speculation.instead, rounds=rounds, tokens=tokens)
 
 
 def _reference(method: Method, measured: list[Measured]) -> Measured | None:

@@ -195,4 +195,4 @@ def _drawn(method: Method, acceptance: SyntheticAcceptance | None) -> dict[str, 
     if acceptance is None:
         return {"synthetic_acceptance": None}
     rates = None if method.name in PLAIN else acceptance.rates
-    return {"synthetic_acceptance": rates, "identical_to_ar": None, "differing_prompts": None}
+    return {"synthetic_acceptance": rates, "identical_to_ar": None, "differing_prompts": None, "advice": None}

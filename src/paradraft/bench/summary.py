@@ -176,7 +176,7 @@ def latency_table(summary: Summary) -> FoldingTable | None:
 
 def notes(summary: Summary) -> list[str]:
     """What has to be known to read a table, a line each: folders that labels shorten, a machine that was not steady,
-    answers that repeat themselves, and missing baselines."""
+    answers that repeat themselves, methods that do not pay, and missing baselines."""
     shares, shown = dict[str, list[str]](), labels(summary)
     for spec, figures in summary.items():
         shares.setdefault(f"{figures['distinct_4grams']:.0%}", []).append(shown[spec])
@@ -187,6 +187,7 @@ def notes(summary: Summary) -> list[str]:
     if (apart := _peers_apart(summary)) is not None:
         found.append(apart)
     found += [f"distinct 4-grams of the answers: {usual}" + (f" (but {', '.join(others)})" if others else "")]
+    found += [f"{shown[spec]}: {figures['advice']}" for spec, figures in summary.items() if figures.get("advice")]
     for lacking, specs in without_baseline(summary).items():
         names = "; ".join(shown[spec] for spec in specs)
         found.append(f"no {lacking} in this run, so nothing stands under vs AR+ for: {names}")

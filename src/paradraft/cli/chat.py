@@ -25,7 +25,7 @@ from paradraft.cli.model_sampling import (
     expect_penalty,
     in_words,
 )
-from paradraft.cli.terminal import GREEN, StatusLine, console, explain_empty, write
+from paradraft.cli.terminal import GREEN, StatusLine, console, explain_empty, tell_advice, write
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
@@ -76,7 +76,7 @@ def chat(
     expect_penalty(generation_config)
     with console(stderr=True).status("loading; the first time passes are built for this CPU"):
         runtime = replace(runtime, width=speculation.pass_width)
-        engine = load_engine(target, speculation, kept_rows=1, runtime=runtime, placement=placement)
+        engine = load_engine(target, speculation, kept_rows=1, runtime=runtime, placement=placement, tries_plain=True)
     template_of(engine.target.tokenizer, variables)  # raises ValueError
     asked = asked_by(engine.target, target, generation_config)
     sampling = completed(context, sampling, asked)
@@ -93,6 +93,7 @@ def chat(
         print(f"paradraft: {in_words(sampling)}{told}", file=sys.stderr)
     with engine:
         Chat(engine, sampling, system=system, variables=variables, max_new_tokens=max_new_tokens).run()
+        tell_advice(engine)
 
 
 class Chat:

@@ -14,7 +14,7 @@ import typer
 
 from paradraft.cli import options
 from paradraft.cli.importing import importing
-from paradraft.cli.terminal import console, stream_answer
+from paradraft.cli.terminal import console, stream_answer, tell_advice
 from paradraft.environment import is_main_process
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
@@ -73,7 +73,7 @@ def generate(
     variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
     with console(stderr=True).status("loading; the first time passes are built for this CPU"):
         runtime = replace(runtime, width=speculation.pass_width)
-        engine = load_engine(target, speculation, runtime=runtime, placement=placement)
+        engine = load_engine(target, speculation, runtime=runtime, placement=placement, tries_plain=True)
     if placement.tensor_parallel and not is_main_process():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # the first process speaks
     is_open = chat is None and system is None and any("prompt" in record for record in records)
@@ -116,6 +116,7 @@ def generate(
         )
         for record, result in zip(records[start:], results, strict=False):
             print(json.dumps(record | _as_json(result, is_lossless), ensure_ascii=not is_utf8), flush=True)
+    tell_advice(engine)
 
 
 def _messages(record: Mapping[str, Any], *, chat: bool, system: str | None) -> list[Message] | None:

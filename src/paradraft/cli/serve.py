@@ -14,7 +14,7 @@ from paradraft.cli import options
 from paradraft.cli.importing import importing
 from paradraft.cli.model_sampling import GenerationConfig, asked_by, expect_penalty
 from paradraft.cli.sections import SERVERS
-from paradraft.cli.terminal import console
+from paradraft.cli.terminal import console, tell_advice
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.serve.address import bound, key_of, listen, url_of
@@ -125,7 +125,9 @@ def serve(
         expect_penalty(generation_config)
         with console(stderr=True).status("loading; the first time passes are built for this CPU"):
             runtime = replace(runtime, width=speculation.pass_width)
-            loaded = load_engine(target, speculation, kept_rows=kept_rows, runtime=runtime, placement=placement)
+            loaded = load_engine(
+                target, speculation, kept_rows=kept_rows, runtime=runtime, placement=placement, tries_plain=True
+            )
         defaults = asked_by(loaded.target, target, generation_config)
         options.warn_ignored(
             context,
@@ -147,3 +149,4 @@ def serve(
                 print(f"paradraft: requests that do not say otherwise have {told}, as the model asks", file=sys.stderr)
             print(f"paradraft: serving {target} at {url_of(listening)}; Ctrl-C ends it", file=sys.stderr, flush=True)
             Server(app, admission).run(sockets=[listening])
+            tell_advice(loaded)

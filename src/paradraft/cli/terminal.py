@@ -80,6 +80,12 @@ def explain_empty(told: str, last: Chunk) -> None:
         print(f"paradraft: the answer is empty: {EMPTY[last.finish_reason]}", file=sys.stderr)
 
 
+def tell_advice(engine: Engine) -> None:
+    """Says on the standard error, at the end of a command, where drafting has not paid."""
+    if (advice := engine.advice) is not None:
+        print(f"note: {advice}", file=sys.stderr)
+
+
 def write(text: str, style: str = "") -> None:
     """Writes text as it is, at once; styled on a terminal that shows colours."""
     is_styled = bool(text and style) and has_styles(sys.stdout)

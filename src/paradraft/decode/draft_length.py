@@ -27,6 +27,8 @@ class LengthPolicy(Protocol):
     """Most tokens of a path of a draft."""
     wants_confidence: bool
     """Whether `cut` looks at the drafter's confidence."""
+    runs_plain: bool
+    """Whether it runs rounds without a draft now and then, to compare."""
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
         """Begins with a batch without rows; what was learnt may stay.
@@ -56,6 +58,7 @@ class Fixed:
     """Always drafts `k` tokens."""
 
     wants_confidence = False
+    runs_plain = False
 
     def __init__(self, k: int) -> None:
         self.k = k

@@ -58,6 +58,7 @@ class Expected:
     """
 
     wants_confidence = False
+    runs_plain = True
 
     GAIN = 1.05
     """How many times as fast as plain decoding drafting has to be to begin, as times and shares are not known well."""

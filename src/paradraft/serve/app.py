@@ -51,7 +51,7 @@ def new_app(
     defaults = defaults or {}
     admission = Admission(limits)
     slow_models = sum(bool(lm.refusals) for lm in (engine.target.lm, *engine.drafter.models))
-    metrics = Metrics(model, admission, slow_models)
+    metrics = Metrics(model, admission, slow_models, engine.payoff)
     answers, grammars = Answers(engine, admission, metrics), Grammars(engine.target.facts)
     # Their pages take scripts from elsewhere, and their document knows no routes of our own.
     app = FastAPI(title="paradraft", docs_url=None, redoc_url=None, openapi_url=None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
+from paradraft.decode.payoff import Payoff
 from paradraft.engine import Chunk
 from paradraft.serve.admission import Admission
 
@@ -23,9 +25,10 @@ class Metrics:
         model: the name under which it is served.
         admission: knows how many answers are decoded, and how many wait.
         slow_models: whose pass in C++ was refused or could not be built.
+        payoff: knows how fast rounds are beside plain ones.
     """
 
-    def __init__(self, model: str, admission: Admission, slow_models: int) -> None:
+    def __init__(self, model: str, admission: Admission, slow_models: int, payoff: Payoff) -> None:
         self._registry = CollectorRegistry()
         self._model = model
 
@@ -46,6 +49,9 @@ class Metrics:
         )
         slow = Gauge("paradraft:slow_models", told, ("model_name",), registry=self._registry).labels(model)
         slow.set(slow_models)
+        told = "Tokens a second as a multiple of those of rounds without drafts; NaN as long as that is not known."
+        speedup = Gauge("paradraft:drafting_speedup", told, ("model_name",), registry=self._registry).labels(model)
+        speedup.set_function(lambda: math.nan if payoff.speedup is None else payoff.speedup)
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were read.").labels(model)
         self.tokens = counter("generation_tokens", "Tokens of answers.").labels(model)
         self._ended = counter("request_success", "Answers that have ended.", "finished_reason")

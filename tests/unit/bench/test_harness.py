@@ -12,6 +12,7 @@ from paradraft.bench import harness
 from paradraft.bench.harness import Measured, measure, summarize
 from paradraft.bench.result import BatchResult, Counts
 from paradraft.bench.spec import Method
+from paradraft.decode.stats import added
 from paradraft.sampling_params import GREEDY, Sampling
 
 SIZE = 2**27
@@ -84,6 +85,36 @@ def test_rounded_weights_are_no_yardstick_for_whole_ones() -> None:
     found = summarize(measure(answerers, ["a"], **arguments, report=lambda news: None), GREEDY)
     assert [found[method.spec]["speedup_vs_fastest_ar"] for method in methods] == [1.0, 2.0, 4.0]
     assert [found[method.spec]["speedup_vs_ar"] for method in methods] == [1.0, 1.0, 4.0]
+
+
+def test_a_method_that_does_not_pay_says_so() -> None:
+    """Guards users of a slower method, and against an alarm where its runs and those of AR+ overlap, or for AR+."""
+    seconds = {"ar": [2.0, 2.2], "ngram": [4.0, 4.2], "pard": [2.1, 2.4], "pard:lengths=expected": [4.0, 4.0]}
+    plain = replace(added([]), tokens=64, rounds=64)
+    counts = replace(plain, rounds=60, drafted=(60,), accepted=(4,))
+    measured = [
+        Measured(
+            method=(method := Method.parse(spec)), peak_rss_bytes=1,
+            runs=[
+                [BatchResult(tokens=[[1] * 64], total_s=took_s, stats=plain if method.name == "ar" else counts)]
+                for took_s in runs
+            ],
+        )
+        for spec, runs in seconds.items()
+    ]  # fmt: skip
+    advice = {spec: one["advice"] for spec, one in summarize(measured, GREEDY).items()}
+    assert advice == {
+        "ar": None,
+        "ngram": "drafting made this 2.0 x slower here: try --lengths expected, or --drafter none",
+        "pard": None,
+        "pard:lengths=expected": "drafting made this 1.9 x slower here: try --drafter none",
+    }
+    useless = [replace(one, runs=4 * one.runs) for one in measured[:1] + measured[2:3]]
+    for run in useless[1].runs:
+        run[0] = replace(run[0], stats=replace(counts, accepted=(1,)))
+    assert summarize(useless, GREEDY)["pard"]["advice"] == (
+        "480 rounds with a draft gave 1.02 tokens each: try another drafter, or --drafter none"
+    )
 
 
 def test_a_drafter_that_stops_when_unsure_does_not_stand_above_one_that_yields_more() -> None:

@@ -95,8 +95,10 @@ def test_a_table_says_what_it_lacks_and_how_far_answers_repeat_themselves() -> N
         "pard:k=4": figures("pard", baseline="ar", fastest_baseline="ar"),
         "pard:k=4:dtype=bfloat16": figures("pard", dtype="bfloat16", fastest_baseline="ar", distinct_4grams=0.81),
     }
+    summary["pard:k=4"]["advice"] = "drafting made this 1.2 x slower here: try --drafter none"
     assert notes(summary) == [
         "distinct 4-grams of the answers: 25% (but 81% of PARD, k=4, bfloat16)",
+        "PARD, k=4: drafting made this 1.2 x slower here: try --drafter none",
         "no AR+ in bfloat16 in this run, so nothing stands under vs AR+ for: PARD, k=4, bfloat16",
     ]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
 import pytest
 
+from paradraft.decode.payoff import Payoff
 from paradraft.engine import Engine
 from paradraft.sampling_params import Sampling
 from tests.support.serving import serving
@@ -60,3 +62,14 @@ def test_slow_passes_are_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(engine.target.lm, "refusals", ["the formula is another"])
     with serving(engine) as running:
         assert running.counts()["paradraft:slow_models"] == 1
+
+
+def test_what_drafting_gains_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards whoever watches a server: the ratio to rounds without drafts, and none before it is known."""
+    monkeypatch.setattr(engine.lengths, "payoff", payoff := Payoff())
+    with serving(engine) as running:
+        assert math.isnan(running.counts()["paradraft:drafting_speedup"])
+        for _ in range(30):
+            payoff.add_plain(2, 0.010)
+            payoff.add(2, seconds=0.030, pass_s=0.030, worth=1.5, drafting=2, tokens=3)
+        assert running.counts()["paradraft:drafting_speedup"] == pytest.approx(0.5)
