@@ -50,8 +50,8 @@ def test_audit_passes(family: Path, paradraft: Paradraft, tmp_path: Path, option
     outcome = paradraft("audit", *audit_options(family, tmp_path), *options, "--json", file)
     assert outcome.code == 0
     assert outcome.out.startswith("PASS: every answer has the tokens of plain decoding")
-    assert "\n  from those of the model's own pass logits differ in plain decoding by " in outcome.out
-    assert "\n  up to " in outcome.out
+    assert "\n  in plain decoding, logits are " in outcome.out
+    assert "times as far from a finer pass as the model's own code is in " in outcome.out
     written = json.loads(file.read_text())
     last = json.loads(outcome.out.splitlines()[-1])
     assert {key: written[key] for key in last} == last
@@ -59,7 +59,10 @@ def test_audit_passes(family: Path, paradraft: Paradraft, tmp_path: Path, option
     assert written["arguments"]["prompts"].endswith("prompts.jsonl")
     assert "\n  asked: 2 prompts of prompts.jsonl\n" in outcome.out
     assert written["arguments"]["k"] == 4 and written["machine"]["cpu_capability"]
-    assert last["own_pass"]["drafted"]["largest"] <= last["own_pass"]["allowed"]["largest"]
+    drafted, most = last["own_pass"]["drafted"], last["own_pass"]["most"]
+    assert 0 < drafted["worst"] <= most["at_a_place"] and drafted["measured"] == last["tokens"]
+    assert drafted["sure"] and not drafted["overturned"] and not drafted["other_bits"]
+    assert (last["own_pass"]["pass_in_cpp"] is None) == ("--shape-invariant" not in options)
     assert last["own_pass"]["places"] == last["tokens"]
     if "--shape-invariant" in options:
         assert last["bitwise_equal"] == last["positions"]
@@ -84,7 +87,7 @@ def test_faults_of_passes_and_logits_that_are_not_numbers_have_exit_code_one(
     """Guards scripts against exit code 0 for passes that do not compute the model, and against tracebacks."""
     forward = CausalLM.forward
     for change, words in (
-        (lambda logits: logits.roll(1, -1), "FAIL: with the drafter, logits differ from those of the model's own pass"),
+        (lambda logits: logits.roll(1, -1), "FAIL: with the drafter, logits are not the model's: "),
         (lambda logits: logits * torch.nan, "FAIL: the target's logits are not numbers at prompt 1, seed 0, new token"),
     ):
 

@@ -61,7 +61,7 @@ def test_a_drafter_that_did_not_pay_is_said_at_the_end(
         engine.generate("helloworld", max_new_tokens=40, sampling=Sampling(temperature=1.0))
         return engine
 
-    monkeypatch.setattr("paradraft.cli.serve.load_engine", load_and_decode)
+    monkeypatch.setattr("paradraft.loader.load_engine", load_and_decode)
     monkeypatch.setattr("paradraft.serve.server.Server.run", lambda *_, **__: None)
     options = ["--target", family / "target", "--dtype", "float64", "--draft", poor_draft, "-k", 4, "--port", 0]
     *_, serving, last = paradraft("serve", *options, "--drafter", "autoregressive").err.splitlines()
