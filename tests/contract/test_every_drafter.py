@@ -70,10 +70,10 @@ def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def engine(family: Path, name: str, *, k: int = 4, tree: int | None = None, **changed: int) -> Engine:
     runtime = dataclasses.replace(current, **changed)
     draft = draft_of(family, name)
-    chains = load(str(family / "target"), drafter=name, draft=draft, k=k, runtime=runtime)
+    chains = load(str(family / "target"), drafter=name, draft=draft, k=k, runtime=runtime, lengths="fixed")
     if tree is None or not branches(name):
         return chains
-    return Engine(chains.target, chains.drafter, Speculation(k=k, tree=Tree(budget=tree)))
+    return Engine(chains.target, chains.drafter, Speculation(k=k, tree=Tree(budget=tree), lengths="fixed"))
 
 
 Answers = dict[tuple[str, Sampling], list[int]]
@@ -365,7 +365,7 @@ def test_settings_are_checked_before_any_work(family: Path, name: str) -> None:
     ]:
         if tree.paths is None or drafted.drafter.branching != "tree" or tree.depth == 3:
             with pytest.raises(ValueError, match=named):
-                Engine(drafted.target, drafted.drafter, Speculation(k=2, tree=tree))
+                Engine(drafted.target, drafted.drafter, Speculation(k=2, tree=tree, lengths="fixed"))
     assert not passes
 
 

@@ -110,7 +110,7 @@ def test_the_result_decodes_losslessly(family: Path, tmp_path: Path, name: str) 
     trainee = prepare(name, recipe).trainee
     assert split_settings(trainee.drafter)[0] in drafter_names() and takes_draft(trainee.drafter)
     plain = load(target, runtime=EXACT)
-    drafted = load(target, drafter=trainee.drafter, draft=str(recipe.out), k=trainee.k, runtime=EXACT)
+    drafted = load(target, drafter=trainee.drafter, draft=str(recipe.out), k=trainee.k, runtime=EXACT, lengths="fixed")
     for sampling in (Sampling(), Sampling(temperature=0.9, seed=5)):
         prompts = ["helloworldhello", "abcabcabcabcabc"]
         expected = plain.generate(prompts, max_new_tokens=24, sampling=sampling)
@@ -215,7 +215,9 @@ def test_decoding_computes_what_is_trained(
             parameter.copy_(parameter.bfloat16())
     trainee.save(tmp_path / "drafter", objective.state_dict())
     runtime = Runtime(dtype="float32", compiled=compiled)
-    drafted = load(str(family / "target"), drafter=name, draft=str(tmp_path / "drafter"), k=4, runtime=runtime)
+    drafted = load(
+        str(family / "target"), drafter=name, draft=str(tmp_path / "drafter"), k=4, runtime=runtime, lengths="fixed"
+    )
     batch = drafted.new_batch()
     for prompt in ([5], [7, 9, 11, 13, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]):
         batch.clear()

@@ -105,7 +105,7 @@ def loaded(family: Path, request: pytest.FixtureRequest) -> Load:
     @cache
     def engine(name: str) -> Engine:
         draft = draft_of(family, name)
-        return load(str(family / "target"), drafter=name, draft=draft, runtime=RUNTIMES[request.param])
+        return load(str(family / "target"), drafter=name, draft=draft, runtime=RUNTIMES[request.param], lengths="fixed")
 
     return engine
 
@@ -231,7 +231,7 @@ def test_requests_that_join_get_what_they_get_alone(loaded: Load, expected: Expe
 def test_prompts_that_are_read_in_pieces_change_no_token(loaded: Load, expected: Expected, name: str) -> None:
     """Guards long prompts, which are read between the rounds of others: while these leave, or all end, while the cache
     grows, with kept rows and without, and where the one who is read goes himself."""
-    drafted, ended = Engine(loaded(name).target, loaded(name).drafter, Speculation(k=4)), 0
+    drafted, ended = Engine(loaded(name).target, loaded(name).drafter, Speculation(k=4, lengths="fixed")), 0
     for seed in range(16 if drafted.target.lm.is_native else 3):
         ended += check(seed, expected, drafted, pieces=True, kept_rows=seed % 3)
     assert ended > 2.5 * (seed + 1)
@@ -241,7 +241,7 @@ def test_prompts_that_are_read_in_pieces_change_no_token(loaded: Load, expected:
 def test_kept_rows_change_no_token(loaded: Load, expected: Expected, name: str) -> None:
     """Guards conversations: a prompt that begins as an earlier one, with its answer or not, is read from where they
     part."""
-    drafted = Engine(loaded(name).target, loaded(name).drafter, Speculation(k=4))
+    drafted = Engine(loaded(name).target, loaded(name).drafter, Speculation(k=4, lengths="fixed"))
     for seed in range(12 if drafted.target.lm.is_native else 4):
         check(seed, expected, drafted, kept_rows=1 + seed % 4)
 
@@ -249,7 +249,10 @@ def test_kept_rows_change_no_token(loaded: Load, expected: Expected, name: str) 
 @pytest.mark.parametrize("name", drafter_names())
 def test_the_next_turn_of_a_conversation_is_read_from_its_end(loaded: Load, name: str) -> None:
     """Guards the gain of kept rows, which no text shows, and turns of several conversations side by side."""
-    drafted, plain = Engine(loaded(name).target, loaded(name).drafter, Speculation(k=4), kept_rows=2), loaded("none")
+    drafted, plain = (
+        Engine(loaded(name).target, loaded(name).drafter, Speculation(k=4, lengths="fixed"), kept_rows=2),
+        loaded("none"),
+    )
     talks = [[1, 2, 3, 4] * 5, [5, 4, 3] * 6]
     for turn in range(3):
         found = drafted.generate([list(talk) for talk in talks], max_new_tokens=8)
@@ -266,7 +269,7 @@ def test_replayed_passes_follow_rows_that_come_and_go(family: Path, name: str, m
     replay_everything(monkeypatch)
     draft, target = draft_of(family, name), str(family / "target")
     runtime = Runtime(dtype="float64", compiled=True, capacity=100, width=24)
-    engine = load(target, drafter=name, draft=draft, k=4, runtime=runtime)
+    engine = load(target, drafter=name, draft=draft, k=4, runtime=runtime, lengths="fixed")
     expected = plain_answers(load(target, runtime=RUNTIMES["eager, float64"]))
     assert engine.target.lm.warm_up_rounds > 1
     for seed in range(3):
@@ -278,7 +281,7 @@ def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, mo
     while a single prompt is read beside others."""
     monkeypatch.setattr(CausalLM, "min_rows", 2)
     engine = loaded("pard")
-    drafted = Engine(engine.target, engine.drafter, Speculation(k=3))
+    drafted = Engine(engine.target, engine.drafter, Speculation(k=3, lengths="fixed"))
     for seed in range(6):
         check(seed, expected, drafted)
     passes: list[tuple[int, int]] = []
@@ -315,7 +318,9 @@ def test_rows_do_not_disturb_each_other_under_the_rejection_rule(
     """Guards the distribution: with fixed lengths a row has its own random numbers and drafts, so that whatever joins
     or leaves beside it changes no token. Greedy rows have the tokens of plain decoding."""
     engine = loaded(name)
-    drafted = Engine(engine.target, engine.drafter, Speculation(k=3, verify="rejection", tree=SHAPES[shape]))
+    drafted = Engine(
+        engine.target, engine.drafter, Speculation(k=3, verify="rejection", tree=SHAPES[shape], lengths="fixed")
+    )
     own = cache(lambda asked: alone(drafted.new_batch, engine, asked))
     for seed in range(20 if engine.target.lm.is_native else 6):
         chooser, batch, left = random.Random(seed), drafted.new_batch(), 5
@@ -378,7 +383,7 @@ def test_wrong_joining_is_caught(
     family: Path, module: str, name: str, wrong: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: schedules in which these mistakes are not seen would not guard joining."""
-    engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"])
+    engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"], lengths="fixed")
     expected = plain_answers(load(str(family / "target"), runtime=RUNTIMES["eager, float64"]))
     for asked in POOL:
         expected(asked)
@@ -386,7 +391,7 @@ def test_wrong_joining_is_caught(
 
     def check_all() -> None:
         for seed in range(24):
-            check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3)))
+            check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3, lengths="fixed")))
 
     with pytest.raises(AssertionError):
         check_all()
@@ -412,7 +417,7 @@ read = Target.read
 @pytest.mark.parametrize(("name", "wrong"), [("keep", forgotten_piece), ("read", skipped_token)])
 def test_wrong_pieces_are_caught(family: Path, name: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: schedules in which these mistakes are not seen would not guard prompts that are read in pieces."""
-    engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"])
+    engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"], lengths="fixed")
     expected = plain_answers(engine)
     for asked in POOL:
         expected(asked)
@@ -420,7 +425,7 @@ def test_wrong_pieces_are_caught(family: Path, name: str, wrong: object, monkeyp
 
     def check_all() -> None:
         for seed in range(12):
-            check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3)), pieces=True)
+            check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3, lengths="fixed")), pieces=True)
 
     with pytest.raises((AssertionError, ValueError, RuntimeError, IndexError)):
         check_all()
@@ -428,14 +433,14 @@ def test_wrong_pieces_are_caught(family: Path, name: str, wrong: object, monkeyp
 
 def test_wrong_kept_rows_are_caught(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a prompt that is taken to share one token too many with a kept row."""
-    engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"])
+    engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"], lengths="fixed")
     expected = plain_answers(engine)
     shared_length = batch_module.shared_length
     monkeypatch.setattr(batch_module, "shared_length", lambda *texts: shared_length(*texts) + 1)
 
     def check_all() -> None:
         for seed in range(12):
-            check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3)), kept_rows=3)
+            check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3, lengths="fixed")), kept_rows=3)
 
     with pytest.raises(AssertionError):
         check_all()

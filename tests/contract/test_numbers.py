@@ -104,7 +104,7 @@ def test_a_draft_model_of_nan_is_named(
 def test_a_processor_that_forbids_every_token(family: Path, runtime: Runtime, temperature: float, verify: str) -> None:
     """Guards against token 0, which is what the argmax of nothing but -inf gives."""
     target = load(str(family / "target"), runtime=runtime).target
-    drafted = Engine(target, NgramDrafter(Config()), Speculation(k=3, verify=verify))
+    drafted = Engine(target, NgramDrafter(Config()), Speculation(k=3, verify=verify, lengths="fixed"))
     sampling = Sampling(temperature=temperature, processors=[lambda ids, scores: torch.full_like(scores, -torch.inf)])
     with pytest.raises(ValueError, match="forbids every token"):
         drafted.generate("abcabcabc", max_new_tokens=8, sampling=sampling)
@@ -134,7 +134,7 @@ def test_guesses_may_lead_where_no_token_is_left(family: Path, runtime: Runtime,
     """Guards constraints with dead ends: the drafter goes into one where the target does not, or after the stop string
     that ends the text. In a batch, rows that have ended go on beside the others."""
     folder = str(family / "pard")
-    drafted = load(str(family / "target"), drafter=drafter, draft=folder, k=4, runtime=runtime)
+    drafted = load(str(family / "target"), drafter=drafter, draft=folder, k=4, runtime=runtime, lengths="fixed")
     plain = load(str(family / "target"), runtime=runtime)
     prompts = ["a", "b", "c", "d", "e", "f"]
     free = [answer.tokens for answer in plain.generate(prompts, max_new_tokens=12)]

@@ -122,7 +122,7 @@ def test_everything_is_accepted(pairs: dict[str, Pair], name: str, shape: str, r
     # Under the rejection rule a tree that grows holds the likeliest tokens, so not always the one that is drawn.
     always = rule == "match" or tree is None or tree.budget is None
     samplings = [sampling for sampling in SAMPLINGS if always or sampling.is_greedy]
-    engine = Engine(*pairs[name], Speculation(k=4, tree=tree, verify=rule))
+    engine = Engine(*pairs[name], Speculation(k=4, tree=tree, verify=rule, lengths="fixed"))
     limits = [16, 9, 2, 1, 13, 11, 16, 6][: len(samplings)]
     steps = rounds_of(engine, (PROMPTS * 2)[: len(samplings)], samplings, limits)
     assert share_accepted(steps) == 1.0
@@ -139,7 +139,9 @@ def test_everything_is_accepted(pairs: dict[str, Pair], name: str, shape: str, r
 def test_everything_is_accepted_at_any_length(pairs: dict[str, Pair], name: str, k: int, rule: str) -> None:
     """Guards masks that are counted wrongly, which is not seen while K is small, and what a round leaves for the next:
     one row alone."""
-    steps = rounds_of(Engine(*pairs[name], Speculation(k=k, verify=rule)), PROMPTS[1:2], SAMPLINGS[1:2], [31])
+    steps = rounds_of(
+        Engine(*pairs[name], Speculation(k=k, verify=rule, lengths="fixed")), PROMPTS[1:2], SAMPLINGS[1:2], [31]
+    )
     assert share_accepted(steps) == 1.0
     assert [step.drafted[0] for step in steps[:-1]] == [k] * (30 // (k + 1))
 
@@ -149,7 +151,7 @@ def test_everything_is_accepted_at_any_length(pairs: dict[str, Pair], name: str,
 def test_everything_is_accepted_after_rounds_without_drafts(pairs: dict[str, Pair], name: str, shape: str) -> None:
     """Guards what a drafter has to catch up with: rows that draft again after some rounds, each as deep as it is asked,
     have all of it accepted at once."""
-    engine = Engine(*pairs[name], Speculation(k=4, tree=SHAPES[shape]))
+    engine = Engine(*pairs[name], Speculation(k=4, tree=SHAPES[shape], lengths="fixed"))
     batch = engine.new_batch(lengths=Varying(4))
     batch.join(list(map(Generation, requests(PROMPTS, SAMPLINGS[:4], [40] * 4, eos_ids=engine.target.eos_ids))))
     steps = stepped(batch, lambda: batch.is_finished)
@@ -197,7 +199,7 @@ def forgotten_path(candidates: Callable[..., Candidates]) -> Callable[..., Candi
 def test_wrong_drafters_are_caught(name: str, wrong: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a contract that these drafters keep would not guard the gain."""
     monkeypatch.setattr(Sampler, "candidates", wrong(Sampler.candidates))
-    engine, samplings = Engine(*PERFECT[name](False), Speculation(k=4)), SAMPLINGS[-4:]
+    engine, samplings = Engine(*PERFECT[name](False), Speculation(k=4, lengths="fixed")), SAMPLINGS[-4:]
     assert share_accepted(rounds_of(engine, PROMPTS, samplings, [20] * 4)) < 1.0
 
 
@@ -205,13 +207,15 @@ def test_wrong_drafters_are_caught(name: str, wrong: Callable[..., object], monk
 def test_wrong_masks_are_caught(mask: int, masks: int) -> None:
     """Control of the model whose masks are perfect: the ids beside them are not."""
     target, drafter = pard(False)
-    engine = Engine(target, PardDrafter(drafter.lm, mask, masks), Speculation(k=6))
+    engine = Engine(target, PardDrafter(drafter.lm, mask, masks), Speculation(k=6, lengths="fixed"))
     assert share_accepted(rounds_of(engine, PROMPTS, SAMPLINGS[:4], [20] * 4)) < 0.9
 
 
 @pytest.mark.parametrize("name", PERFECT)
 def test_the_text_is_not_always_the_same_token(name: str) -> None:
     """Control of the models: a target that always says the same is guessed by any drafter."""
-    steps = rounds_of(Engine(*PERFECT[name](False), Speculation(k=4)), PROMPTS, [Sampling()] * 4, [40] * 4)
+    steps = rounds_of(
+        Engine(*PERFECT[name](False), Speculation(k=4, lengths="fixed")), PROMPTS, [Sampling()] * 4, [40] * 4
+    )
     for tokens in texts(steps).values():
         assert len(set(tokens)) >= 3, tokens

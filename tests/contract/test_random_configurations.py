@@ -49,6 +49,7 @@ def engines(family: Path, request: pytest.FixtureRequest) -> dict[str, Engine]:
             drafter=name,
             draft=draft_of(family, name),
             runtime=RUNTIMES[request.param],
+            lengths="fixed",
         )
         for name in drafter_names()
     }

@@ -32,7 +32,9 @@ def test_the_distribution_is_the_targets(family: Path, name: str, shape: str) ->
     """Guards numbers that are used twice, wrong positions and a q that is not what was drawn from, which the
     enumeration of single rounds does not see (false alarm 1e-6). The audit contains a control that must be caught."""
     chains = engine(family, name)
-    drafted = Engine(chains.target, chains.drafter, Speculation(k=3, verify="rejection", tree=TREES[shape]))
+    drafted = Engine(
+        chains.target, chains.drafter, Speculation(k=3, verify="rejection", tree=TREES[shape], lengths="fixed")
+    )
     sampling = Sampling(temperature=0.7, top_k=20, frequency_penalty=0.1, seed=10)
     report = audit(
         drafted, PROMPTS, sampling=sampling, seeds=24, max_new_tokens=24, batch_size=24, report=lambda _: None
@@ -48,7 +50,9 @@ def test_greedy_text_equals_plain_decoding(family: Path, name: str) -> None:
     tree = Tree(budget=6) if branches(name) else None
     sampling = [Sampling(), Sampling(temperature=1.0), Sampling(), Sampling(presence_penalty=1.0)]
     for shape in (None, tree):
-        drafted = Engine(chains.target, chains.drafter, Speculation(k=4, verify="rejection", tree=shape))
+        drafted = Engine(
+            chains.target, chains.drafter, Speculation(k=4, verify="rejection", tree=shape, lengths="fixed")
+        )
         found = drafted.generate(PROMPTS, max_new_tokens=30, sampling=sampling)
         for row in (0, 2, 3):
             expected = plain.generate(PROMPTS[row], max_new_tokens=30, sampling=sampling[row])
@@ -59,7 +63,9 @@ def test_greedy_text_equals_plain_decoding(family: Path, name: str) -> None:
 def test_the_same_seed_gives_the_same_text(family: Path, shape: str) -> None:
     """Guards reproducibility: under the rejection rule too, a row's text depends on its seed and not on its batch."""
     chains = engine(family, "pard")
-    drafted = Engine(chains.target, chains.drafter, Speculation(k=4, verify="rejection", tree=TREES[shape]))
+    drafted = Engine(
+        chains.target, chains.drafter, Speculation(k=4, verify="rejection", tree=TREES[shape], lengths="fixed")
+    )
     sampling = [Sampling(temperature=0.9, seed=seed) for seed in range(4)]
     limits = [30, 22, 5, 30]
     together = drafted.generate(PROMPTS, max_new_tokens=limits, sampling=sampling)

@@ -108,7 +108,9 @@ def test_faults_of_passes_and_logits_that_are_not_numbers_have_exit_code_one(
 def ours(family: Path) -> Iterator[Serving]:
     """Our own server, with a drafter."""
     runtime = Runtime(dtype="float64", compiled=False, device="cpu")
-    engine = load(str(family / "target"), drafter="pard", draft=str(family / "pard"), k=4, runtime=runtime)
+    engine = load(
+        str(family / "target"), drafter="pard", draft=str(family / "pard"), k=4, runtime=runtime, lengths="fixed"
+    )
     with serving(engine, max_batch=4, max_queue=40) as found:
         yield found
 

@@ -78,7 +78,7 @@ def test_faults_are_named(
     target = str(pocket_folder("target"))
     with closing(bound("127.0.0.1", 0)) as free:
         url = url_of(free)
-    speculation = Speculation(drafter=drafter, draft=str(other), k=4)
+    speculation = Speculation(drafter=drafter, draft=str(other), k=4, lengths="fixed")
     settings = {"--host": "127.0.0.1", "--port": url.rpartition(":")[2], "--served-model-name": "target"}
     server = VllmServer(
         python=PYTHON, target=target, speculative=speculative_config(speculation, target), eager=True,

@@ -57,7 +57,7 @@ def test_the_folder_is_what_the_engine_loads(
     assert AutoTokenizer.from_pretrained(out)("abc")["input_ids"] == tiny_tokenizer()("abc")["input_ids"]
     drafter = "pard" if engine in ("vllm", "tensorrt-llm") else "autoregressive"
     runtime = Runtime(dtype="float64")
-    engines = [load(str(target), drafter=drafter, draft=str(folder), k=3, runtime=runtime)
+    engines = [load(str(target), drafter=drafter, draft=str(folder), k=3, runtime=runtime, lengths="fixed")
                for folder in (out, draft_of(family, "pard"))]  # fmt: skip
     ours, theirs = (each.generate(["hello", "abcabc"], max_new_tokens=16) for each in engines)
     plain = Engine(engines[0].target, NoDrafter(engines[0].drafter.reserved_tokens), Speculation(k=1))
@@ -138,7 +138,14 @@ def test_a_drafter_on_the_targets_states(
     told = json.loads(done.out.splitlines()[-1].split(" --speculative-config ")[1].strip("'"))
     assert told == {"method": "medusa", "model": str(out), "num_speculative_tokens": 3}
     runtime = Runtime(dtype="float64")
-    engine = load(str(family / "target"), drafter="medusa", draft=str(draft_of(family, "medusa")), k=3, runtime=runtime)
+    engine = load(
+        str(family / "target"),
+        drafter="medusa",
+        draft=str(draft_of(family, "medusa")),
+        k=3,
+        runtime=runtime,
+        lengths="fixed",
+    )
     answers = engine.generate(["hello", "abcabc"], max_new_tokens=16)
     length = sum(one.stats.tokens for one in answers) / sum(one.stats.rounds for one in answers)
     assert f"{length:.2f} tokens per target pass here" in done.out

@@ -81,7 +81,12 @@ def test_texts_are_the_same_with_every_drafter(models: Path, tmp_path: Path, tar
         ("ngram", None), ("autoregressive", "draft"), ("autoregressive", "draft.gguf"), ("pard", "pard")
     ):  # fmt: skip
         engine = load(
-            str(name), drafter=drafter, draft=None if draft is None else str(models / draft), k=5, runtime=PADDED
+            str(name),
+            drafter=drafter,
+            draft=None if draft is None else str(models / draft),
+            k=5,
+            runtime=PADDED,
+            lengths="fixed",
         )
         found = engine.generate(PROMPTS, max_new_tokens=24, sampling=sampling)
         assert [one.tokens for one in found] == plain, (drafter, draft)
@@ -130,6 +135,7 @@ def test_an_exported_drafter_drafts_the_same(
         load(
             str(tmp_path / "target"), drafter="pard", draft=str(draft), k=5,
             runtime=Runtime(dtype="float32", draft_dtype=own, compiled=False, pad_to=6),
+            lengths="fixed",
         )
         for draft, own in ((out / "model.gguf", None if dtype else "bfloat16"), (folder, "bfloat16"))
     ]  # fmt: skip
@@ -197,7 +203,9 @@ def test_files_are_audited(paradraft: Paradraft, models: Path, tmp_path: Path) -
 
 def test_files_are_served(models: Path) -> None:
     """Guards conversations with a file, whose template must be the one in its metadata, and drafts of a second file."""
-    engine = load(str(models / "target.gguf"), drafter="autoregressive", draft=str(models / "draft.gguf"), k=3)
+    engine = load(
+        str(models / "target.gguf"), drafter="autoregressive", draft=str(models / "draft.gguf"), k=3, lengths="fixed"
+    )
     talk: list[Any] = [{"role": "user", "content": "print("}]
     expected = engine.generate(tiny_tokenizer().apply_chat_template(talk)["input_ids"], max_new_tokens=12)
     with serving(engine) as server:

@@ -212,7 +212,9 @@ def test_vllm_serves_what_we_serve(tmp_path: Path) -> None:
         _wait(url, running, log)
         assert httpx2.get(f"{url}/v1/models").status_code == 401
         prompts = ["def read_lines(path):", "import os"]
-        ours = load("pocket", drafter="pard", k=4, dtype="float32").generate(prompts, max_new_tokens=32)
+        ours = load("pocket", drafter="pard", k=4, dtype="float32", lengths="fixed").generate(
+            prompts, max_new_tokens=32
+        )
         assert [_answer(url, prompt) for prompt in prompts] == [one.text for one in ours]
         families = text_string_to_metric_families(httpx2.get(f"{url}/metrics").text)
         counted = {sample.name: sample.value for family in families for sample in family.samples}

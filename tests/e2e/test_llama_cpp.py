@@ -71,7 +71,7 @@ def test_llama_cpp_says_and_drafts_what_we_do(kind: str, size: tuple[int, ...], 
     """Guards names, the order of rows, rotary frequencies, biases, rows that are no tokens, caches that go back, and
     batches: each of them would be another text, or drafts that are accepted less often."""
     target, draft = models_of(tmp_path, kind, size)
-    ours = load(str(target), drafter="autoregressive", draft=str(draft), k=K, dtype="float32")
+    ours = load(str(target), drafter="autoregressive", draft=str(draft), k=K, dtype="float32", lengths="fixed")
     files = {
         role: model_file(str(folder), "float32", tmp_path / "gguf", print)
         for role, folder in (("target", target), ("draft", draft))

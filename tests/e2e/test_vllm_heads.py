@@ -72,9 +72,11 @@ def test_vllm_drafts_what_we_draft(
         "export", tmp_path / "trained", out, "--target", target, "--to", "vllm", "-k", K, "--no-measure"
     )
     assert exported.code == 0, exported.err
-    ours = load(str(target), drafter=drafter, draft=str(out), k=K, dtype="float32")
+    ours = load(str(target), drafter=drafter, draft=str(out), k=K, dtype="float32", lengths="fixed")
     given = {"model": str(target), "dtype": "float32", "capacity": 128, "batch": 1, "compiled": False, "threads": 1}
-    given["speculative"] = speculative_config(Speculation(drafter=drafter, draft=str(out), k=K), str(target))
+    given["speculative"] = speculative_config(
+        Speculation(drafter=drafter, draft=str(out), k=K, lengths="fixed"), str(target)
+    )
     total = [0] * K
     with VllmProcess(f"vllm-{drafter}", PYTHON.absolute(), given, ours.target) as vllm:
         for prompt in PROMPTS:

@@ -41,7 +41,12 @@ def test_text_equals_plain_decoding_on_the_cpu(family: Path, name: str) -> None:
     draft, target = draft_of(family, name), str(family / "target")
     plain = load(target, runtime=Runtime(dtype="float64"))
     drafted = load(
-        target, drafter=name, draft=draft, k=4, runtime=Runtime(dtype="float64", device="cuda", compiled=True)
+        target,
+        drafter=name,
+        draft=draft,
+        k=4,
+        runtime=Runtime(dtype="float64", device="cuda", compiled=True),
+        lengths="fixed",
     )
     for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=4)):
         expected = plain.generate("helloworld", max_new_tokens=40, sampling=sampling).tokens
@@ -73,7 +78,9 @@ def test_layers_on_two_devices(family: Path, name: str, compiled: bool, stages: 
     placement = Placement(target_stages=stages_of(stages))
     target, runtime = str(family / "target"), Runtime(dtype="float64", compiled=compiled)
     plain = load(target, runtime=Runtime(dtype="float64"))
-    drafted = load(target, drafter=name, draft=draft_of(family, name), k=4, runtime=runtime, placement=placement)
+    drafted = load(
+        target, drafter=name, draft=draft_of(family, name), k=4, runtime=runtime, placement=placement, lengths="fixed"
+    )
     for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=4)):
         texts = ["helloworld", "abcabc", "T"]
         found, expected = (
@@ -105,8 +112,8 @@ def test_recorded_passes_are_replayed_and_change_no_token(family: Path, monkeypa
     found: dict[bool, list[list[int]]] = {}
     for graphs in (False, True):
         runtime = Runtime(dtype="float64", device="cuda", compiled=True, cuda_graphs=graphs)
-        chains = load(target, drafter="pard", draft=draft, k=4, runtime=runtime)
-        trees = Engine(chains.target, chains.drafter, Speculation(k=4, tree=Tree(budget=6)))
+        chains = load(target, drafter="pard", draft=draft, k=4, runtime=runtime, lengths="fixed")
+        trees = Engine(chains.target, chains.drafter, Speculation(k=4, tree=Tree(budget=6), lengths="fixed"))
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             found[graphs] = [
@@ -126,7 +133,9 @@ def test_nothing_is_waited_for_between_draft_and_target(family: Path, monkeypatc
     """Guards the target's pass, which is sent while the drafter's still runs: one number that goes to the GPU the usual
     way waits for all of it."""
     runtime = Runtime(dtype="float32", device="cuda", compiled=True)
-    engine = load(str(family / "target"), drafter="pard", draft=str(family / "pard"), k=4, runtime=runtime)
+    engine = load(
+        str(family / "target"), drafter="pard", draft=str(family / "pard"), k=4, runtime=runtime, lengths="fixed"
+    )
     for _ in range(4):  # until nothing is compiled or recorded any more
         expected = engine.generate("helloworld", max_new_tokens=40).tokens
     propose, forward = engine.drafter.propose, engine.target.forward
@@ -205,7 +214,7 @@ def test_quantized_weights_take_less_and_change_no_token(dtype: str) -> None:
     """Guards the kernels that a CPU does not have: with them too a drafter changes nothing."""
     runtime = Runtime(dtype=dtype, device="cuda", pad_to=8)
     plain = load("pocket", runtime=runtime)
-    drafted = load("pocket", drafter="pard", k=4, runtime=runtime)
+    drafted = load("pocket", drafter="pard", k=4, runtime=runtime, lengths="fixed")
     whole = Size.of(load("pocket", runtime=Runtime(dtype="bfloat16", device="cuda")).target.lm.model)
     assert Size.of(plain.target.lm.model).weight_bytes < 0.7 * whole.weight_bytes
     expected = plain.generate("def read(path):", max_new_tokens=40).tokens

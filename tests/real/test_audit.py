@@ -32,7 +32,7 @@ PLANTED += [(name, dtype, fault) for name, dtype in ((FOLDER, "float32"), (SMOLL
 
 
 def loaded(name: str, dtype: str) -> Engine:
-    engine = load(real(name), drafter="ngram", k=4, dtype=dtype)
+    engine = load(real(name), drafter="ngram", k=4, dtype=dtype, lengths="fixed")
     check_is_fast(engine)
     return engine
 

@@ -24,14 +24,14 @@ def test_answers_are_of_the_model(target: Loaded, sampling: str) -> None:
 
 def test_ngram_in_a_batch(target: Loaded, sampling: str) -> None:
     """Guards losslessness of drafts that copy, in a batch of 4 whose rows accept differently."""
-    stats = target.check(target.with_drafter(Speculation(drafter="ngram")), sampling, batch_size=4)
+    stats = target.check(target.with_drafter(Speculation(drafter="ngram", lengths="fixed")), sampling, batch_size=4)
     assert sum(sum(each.accepted) for each in stats), "nothing was accepted, so the equality shows nothing"
 
 
 def test_trees(target: Loaded, sampling: str) -> None:
     """Guards losslessness of drafts that branch, by a real draft of the same family."""
     draft = SMOLLM2 if SMOLLM2 in (target.name, FOLDERS.get(target.name)) else CODER_05B
-    tree = Speculation(drafter="autoregressive", draft=real(draft), k=4, tree=Tree(budget=12))
+    tree = Speculation(drafter="autoregressive", draft=real(draft), k=4, tree=Tree(budget=12), lengths="fixed")
     stats = target.check(target.with_drafter(tree), sampling, batch_size=2)
     assert sum(sum(each.accepted) for each in stats) > TOKENS
 
@@ -40,6 +40,6 @@ def test_trees(target: Loaded, sampling: str) -> None:
 @pytest.mark.parametrize(("k", "batch_size"), [(3, 1), (5, 4)])
 def test_a_small_model_drafts_for_a_larger_one(target: Loaded, sampling: str, k: int, batch_size: int) -> None:
     """Guards the pair that users have: 0.5B for 1.5B, which accepts more than two drafted tokens a round."""
-    engine = target.with_drafter(Speculation(drafter="autoregressive", draft=real(CODER_05B), k=k))
+    engine = target.with_drafter(Speculation(drafter="autoregressive", draft=real(CODER_05B), k=k, lengths="fixed"))
     stats = target.check(engine, sampling, batch_size=batch_size)
     assert sum(each.tokens for each in stats) > 2 * sum(each.rounds for each in stats)

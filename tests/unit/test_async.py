@@ -28,7 +28,9 @@ SAMPLINGS = [Sampling(), Sampling(temperature=0.9, seed=5), Sampling(repetition_
 @pytest.fixture(scope="module")
 def engine(family: Path) -> Engine:
     folder = str(family / "target")
-    return load(folder, drafter="pard", draft=str(family / "pard"), k=4, runtime=Runtime(dtype="float64"))
+    return load(
+        folder, drafter="pard", draft=str(family / "pard"), k=4, runtime=Runtime(dtype="float64"), lengths="fixed"
+    )
 
 
 def expected(engine: Engine, number: int, tokens: int = 30) -> list[int]:

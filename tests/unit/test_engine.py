@@ -32,7 +32,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        return load(str(folder), drafter="ngram", k=5, runtime=Runtime(dtype="float32"))
+        return load(str(folder), drafter="ngram", k=5, runtime=Runtime(dtype="float32"), lengths="fixed")
 
     return engine
 
@@ -121,7 +121,7 @@ def test_an_end_token_may_be_a_stop_string(engines: Engines) -> None:
 
 def test_an_engine_shows_what_it_is(family: Path) -> None:
     """Guards notebooks, which print `<paradraft.engine.Engine object at 0x…>` else."""
-    engine = load(str(family / "target"), drafter="ngram", k=3, runtime=Runtime(dtype="float32"))
+    engine = load(str(family / "target"), drafter="ngram", k=3, runtime=Runtime(dtype="float32"), lengths="fixed")
     shown = repr(engine)
     assert str(family / "target") in shown and "float32" in shown and "drafter='ngram'" in shown and "k=3" in shown
 
@@ -129,7 +129,9 @@ def test_an_engine_shows_what_it_is(family: Path) -> None:
 def test_passes_are_as_wide_as_drafts_need(family: Path) -> None:
     """Guards long drafts, for which `load` once needed a width that only the command line chose by itself."""
     draft = str(family / "pard")
-    engine = load(str(family / "target"), drafter="pard", draft=draft, k=70, tree=90, kept_rows=np.int64(1))
+    engine = load(
+        str(family / "target"), drafter="pard", draft=draft, k=70, tree=90, kept_rows=np.int64(1), lengths="fixed"
+    )
     plain = load(str(family / "target"))
     assert engine.generate("hello", max_new_tokens=30).tokens == plain.generate("hello", max_new_tokens=30).tokens
     with pytest.raises(ValueError, match=r"^runtime='cpu': use a Runtime"):
@@ -139,7 +141,9 @@ def test_passes_are_as_wide_as_drafts_need(family: Path) -> None:
 def test_device_and_dtype_stand_beside_the_model(family: Path) -> None:
     """Guards the two settings that most users have, and that they are not said twice."""
     folder = str(family / "target")
-    engine = load(folder, drafter="ngram:max_ngram=5", device="cpu", dtype="fp32", runtime=Runtime(capacity=50))
+    engine = load(
+        folder, drafter="ngram:max_ngram=5", device="cpu", dtype="fp32", runtime=Runtime(capacity=50), lengths="fixed"
+    )
     assert engine.target.lm.model.dtype == torch.float32 and engine.target.capacity == 50
     assert load(folder, dtype="float64", runtime=Runtime(dtype="float64")).target.lm.model.dtype == torch.float64
     with pytest.raises(ValueError, match=r"^dtype='bf16': runtime says 'float64', give it once"):

@@ -34,7 +34,7 @@ def engine() -> Engine:
     model = tiny_model(1, layers=1)
     model.generation_config.eos_token_id = None
     lm = CausalLM(model, vocab_size=VOCAB, compiled=False, width=8)
-    return Engine(target_of(lm), NgramDrafter(Config()), Speculation(k=3))
+    return Engine(target_of(lm), NgramDrafter(Config()), Speculation(k=3, lengths="fixed"))
 
 
 def alone(engine: Engine, prompt: list[int], limit: int, sampling: Sampling = SAMPLED) -> list[int]:

@@ -166,7 +166,7 @@ def test_drafts_that_are_all_refused_show_nothing(family: Path) -> None:
     honest = drafted(family)
     answers = honest.generate(PROMPTS, max_new_tokens=30)
     never = next(token for token in range(5, 30) if all(token not in answer.tokens for answer in answers))
-    report = run(Engine(honest.target, WrongDrafter(never), Speculation(k=4)))
+    report = run(Engine(honest.target, WrongDrafter(never), Speculation(k=4, lengths="fixed")))
     assert report.acceptance_length == 1 and report.verdict == INCONCLUSIVE
     assert "drafted tokens was accepted, so this shows nothing" in report.reason
 

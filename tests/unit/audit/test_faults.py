@@ -56,7 +56,9 @@ def loaded(family: Path) -> Load:
         dtype, *native = name.split()
         runtime = Runtime(dtype=dtype, compiled=None if native else False)
         target, draft = str(family / "target"), str(family / "pard")
-        found = load(target, drafter="pard", draft=draft, k=4, tree=tree, verify=verify, runtime=runtime)
+        found = load(
+            target, drafter="pard", draft=draft, k=4, tree=tree, verify=verify, runtime=runtime, lengths="fixed"
+        )
         if native and not found.target.lm.is_native:
             pytest.skip("no passes in C++ here")
         return found
@@ -265,7 +267,7 @@ def test_a_fault_of_the_pass_in_cpp_fails(
         return ""
 
     monkeypatch.setattr(NativePass, "_check", plant)
-    engine = load(str(family / "target"), drafter="ngram", k=4, runtime=Runtime(dtype=dtype))
+    engine = load(str(family / "target"), drafter="ngram", k=4, runtime=Runtime(dtype=dtype), lengths="fixed")
     if not engine.target.lm.is_native:
         pytest.skip("no passes in C++ here")
     report = run(engine)
@@ -451,7 +453,7 @@ def test_a_model_of_nan_is_a_verdict(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     for drafter, verify in (("none", "match"), ("ngram", "rejection")):
-        engine = load(str(tmp_path), drafter=drafter, verify=verify, runtime=Runtime(dtype="float64"))
+        engine = load(str(tmp_path), drafter=drafter, verify=verify, runtime=Runtime(dtype="float64"), lengths="fixed")
         report = run(engine, SAMPLED)
         assert report.verdict == FAIL
         assert "logits are not numbers at prompt 1, seed 3, new token 0" in report.reason
@@ -460,5 +462,7 @@ def test_a_model_of_nan_is_a_verdict(tmp_path: Path) -> None:
 def test_fixed_trees_and_batches_are_honest(loaded: Load) -> None:
     """Guards against false alarms for drafts that are padded and rows that end early."""
     chains = loaded("float32")
-    engine = Engine(chains.target, chains.drafter, Speculation(k=3, tree=Tree(paths=((0,), (1,), (0, 0), (0, 1)))))
+    engine = Engine(
+        chains.target, chains.drafter, Speculation(k=3, tree=Tree(paths=((0,), (1,), (0, 0), (0, 1))), lengths="fixed")
+    )
     assert run(engine, SAMPLED, seeds=2).verdict in (PASS, TIES)

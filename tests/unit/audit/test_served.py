@@ -85,7 +85,9 @@ def reference(family: Path) -> ModelReference:
 def ours(family: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Serving]:
     """Our own server, with a drafter."""
     runtime = Runtime(dtype="float64", compiled=False, device="cpu")
-    engine: Engine = load(str(family / "target"), drafter="pard", draft=str(family / "pard"), k=4, runtime=runtime)
+    engine: Engine = load(
+        str(family / "target"), drafter="pard", draft=str(family / "pard"), k=4, runtime=runtime, lengths="fixed"
+    )
     engine.target.tokenizer.chat_template = TEMPLATE
     with serving(engine, max_batch=4, max_queue=40) as found:
         yield found

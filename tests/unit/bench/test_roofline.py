@@ -128,7 +128,9 @@ def test_passes_are_those_of_the_answer(family: Path, spec: str, tokens: int, lo
     logits that nobody wants."""
     method = Method.parse(spec, dtype="float64")
     draft = str(family / "pard") if takes_draft(method.name) else None
-    engine = load(str(family / "target"), drafter=method.name, draft=draft, k=3, runtime=Runtime(dtype="float64"))
+    engine = load(
+        str(family / "target"), drafter=method.name, draft=draft, k=3, runtime=Runtime(dtype="float64"), lengths="fixed"
+    )
     answer = method.answerer(engine.target, engine.drafter)
     answer([PROMPT, "a"], 4, GREEDY)
     found = answer([PROMPT], 12, GREEDY)

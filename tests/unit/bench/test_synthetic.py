@@ -106,7 +106,13 @@ def test_answers_have_their_length_and_the_rounds_of_their_prompts(family: Path,
     """Guards against answers that an end token cuts, and against rounds of a prompt that depend on its batch."""
     method = Method.parse(spec, dtype="float64")
     name = {"name": method.name, "draft": str(family / "pard")}
-    engine = load(str(family / "target"), drafter=name["name"], draft=name["draft"], runtime=Runtime(dtype="float64"))
+    engine = load(
+        str(family / "target"),
+        drafter=name["name"],
+        draft=name["draft"],
+        runtime=Runtime(dtype="float64"),
+        lengths="fixed",
+    )
     drafting = Engine(engine.target, engine.drafter, method.speculation)
     answer = SyntheticAcceptance(rates=(0.8, 0.5, 0.3)).answerer(drafting)
     prompts = ["abcabcabc", "helloworld", "The0quick"]

@@ -30,7 +30,13 @@ SAMPLING = Sampling(temperature=0.9, top_k=40, seed=5)
 
 def engine_of(family: Path, drafter: str = "none", **runtime: Any) -> Engine:
     draft = None if drafter == "none" else str(family / drafter)
-    loaded = load(str(family / "target"), drafter=drafter, draft=draft, runtime=Runtime(dtype="float64", **runtime))
+    loaded = load(
+        str(family / "target"),
+        drafter=drafter,
+        draft=draft,
+        runtime=Runtime(dtype="float64", **runtime),
+        lengths="fixed",
+    )
     loaded.target.tokenizer.chat_template = TEMPLATE
     return loaded
 

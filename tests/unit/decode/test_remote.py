@@ -124,7 +124,9 @@ def test_what_is_kept_there_is_let_go(other_side: DrafterProcess, server: Server
 def test_drafting_in_turn(other_side: DrafterProcess, family: Path) -> None:
     """Guards γ that is measured, for which both sides take turns."""
     target = load_target(str(family / "target"), RUNTIME)
-    speculation = Speculation(drafter="autoregressive", draft=str(draft_of(family, "autoregressive")), k=4)
+    speculation = Speculation(
+        drafter="autoregressive", draft=str(draft_of(family, "autoregressive")), k=4, lengths="fixed"
+    )
     drafter = other_side.load("autoregressive", target.facts, draft=speculation.draft, runtime=RUNTIME)
     engine = Engine(target, drafter, replace(speculation, gamma="auto"))
     assert isinstance(engine.speculation.gamma, int)
@@ -345,7 +347,7 @@ def test_placements() -> None:
         with pytest.raises(ValueError, match=told):
             Placement(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="of its own, to draft ahead: set gamma too"):
-        load("pocket", drafter="pard", placement=Placement(draft_cpus=(min(before),)))
+        load("pocket", drafter="pard", placement=Placement(draft_cpus=(min(before),)), lengths="fixed")
     with pytest.raises(ValueError, match=r"placement='1': use a Placement"):
         load("pocket", drafter="pard", gamma=4, placement="1")  # type: ignore[arg-type]
 

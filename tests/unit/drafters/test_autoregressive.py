@@ -138,7 +138,12 @@ def test_settings_that_do_not_fit(family: Path, settings: str, told: str) -> Non
 def test_prompt_tokens_of_another_model(family: Path) -> None:
     """Guards prompt tokens of the target beside a draft model, which would guess nothing right and say nothing."""
     with pytest.raises(ValueError, match="was trained for another target"):
-        load(str(family / "target"), drafter=f"autoregressive{with_prompts(family)}", draft=str(family / "pard"))
+        load(
+            str(family / "target"),
+            drafter=f"autoregressive{with_prompts(family)}",
+            draft=str(family / "pard"),
+            lengths="fixed",
+        )
 
 
 def test_trees_are_refused(family: Path) -> None:

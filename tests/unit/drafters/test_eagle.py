@@ -29,12 +29,14 @@ PROMPTS = [[5, 6, 7, 5, 6], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
 
 def loaded(family: Path, *, width: int = 64) -> Engine:
     runtime = Runtime(dtype="float64", compiled=False, width=width)
-    return load(str(family / "target"), drafter="eagle", draft=draft_of(family, "eagle"), k=4, runtime=runtime)
+    return load(
+        str(family / "target"), drafter="eagle", draft=draft_of(family, "eagle"), k=4, runtime=runtime, lengths="fixed"
+    )
 
 
 def proposed(engine: Engine, prompts: list[list[int]], lengths: list[int], tree: Tree) -> list[set[tuple[int, ...]]]:
     """The paths of each row's draft."""
-    batch = Engine(engine.target, engine.drafter, Speculation(k=4, tree=tree)).new_batch()
+    batch = Engine(engine.target, engine.drafter, Speculation(k=4, tree=tree, lengths="fixed")).new_batch()
     batch.join([Generation(Request(id=row, tokens=prompt)) for row, prompt in enumerate(prompts)])
     draft = batch.drafter.propose(lengths)
     found = []
@@ -53,7 +55,7 @@ def plain(engine: Engine, prompt: list[int], k: int, budget: int, widest: int, n
     assert isinstance(drafter, EagleDrafter)
 
     def log_probs_after(path: tuple[int, ...]) -> torch.Tensor:
-        batch = Engine(engine.target, drafter, Speculation(k=4)).new_batch()
+        batch = Engine(engine.target, drafter, Speculation(k=4, lengths="fixed")).new_batch()
         batch.join([Generation(Request(tokens=prompt))])
         states = drafter.layers.read([k])
         for token in path:

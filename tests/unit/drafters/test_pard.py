@@ -84,7 +84,7 @@ def test_a_mask_that_is_a_text_is_told(family: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"mask_token_id": 5, "pard_token": 5}))
     with pytest.warns(UserWarning, match="mask token 5 is 'e', which answers can then not contain"):
-        load(str(family / "target"), drafter="pard", draft=str(folder))
+        load(str(family / "target"), drafter="pard", draft=str(folder), lengths="fixed")
 
 
 @torch.inference_mode()
@@ -119,7 +119,7 @@ def test_a_mask_that_ends_texts_is_refused(family: Path, tmp_path: Path) -> None
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | mask))
         with pytest.raises(ValueError, match=r"its mask token 0 \(<\|eos\|>\) ends a text \(eos_token_id\)"):
-            load(str(family / "target"), drafter="pard", draft=str(folder))
+            load(str(family / "target"), drafter="pard", draft=str(folder), lengths="fixed")
 
 
 def test_no_mask_of_several_ends_texts(family: Path, tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_no_mask_of_several_ends_texts(family: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text()) | settings
     (folder / "config.json").write_text(json.dumps(config | {"pard_masks": 2}))
     with pytest.raises(ValueError, match=f"its mask token {MASK + 1}"):
-        load(str(target), drafter="pard", draft=str(folder))
+        load(str(target), drafter="pard", draft=str(folder), lengths="fixed")
     (folder / "config.json").write_text(json.dumps(config))
-    load(str(target), drafter="pard", draft=str(folder))
+    load(str(target), drafter="pard", draft=str(folder), lengths="fixed")
 
 
 @pytest.mark.parametrize(

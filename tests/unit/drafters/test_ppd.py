@@ -40,7 +40,7 @@ def checkpoint(family: Path, folder: Path, **settings: object) -> str:
 
 def loaded(family: Path, runtime: Runtime, settings: str = "") -> Engine:
     draft = draft_of(family, "ppd")
-    return load(str(family / "target"), drafter=f"ppd{settings}", draft=draft, runtime=runtime)
+    return load(str(family / "target"), drafter=f"ppd{settings}", draft=draft, runtime=runtime, lengths="fixed")
 
 
 @torch.no_grad()
@@ -113,7 +113,14 @@ def test_sizes_and_states(family: Path, runtime: Runtime, verify: str) -> None:
     """Guards passes larger than asked for, and drafts that never come to guesses."""
     for settings in (":size=4", ":size=9:prompts=1", ":size=60:prompts=6"):
         draft = draft_of(family, "ppd")
-        engine = load(str(family / "target"), drafter=f"ppd{settings}", draft=draft, runtime=runtime, verify=verify)
+        engine = load(
+            str(family / "target"),
+            drafter=f"ppd{settings}",
+            draft=draft,
+            runtime=runtime,
+            verify=verify,
+            lengths="fixed",
+        )
         answer = engine.generate([TEXTS[0]], max_new_tokens=40)[0]
         size = int(settings.split("size=")[1].split(":")[0])
         read = [made.tokens for made in engine.target.lm.passes if made.logits]
@@ -128,7 +135,7 @@ def test_rows_in_different_states_share_a_pass(family: Path, runtime: Runtime) -
     plain = load(target, runtime=runtime).generate(prompts, max_new_tokens=30)
     found = set[int]()
     for size in (7, 30, 120):
-        engine = load(target, drafter=f"ppd:size={size}:prompts=6", draft=draft, runtime=runtime)
+        engine = load(target, drafter=f"ppd:size={size}:prompts=6", draft=draft, runtime=runtime, lengths="fixed")
         assert isinstance(engine.drafter, PpdDrafter)
         widths = list[int]()
         forward = engine.target.lm.forward
@@ -191,10 +198,22 @@ def test_settings_that_do_not_fit(family: Path, settings: str, told: str) -> Non
 def test_damaged_checkpoints(family: Path, tmp_path: Path, config: dict[str, object], told: str) -> None:
     draft = checkpoint(family, tmp_path / "draft", **config)
     with pytest.raises(ValueError, match=told) as error:
-        load(str(family / "target"), drafter="ppd", draft=draft, runtime=Runtime(dtype="float64", compiled=False))
+        load(
+            str(family / "target"),
+            drafter="ppd",
+            draft=draft,
+            runtime=Runtime(dtype="float64", compiled=False),
+            lengths="fixed",
+        )
     assert "\n" not in str(error.value)
 
 
 def test_prompt_tokens_of_another_model(family: Path) -> None:
     with pytest.raises(ValueError, match="was trained for another target"):
-        load(str(family / "draft"), drafter="ppd", draft=draft_of(family, "ppd"), runtime=Runtime(compiled=False))
+        load(
+            str(family / "draft"),
+            drafter="ppd",
+            draft=draft_of(family, "ppd"),
+            runtime=Runtime(compiled=False),
+            lengths="fixed",
+        )

@@ -87,10 +87,10 @@ def test_a_drafter_without_settings_says_so() -> None:
 def test_settings_reach_the_drafter(family: Path) -> None:
     """Guards `load`: the setting counts, its own check too, and what is wrong is said before the target is loaded."""
     target = str(family / "target")
-    assert load(target, drafter="ngram:max_ngram=5").drafter.config.max_ngram == 5
+    assert load(target, drafter="ngram:max_ngram=5", lengths="fixed").drafter.config.max_ngram == 5
     for drafter, complaint in (("ngram:max_ngram=0", "max_ngram=0: use at least 1"), ("ngram:n=2", "max_ngram")):
         with pytest.raises(ValueError, match=complaint):
-            load("/no/such/model", drafter=drafter)
+            load("/no/such/model", drafter=drafter, lengths="fixed")
 
 
 def test_settings_are_part_of_a_method(family: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_server_takes_only_what_was_exported(family: Path, tmp_path: Path) -> 
         written(family, tmp_path / f"{name}-out", head)
 
         def config(draft: Path, k: int = 3, drafter: str = name, of: str = target) -> dict[str, Any] | None:
-            return speculative_config(Speculation(drafter=drafter, draft=str(draft), k=k), of)
+            return speculative_config(Speculation(drafter=drafter, draft=str(draft), k=k, lengths="fixed"), of)
 
         out = tmp_path / f"{name}-out"
         assert config(out) == {"method": name, "model": str(out), "num_speculative_tokens": 3}
@@ -110,8 +110,12 @@ def test_a_server_takes_only_what_was_exported(family: Path, tmp_path: Path) -> 
         with pytest.raises(ValueError, match="was trained for another target, with other weights"):
             config(out, of=str(family / "draft"))
     with pytest.raises(ValueError, match=r"k=4: .*medusa-out' has 3 heads"):
-        speculative_config(Speculation(drafter="medusa", draft=str(tmp_path / "medusa-out"), k=4), target)
+        speculative_config(
+            Speculation(drafter="medusa", draft=str(tmp_path / "medusa-out"), k=4, lengths="fixed"), target
+        )
     with pytest.raises(ValueError, match="vLLM drafts one K with medusa at every batch size"):
-        speculative_config(Speculation(drafter="medusa", draft=str(tmp_path / "medusa-out")), target, {1: 3})
+        speculative_config(
+            Speculation(drafter="medusa", draft=str(tmp_path / "medusa-out"), lengths="fixed"), target, {1: 3}
+        )
     with pytest.raises(ValueError, match="train it with for_vllm=true"):
-        speculative_config(Speculation(drafter="eagle", draft=draft_of(family, "eagle"), k=3), target)
+        speculative_config(Speculation(drafter="eagle", draft=draft_of(family, "eagle"), k=3, lengths="fixed"), target)

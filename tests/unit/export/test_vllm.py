@@ -18,7 +18,7 @@ from tests.support.small_tokenizers import byte_level
 
 
 def config(family: Path, drafter: str, draft: Path | None = None, k: int = 3) -> object:
-    speculation = Speculation(drafter=drafter, draft=None if draft is None else str(draft), k=k)
+    speculation = Speculation(drafter=drafter, draft=None if draft is None else str(draft), k=k, lengths="fixed")
     return speculative_config(speculation, str(family / "target"))
 
 
@@ -35,13 +35,13 @@ def test_the_drafters_that_vllm_has(family: Path) -> None:
     assert config(family, "ngram:max_ngram=4") == {
         "method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": 3,
     }  # fmt: skip
-    shipped = speculative_config(Speculation(drafter="autoregressive"), str(pocket_folder("target")))
+    shipped = speculative_config(Speculation(drafter="autoregressive", lengths="fixed"), str(pocket_folder("target")))
     assert shipped is not None and shipped["model"] == str(pocket_folder("draft"))
 
 
 def test_a_plan_has_a_k_for_each_batch_size(family: Path) -> None:
     """Guards against the K of -k beside a plan, and against a server that drafts nothing at any batch size."""
-    speculation = Speculation(drafter="pard", draft=str(family / "pard"), k=9)
+    speculation = Speculation(drafter="pard", draft=str(family / "pard"), k=9, lengths="fixed")
     made = speculative_config(speculation, str(family / "target"), {1: 4, 8: 0})
     assert made is not None and made["num_speculative_tokens"] == 4
     assert made["num_speculative_tokens_per_batch_size"] == [[1, 1, 4], [2, 8, 0]]

@@ -58,7 +58,7 @@ def test_sizes_without_grouped_products(tmp_path: Path, sizes: tuple[int, int], 
     model = model_of("qwen3_moe", torch.float32, hidden_size=hidden, moe_intermediate_size=moe, head_dim=8)
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    engine = load(str(tmp_path), drafter="ngram", k=3, runtime=Runtime(device="cpu", dtype="float32"))
+    engine = load(str(tmp_path), drafter="ngram", k=3, runtime=Runtime(device="cpu", dtype="float32"), lengths="fixed")
     assert engine.target.lm.model.config._experts_implementation == implementation
     assert len(engine.generate("helloworld", max_new_tokens=8).tokens) > 0
 
@@ -66,7 +66,7 @@ def test_sizes_without_grouped_products(tmp_path: Path, sizes: tuple[int, int], 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_the_audit_passes(folder: str, dtype: str) -> None:
     """Guards the measure of rounding, in which experts have a part, and that the audit leaves the model as it was."""
-    engine = load(folder, drafter="ngram", k=3, runtime=Runtime(device="cpu", dtype=dtype))
+    engine = load(folder, drafter="ngram", k=3, runtime=Runtime(device="cpu", dtype=dtype), lengths="fixed")
     implementation = "eager" if dtype == "float64" else "grouped_mm"
     report = audit(
         engine, ["helloworld", "abcabcabcabc", "a"], sampling=GREEDY, seeds=1, max_new_tokens=16, batch_size=2,
@@ -109,7 +109,9 @@ def test_drafts_are_made(folder: str, tmp_path: Path) -> None:
     assert [hasattr(layer.mlp, "experts") for layer in cut.model.layers] == [True, True]
     assert [hasattr(layer.mlp, "experts") for layer in more.model.layers] == [True, False, True]
     assert not any(hasattr(layer.mlp, "experts") for layer in fresh.model.layers)
-    engine = load(folder, drafter="autoregressive", draft=str(tmp_path / "fresh"), k=2, runtime=runtime)
+    engine = load(
+        folder, drafter="autoregressive", draft=str(tmp_path / "fresh"), k=2, runtime=runtime, lengths="fixed"
+    )
     assert (
         engine.generate("abc", max_new_tokens=4).tokens
         == load(folder, runtime=runtime).generate("abc", max_new_tokens=4).tokens

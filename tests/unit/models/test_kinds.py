@@ -97,7 +97,7 @@ def test_float32_texts_are_those_of_generate(kind: str, tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     runtime = Runtime(device="cpu", dtype="float32")
     target = str(tmp_path / "target")
-    engine = load(target, drafter="autoregressive", draft=target, k=3, tree=6, runtime=runtime)
+    engine = load(target, drafter="autoregressive", draft=target, k=3, tree=6, runtime=runtime, lengths="fixed")
     model = engine.target.lm.model
     assert not engine.target.lm.is_native
     assert not has_experts(model.config) or model.config._experts_implementation == "grouped_mm"
@@ -159,7 +159,14 @@ def test_drafters_are_trained_for_all(kind: str, drafter: str, tmp_path: Path) -
     tiny_tokenizer().save_pretrained(tmp_path / "family" / "target")
     target, draft = str(tmp_path / "family" / "target"), draft_of(tmp_path / "family", drafter)
     runtime = Runtime(device="cpu", dtype="float64")
-    drafting = load(target, drafter="ppd:size=24" if drafter == "ppd" else drafter, draft=draft, k=4, runtime=runtime)
+    drafting = load(
+        target,
+        drafter="ppd:size=24" if drafter == "ppd" else drafter,
+        draft=draft,
+        k=4,
+        runtime=runtime,
+        lengths="fixed",
+    )
     plain = load(target, runtime=runtime)
     for prompt in ("abcab", "hello"):
         answer = drafting.generate(prompt, max_new_tokens=24)

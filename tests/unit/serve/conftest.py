@@ -22,7 +22,9 @@ TEMPLATE = (
 @pytest.fixture(scope="package")
 def engine(family: Path) -> Engine:
     folder = str(family / "target")
-    loaded = load(folder, drafter="pard", draft=str(family / "pard"), k=4, runtime=Runtime(dtype="float64"))
+    loaded = load(
+        folder, drafter="pard", draft=str(family / "pard"), k=4, runtime=Runtime(dtype="float64"), lengths="fixed"
+    )
     loaded.target.tokenizer.chat_template = TEMPLATE
     return loaded
 
@@ -43,7 +45,14 @@ def json_family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def json_engine(json_family: Path) -> Engine:
     runtime = Runtime(dtype="float64", compiled=False)
-    return load(str(json_family / "target"), drafter="pard", draft=str(json_family / "pard"), k=4, runtime=runtime)
+    return load(
+        str(json_family / "target"),
+        drafter="pard",
+        draft=str(json_family / "pard"),
+        k=4,
+        runtime=runtime,
+        lengths="fixed",
+    )
 
 
 @pytest.fixture(scope="package")

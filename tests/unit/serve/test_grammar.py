@@ -78,11 +78,11 @@ def engine_of(json_family: Path) -> Callable[..., Engine]:
     @cache
     def loaded(name: str) -> Engine:
         draft = str(json_family / "pard") if name in ("pard", "autoregressive") else None
-        return load(str(json_family / "target"), drafter=name, draft=draft, k=4, runtime=RUNTIME)
+        return load(str(json_family / "target"), drafter=name, draft=draft, k=4, runtime=RUNTIME, lengths="fixed")
 
     def engine(name: str, shape: str = "chain", verify: str = "match", k: int = 4) -> Engine:
         made = loaded(name)
-        return Engine(made.target, made.drafter, Speculation(k=k, tree=TREES[shape], verify=verify))
+        return Engine(made.target, made.drafter, Speculation(k=k, tree=TREES[shape], verify=verify, lengths="fixed"))
 
     return engine
 

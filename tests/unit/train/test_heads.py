@@ -24,7 +24,7 @@ def test_every_setting_trains_and_decodes(family: Path, tmp_path: Path, name: st
     did, the contract shows."""
     recipe = recipe_for(name, family, tmp_path / "out", steps=3, k=4, **settings)
     launch.train(recipe, trainee_module(name).build, lambda report: None)
-    drafted = load(str(family / "target"), drafter=name, draft=str(recipe.out), k=4, runtime=EXACT)
+    drafted = load(str(family / "target"), drafter=name, draft=str(recipe.out), k=4, runtime=EXACT, lengths="fixed")
     plain = load(str(family / "target"), runtime=EXACT)
     prompts = ["helloworld", "abcabc"]
     answers = drafted.generate(prompts, max_new_tokens=20)

@@ -48,9 +48,9 @@ def test_the_folder_is_an_ordinary_one(tmp_path: Path, origin: InitFrom) -> None
     for drafter in ("autoregressive", "pard"):
         if drafter == "pard":
             with pytest.raises(ValueError, match="names no mask token"):
-                load(target, drafter=drafter, draft=str(out), runtime=EXACT)
+                load(target, drafter=drafter, draft=str(out), runtime=EXACT, lengths="fixed")
         else:
-            engine = load(target, drafter=drafter, draft=str(out), k=3, runtime=EXACT)
+            engine = load(target, drafter=drafter, draft=str(out), k=3, runtime=EXACT, lengths="fixed")
             assert engine.generate("hello", max_new_tokens=20).tokens == plain
 
 

@@ -197,7 +197,9 @@ def test_a_trained_drafter_stays_one(tmp_path: Path) -> None:
     assert (made.mask_id, made.mask_token, made.rows) == (VOCAB + 5, "its own", VOCAB + 20)
     assert AutoConfig.from_pretrained(tmp_path / "out").pard_token == VOCAB + 5
     assert torch.equal(read(tmp_path / "out").lm_head.weight[VOCAB + 5], read(small).lm_head.weight[VOCAB + 5])
-    load(target, drafter="pard", draft=str(tmp_path / "out"), k=3, runtime=EXACT).generate("hello", max_new_tokens=4)
+    load(target, drafter="pard", draft=str(tmp_path / "out"), k=3, runtime=EXACT, lengths="fixed").generate(
+        "hello", max_new_tokens=4
+    )
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:

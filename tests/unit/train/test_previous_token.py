@@ -191,7 +191,9 @@ def test_decoding_computes_what_is_trained(family: Path, tmp_path: Path, compile
     acceptance and nothing else."""
     trainee = trained(recipe_for(family, tmp_path / "out"))
     runtime = Runtime(dtype="float32", compiled=compiled)
-    engine = load(str(family / "target"), drafter="pard", draft=str(tmp_path / "out"), k=4, runtime=runtime)
+    engine = load(
+        str(family / "target"), drafter="pard", draft=str(tmp_path / "out"), k=4, runtime=runtime, lengths="fixed"
+    )
     batch = engine.new_batch()
     without = 0
     for prompt in ([5], [7, 9, 11, 13, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]):
@@ -224,7 +226,12 @@ def test_a_draft_temperature_divides_all_logits(family: Path, tmp_path: Path, ra
         trained(recipe_for(family, tmp_path / f"{temperature}", **settings))
         runtime = Runtime(dtype="float32", compiled=False)
         engine = load(
-            str(family / "target"), drafter="pard", draft=str(tmp_path / f"{temperature}"), k=4, runtime=runtime
+            str(family / "target"),
+            drafter="pard",
+            draft=str(tmp_path / f"{temperature}"),
+            k=4,
+            runtime=runtime,
+            lengths="fixed",
         )
         batch = engine.new_batch()
         batch.join([Generation(Request(tokens=[5, 6, 7]))])
@@ -306,7 +313,7 @@ def test_a_damaged_head_is_one_line(family: Path, tmp_path: Path, damage: str) -
     else:
         file.write_bytes((tmp_path / "out" / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match=f"{PREVIOUS_TOKEN_HEAD} cannot be read .*train it again") as raised:
-        load(str(family / "target"), drafter="pard", draft=str(tmp_path / "out"), k=4)
+        load(str(family / "target"), drafter="pard", draft=str(tmp_path / "out"), k=4, lengths="fixed")
     assert len(str(raised.value).splitlines()) == 1
 
 

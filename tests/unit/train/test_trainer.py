@@ -82,7 +82,7 @@ def test_the_result_is_a_pard_drafter_and_an_ordinary_model(family: Path, tmp_pa
     assert model.dtype == torch.bfloat16
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
     target, exact = str(family / "target"), Runtime(dtype="float64", compiled=False)
-    engine = load(target, drafter="pard", draft=str(recipe.out), k=3, runtime=exact)
+    engine = load(target, drafter="pard", draft=str(recipe.out), k=3, runtime=exact, lengths="fixed")
     assert engine.drafter.mask_id == VOCAB
     plain = load(target, runtime=exact).generate("hello", max_new_tokens=12).tokens
     assert engine.generate("hello", max_new_tokens=12).tokens == plain
@@ -97,7 +97,7 @@ def test_a_mask_for_each_depth(family: Path, tmp_path: Path) -> None:
     one, two, three = embedding[VOCAB : VOCAB + 3]
     assert min((a - b).abs().max() for a, b in ((one, two), (two, three), (one, three))) > 0.02, "all began as one"
     exact = Runtime(dtype="float64", compiled=False)
-    engine = load(str(family / "target"), drafter="pard", draft=str(recipe.out), k=6, runtime=exact)
+    engine = load(str(family / "target"), drafter="pard", draft=str(recipe.out), k=6, runtime=exact, lengths="fixed")
     assert (engine.drafter.mask_id, engine.drafter.masks) == (VOCAB, 3)
     read: list[list[int]] = []
     forward = engine.drafter.lm.forward

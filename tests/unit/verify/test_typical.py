@@ -123,8 +123,8 @@ def test_greedy_text_is_the_targets(family: Path) -> None:
     plain = load(str(family / "target"), runtime=EXACT)
     with pytest.warns(UserWarning, match="typical acceptance is not lossless"):
         drafted = Engine(
-            plain.target, load(str(family / "target"), drafter="ngram", runtime=EXACT).drafter,
-            load(str(family / "target"), drafter="ngram", verify="typical", runtime=EXACT).speculation,
+            plain.target, load(str(family / "target"), drafter="ngram", runtime=EXACT, lengths="fixed").drafter,
+            load(str(family / "target"), drafter="ngram", verify="typical", runtime=EXACT, lengths="fixed").speculation,
         )  # fmt: skip
     prompts = ["abcabcabc", "hello"]
     expected = [answer.tokens for answer in plain.generate(prompts, max_new_tokens=20)]
@@ -134,7 +134,9 @@ def test_greedy_text_is_the_targets(family: Path) -> None:
 
 def test_it_cannot_be_audited(family: Path) -> None:
     with pytest.warns(UserWarning, match="not lossless"):
-        engine = load(str(family / "target"), drafter="ngram", verify="typical:epsilon=0.2", runtime=EXACT)
+        engine = load(
+            str(family / "target"), drafter="ngram", verify="typical:epsilon=0.2", runtime=EXACT, lengths="fixed"
+        )
     with pytest.raises(ValueError, match=r"typical:epsilon=0.2': typical acceptance is not lossless.*use match"):
         audit(engine, ["abc"], sampling=Sampling(), seeds=1, max_new_tokens=4, batch_size=1, report=lambda text: None)
 

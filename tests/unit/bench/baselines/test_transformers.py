@@ -29,7 +29,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         model.save_pretrained(root / name)
         tiny_tokenizer().save_pretrained(root / name)
     draft = str(root / "draft")
-    return load(str(root / "target"), drafter="autoregressive", draft=draft, runtime=Runtime(dtype="float64"))
+    return load(
+        str(root / "target"), drafter="autoregressive", draft=draft, runtime=Runtime(dtype="float64"), lengths="fixed"
+    )
 
 
 def answer(engine: Engine, spec: str, prompt: str, tokens: int = TOKENS, sampling: Sampling = GREEDY) -> BatchResult:
