@@ -124,7 +124,6 @@ def test_whole_numbers_of_numpy_are_token_ids(engine: Engine) -> None:
         ("sampling", None, "sampling=None: use a Sampling"),
         ("sampling", {"temperature": 1.0}, "sampling={'temperature': 1.0}: use a Sampling"),
         ("sampling", [None, None], "sampling=None: use a Sampling"),
-        ("stop", None, "stop=None: use a string"),
         ("stop", 5, "stop=5: use a string"),
         ("stop", b"x", "stop=b'x': use a string"),
         ("stop", ["x", 5], "stop: 5 is no string"),

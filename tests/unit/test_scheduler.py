@@ -157,7 +157,7 @@ def test_as_many_are_decoded_together_as_asked_for(engine: Engine) -> None:
     """Guards the memory that a batch size was chosen for, and throughput: the next one takes the row of one that has
     ended, so that five answers in two rows take as many rounds as their longest halves."""
     limits = [1, 9, 3, 3, 2]
-    engine.lengths.k = 0
+    engine.lengths.policy.k = 0
     generations = [generation(engine, [5], limit) for limit in limits]
     with passes_of(engine) as rows:
         ended = [generations.index(one) for one in engine._scheduler.answer(generations, most=2)]
@@ -236,7 +236,7 @@ class SmallPieces:
 
 @pytest.fixture
 def in_pieces(engine: Engine) -> Engine:
-    engine.lengths.k = 0
+    engine.lengths.policy.k = 0
     engine._batch.pace = SmallPieces()
     return engine
 
@@ -314,7 +314,7 @@ def watched(engine: Engine, loop: Loop, limit: int) -> list[Generation]:
 
 def test_a_loop_is_woken_once_a_round(engine: Engine) -> None:
     """Guards the thread that decodes: each time it wakes another one, that one takes the interpreter from it."""
-    engine.lengths.k, loop = 0, Loop()
+    engine.lengths.policy.k, loop = 0, Loop()
     with passes_of(engine) as rows:
         watched(engine, loop, 20)
     assert loop.calls == len(rows), "also where both have news"

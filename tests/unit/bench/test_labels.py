@@ -69,7 +69,7 @@ def test_a_method_is_known_by_its_label() -> None:
     """Guards whoever types what a table shows: VSD, n-gram, AR+."""
     for name, label in LABELS.items():
         assert Method.parse(label).name == name
-    assert Method.parse("n-gram:max_ngram=3").speculation == Speculation(drafter="ngram:max_ngram=3")
+    assert Method.parse("n-gram:max_ngram=3").speculation == Speculation(drafter="ngram:max_ngram=3", lengths="fixed")
     for name, label in DRAFTERS.items():
         assert Speculation(drafter=label).drafter == name
         assert takes_draft(label) == takes_draft(name)

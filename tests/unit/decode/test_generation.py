@@ -253,11 +253,16 @@ def test_characters_beside_the_halves_are_whole(string: str) -> None:
     assert stop_strings([string], {}).patterns == (string,)
 
 
-@pytest.mark.parametrize("stop", [None, 7, b"x", {"x": 1}, {"x"}, ["x", 7], [b"x"], [None], (part for part in "x")])
+@pytest.mark.parametrize("stop", [7, b"x", {"x": 1}, {"x"}, ["x", 7], [b"x"], [None], (part for part in "x")])
 def test_a_stop_string_is_a_string(stop: object) -> None:
     """Guards against bytes that are read as numbers, and errors from deep inside, half way through the answers."""
     with pytest.raises(ValueError, match=r"^stop.*: use a string, or a list of strings"):
         stop_strings(stop, {})
+
+
+def test_none_is_no_stop_string() -> None:
+    """Guards callers who hand on what they were not given."""
+    assert stop_strings(None, {}).patterns == ()
 
 
 def test_one_string_is_one_stop_string() -> None:
