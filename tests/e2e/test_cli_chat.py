@@ -236,7 +236,9 @@ def test_a_conversation_with_a_person(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards history, all commands, and that a mistake does not end the conversation."""
-    lines = iter(["hi", "", "so", "/drafter off", "so", "/reset", "/seed 4", "hi", "/nothing", "/seed x", "/help"])
+    lines = iter(
+        ["hi", "", "so", "/drafter off", "so", "/reset", "/seed 4", "hi", "/nothing", "/seed x", "/top-p", "/help"]
+    )
     monkeypatch.setattr("builtins.input", asking := Asking(lines))
     Chat(engine, SAMPLING, system="be", variables={}, max_new_tokens=12).run()
     out, err = capsys.readouterr()
@@ -248,7 +250,8 @@ def test_a_conversation_with_a_person(
     told = [line for line in err.splitlines() if not line.startswith("[")]
     assert told[:3] == ["Drafter off.", "The conversation is forgotten.", "Seed 4."]
     assert told[3].startswith("paradraft: there is no command '/nothing'")
-    assert told[4].startswith("paradraft: there is no command '/seed x'") and told[5].startswith("/reset")
+    assert told[4].startswith("paradraft: there is no command '/seed x'")
+    assert told[5] == "paradraft: /top-p needs a number, such as /top-p 1" and told[6].startswith("/reset")
 
 
 def test_settings_are_changed_between_answers(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ class Chat:
         """Does what a line that begins with a slash asks for; returns what is to be said of it.
 
         Raises:
-            ValueError: there is no such command.
+            ValueError: there is no such command, or it lacks its number.
         """
         match line.split():
             case ["/reset"]:
@@ -157,6 +157,8 @@ class Chat:
                 setting: dict[str, Any] = {command[1:].replace("-", "_"): number_in(number, command)}
                 self._sampling = replace(self._sampling, **setting)
                 return f"{in_words(self._sampling).capitalize()}."
+            case [command] if command in SETTINGS:
+                raise ValueError(f"{command} needs a number, such as {command} 1")
             case ["/seed"]:
                 return self.command(f"/seed {secrets.randbits(SEED_BITS)}")
             case ["/seed", number] if number.isdecimal():
