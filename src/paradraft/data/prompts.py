@@ -24,8 +24,9 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
     """Reads a prompt file, once, so that it may be a pipe too; "-" is the standard input.
 
     Raises:
-        ValueError: the file does not exist, is empty or is not UTF-8, or a line (named by number) is no JSON
-            object, has half a character in it, or has neither a prompt nor messages that can be answered.
+        ValueError: the file does not exist, is a folder or a device, is empty or is not UTF-8, or a line (named by
+            number) is no JSON object, has half a character in it, or has neither a prompt nor messages that can be
+            answered.
     """
     records = []
     for place, record in _records(file):
@@ -76,7 +77,8 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The JSON objects of a file, each with the name of its place, such as "prompts.jsonl, line 3"."""
     is_stdin = str(file) == STDIN
     if not is_stdin and not (file.is_file() or file.is_fifo()):
-        raise ValueError(f"prompt file {str(file)!r} does not exist")
+        state = "is neither a file nor a pipe" if file.exists() else "does not exist"
+        raise ValueError(f"prompt file {str(file)!r} {state}")
     try:
         text = (sys.stdin.buffer.read() if is_stdin else file.read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -42,6 +42,8 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
     """Guards against running a benchmark of no prompts."""
     with pytest.raises(ValueError, match="does not exist"):
         read_prompts(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match="is neither a file nor a pipe"):
+        read_prompts(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
         read_prompts(tmp_path / "empty.jsonl")
