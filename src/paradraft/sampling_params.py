@@ -20,7 +20,10 @@ class LogitsProcessor(Protocol):
     """As in `transformers`."""
 
     def __call__(self, tokens_MT: Tensor, logits_MV: Tensor, /) -> Tensor:
-        """From `[M, T]` token ids and `[M, V]` logits of what follows them to new `[M, V]` logits."""
+        """From `[M, T]` token ids and `[M, V]` logits of what follows them to new `[M, V]` logits.
+
+        M changes from call to call; logits of another shape fail the request.
+        """
         ...
 
 

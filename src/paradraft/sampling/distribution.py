@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paradraft.core import INVALID
+from paradraft.errors import one_line
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
 
@@ -49,6 +50,9 @@ def penalized_logits(
             without a token to choose: decoding never gets there, so these logits are not used, and a processor need
             not know what to do.
         limits_B: `[B]` most tokens of an answer, of which the same is true; None for no limit.
+
+    Raises:
+        ValueError: a processor returned something else than logits of the shape that it was given.
     """
     logits = logits_BNV if logits_BNV.dtype == torch.float64 else logits_BNV.float()
     B, N, V = logits.shape
@@ -78,9 +82,21 @@ def penalized_logits(
             scores = flat_MV[rows]
             ids = torch.tensor([texts[row] for row in rows], device=logits.device)
             for processor in sampling.processors:
-                scores = processor(ids, scores)
+                scores = _same_shape(processor(ids, scores), scores)
             flat_MV[rows] = scores.to(flat_MV.dtype)
     return logits
+
+
+def _same_shape(returned: object, given_MV: Tensor) -> Tensor:
+    """What a processor returned. Of another shape, it might fill rows of other texts, and passes differ in these."""
+    shape = tuple(given_MV.shape)
+    if not isinstance(returned, Tensor):
+        raise ValueError(f"a processor returned {one_line(returned)}: return logits of all texts, of the shape {shape}")
+    if returned.shape != shape:
+        raise ValueError(
+            f"a processor returned logits of the shape {tuple(returned.shape)}: return those of all texts, {shape}"
+        )
+    return returned
 
 
 def _per_text(numbers_B: Tensor, N: int) -> list[int]:

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 
 from paradraft.core import INVALID
 from paradraft.sampling.distribution import best_token, filtered_logits, penalized_logits, probabilities
-from paradraft.sampling_params import Sampling
+from paradraft.sampling_params import LogitsProcessor, Sampling
 from paradraft.tree import ABSENT
 from tests.support.drawing import draw
 
@@ -206,6 +206,28 @@ def test_a_processor_may_compute_in_another_dtype(dtype: torch.dtype) -> None:
     for given in (torch.float32, torch.float64):
         found = penalized_logits(torch.zeros(2, 2, 7, dtype=given), sampling, TEXTS, PROMPT_LENGTHS)
         assert torch.equal(found, torch.ones(2, 2, 7, dtype=given))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (lambda ids, scores: scores[0], r"\(7,\)"),
+        (lambda ids, scores: scores[:1], r"\(1, 7\)"),
+        (lambda ids, scores: scores[:, :1], r"\(\d, 1\)"),
+        (lambda ids, scores: scores[None], r"\(1, \d, 7\)"),
+        (lambda ids, scores: scores.sum(), r"\(\)"),
+        (lambda ids, scores: None, "None"),
+        (lambda ids, scores: scores.tolist(), r"\[\["),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_processor_returns_logits_of_all_its_texts(wrong: LogitsProcessor, named: str, place: int) -> None:
+    """Guards the text from processors that score one row: torch had filled all rows with it, of other requests and of
+    other branches of a tree, so that the greedy text was not that of plain decoding."""
+    processors = [lambda ids, scores: scores] * place + [wrong, lambda ids, scores: torch.zeros(len(ids), 7)]
+    texts = torch.ones(2, 1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=f"a processor returned .*{named}.*: return .* \\(2, 7\\)"):
+        penalized_logits(random_logits(2, 1, 7), Sampling(processors=processors), texts, torch.tensor([2, 2]))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
