@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from paradraft.audit.audit import Report, audit
@@ -10,8 +11,9 @@ from paradraft.audit.verdict import FAIL, PASS
 from paradraft.engine import Engine
 from paradraft.loader import load
 from paradraft.models.forward.cpu.model import NativePass
+from paradraft.models.forward.cpu.self_check import MOST_ROUNDING, distances, float32_products, readings_of
 from paradraft.sampling_params import GREEDY
-from tests.real.conftest import CODE, CODER_05B, SMOLLM2, check_is_fast, real
+from tests.real.conftest import CODE, CODER_05B, QUESTIONS, SMOLLM2, check_is_fast, real
 from tests.support.pass_faults import FAULTS, Plant, base, field
 
 pytestmark = pytest.mark.real
@@ -58,6 +60,26 @@ def test_an_honest_engine_passes(name: str, dtype: str) -> None:
     assert own.plain.worst is not None and own.plain.worst < own.most.at_a_place / 2
     assert own.plain.distance.largest < own.explained.largest / 2
     assert own.plain.sure and not own.plain.overturned and not own.plain.other_bits
+
+
+def test_one_place_is_no_fault() -> None:
+    """Guards honest engines and short answers against a bound on the mean of many places: at one place in 25 a right
+    pass is more than 2.5 times as far from the exact one as the model's own code."""
+    engine = load(real(SMOLLM2))
+    lm = engine.target.lm
+    assert lm.native is not None
+    tokens = engine.chat_tokens([{"role": "user", "content": QUESTIONS[0]}])
+    text_N = torch.tensor(tokens + engine.generate(tokens, max_new_tokens=64).tokens)
+    logits_NV = lm.native.logits_at(text_N, torch.arange(len(text_N)))
+    with float32_products():
+        readings = readings_of(lm.model, lm.native, text_N, torch.arange(len(text_N)), logits_NV)
+    assert readings.rounded is not None
+    ratios_N = distances(logits_NV, readings.exact) / distances(readings.rounded, readings.exact)
+    place = int(ratios_N.argmax())
+    assert ratios_N[place] > MOST_ROUNDING, "no place shows it"
+    prompt = engine.target.tokenizer.decode(text_N[: place + 1])
+    report = audit(engine, [prompt], sampling=GREEDY, seeds=1, max_new_tokens=1, batch_size=1, report=lambda _: None)
+    assert report.verdict != FAIL, report
 
 
 @pytest.mark.parametrize(("name", "dtype", "fault"), PLANTED)

@@ -38,7 +38,7 @@ from paradraft.audit.reference import (
     rounded_to,
 )
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward.cpu.self_check import Figures, float32_products, readings_of
+from paradraft.models.forward.cpu.self_check import TOKENS, Figures, float32_products, over_texts, readings_of
 
 LEAST = 1e-7
 """A distance, in standard deviations of the logits, that is never too large."""
@@ -115,7 +115,7 @@ class OwnPass:
         most: how many times its distance is allowed.
         explained: the difference that rounding explains, a multiple of its own.
         limit: how far logits may be from the finer pass at most, however large rounding is.
-        pass_in_cpp: figures of the pass in C++, those of a text that it does not read as it should if there is one.
+        pass_in_cpp: figures of the pass in C++ over all texts.
     """
 
     dtype: str
@@ -292,7 +292,7 @@ def own_pass(
         most=ROUNDED if dtype.itemsize == 2 else IN_FLOATS,
         explained=limit if rounded is None else rounded.times(LARGEST_FACTORS[dtype], TYPICAL_FACTOR),
         limit=limit,
-        pass_in_cpp=next((each for each in figures if not each.is_right), figures[0] if figures else None),
+        pass_in_cpp=over_texts(figures) if figures else None,
     )
 
 
@@ -315,14 +315,17 @@ def _read_in_cpp(lm: CausalLM, case: Case, answer: Recording, *, is_measured: bo
     assert lm.native is not None
     text_N = torch.tensor([*case.prompt, *answer.tokens[:-1]])
     positions_N = torch.arange(len(text_N))
-    in_cpp_NV = lm.native.logits_at(text_N, positions_N)[-len(answer.tokens) :]
+    all_NV, of_answer = lm.native.logits_at(text_N, positions_N), slice(-len(answer.tokens), None)
+    in_cpp_NV = all_NV[of_answer]
     if not is_measured:
         return _Read(finer=None, coarser=None, in_cpp=lm.allowed(in_cpp_NV))
     with float32_products():
-        readings = readings_of(lm.model, lm.native, text_N, positions_N, in_cpp_NV)
-    figures = readings.figures(in_cpp_NV)
-    finer_NV = lm.allowed(readings.floats)
+        # One place says little of rounding: tokens of the prompt count where the answer has few.
+        last_NV = all_NV[-max(len(answer.tokens), TOKENS) :]
+        readings = readings_of(lm.model, lm.native, text_N, positions_N, last_NV)
+    figures = readings.figures(last_NV)
+    finer_NV = lm.allowed(readings.floats[of_answer])
     if not bool((are := are_numbers(finer_NV)).all()):
         raise NotNumbersError(case, int(are.int().argmin()), "in the model's own pass")
-    coarser_NV = readings.moved if readings.rounded is None else readings.rounded
+    coarser_NV = (readings.moved if readings.rounded is None else readings.rounded)[of_answer]
     return _Read(finer=finer_NV, coarser=lm.allowed(coarser_NV), in_cpp=lm.allowed(in_cpp_NV), figures=figures)

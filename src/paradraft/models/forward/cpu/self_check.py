@@ -231,11 +231,11 @@ class Readings:
 
     def figures(self, logits_nV: Tensor) -> Figures:
         """What says whether logits of the pass in C++ are right."""
-        apart_n = _distances(self.exact, self.floats) / _distances(self.moved, self.floats).clamp(min=LEAST)
+        apart_n = distances(self.exact, self.floats) / distances(self.moved, self.floats).clamp(min=LEAST)
         rounding = 0.0
         if self.rounded is not None:
-            limits_n = _distances(self.rounded, self.exact).clamp(min=LEAST)
-            rounding = _mean(_distances(logits_nV, self.exact) / limits_n)
+            limits_n = distances(self.rounded, self.exact).clamp(min=LEAST)
+            rounding = _mean(distances(logits_nV, self.exact) / limits_n)
         return Figures(formula=_mean(apart_n), worst=float(apart_n.max()), kernel=self.kernel, rounding=rounding)
 
 
@@ -263,6 +263,21 @@ def readings_of(
     return Readings(exact=exact_nV, floats=floats_nV, moved=moved_nV, rounded=rounded_nV, kernel=own.largest)
 
 
+def over_texts(figures: Sequence[Figures]) -> Figures:
+    """The worst of several texts; of rounding, which varies from place to place, the geometric mean.
+
+    >>> one, two = (Figures(formula=n, worst=2 * n, kernel=n, rounding=n) for n in (1.0, 4.0))
+    >>> over_texts([one, two])
+    Figures(formula=4.0, worst=8.0, kernel=4.0, rounding=2.0)
+    """
+    return Figures(
+        formula=max(each.formula for each in figures),
+        worst=max(each.worst for each in figures),
+        kernel=max(each.kernel for each in figures),
+        rounding=math.prod(each.rounding for each in figures) ** (1 / len(figures)),
+    )
+
+
 def figures_of(model: PreTrainedModel, native: Checked, logits_NV: Tensor) -> Figures:
     """Compares what a pass says of `text_for` with the model's own code."""
     return readings_of(model, native, *text_for(model), logits_NV).figures(logits_NV)
@@ -284,7 +299,7 @@ def _own_logits(model: PreTrainedModel, tokens_N: Tensor, positions_N: Tensor, l
     return logits.float()
 
 
-def _distances(a_NV: Tensor, b_NV: Tensor) -> Tensor:
+def distances(a_NV: Tensor, b_NV: Tensor) -> Tensor:
     """`[N]` root mean squares of differences, in standard deviations of the second."""
     deviations_N = b_NV.std(dim=1, correction=0).clamp(min=torch.finfo(torch.float32).tiny)  # 0 if all are the same
     return (a_NV - b_NV).square().mean(dim=1).sqrt() / deviations_N
