@@ -24,15 +24,13 @@ from torch import Tensor
 
 from paradraft.audit.recording import Case, NotNumbersError, Recording, are_numbers
 from paradraft.audit.reference import (
-    LARGEST_FACTORS,
     MEASURED,
-    MOST_LARGEST,
-    MOST_TYPICAL,
     OTHER_DTYPE,
-    TYPICAL_FACTOR,
     Difference,
     can_compute_otherwise,
     difference,
+    explained_by,
+    limit_of,
     over_all,
     own_logits,
     rounded_to,
@@ -113,7 +111,7 @@ class OwnPass:
         drafted: with the drafter.
         rounding: distance of the coarser pass from the finer one; None where there is only one pass.
         most: how many times its distance is allowed.
-        explained: the difference that rounding explains, a multiple of its own.
+        explained: the difference that rounding explains: a multiple of `rounding`, or `limit` without one.
         limit: how far logits may be from the finer pass at most, however large rounding is.
         pass_in_cpp: figures of the pass in C++ over all texts.
     """
@@ -279,18 +277,15 @@ def own_pass(
                 variances.append(float(read.finer[read.finer.isfinite()].double().var()))
             if read.finer is not None and read.coarser is not None:
                 rounding.append(difference(read.coarser, read.finer))
-    dtype = rounded_to(lm)
-    typical = MOST_TYPICAL[dtype] * math.sqrt(sum(variances) / len(variances))
-    limit = Difference(largest=MOST_LARGEST * typical, root_mean_square=typical)
-    rounded = over_all(rounding) if rounding else None
+    limit = limit_of(lm, variances)
     return OwnPass(
         dtype=str(lm.model.dtype).removeprefix("torch."),
         places=sum(len(answer.tokens) for answer in drafted),
         plain=None if plain is None else tallies["plain"].nearness(),
         drafted=tallies["drafted"].nearness(),
-        rounding=rounded,
-        most=ROUNDED if dtype.itemsize == 2 else IN_FLOATS,
-        explained=limit if rounded is None else rounded.times(LARGEST_FACTORS[dtype], TYPICAL_FACTOR),
+        rounding=over_all(rounding) if rounding else None,
+        most=ROUNDED if rounded_to(lm).itemsize == 2 else IN_FLOATS,
+        explained=explained_by(lm, rounding) if rounding else limit,
         limit=limit,
         pass_in_cpp=over_texts(figures) if figures else None,
     )

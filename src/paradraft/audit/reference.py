@@ -145,6 +145,22 @@ def rounded_to(lm: CausalLM) -> torch.dtype:
     return torch.bfloat16 if has_few_bits else lm.model.dtype
 
 
+def limit_of(lm: CausalLM, variances: Sequence[float]) -> Difference:
+    """The largest difference that may be called rounding, whatever is measured: a share of the logits' deviation.
+
+    Args:
+        lm: the model's.
+        variances: of the logits of some texts.
+    """
+    typical = MOST_TYPICAL[rounded_to(lm)] * math.sqrt(sum(variances) / max(len(variances), 1))
+    return Difference(largest=MOST_LARGEST * typical, root_mean_square=typical)
+
+
+def explained_by(lm: CausalLM, rounding: Sequence[Difference]) -> Difference:
+    """The difference between right passes that rounding explains: a multiple of what was measured of some texts."""
+    return over_all(rounding).times(LARGEST_FACTORS[rounded_to(lm)], TYPICAL_FACTOR)
+
+
 def _is_plain(weight: Tensor) -> bool:
     return type(weight) in (Tensor, nn.Parameter)
 

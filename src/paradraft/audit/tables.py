@@ -19,18 +19,15 @@ from torch import Tensor
 from paradraft.audit.endpoint import Endpoint, Question, Served
 from paradraft.audit.recording import Case, Recording
 from paradraft.audit.reference import (
-    LARGEST_FACTORS,
     MEASURED,
-    MOST_LARGEST,
-    MOST_TYPICAL,
     OTHER_DTYPE,
-    TYPICAL_FACTOR,
     Difference,
     can_compute_otherwise,
     difference,
+    explained_by,
+    limit_of,
     over_all,
     own_logits,
-    rounded_to,
 )
 from paradraft.models.causal_lm import CausalLM
 from paradraft.sampling_params import GREEDY
@@ -185,14 +182,12 @@ class ModelReference:
         """See `Reference`: a multiple of what the dtype rounds away."""
         if not self._rounding:
             return self.limit
-        return over_all(self._rounding).times(LARGEST_FACTORS[rounded_to(self.lm)], TYPICAL_FACTOR)
+        return explained_by(self.lm, self._rounding)
 
     @property
     def limit(self) -> Difference:
         """See `Reference`: a share of the deviation of the logits."""
-        deviation = math.sqrt(sum(self._variances) / max(len(self._variances), 1))
-        typical = MOST_TYPICAL[rounded_to(self.lm)] * deviation
-        return Difference(largest=MOST_LARGEST * typical, root_mean_square=typical)
+        return limit_of(self.lm, self._variances)
 
     @property
     def source(self) -> str:

@@ -360,7 +360,7 @@ def test_an_honest_engine_passes(loaded: Load, dtype: str) -> None:
 
 def test_rounding_without_bounds_is_inconclusive(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a dtype so coarse for a model that any fault is within its rounding."""
-    monkeypatch.setattr("paradraft.audit.own_pass.MOST_TYPICAL", {torch.bfloat16: 1e-4})
+    monkeypatch.setattr("paradraft.audit.reference.MOST_TYPICAL", {torch.bfloat16: 1e-4})
     report = run(loaded("bfloat16 C++"))
     assert report.verdict == INCONCLUSIVE
     assert "audit in a finer dtype" in report.reason
