@@ -205,7 +205,7 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
 
 
 def _advice(one: Measured, summary: dict[str, dict[str, Any]]) -> str | None:
-    """What to tell whoever decodes by this method; see `paradraft.decode.payoff.advice`.
+    """Advice for users of a method that does not pay, or None; see `paradraft.decode.payoff.advice`.
 
     It is slower where its fastest run is slower than the slowest one of its AR+, by more than `Payoff.MARGIN`.
     """

@@ -38,7 +38,7 @@ from paradraft.speculation import Speculation
 PLAIN = (HF, AR, LLAMA_CPP)
 """Methods that draft nothing, and can be timed with any weights."""
 USUAL = 16
-"""How many prompts a benchmark asks where the user has not said it, and the file has so many."""
+"""Prompts that a benchmark asks by default; all of a file that has fewer."""
 Answers = Callable[[list[str], int], list[str]]
 """The target's answers to prompts, with at most so many tokens each."""
 

@@ -47,7 +47,7 @@ SETTINGS = ("k", "tree", "verify", "lengths", "gamma", "overlap", *PLACES, "batc
 
 TargetKey = tuple[str, tuple[int, ...] | None, tuple[Stage, ...] | None]
 UNSET = Speculation(lengths="fixed")
-"""What a method does where nothing is said. It drafts all K tokens, which figures of different runs have in common."""
+"""The defaults of a method: it drafts all K tokens, so that figures of different runs can be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,7 +134,7 @@ TemplateVariables = Annotated[
 
 
 FEW = 8
-"""Prompts that audits and exports ask where the user has not said how many."""
+"""Prompts that audits and exports ask by default."""
 
 
 def num_prompts_option(usual: int) -> Any:
