@@ -51,7 +51,8 @@ class Expected:
     A drafter that begins with a row first reads its text. That is spread over the rounds that the row has left.
 
     Other plans are tried for a round, as often as the time that this loses stays within `EXPLORE` of all time. A try
-    that pays loses nothing, so another follows at once. What was learnt stays for the next batch.
+    that pays loses nothing, so another follows at once. The first try of an engine may be disturbed or unlucky, so the
+    first three are short and do not wait until their losses are made up for. What was learnt stays for the next batch.
 
     Args:
         k: most tokens of a path.
@@ -68,6 +69,12 @@ class Expected:
     """The share of all time that trying other plans may lose."""
     ALMOST = 0.85
     """What share of plain decoding's speed the best plan with drafts has to have, for all of it to be tried."""
+    EARLY_TRIES = 3
+    """Tries of a new engine that draft for two rounds …"""
+    EARLY_SHARE = 4
+    """… a fourth of the nodes, …"""
+    SOON = 12
+    """… this number of plain rounds after each other, whatever they lose."""
     EVERY = 6
     """Rounds with drafts after which the plan is made anew, as it is after tries and when rows come or go."""
     CANDIDATES = 12
@@ -78,6 +85,7 @@ class Expected:
         self._costs = RoundCosts()
         self._acceptance = AcceptanceShares(k, is_chain=True)
         self._lost_s = 0.0
+        self._early_tries = 0
         self.start(None, is_ragged=True)
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
@@ -87,7 +95,7 @@ class Expected:
             self._acceptance = AcceptanceShares(most, is_chain=is_chain)
         self._acceptance.start()
         self._costs.is_ragged = is_ragged
-        self._rows = self._age = self._number_of_tries = 0
+        self._rows = self._age = self._number_of_tries = self._since_try = 0
         self._unread: list[int] = []
         """For each row the tokens that were committed since it last drafted, its prompt's too if it never did."""
         self._room: list[int] = []
@@ -128,16 +136,21 @@ class Expected:
             self._age = 0
             self._plan = self._choose()
         self._age += 1
-        if self._try is None and self._lost_s <= 0.0:
+        if self._try is None and (self._lost_s <= 0.0 or self._tries_again_soon(self._plan)):
             self._begin_try(self._plan)
         self._asked = list(self._plan.nodes if self._try is None else self._try)
         return self._asked if self._acceptance.is_chain else [self.k if nodes else 0 for nodes in self._asked]
+
+    def _tries_again_soon(self, plan: Plan) -> bool:
+        is_early = self._early_tries < self.EARLY_TRIES and not any(plan.nodes)
+        return is_early and self._since_try >= self.SOON
 
     def _begin_try(self, plan: Plan) -> None:
         """Tries the most nodes in one row; every other time, if some row drafts, none at all, and if none does, the
         best plan with drafts where that is nearly as good. The first round of a try tells no time, so some have two."""
         number = self._number_of_tries
         self._number_of_tries += 1
+        self._since_try = 0
         short = [row for row, nodes in enumerate(plan.nodes) if nodes < self._acceptance.most]
         if any(plan.nodes) and (number % 2 or not short):
             self._try, self._rounds_of_try = (0,) * self._rows, 2
@@ -146,8 +159,12 @@ class Expected:
         else:
             # Usually where that costs least.
             tried = min(short, key=self._unread.__getitem__) if number % 6 else short[number // 6 % len(short)]
-            nodes = (self._acceptance.most if row == tried else before for row, before in enumerate(plan.nodes))
-            self._try, self._rounds_of_try = tuple(nodes), 1 if self._costs.knows_drafts and number % 8 else 2
+            is_early = self._early_tries < self.EARLY_TRIES and not any(plan.nodes)
+            self._early_tries += is_early
+            most = max(self._acceptance.most // self.EARLY_SHARE, 1) if is_early else self._acceptance.most
+            self._try = tuple(most if row == tried else before for row, before in enumerate(plan.nodes))
+            is_long = is_early or not self._costs.knows_drafts or number % 8 == 0
+            self._rounds_of_try = 2 if is_long else 1
 
     def cut(self, draft: Draft) -> Draft:
         """A tree without the nodes that are not worth their time, which are its last."""
@@ -223,6 +240,7 @@ class Expected:
             return
         seconds = self._costs.of_usual(draft_s + verify_s + other_s)
         if self._try is None:
+            self._since_try += 1
             self._lost_s = max(self._lost_s - self.EXPLORE * seconds, 0.0)
             return
         # What the other rows got does not depend on the try.

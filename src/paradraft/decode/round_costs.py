@@ -9,6 +9,11 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 
+def typical(times_s: Sequence[float]) -> float:
+    """The median; of fewer than three times the least, because what disturbs a round only adds to it."""
+    return statistics.median(times_s) if len(times_s) > 2 else min(times_s)
+
+
 class Times:
     """Measured times of passes by a size, such as the tokens that they read.
 
@@ -41,14 +46,13 @@ class Times:
         number = self._group(size)
         times = self._groups[number]
         times.append((size, max(seconds, self.LEAST_S)))
-        median_s = statistics.median([seconds for _, seconds in times])
-        self._typical[number] = sum(size for size, _ in times) / len(times), median_s
+        self._typical[number] = sum(size for size, _ in times) / len(times), typical([seconds for _, seconds in times])
         if len(times) == 2:
             self._near.update(range(number - self.STEPS, number + self.STEPS + 1))
         self.points, most = [], 0.0
-        for _, (typical, median_s) in sorted(self._typical.items()):
-            most = max(most, median_s)
-            self.points.append((typical, most))
+        for _, (typical_size, typical_s) in sorted(self._typical.items()):
+            most = max(most, typical_s)
+            self.points.append((typical_size, most))
 
     def _group(self, size: float) -> int:
         return round(self.STEPS * math.log2(size))

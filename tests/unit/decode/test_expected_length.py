@@ -34,6 +34,8 @@ class Simulated:
         self.asked: list[list[int]] = []
         self.tokens, self.seconds = 0, 0.0
         self.slowness = 1.0
+        self.disturbed = 0.0
+        """How often a time is ten times as long."""
         policy.start(None, is_ragged=True)
         policy.join(requests([[1]] * rows))
 
@@ -55,7 +57,8 @@ class Simulated:
         return next((place for place in range(length) if self.chooser.random() >= chance), length)
 
     def _noise(self) -> float:
-        return 1.0 + self.noise * abs(self.chooser.gauss(0.0, 1.0))
+        noise = 1.0 + self.noise * abs(self.chooser.gauss(0.0, 1.0))
+        return noise * (10.0 if self.chooser.random() < self.disturbed else 1.0)
 
     @property
     def speed(self) -> float:
@@ -134,6 +137,20 @@ def test_drafts_that_are_never_accepted_cost_little(rows: int, draft_s: Cost) ->
     simulated.tokens, simulated.seconds = 0, 0.0
     simulated.run(1000, [0.0] * rows)
     assert simulated.speed > 0.98
+
+
+@pytest.mark.parametrize("draft_s", [one_pass, many_passes])
+def test_a_disturbed_first_try_is_made_up_for(draft_s: Cost) -> None:
+    """Guards the first answer of an engine on a busy machine, where every tenth time is ten times as long: once tries
+    had to earn back what those had taken, a fifth of the engines hardly drafted in 128 tokens."""
+    hardly = 0
+    for seed in range(100):
+        simulated = Simulated(Expected(8), 1, steep, draft_s, noise=0.05)
+        simulated.disturbed, simulated.chooser = 0.1, random.Random(seed)
+        while simulated.tokens < 128:
+            simulated.run(1, [0.9])
+        hardly += sum(map(any, simulated.asked)) < 0.15 * len(simulated.asked)
+    assert hardly <= 4
 
 
 @pytest.mark.parametrize(("rows", "within"), [(1, 60), (4, 80), (16, 100)])
