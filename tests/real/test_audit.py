@@ -14,7 +14,7 @@ from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import MOST_ROUNDING, distances, float32_products, readings_of
 from paradraft.sampling_params import GREEDY
 from tests.real.conftest import CODE, CODER_05B, QUESTIONS, SMOLLM2, check_is_fast, real
-from tests.support.pass_faults import FAULTS, Plant, base, field
+from tests.support.pass_faults import FAULTS, WHERE_ROUNDED, Plant, base, field
 
 pytestmark = pytest.mark.real
 PROMPTS = [CODE, "one two three four one two three four one two three"]
@@ -31,6 +31,9 @@ NO_FAULTS_HERE = ("two ids swapped", "one position off")
 """Of ids that the texts do not have; of all positions, of which only differences count."""
 PLANTED = [(FOLDER, "bfloat16", fault) for fault in FAULTS | HIDDEN if fault not in NO_FAULTS_HERE]
 PLANTED += [(name, dtype, fault) for name, dtype in ((FOLDER, "float32"), (SMOLLM2, "auto")) for fault in HIDDEN]
+PLANTED += [
+    (name, dtype, fault) for name, dtype in ((FOLDER, "bfloat16"), (SMOLLM2, "auto")) for fault in WHERE_ROUNDED
+]
 
 
 def loaded(name: str, dtype: str) -> Engine:
@@ -87,7 +90,7 @@ def test_a_fault_fails(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, f
     """Guards against an audit that takes a wrong pass for rounding: both sides have the fault and agree."""
 
     def plant(native: NativePass, model: PreTrainedModel, probe: str | None) -> str:
-        (FAULTS | HIDDEN)[fault](native, model)
+        (FAULTS | HIDDEN | WHERE_ROUNDED)[fault](native, model)
         return ""
 
     monkeypatch.setattr(NativePass, "_check", plant)

@@ -46,10 +46,16 @@ def keep(native: NativePass, tensor: Tensor) -> int:
 
 
 def plain(native: NativePass, numbers: Tensor, bias: Tensor | None) -> Any:
-    """A matrix of numbers."""
+    """A matrix of numbers, or of a weight as it is stored."""
     packed = PackedMatrix([numbers], [bias])
     native._matrices.append(packed)
     return packed.matrix
+
+
+def changed(native: NativePass, weight: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The numbers of a weight, changed; the weight itself if nothing is, so that its inputs are rounded as before."""
+    numbers = numbers_of(native, weight)
+    return weight if (result := change(numbers)) is numbers else result
 
 
 def change_linear(native: NativePass, layer: Any, struct: Any, name: str, change: Callable[[Tensor], Tensor]) -> None:
@@ -59,15 +65,15 @@ def change_linear(native: NativePass, layer: Any, struct: Any, name: str, change
     if name in ("q_proj", "k_proj", "v_proj"):
         found = []
         for each in projections:
-            numbers = numbers_of(native, each.weight)
-            found.append(plain(native, change(numbers) if each is getattr(attention, name) else numbers, each.bias))
+            weight = changed(native, each.weight, change) if each is getattr(attention, name) else each.weight
+            found.append(plain(native, weight, each.bias))
         struct.qkv = (type(found[0]) * 3)(*found)
         return
     linear, field = {
         "o_proj": (attention.o_proj, "output"), "gate_proj": (mlp.gate_proj, "gate"), "up_proj": (mlp.up_proj, "up"),
         "down_proj": (mlp.down_proj, "down"),
     }[name]  # fmt: skip
-    setattr(struct, field, plain(native, change(numbers_of(native, linear.weight)), linear.bias))
+    setattr(struct, field, plain(native, changed(native, linear.weight, change), linear.bias))
 
 
 def field(**changes: Callable[[Any], Any]) -> Plant:
@@ -108,10 +114,31 @@ def ids_swapped(native: NativePass, model: PreTrainedModel) -> None:
     native._model.embedding_integers = None
 
 
-def logit_raised(native: NativePass, model: PreTrainedModel) -> None:
+def logit_raised(native: NativePass, model: PreTrainedModel, by: float = 3.0) -> None:
     bias = torch.zeros(len(model.lm_head.weight))
-    bias[len(bias) // 3] = 3
+    bias[len(bias) // 3] = by
     native._model.head.bias = keep(native, bias)
+
+
+def where_rounded(plant: Plant) -> Plant:
+    """A fault of numbers of the struct, or of the head's bias, that exact passes do not have."""
+
+    def planted(native: NativePass, model: PreTrainedModel) -> None:
+        names = ("scale", "epsilon")
+        right = [getattr(native._model, name) for name in names], native._model.head.bias
+        plant(native, model)
+        wrong = [getattr(native._model, name) for name in names], native._model.head.bias
+
+        class RightIfExact(type(native)):  # type: ignore[misc]  # its class is known at run time only
+            def __call__(self, *args: Any, **settings: Any) -> Any:
+                fields, self._model.head.bias = right if self._model.is_exact else wrong
+                for name, number in zip(names, fields, strict=True):
+                    setattr(self._model, name, number)
+                return super().__call__(*args, **settings)
+
+        native.__class__ = RightIfExact
+
+    return planted
 
 
 def another_head(native: NativePass, model: PreTrainedModel) -> None:
@@ -256,6 +283,14 @@ WITH_NORMS = {
     "queries without norm": norm("query_norm", torch.ones_like),
     "norm of keys moved by a channel": norm("key_norm", lambda weight: weight.roll(1)),
 }
+
+
+WHERE_ROUNDED = {
+    "epsilon of 1e-4 where rounded": where_rounded(FAULTS["epsilon of 1e-4"]),
+    "scores times 1.01 where rounded": where_rounded(field(scale=lambda scale: scale * 1.01)),
+    "1 added to a logit where rounded": where_rounded(lambda native, model: logit_raised(native, model, 1.0)),
+}
+"""Faults of passes that round, which the exact mode does not have, and which are less than the rounding of a model."""
 
 
 def faults_of(model_type: str) -> dict[str, Plant]:

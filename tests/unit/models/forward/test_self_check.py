@@ -19,13 +19,13 @@ from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import TOKENS, Figures, figures_of, text_for
 from paradraft.models.quantization import quantize
 from paradraft.models.quantized import Format, Parts, QuantizedTensor, rounded_to_8_bits
-from tests.support.pass_faults import faults_of, faulty, offsets_ignored, unchanged
+from tests.support.pass_faults import WHERE_ROUNDED, faults_of, faulty, offsets_ignored, unchanged
 from tests.support.random_models import KINDS_OF_MODELS, SIZES, random_model
 from tests.support.real_statistics import MASSIVE, SPECIAL, VOCABULARIES, realistic_model
 
 WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 ROWS = 2048
-RIGHT = Figures(formula=1.0, worst=1.0, kernel=0.0, rounding=1.0)
+RIGHT = Figures(formula=1.0, worst=1.0, kernel=0.0, rounding=1.0, layer=0.0, head=0.0)
 
 
 @cache
@@ -66,6 +66,7 @@ def test_right_passes_are_accepted(kind: str, weights: str) -> None:
     found = measured(as_stored(realistic_model(kind), weights))
     assert found.is_right
     assert found.formula < 2 and found.worst < 10 and found.kernel < 2e-6 and found.rounding < 1.8
+    assert found.layer < 0.1 and found.head < 0.3
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -84,6 +85,17 @@ def test_wrong_passes_are_refused(kind: str, fault: str) -> None:
     for weights in WEIGHTS:
         with pytest.raises(WrongPassError, match="formula"):
             faulty(faults_of(kind)[fault])(small(kind, weights))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS[1:])
+@pytest.mark.parametrize("fault", WHERE_ROUNDED)
+def test_a_fault_that_only_rounded_passes_have_is_found(fault: str, weights: str) -> None:
+    """Guards the kernels that decode: the exact mode is right here, and over the whole model roundings that flip hide
+    these faults. Each layer by itself shows them."""
+    with pytest.raises(WrongPassError, match="layers") as refused:
+        faulty(WHERE_ROUNDED[fault])(small("llama", weights))
+    formula = float(str(refused.value).split()[1])
+    assert formula < 5
 
 
 def test_ignored_offsets_are_found() -> None:

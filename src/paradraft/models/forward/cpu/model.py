@@ -332,24 +332,51 @@ class NativePass:
             exactly: rounds nothing but float32 arithmetic; slow, for comparison.
             parts: tokens of each of several passes; by default one pass reads all.
         """
-        count, dtype = len(tokens_N), torch.float32 if exactly or not self._model.is_bfloat16 else torch.bfloat16
+        count, self._model.is_exact = len(tokens_N), exactly
+        dtype = torch.float32 if exactly else self._stored_dtype
+        try:
+            passes = self._passes_at(tokens_N, positions_N, parts or [count], dtype)
+            return torch.cat([made.logits[0] for made in passes])
+        finally:
+            self._model.is_exact = False
+
+    def states_at(self, tokens_N: Tensor, positions_N: Tensor) -> Tensor:
+        """The states `[L + 1, N, D]` of one text, before each of L layers and after the last; see `logits_at`."""
+        layers = range(self._model.layers + 1)
+        (made,) = self._passes_at(tokens_N, positions_N, [len(tokens_N)], self._stored_dtype, layers)
+        return torch.cat([made.hidden[layer] for layer in layers])
+
+    def as_stored(self, numbers: Tensor) -> Tensor:
+        """Keys or values as the cache holds them, as float32."""
+        return numbers.to(self._stored_dtype).float()
+
+    @property
+    def _stored_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self._model.is_bfloat16 else torch.float32
+
+    def _passes_at(
+        self,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        parts: Sequence[int],
+        dtype: torch.dtype,
+        layers: Sequence[int] = (),
+    ) -> list[ForwardOut]:
         devices = [torch.device("cpu")] * self._model.layers
-        storage = kv_cache.allocate(self._config, batch_size=1, capacity=count, dtype=dtype, devices=devices)
+        storage = kv_cache.allocate(self._config, batch_size=1, capacity=len(tokens_N), dtype=dtype, devices=devices)
         self._rotate(int(positions_N[-1]) + 1)
         rotations = [each[positions_N].contiguous() for each in self._rotations]
         self._model.cosines, self._model.sines = (each.data_ptr() for each in rotations)
-        self._model.is_exact = exactly
-        logits, done = [], 0
+        made, done = [], 0
         try:
-            for part in parts or [count]:
+            for part in parts:
                 places_BN = torch.arange(part, device="cpu")[None]
                 tokens_BN = tokens_N[None, done : done + part]
-                logits.append(self(storage, [done], tokens_BN, places_BN - 1, logit_rows=places_BN).logits[0])
+                made.append(self(storage, [done], tokens_BN, places_BN - 1, logit_rows=places_BN, hidden_layers=layers))
                 done += part
-            return torch.cat(logits)
+            return made
         finally:
             self._model.cosines, self._model.sines = (each.data_ptr() for each in self._rotations)
-            self._model.is_exact = False
             self.forget()
 
     def _check(self, model: PreTrainedModel, probe: str | None) -> str:

@@ -1,7 +1,7 @@
 """Whether a pass in C++ computes what the model's own code does, asked once after loading.
 
 Two right passes do not give the same logits: each rounds what it multiplies, and models amplify that, some more than
-others and on some tokens more than on others. So there is no single bound on a difference. The check has three parts,
+others and on some tokens more than on others. So there is no single bound on a difference. The check has four parts,
 each of which knows how much difference is right:
 
 1. *The formula.* The C++ has an exact mode, in which nothing is rounded but float32 arithmetic. It is compared with the
@@ -11,6 +11,9 @@ each of which knows how much difference is right:
    of the same rounded inputs, all outputs of all matrices. Only the order of a sum differs.
 3. *The rounding.* The logits of the pass are at most `MOST_ROUNDING` times as far from the exact ones as those of the
    model's own code in the model's dtype.
+4. *Each layer.* Over a whole model, roundings that flip hide what else is wrong. So the model's own code computes every
+   layer, and the head, from the state that the pass has before it, with inputs and cache rounded as the pass rounds
+   them. What differs then is a small part of what that rounding does in the layer.
 
 Then the same text is read in several passes, as text is decoded: the logits are the same to the last bit.
 
@@ -32,12 +35,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from paradraft.models.forward.cpu.matrix import PackedMatrix, WrongPassError
@@ -59,6 +63,14 @@ MOST_KERNEL = 5e-6
 MOST_ROUNDING = 2.5
 """Times the own code's distance from the exact logits that the pass may have, as a geometric mean over all places. Of
 one place, two right passes had between a fifth and 3.4 times the other's; the mean of 16 was at most 1.1."""
+MOST_LAYER = 0.25
+"""Times what rounding does in a layer that the pass may be from the own code with the same roundings, as a geometric
+mean over all places, at the worst layer. Of right passes it was at most 0.02, with attention scaled by 1.01 at least
+0.6."""
+MOST_HEAD = 1.0
+"""The same of the head, for the largest difference of a place; it was at most 0.001, and 70 with 3 added to a logit."""
+LEAST_ROUNDING = 1e-4
+"""What rounding is taken to do at least: a share of what a layer adds to a state, or of the deviation of logits."""
 LEAST = 1e-6
 """A distance, in standard deviations of the logits, that is never too large."""
 AT_ONCE = 2**21
@@ -80,6 +92,12 @@ class Checked(Protocol):
         """`[N, V]` of one text whose tokens stand at these positions; exactly: without any rounding of inputs; parts:
         tokens of each of several passes."""
 
+    def states_at(self, tokens_N: Tensor, positions_N: Tensor) -> Tensor:
+        """`[L + 1, N, D]` before each of L layers and after the last, in the pass of `logits_at`."""
+
+    def as_stored(self, numbers: Tensor) -> Tensor:
+        """Keys or values as the cache holds them, as float32."""
+
     def packed(self, weight: Tensor) -> tuple[PackedMatrix, int]:
         """The matrix that a weight is part of, and the number of its first output there."""
 
@@ -99,12 +117,16 @@ class Figures:
         worst: the same at the worst place.
         kernel: the largest error of a product, see `MOST_KERNEL`.
         rounding: distance of the pass from the exact logits, times the own code's; 0 where nothing is rounded.
+        layer: distance of the worst layer from the own code with the same roundings, see `MOST_LAYER`; likewise 0.
+        head: that of the logits, see `MOST_HEAD`; likewise 0.
     """
 
     formula: float
     worst: float
     kernel: float
     rounding: float
+    layer: float
+    head: float
 
     @property
     def is_right(self) -> bool:
@@ -115,12 +137,13 @@ class Figures:
     def _limited(self) -> list[tuple[float, float]]:
         return [
             (self.formula, MOST_FORMULA), (self.worst, MOST_AT_A_PLACE), (self.kernel, MOST_KERNEL),
-            (self.rounding, MOST_ROUNDING),
+            (self.rounding, MOST_ROUNDING), (self.layer, MOST_LAYER), (self.head, MOST_HEAD),
         ]  # fmt: skip
 
     def __str__(self) -> str:
-        formula, worst, kernel, rounding = (f"{found:.2g} of at most {most:g}" for found, most in self._limited)
-        return f"formula {formula} and {worst}, products {kernel}, rounding {rounding}"
+        formula, worst, kernel, *others = (f"{found:.2g} of at most {most:g}" for found, most in self._limited)
+        rounding, layer, head = others
+        return f"formula {formula} and {worst}, products {kernel}, rounding {rounding}, layers {layer}, head {head}"
 
 
 def text_for(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -221,6 +244,8 @@ class Readings:
         rounded: of the model's own code in its own dtype, with products of few bits by the C++; None where nothing but
             float32 arithmetic is rounded.
         kernel: the largest error of a product, see `MOST_KERNEL`.
+        layer: see `Figures`.
+        head: see `Figures`.
     """
 
     exact: Tensor
@@ -228,6 +253,8 @@ class Readings:
     moved: Tensor
     rounded: Tensor | None
     kernel: float
+    layer: float = 0.0
+    head: float = 0.0
 
     def figures(self, logits_nV: Tensor) -> Figures:
         """What says whether logits of the pass in C++ are right."""
@@ -236,7 +263,10 @@ class Readings:
         if self.rounded is not None:
             limits_n = distances(self.rounded, self.exact).clamp(min=LEAST)
             rounding = _mean(distances(logits_nV, self.exact) / limits_n)
-        return Figures(formula=_mean(apart_n), worst=float(apart_n.max()), kernel=self.kernel, rounding=rounding)
+        return Figures(
+            formula=_mean(apart_n), worst=float(apart_n.max()), kernel=self.kernel, rounding=rounding, layer=self.layer,
+            head=self.head,
+        )  # fmt: skip
 
 
 @torch.no_grad()
@@ -254,27 +284,38 @@ def readings_of(
     """
     last = len(logits_nV)
     exact_nV = native.logits_at(tokens_N, positions_N, exactly=True)[-last:]
-    own, rounded_nV = _OwnFloats(native), None
-    with own:
-        floats_nV, moved_nV = _own_logits(model, tokens_N, positions_N, last, rows=2)
-    if not torch.equal(logits_nV, exact_nV):
+    own, rounded_nV, layer, head = _OwnFloats(native), None, 0.0, 0.0
+    if torch.equal(logits_nV, exact_nV):
+        with own:
+            floats_nV, moved_nV = _own_logits(model, tokens_N, positions_N, last, rows=2)
+    else:
+        states = native.states_at(tokens_N, positions_N)
+        with _Anchored(model, states) as anchored, own:
+            floats_nV, moved_nV, layer_nV, alike_nV = _own_logits(model, tokens_N, positions_N, last, rows=4)
+        layer = anchored.worst()
+        apart_n = (logits_nV - alike_nV).abs().amax(1)
+        head = _mean((apart_n / _rounding(layer_nV - alike_nV, logits_nV.std(dim=1, correction=0))).clamp(min=LEAST))
         with _OwnProducts(native):
             (rounded_nV,) = _own_logits(model, tokens_N, positions_N, last, rows=1)
-    return Readings(exact=exact_nV, floats=floats_nV, moved=moved_nV, rounded=rounded_nV, kernel=own.largest)
+    return Readings(
+        exact=exact_nV, floats=floats_nV, moved=moved_nV, rounded=rounded_nV, kernel=own.largest, layer=layer, head=head
+    )
 
 
 def over_texts(figures: Sequence[Figures]) -> Figures:
     """The worst of several texts; of rounding, which varies from place to place, the geometric mean.
 
-    >>> one, two = (Figures(formula=n, worst=2 * n, kernel=n, rounding=n) for n in (1.0, 4.0))
+    >>> one, two = (Figures(formula=n, worst=2 * n, kernel=n, rounding=n, layer=n, head=n) for n in (1.0, 4.0))
     >>> over_texts([one, two])
-    Figures(formula=4.0, worst=8.0, kernel=4.0, rounding=2.0)
+    Figures(formula=4.0, worst=8.0, kernel=4.0, rounding=2.0, layer=4.0, head=4.0)
     """
     return Figures(
         formula=max(each.formula for each in figures),
         worst=max(each.worst for each in figures),
         kernel=max(each.kernel for each in figures),
         rounding=math.prod(each.rounding for each in figures) ** (1 / len(figures)),
+        layer=max(each.layer for each in figures),
+        head=max(each.head for each in figures),
     )
 
 
@@ -305,11 +346,69 @@ def distances(a_NV: Tensor, b_NV: Tensor) -> Tensor:
     return (a_NV - b_NV).square().mean(dim=1).sqrt() / deviations_N
 
 
+def _rounding(differences: Tensor, sizes: Tensor) -> Tensor:
+    """Root mean squares over the last dimension of what rounding does; see `LEAST_ROUNDING`."""
+    least = (LEAST_ROUNDING * sizes).clamp(min=torch.finfo(torch.float32).tiny)
+    return differences.square().mean(-1).sqrt().maximum(least)
+
+
+class _Anchored:
+    """Gives each layer of a model's own code the states that a pass has before it, in the third and the fourth row.
+
+    Args:
+        model: whose layers they are.
+        states: `[L + 1, N, D]`, those of the pass. A pass with other layers than the model is wrong elsewhere too.
+    """
+
+    def __init__(self, model: PreTrainedModel, states: Tensor) -> None:
+        self._model, self._states = model, states
+        self._apart: list[float] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        decoder: Any = self._model.model
+        for module, state_ND in zip([*decoder.layers, decoder.norm], self._states, strict=False):
+            self._hooks.append(module.register_forward_pre_hook(_anchor(state_ND), with_kwargs=True))
+        for module, before_ND, after_ND in zip(decoder.layers, self._states, self._states[1:], strict=False):
+            self._hooks.append(module.register_forward_hook(self._compare(before_ND, after_ND)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def worst(self) -> float:
+        """The largest mean of a layer, see `MOST_LAYER`."""
+        return max(self._apart)
+
+    def _compare(self, before_ND: Tensor, after_ND: Tensor) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+            rows = outputs[0] if isinstance(outputs, tuple) else outputs
+            floats_ND, alike_ND = rows[2], rows[3]
+            added_N, apart_N = (each.square().mean(1).sqrt() for each in (alike_ND - before_ND, alike_ND - after_ND))
+            self._apart.append(_mean((apart_N / _rounding(floats_ND - alike_ND, added_N)).clamp(min=LEAST)))
+
+        return hook
+
+
+def _anchor(state_ND: Tensor) -> Callable[..., Any]:
+    def anchored(rows: Tensor) -> Tensor:
+        return torch.cat([rows[:2], state_ND.expand(2, -1, -1)])
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (anchored(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": anchored(kwargs["hidden_states"])}
+
+    return hook
+
+
 class _OwnFloats(TorchFunctionMode):
     """Makes a model's own code compute in float32, with weights that become such numbers a few at a time.
 
-    Of two rows, all that the second multiplies is moved by what float32 rounds away in a sum. Products of the first are
-    compared with those of the pass.
+    Of two or four rows, all that the second multiplies is moved by what float32 rounds away in a sum. Products of the
+    first are compared with those of the pass. In the fourth, inputs of products, keys and values are rounded as the
+    pass rounds them.
     """
 
     def __init__(self, native: Checked) -> None:
@@ -328,7 +427,9 @@ class _OwnFloats(TorchFunctionMode):
         if func is embedding:
             return self._rows(args[1], args[0])
         if func is scaled_dot_product_attention:
-            return func(*map(self._move_second, args[:2]), *args[2:], **(kwargs or {}))
+            queries, keys, values = args[:3]
+            keys, values = self._store_fourth(self._move_second(keys)), self._store_fourth(values)
+            return func(self._move_second(queries), keys, values, *args[3:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _rows(self, weight: Tensor, tokens: Tensor) -> Tensor:
@@ -339,12 +440,14 @@ class _OwnFloats(TorchFunctionMode):
         rows = [matrix.panels.numbers_of(first + token, 1) for token in tokens.flatten().tolist()]
         return torch.cat(rows).unflatten(0, tokens.shape)
 
-    def _linear(self, inputs_2NK: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _linear(self, inputs_RNK: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         matrix, first = self.native.packed(weight)
-        own_NK, moved_NK = inputs_2NK
-        moved_NK = self._moved(moved_NK)
+        own_NK, moved_NK, *anchored = inputs_RNK
         rounded_NK = self.native.rounded(matrix, own_NK)
-        all_MK = torch.cat([own_NK, moved_NK, rounded_NK])
+        rows = [own_NK, self._moved(moved_NK), rounded_NK]
+        if anchored:
+            rows += [anchored[0], self.native.rounded(matrix, anchored[1])]
+        all_MK = torch.cat(rows)
         outputs = torch.empty(len(all_MK), len(weight), dtype=torch.float32, device="cpu")
         lengths = torch.empty(len(weight), dtype=torch.float32, device="cpu")
         step = max(AT_ONCE // weight.shape[1], 1)
@@ -355,11 +458,11 @@ class _OwnFloats(TorchFunctionMode):
             lengths[few] = numbers.norm(dim=1)
         if bias is not None:
             outputs += bias.float()
-        own_NO, moved_NO, expected_NO = outputs.chunk(3)
+        own_NO, moved_NO, expected_NO, *others = outputs.chunk(len(rows))
         self._compare(matrix, own_NK, expected_NO, first, rounded_NK.norm(dim=1)[:, None] * lengths)
         if bias is not None:  # which may be far larger than the product
             moved_NO = self._moved(moved_NO, 1.0)
-        return torch.stack([own_NO, moved_NO])
+        return torch.stack([own_NO, moved_NO, *others])
 
     def _slice(self, weight: Tensor, few: slice) -> Tensor:
         """Some outputs of a weight as float32."""
@@ -376,7 +479,10 @@ class _OwnFloats(TorchFunctionMode):
         return numbers * (1 + units * torch.finfo(torch.float32).eps * noise)
 
     def _move_second(self, rows: Tensor) -> Tensor:
-        return torch.stack([rows[0], self._moved(rows[1])])
+        return torch.cat([rows[:1], self._moved(rows[1:2]), rows[2:]])
+
+    def _store_fourth(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows[:3], self.native.as_stored(rows[3:])])
 
     def _compare(self, matrix: PackedMatrix, inputs: Tensor, expected: Tensor, first: int, sizes: Tensor) -> None:
         found = self.native.product(matrix, inputs)[:, first : first + expected.shape[1]]
