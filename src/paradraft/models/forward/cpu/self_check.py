@@ -427,9 +427,9 @@ class _OwnFloats(TorchFunctionMode):
         if func is embedding:
             return self._rows(args[1], args[0])
         if func is scaled_dot_product_attention:
-            queries, keys, values = args[:3]
-            keys, values = self._store_fourth(self._move_second(keys)), self._store_fourth(values)
-            return func(self._move_second(queries), keys, values, *args[3:], **(kwargs or {}))
+            queries, keys = map(self._move_second, args[:2])
+            stored = self._store_fourth(keys), self._store_fourth(args[2])
+            return func(queries, *stored, *args[3:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _rows(self, weight: Tensor, tokens: Tensor) -> Tensor:
