@@ -136,14 +136,15 @@ class Expected:
             self._age = 0
             self._plan = self._choose()
         self._age += 1
-        if self._try is None and (self._lost_s <= 0.0 or self._tries_again_soon(self._plan)):
+        is_soon = self._since_try >= self.SOON and self._is_early(self._plan)
+        if self._try is None and (self._lost_s <= 0.0 or is_soon):
             self._begin_try(self._plan)
         self._asked = list(self._plan.nodes if self._try is None else self._try)
         return self._asked if self._acceptance.is_chain else [self.k if nodes else 0 for nodes in self._asked]
 
-    def _tries_again_soon(self, plan: Plan) -> bool:
-        is_early = self._early_tries < self.EARLY_TRIES and not any(plan.nodes)
-        return is_early and self._since_try >= self.SOON
+    def _is_early(self, plan: Plan) -> bool:
+        """Whether a try from a plan without drafts is one of the engine's first."""
+        return self._early_tries < self.EARLY_TRIES and not any(plan.nodes)
 
     def _begin_try(self, plan: Plan) -> None:
         """Tries the most nodes in one row; every other time, if some row drafts, none at all, and if none does, the
@@ -159,7 +160,7 @@ class Expected:
         else:
             # Usually where that costs least.
             tried = min(short, key=self._unread.__getitem__) if number % 6 else short[number // 6 % len(short)]
-            is_early = self._early_tries < self.EARLY_TRIES and not any(plan.nodes)
+            is_early = self._is_early(plan)
             self._early_tries += is_early
             most = max(self._acceptance.most // self.EARLY_SHARE, 1) if is_early else self._acceptance.most
             self._try = tuple(most if row == tried else before for row, before in enumerate(plan.nodes))
