@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.progress import track
+from worker import Worker
 
 TOKENS = 64
 """Tokens of an answer; its prefill and its first draft are part of the time."""
@@ -75,43 +75,6 @@ def work(target: str, dtype: str, drafter: str, k: int, batch_size: int, threads
         print(sum(counts) / (time.perf_counter() - begun), flush=True)
 
 
-class Worker:
-    """A worker as its owner sees it.
-
-    Args:
-        source: the `src` folder of the paradraft that it runs.
-        arguments: of `work`, by name.
-    """
-
-    def __init__(self, source: Path, arguments: dict[str, Any]) -> None:
-        command = [sys.executable, __file__, "--worker"]
-        for name, value in arguments.items():
-            command += [f"--{name}", str(value)]
-        environment = os.environ | {"PYTHONPATH": str(source)}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._read()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("a worker has failed; its error is above")
-        return line
-
-    def tokens_per_s(self, seconds: float) -> float:
-        """Lets the worker decode for so many seconds."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{seconds}\n")
-        self._process.stdin.flush()
-        return float(self._read())
-
-    def end(self) -> None:
-        """Ends the process."""
-        self._process.communicate()
-
-
 @contextmanager
 def busy(programs: int) -> Iterator[None]:
     """As many programs that compute while the body runs."""
@@ -134,7 +97,7 @@ def measure(workers: dict[str, Worker], loads: Sequence[int], turns: int, second
     for _, load in track(list(itertools.product(range(turns), loads)), "turns"):
         with busy(load):
             for name, worker in workers.items():
-                found[load][name].append(worker.tokens_per_s(seconds))
+                found[load][name].append(float(worker.ask(str(seconds))))
     return {
         str(load): {
             name: {"median": statistics.median(speeds), "worst": min(speeds), "turns": speeds}
@@ -170,12 +133,12 @@ def main() -> None:
     here = Path(__file__).resolve().parents[2] / "src"
     settings = {name: getattr(given, name) for name in ("target", "dtype", "drafter", "k", "batch_size")}
     workers = {
-        "one thread": Worker(here, settings | {"threads": 1}),
-        "all threads": Worker(here, settings | {"threads": 0}),
-        "two engines": Worker(here, settings | {"threads": 0, "engines": 2}),
+        "one thread": Worker(__file__, here, settings | {"threads": 1}),
+        "all threads": Worker(__file__, here, settings | {"threads": 0}),
+        "two engines": Worker(__file__, here, settings | {"threads": 0, "engines": 2}),
     }
     if given.against:
-        workers["all threads, other checkout"] = Worker(given.against / "src", settings | {"threads": 0})
+        workers["all threads, other checkout"] = Worker(__file__, given.against / "src", settings | {"threads": 0})
     loads = [int(load) for load in given.loads.split(",")]
     found = measure(workers, loads, given.turns, given.seconds)
     for worker in workers.values():

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from busy_machine import busy
 from rich.progress import track
+from worker import Worker
 
 HARDLY = 1.15
 """Tokens a pass below which an engine has hardly drafted."""
@@ -40,38 +39,6 @@ def work(target: str, drafter: str, draft: str | None, k: int | None, tokens: in
         stats = answer.stats
         seconds = stats.prefill_s + stats.draft_s + stats.verify_s + stats.other_s
         print(json.dumps({"tokens": len(answer.tokens), "passes": stats.rounds, "seconds": seconds}), flush=True)
-
-
-class Worker:
-    """A worker as its owner sees it, whose paradraft is that of a checkout."""
-
-    def __init__(self, checkout: Path, arguments: list[str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", *arguments],
-            env=os.environ | {"PYTHONPATH": str(checkout.resolve() / "src")},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._read()
-
-    def answer(self, lengths: str, prompt: str) -> dict[str, Any]:
-        """Of a new engine."""
-        assert self._process.stdin is not None
-        print(json.dumps([lengths, prompt]), file=self._process.stdin, flush=True)
-        answer: dict[str, Any] = json.loads(self._read())
-        return answer
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("a worker has failed; its error is above")
-        return line
-
-    def end(self) -> None:
-        """Ends the process."""
-        self._process.communicate()
 
 
 def summary(answers: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
@@ -112,14 +79,13 @@ def main() -> None:
 
     names = ("target", "drafter", "draft", "k", "tokens")
     settings = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-    arguments = [f"--{name}={value}" for name, value in settings.items()]
-    here = Path(__file__).parents[2]
-    asked = {lengths: (Worker(here, arguments), lengths) for lengths in ("none", "fixed", "expected")}
+    here = Path(__file__).resolve().parents[2] / "src"
+    asked = {lengths: (Worker(__file__, here, settings), lengths) for lengths in ("none", "fixed", "expected")}
     if given.against:
-        asked["expected, other checkout"] = Worker(given.against, arguments), "expected"
+        asked["expected, other checkout"] = Worker(__file__, given.against / "src", settings), "expected"
     prompts = [json.loads(line)["prompt"] for line in given.prompts.read_text().splitlines()[: given.number]]
     for worker, lengths in asked.values():
-        worker.answer(lengths, prompts[0])
+        worker.ask(json.dumps([lengths, prompts[0]]))
     loads: dict[str, Any] = {}
     for load in given.loads.split(","):
         answers: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
@@ -128,7 +94,7 @@ def main() -> None:
             with busy(int(load)):
                 for name in [*asked][first:] + [*asked][:first]:
                     worker, lengths = asked[name]
-                    answers[name].append(worker.answer(lengths, prompt))
+                    answers[name].append(json.loads(worker.ask(json.dumps([lengths, prompt]))))
         loads[load] = {name: summary(of, answers["none"]) for name, of in answers.items()}
         print(f"{load} other programs:")
         for name, of in loads[load].items():

@@ -10,16 +10,14 @@ costs. Each worker is a process that loads its engine once; they take turns, so 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.progress import track
+from worker import Worker
 
 SHORTEST, LONGEST = 16, 256
 
@@ -57,43 +55,6 @@ def work(target: str, drafter: str, k: int, batch_size: int, prompts: int, slice
         print(tokens / (time.perf_counter() - begun), flush=True)
 
 
-class Worker:
-    """A worker as its owner sees it.
-
-    Args:
-        source: the `src` folder of the paradraft that it runs.
-        arguments: of `work`, by name.
-    """
-
-    def __init__(self, source: Path, arguments: dict[str, Any]) -> None:
-        command = [sys.executable, __file__, "--worker"]
-        for name, value in arguments.items():
-            command += [f"--{name}", str(value)]
-        environment = os.environ | {"PYTHONPATH": str(source)}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._read()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("a worker has failed; its error is above")
-        return line
-
-    def tokens_per_s(self) -> float:
-        """Lets the worker answer all prompts once."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return float(self._read())
-
-    def end(self) -> None:
-        """Ends the process."""
-        self._process.communicate()
-
-
 def main() -> None:
     """Reads the options, measures, prints a table and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -116,15 +77,15 @@ def main() -> None:
 
     here = Path(__file__).resolve().parents[2] / "src"
     settings = {name: getattr(given, name) for name in ("target", "drafter", "k", "batch_size", "prompts")}
-    workers = {"joining": Worker(here, settings)}
+    workers = {"joining": Worker(__file__, here, settings)}
     if given.batch_size > 1:
-        workers["slices"] = Worker(here, settings | {"sliced": 1})
+        workers["slices"] = Worker(__file__, here, settings | {"sliced": 1})
     if given.against:
-        workers["other checkout"] = Worker(given.against.resolve() / "src", settings)
+        workers["other checkout"] = Worker(__file__, given.against / "src", settings)
     speeds: dict[str, list[float]] = {name: [] for name in workers}
     for _ in track(range(given.turns), "turns"):
         for name, worker in workers.items():
-            speeds[name].append(worker.tokens_per_s())
+            speeds[name].append(float(worker.ask()))
     for worker in workers.values():
         worker.end()
     figures = {}
