@@ -11,7 +11,8 @@ from paradraft.audit.verdict import FAIL, PASS
 from paradraft.engine import Engine
 from paradraft.loader import load
 from paradraft.models.forward.cpu.model import NativePass
-from paradraft.models.forward.cpu.self_check import MOST_ROUNDING, distances, float32_products, readings_of
+from paradraft.models.forward.cpu.own_code import float32_products
+from paradraft.models.forward.cpu.self_check import MOST_ROUNDING, distances, readings_of
 from paradraft.sampling_params import GREEDY
 from tests.real.conftest import CODE, CODER_05B, QUESTIONS, SMOLLM2, check_is_fast, real
 from tests.support.pass_faults import FAULTS, WHERE_ROUNDED, Plant, base, field

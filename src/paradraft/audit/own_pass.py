@@ -36,7 +36,8 @@ from paradraft.audit.reference import (
     rounded_to,
 )
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward.cpu.self_check import TOKENS, Figures, float32_products, over_texts, readings_of
+from paradraft.models.forward.cpu.own_code import float32_products
+from paradraft.models.forward.cpu.self_check import TOKENS, Figures, over_texts, readings_of
 
 LEAST = 1e-7
 """A distance, in standard deviations of the logits, that is never too large."""

@@ -1,0 +1,249 @@
+"""A model's own code as the self-check runs it: in float32, and with the roundings of a pass in C++, layer by layer.
+
+Shape letters: R rows, N tokens, V vocabulary, K inputs of a matrix, D size of a state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from paradraft.models.forward.cpu.matrix import PackedMatrix
+from paradraft.models.quantized import QuantizedTensor
+
+LEAST_ROUNDING = 1e-4
+"""What rounding is taken to do at least: a share of what a layer adds to a state, or of the deviation of logits."""
+LEAST_RATIO = 1e-6
+"""What a ratio of distances is taken to be at least."""
+AT_ONCE = 2**21
+"""Weights that are float32 numbers at a time."""
+
+
+class Checked(Protocol):
+    """What the check needs of a pass."""
+
+    threads: int
+
+    def logits_at(
+        self, tokens_N: Tensor, positions_N: Tensor, *, exactly: bool = False, parts: Sequence[int] = ()
+    ) -> Tensor:
+        """`[N, V]` of one text whose tokens stand at these positions; exactly: without any rounding of inputs; parts:
+        tokens of each of several passes."""
+
+    def states_at(self, tokens_N: Tensor, positions_N: Tensor) -> Tensor:
+        """`[L + 1, N, D]` before each of L layers and after the last, in the pass of `logits_at`."""
+
+    def as_stored(self, numbers: Tensor) -> Tensor:
+        """Keys or values as the cache holds them, as float32."""
+
+    def packed(self, weight: Tensor) -> tuple[PackedMatrix, int]:
+        """The matrix that a weight is part of, and the number of its first output there."""
+
+    def product(self, matrix: PackedMatrix, inputs: Tensor) -> Tensor:
+        """`[M, outputs]` of `[M, K]`, bias included."""
+
+    def rounded(self, matrix: PackedMatrix, inputs: Tensor) -> Tensor:
+        """What `product` multiplies with a matrix in place of `inputs`."""
+
+
+@contextmanager
+def float32_products() -> Iterator[None]:
+    """Inside, products of float32 numbers on CPUs are not rounded to fewer bits, even where the program allows that."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch's module is an object that has it
+    before, matmul.fp32_precision = matmul.fp32_precision, "none"
+    if matmul.fp32_precision == before:  # it was that of all backends, and is to follow it again
+        before = "none"
+    matmul.fp32_precision = "ieee"
+    try:
+        with torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def mean(ratios_N: Tensor) -> float:
+    """The geometric mean; ratios that are 0, or nearly so, count as `LEAST_RATIO`."""
+    return float(ratios_N.clamp(min=LEAST_RATIO).log().mean().exp())
+
+
+def own_logits(model: PreTrainedModel, tokens_N: Tensor, positions_N: Tensor, last: int, *, rows: int) -> Tensor:
+    """`[rows, last, V]` the logits of the model's own code, in float32; rows are equal texts."""
+    ids = tokens_N.expand(rows, -1)
+    # Without a mask, positions that are not neighbours are taken for those of several texts.
+    mask = torch.ones_like(ids)
+    places = positions_N.expand(rows, -1)
+    out = model(ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=last)
+    logits: Tensor = out.logits
+    return logits.float()
+
+
+def rounding_of(differences: Tensor, sizes: Tensor) -> Tensor:
+    """Root mean squares over the last dimension of what rounding does; see `LEAST_ROUNDING`."""
+    least = (LEAST_ROUNDING * sizes).clamp(min=torch.finfo(torch.float32).tiny)
+    return differences.square().mean(-1).sqrt().maximum(least)
+
+
+class Anchored:
+    """Gives each layer of a model's own code the states that a pass has before it, in the third and the fourth row.
+
+    Args:
+        model: whose layers they are.
+        states: `[L + 1, N, D]`, those of the pass. A pass with other layers than the model is wrong elsewhere too.
+    """
+
+    def __init__(self, model: PreTrainedModel, states: Tensor) -> None:
+        self._model, self._states = model, states
+        self._apart: list[float] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        decoder: Any = self._model.model
+        for module, state_ND in zip([*decoder.layers, decoder.norm], self._states, strict=False):
+            self._hooks.append(module.register_forward_pre_hook(_anchor(state_ND), with_kwargs=True))
+        for module, before_ND, after_ND in zip(decoder.layers, self._states, self._states[1:], strict=False):
+            self._hooks.append(module.register_forward_hook(self._compare(before_ND, after_ND)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def worst(self) -> float:
+        """The largest mean of a layer, see `MOST_LAYER`."""
+        return max(self._apart)
+
+    def _compare(self, before_ND: Tensor, after_ND: Tensor) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+            rows = outputs[0] if isinstance(outputs, tuple) else outputs
+            floats_ND, alike_ND = rows[2], rows[3]
+            added_N, apart_N = (each.square().mean(1).sqrt() for each in (alike_ND - before_ND, alike_ND - after_ND))
+            self._apart.append(mean(apart_N / rounding_of(floats_ND - alike_ND, added_N)))
+
+        return hook
+
+
+def _anchor(state_ND: Tensor) -> Callable[..., Any]:
+    def anchored(rows: Tensor) -> Tensor:
+        return torch.cat([rows[:2], state_ND.expand(2, -1, -1)])
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (anchored(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": anchored(kwargs["hidden_states"])}
+
+    return hook
+
+
+class OwnFloats(TorchFunctionMode):
+    """Makes a model's own code compute in float32, with weights that become such numbers a few at a time.
+
+    Of two or four rows, all that the second multiplies is moved by what float32 rounds away in a sum. Products of the
+    first are compared with those of the pass. In the fourth, inputs of products, keys and values are rounded as the
+    pass rounds them.
+    """
+
+    def __init__(self, native: Checked) -> None:
+        super().__init__()
+        self.native = native
+        self.largest = 0.0
+        """The largest error of a product."""
+        self._random = torch.Generator().manual_seed(1)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        if func is linear:
+            return self._linear(*args, **(kwargs or {}))
+        if func is embedding:
+            return self._rows(args[1], args[0])
+        if func is scaled_dot_product_attention:
+            queries, keys = map(self._move_second, args[:2])
+            stored = self._store_fourth(keys), self._store_fourth(args[2])
+            return func(queries, *stored, *args[3:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _rows(self, weight: Tensor, tokens: Tensor) -> Tensor:
+        """An embedding's rows as float32."""
+        if not isinstance(weight, QuantizedTensor):
+            return weight[tokens].float()
+        matrix, first = self.native.packed(weight)
+        rows = [matrix.panels.numbers_of(first + token, 1) for token in tokens.flatten().tolist()]
+        return torch.cat(rows).unflatten(0, tokens.shape)
+
+    def _linear(self, inputs_RNK: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        matrix, first = self.native.packed(weight)
+        own_NK, moved_NK, *anchored = inputs_RNK
+        rounded_NK = self.native.rounded(matrix, own_NK)
+        rows = [own_NK, self._moved(moved_NK), rounded_NK]
+        if anchored:
+            rows += [anchored[0], self.native.rounded(matrix, anchored[1])]
+        all_MK = torch.cat(rows)
+        outputs = torch.empty(len(all_MK), len(weight), dtype=torch.float32, device="cpu")
+        lengths = torch.empty(len(weight), dtype=torch.float32, device="cpu")
+        step = max(AT_ONCE // weight.shape[1], 1)
+        for start in range(0, len(weight), step):
+            few = slice(start, min(start + step, len(weight)))
+            numbers = self._slice(weight, few)
+            outputs[:, few] = all_MK @ numbers.T
+            lengths[few] = numbers.norm(dim=1)
+        if bias is not None:
+            outputs += bias.float()
+        own_NO, moved_NO, expected_NO, *others = outputs.chunk(len(rows))
+        self._compare(matrix, own_NK, expected_NO, first, rounded_NK.norm(dim=1)[:, None] * lengths)
+        if bias is not None:  # which may be far larger than the product
+            moved_NO = self._moved(moved_NO, 1.0)
+        return torch.stack([own_NO, moved_NO, *others])
+
+    def _slice(self, weight: Tensor, few: slice) -> Tensor:
+        """Some outputs of a weight as float32."""
+        if not isinstance(weight, QuantizedTensor):
+            return weight[few].float()
+        matrix, first = self.native.packed(weight)
+        return matrix.panels.numbers_of(first + few.start, few.stop - few.start, self.native.threads)
+
+    def _moved(self, numbers: Tensor, units: float | None = None) -> Tensor:
+        """Numbers that are some units in the last place away, by default as a sum over their last dimension may be: its
+        error grows with the root of the number of terms."""
+        units = math.sqrt(numbers.shape[-1]) / 4 if units is None else units
+        noise = torch.randn(numbers.shape, generator=self._random, dtype=torch.float32, device="cpu")
+        return numbers * (1 + units * torch.finfo(torch.float32).eps * noise)
+
+    def _move_second(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows[:1], self._moved(rows[1:2]), rows[2:]])
+
+    def _store_fourth(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows[:3], self.native.as_stored(rows[3:])])
+
+    def _compare(self, matrix: PackedMatrix, inputs: Tensor, expected: Tensor, first: int, sizes: Tensor) -> None:
+        found = self.native.product(matrix, inputs)[:, first : first + expected.shape[1]]
+        errors = (found - expected).abs() / (sizes + expected.abs()).clamp(min=torch.finfo(torch.float32).tiny)
+        self.largest = max(self.largest, float(errors.max()))
+
+
+class OwnProducts(TorchFunctionMode):
+    """Has the C++ compute the products of a model's own code with weights of few bits."""
+
+    def __init__(self, native: Checked) -> None:
+        super().__init__()
+        self.native = native
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        if func is linear and isinstance(args[1], QuantizedTensor):
+            inputs, weight = args[:2]
+            matrix, first = self.native.packed(weight)
+            outputs = self.native.product(matrix, inputs.flatten(0, -2))[:, first : first + len(weight)]
+            return outputs.to(inputs.dtype).unflatten(0, inputs.shape[:-1])
+        return func(*args, **(kwargs or {}))
