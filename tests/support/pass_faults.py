@@ -288,7 +288,7 @@ WITH_NORMS = {
 WHERE_ROUNDED = {
     "epsilon of 1e-4 where rounded": where_rounded(FAULTS["epsilon of 1e-4"]),
     "scores times 1.01 where rounded": where_rounded(field(scale=lambda scale: scale * 1.01)),
-    "1 added to a logit where rounded": where_rounded(lambda native, model: logit_raised(native, model, 1.0)),
+    "a quarter added to a logit where rounded": where_rounded(lambda native, model: logit_raised(native, model, 0.25)),
 }
 """Faults of passes that round, which the exact mode does not have, and which are less than the rounding of a model."""
 
