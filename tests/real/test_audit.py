@@ -14,7 +14,7 @@ from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.own_code import float32_products
 from paradraft.models.forward.cpu.self_check import MOST_ROUNDING, distances, readings_of
 from paradraft.sampling_params import GREEDY
-from tests.real.conftest import CODE, CODER_05B, QUESTIONS, SMOLLM2, check_is_fast, real
+from tests.real.conftest import CODE, CODER_05B, QUESTIONS, SMOLLM2, TEXT, check_is_fast, real
 from tests.support.pass_faults import FAULTS, WHERE_ROUNDED, Plant, base, field
 
 pytestmark = pytest.mark.real
@@ -64,6 +64,14 @@ def test_an_honest_engine_passes(name: str, dtype: str) -> None:
     assert own.plain.worst is not None and own.plain.worst < own.most.at_a_place / 2
     assert own.plain.distance.largest < own.explained.largest / 2
     assert own.plain.sure and not own.plain.overturned and not own.plain.other_bits
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(FOLDER, "bfloat16"), (SMOLLM2, "auto"), (CODER_05B, "auto")])
+def test_a_long_text_is_no_fault(name: str, dtype: str) -> None:
+    """Guards honest engines: what flips at one place changes keys and values, and with them all later places."""
+    report = run(loaded(name, dtype), [" ".join([*QUESTIONS, CODE, TEXT])])
+    assert report.own_pass is not None and report.own_pass.pass_in_cpp is not None
+    assert report.verdict == PASS and report.own_pass.pass_in_cpp.layer < 1, report
 
 
 def test_one_place_is_no_fault() -> None:

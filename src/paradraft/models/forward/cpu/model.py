@@ -31,6 +31,7 @@ from paradraft.models.architecture import STATIC_ROPES
 from paradraft.models.forward import FINAL_NORM, ForwardOut
 from paradraft.models.forward.cpu.build import kernel_names, library
 from paradraft.models.forward.cpu.matrix import KINDS, Matrix, PackedMatrix, is_known, packed_dtype
+from paradraft.models.forward.cpu.own_code import Course
 from paradraft.models.forward.cpu.self_check import check
 from paradraft.models.forward.cpu.threads import granted_threads
 from paradraft.models.quantized import QuantizedTensor, rounded_inputs
@@ -335,16 +336,18 @@ class NativePass:
         count, self._model.is_exact = len(tokens_N), exactly
         dtype = torch.float32 if exactly else self._stored_dtype
         try:
-            passes = self._passes_at(tokens_N, positions_N, parts or [count], dtype)
+            passes = self._passes_at(self._storage_for(tokens_N, dtype), tokens_N, positions_N, parts or [count])
             return torch.cat([made.logits[0] for made in passes])
         finally:
             self._model.is_exact = False
 
-    def states_at(self, tokens_N: Tensor, positions_N: Tensor) -> Tensor:
-        """The states `[L + 1, N, D]` of one text, before each of L layers and after the last; see `logits_at`."""
+    def course_of(self, tokens_N: Tensor, positions_N: Tensor) -> Course:
+        """The course of one text through a pass; see `logits_at`."""
         layers = range(self._model.layers + 1)
-        (made,) = self._passes_at(tokens_N, positions_N, [len(tokens_N)], self._stored_dtype, layers)
-        return torch.cat([made.hidden[layer] for layer in layers])
+        storage = self._storage_for(tokens_N, self._stored_dtype)
+        (made,) = self._passes_at(storage, tokens_N, positions_N, [len(tokens_N)], layers)
+        keys, values = (torch.cat(each).transpose(1, 2).float() for each in zip(*storage, strict=True))
+        return Course(torch.cat([made.hidden[layer] for layer in layers]), keys, values)
 
     def as_stored(self, numbers: Tensor) -> Tensor:
         """Keys or values as the cache holds them, as float32."""
@@ -354,16 +357,18 @@ class NativePass:
     def _stored_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self._model.is_bfloat16 else torch.float32
 
+    def _storage_for(self, tokens_N: Tensor, dtype: torch.dtype) -> kv_cache.Storage:
+        devices = [torch.device("cpu")] * self._config.num_hidden_layers
+        return kv_cache.allocate(self._config, batch_size=1, capacity=len(tokens_N), dtype=dtype, devices=devices)
+
     def _passes_at(
         self,
+        storage: kv_cache.Storage,
         tokens_N: Tensor,
         positions_N: Tensor,
         parts: Sequence[int],
-        dtype: torch.dtype,
         layers: Sequence[int] = (),
     ) -> list[ForwardOut]:
-        devices = [torch.device("cpu")] * self._model.layers
-        storage = kv_cache.allocate(self._config, batch_size=1, capacity=len(tokens_N), dtype=dtype, devices=devices)
         self._rotate(int(positions_N[-1]) + 1)
         rotations = [each[positions_N].contiguous() for each in self._rotations]
         self._model.cosines, self._model.sines = (each.data_ptr() for each in rotations)

@@ -1,14 +1,18 @@
 """A model's own code as the self-check runs it: in float32, and with the roundings of a pass in C++, layer by layer.
 
-Shape letters: R rows, N tokens, V vocabulary, K inputs of a matrix, D size of a state.
+Shape letters: R rows, N tokens, V vocabulary, K inputs of a matrix, L layers, D size of a state, H heads of keys and
+values, E size of a head.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +22,32 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from paradraft.models.forward.cpu.matrix import PackedMatrix
+from paradraft.models.forward.cpu.threads import use_one_torch_thread
 from paradraft.models.quantized import QuantizedTensor
 
 LEAST_ROUNDING = 1e-4
 """What rounding is taken to do at least: a share of what a layer adds to a state, or of the deviation of logits."""
+LEAST_APART = 0.05
+"""What the distance of two right passes that round is taken to be at least: a share of what rounding does."""
 LEAST_RATIO = 1e-6
 """What a ratio of distances is taken to be at least."""
 AT_ONCE = 2**21
 """Weights that are float32 numbers at a time."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """The course of one text through a pass.
+
+    Args:
+        states: `[L + 1, N, D]` before each of L layers and after the last.
+        keys: `[L, H, N, E]`, as the cache holds them, in float32.
+        values: likewise.
+    """
+
+    states: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 class Checked(Protocol):
@@ -39,8 +61,8 @@ class Checked(Protocol):
         """`[N, V]` of one text whose tokens stand at these positions; exactly: without any rounding of inputs; parts:
         tokens of each of several passes."""
 
-    def states_at(self, tokens_N: Tensor, positions_N: Tensor) -> Tensor:
-        """`[L + 1, N, D]` before each of L layers and after the last, in the pass of `logits_at`."""
+    def course_of(self, tokens_N: Tensor, positions_N: Tensor) -> Course:
+        """Of the pass of `logits_at`."""
 
     def as_stored(self, numbers: Tensor) -> Tensor:
         """Keys or values as the cache holds them, as float32."""
@@ -81,7 +103,12 @@ def own_logits(model: PreTrainedModel, tokens_N: Tensor, positions_N: Tensor, la
     # Without a mask, positions that are not neighbours are taken for those of several texts.
     mask = torch.ones_like(ids)
     places = positions_N.expand(rows, -1)
-    out = model(ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=last)
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")  # which the modes below know
+    try:
+        out = model(ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=last)
+    finally:
+        model.set_attn_implementation(attention)
     logits: Tensor = out.logits
     return logits.float()
 
@@ -92,48 +119,78 @@ def rounding_of(differences: Tensor, sizes: Tensor) -> Tensor:
     return differences.square().mean(-1).sqrt().maximum(least)
 
 
-class Anchored:
-    """Gives each layer of a model's own code the states that a pass has before it, in the third and the fourth row.
+class Anchored(TorchFunctionMode):
+    """Gives each layer of a model's own code, in all rows but two, the states that a pass has before it, and in the
+    last two the pass's keys and values: roundings that flip in a layer and at a place, as float32 noise makes them,
+    show there only.
 
     Args:
         model: whose layers they are.
-        states: `[L + 1, N, D]`, those of the pass. A pass with other layers than the model is wrong elsewhere too.
+        native: the pass.
+        course: the pass's. If it has other layers than the model, something else is wrong too.
     """
 
-    def __init__(self, model: PreTrainedModel, states: Tensor) -> None:
-        self._model, self._states = model, states
+    def __init__(self, model: PreTrainedModel, native: Checked, course: Course) -> None:
+        super().__init__()
+        self._model, self._native, self._course = model, native, course
         self._apart: list[float] = []
+        self._attended = 0
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
-        decoder: Any = self._model.model
-        for module, state_ND in zip([*decoder.layers, decoder.norm], self._states, strict=False):
+        decoder, states = cast(Any, self._model).model, self._course.states
+        for module, state_ND in zip([*decoder.layers, decoder.norm], states, strict=False):
             self._hooks.append(module.register_forward_pre_hook(_anchor(state_ND), with_kwargs=True))
-        for module, before_ND, after_ND in zip(decoder.layers, self._states, self._states[1:], strict=False):
-            self._hooks.append(module.register_forward_hook(self._compare(before_ND, after_ND)))
+        for module, before_ND, after_ND in zip(decoder.layers, states, states[1:], strict=False):
+            self._hooks.append(module.register_forward_hook(self._compare_layer(before_ND, after_ND)))
+        super().__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
         for hook in self._hooks:
             hook.remove()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        if func is scaled_dot_product_attention and self._attended < len(self._course.keys):
+            queries, keys, values, *others = args
+            layer, self._attended = self._attended, self._attended + 1
+            keys = self._compare_stored(keys, self._course.keys[layer])
+            values = self._compare_stored(values, self._course.values[layer])
+            return func(queries, keys, values, *others, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def worst(self) -> float:
         """The largest mean of a layer, see `MOST_LAYER`."""
         return max(self._apart)
 
-    def _compare(self, before_ND: Tensor, after_ND: Tensor) -> Callable[..., None]:
+    def _compare_stored(self, rows: Tensor, stored_HNE: Tensor) -> Tensor:
+        """The rows, with the pass's keys or values as the last two."""
+        stored = stored_HNE.repeat_interleave(rows.shape[1] // len(stored_HNE), dim=0)
+        compared = torch.cat([rows[2:3], self._native.as_stored(rows[3:]), stored[None]])
+        floats_NK, alike_NK, moved_NK, stored_NK = compared.transpose(1, 2).flatten(2)
+        self._compare(floats_NK, alike_NK, moved_NK, stored_NK, alike_NK)
+        return torch.cat([rows[:3], stored.expand(2, -1, -1, -1)])
+
+    def _compare_layer(self, before_ND: Tensor, after_ND: Tensor) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
             rows = outputs[0] if isinstance(outputs, tuple) else outputs
-            floats_ND, alike_ND = rows[2], rows[3]
-            added_N, apart_N = (each.square().mean(1).sqrt() for each in (alike_ND - before_ND, alike_ND - after_ND))
-            self._apart.append(mean(apart_N / rounding_of(floats_ND - alike_ND, added_N)))
+            self._compare(*rows[2:], after_ND, rows[3] - before_ND)
 
         return hook
+
+    def _compare(self, floats: Tensor, alike: Tensor, moved: Tensor, found: Tensor, added: Tensor) -> None:
+        apart_N, right_N, sizes_N = (each.square().mean(1).sqrt() for each in (alike - found, alike - moved, added))
+        rounding_N = rounding_of(floats - alike, sizes_N)
+        self._apart.append(mean(apart_N / rounding_N) / max(mean(right_N / rounding_N), LEAST_APART))
 
 
 def _anchor(state_ND: Tensor) -> Callable[..., Any]:
     def anchored(rows: Tensor) -> Tensor:
-        return torch.cat([rows[:2], state_ND.expand(2, -1, -1)])
+        return torch.cat([rows[:2], state_ND.expand(3, -1, -1)])
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -146,9 +203,9 @@ def _anchor(state_ND: Tensor) -> Callable[..., Any]:
 class OwnFloats(TorchFunctionMode):
     """Makes a model's own code compute in float32, with weights that become such numbers a few at a time.
 
-    Of two or four rows, all that the second multiplies is moved by what float32 rounds away in a sum. Products of the
-    first are compared with those of the pass. In the fourth, inputs of products, keys and values are rounded as the
-    pass rounds them.
+    Of two or five rows, all that the second and the fifth multiply is moved by what float32 rounds away in a sum.
+    Products of the first are compared with those of the pass. In the last two of five, inputs of products are rounded
+    as the pass rounds them.
     """
 
     def __init__(self, native: Checked) -> None:
@@ -167,9 +224,7 @@ class OwnFloats(TorchFunctionMode):
         if func is embedding:
             return self._rows(args[1], args[0])
         if func is scaled_dot_product_attention:
-            queries, keys = map(self._move_second, args[:2])
-            stored = self._store_fourth(keys), self._store_fourth(args[2])
-            return func(queries, *stored, *args[3:], **(kwargs or {}))
+            return func(*map(self._move_second, args[:2]), *args[2:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _rows(self, weight: Tensor, tokens: Tensor) -> Tensor:
@@ -186,16 +241,10 @@ class OwnFloats(TorchFunctionMode):
         rounded_NK = self.native.rounded(matrix, own_NK)
         rows = [own_NK, self._moved(moved_NK), rounded_NK]
         if anchored:
-            rows += [anchored[0], self.native.rounded(matrix, anchored[1])]
-        all_MK = torch.cat(rows)
-        outputs = torch.empty(len(all_MK), len(weight), dtype=torch.float32, device="cpu")
-        lengths = torch.empty(len(weight), dtype=torch.float32, device="cpu")
-        step = max(AT_ONCE // weight.shape[1], 1)
-        for start in range(0, len(weight), step):
-            few = slice(start, min(start + step, len(weight)))
-            numbers = self._slice(weight, few)
-            outputs[:, few] = all_MK @ numbers.T
-            lengths[few] = numbers.norm(dim=1)
+            floats_NK, alike_NK, fifth_NK = anchored
+            alike_MK = self.native.rounded(matrix, torch.cat([alike_NK, self._moved(fifth_NK)]))
+            rows += [floats_NK, *alike_MK.chunk(2)]
+        outputs, lengths = self._product(torch.cat(rows), weight)
         if bias is not None:
             outputs += bias.float()
         own_NO, moved_NO, expected_NO, *others = outputs.chunk(len(rows))
@@ -204,12 +253,31 @@ class OwnFloats(TorchFunctionMode):
             moved_NO = self._moved(moved_NO, 1.0)
         return torch.stack([own_NO, moved_NO, *others])
 
+    def _product(self, inputs_MK: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Float32 products `[M, outputs]`, and the lengths of the weight's rows."""
+        size, threads = len(weight), self.native.threads
+        outputs = torch.empty(len(inputs_MK), size, dtype=torch.float32, device="cpu")
+        lengths = torch.empty(size, dtype=torch.float32, device="cpu")
+        step = max(min(AT_ONCE // weight.shape[1], math.ceil(size / threads)), 1)
+
+        @torch.no_grad()
+        def multiply(start: int) -> None:
+            few = slice(start, min(start + step, size))
+            numbers = self._slice(weight, few)
+            outputs[:, few] = inputs_MK @ numbers.T
+            lengths[few] = numbers.norm(dim=1)
+
+        # OpenMP's threads would wait for each other at each product, long where another program runs.
+        with ThreadPoolExecutor(threads, initializer=use_one_torch_thread) as pool:
+            deque(pool.map(multiply, range(0, size, step)), maxlen=0)
+        return outputs, lengths
+
     def _slice(self, weight: Tensor, few: slice) -> Tensor:
         """Some outputs of a weight as float32."""
         if not isinstance(weight, QuantizedTensor):
             return weight[few].float()
         matrix, first = self.native.packed(weight)
-        return matrix.panels.numbers_of(first + few.start, few.stop - few.start, self.native.threads)
+        return matrix.panels.numbers_of(first + few.start, few.stop - few.start)
 
     def _moved(self, numbers: Tensor, units: float | None = None) -> Tensor:
         """Numbers that are some units in the last place away, by default as a sum over their last dimension may be: its
@@ -220,9 +288,6 @@ class OwnFloats(TorchFunctionMode):
 
     def _move_second(self, rows: Tensor) -> Tensor:
         return torch.cat([rows[:1], self._moved(rows[1:2]), rows[2:]])
-
-    def _store_fourth(self, rows: Tensor) -> Tensor:
-        return torch.cat([rows[:3], self.native.as_stored(rows[3:])])
 
     def _compare(self, matrix: PackedMatrix, inputs: Tensor, expected: Tensor, first: int, sizes: Tensor) -> None:
         found = self.native.product(matrix, inputs)[:, first : first + expected.shape[1]]

@@ -12,8 +12,8 @@ each of which knows how much difference is right:
 3. *The rounding.* The logits of the pass are at most `MOST_ROUNDING` times as far from the exact ones as those of the
    model's own code in the model's dtype.
 4. *Each layer.* Over a whole model, roundings that flip hide what else is wrong. So the model's own code computes every
-   layer, and the head, from the state that the pass has before it, with inputs and cache rounded as the pass rounds
-   them. What differs then is a small part of what that rounding does in the layer.
+   layer, and the head, from the state that the pass has before it and from the keys and values that it has stored, with
+   inputs rounded as the pass rounds them. How far two right layers are apart is measured, as for the formula.
 
 Then the same text is read in several passes, as text is decoded: the logits are the same to the last bit.
 
@@ -67,13 +67,13 @@ MOST_KERNEL = 5e-6
 MOST_ROUNDING = 2.5
 """Times the own code's distance from the exact logits that the pass may have, as a geometric mean over all places. Of
 one place, two right passes had between a fifth and 3.4 times the other's; the mean of 16 was at most 1.1."""
-MOST_LAYER = 0.25
-"""Times what rounding does in a layer that the pass may be from the own code with the same roundings, as a geometric
-mean over all places, at the worst layer. Of right passes it was at most 0.02, with attention scaled by 1.01 at least
-0.4."""
+MOST_LAYER = 5.0
+"""Times the distance of two right layers with the same roundings that the pass may be from the own code, as a geometric
+mean over all places, at the worst layer, which keys and values are too. Of right passes it was at most 0.61, with
+attention scaled by 1.01 at least 8.5."""
 MOST_HEAD = 1.0
-"""The same of the head, for the largest difference of a place. Of right passes it was at most 0.13, with 3 added to a
-logit at least 51."""
+"""Times what rounding does in the head that the largest difference of a place may be, likewise. Of right passes it was
+at most 0.13, with a quarter added to a logit at least 3.9."""
 LEAST = 1e-6
 """A distance, in standard deviations of the logits, that is never too large."""
 
@@ -248,9 +248,9 @@ def readings_of(
         with own:
             floats_nV, moved_nV = own_logits(model, tokens_N, positions_N, last, rows=2)
     else:
-        states = native.states_at(tokens_N, positions_N)
-        with Anchored(model, states) as anchored, own:
-            floats_nV, moved_nV, layer_nV, alike_nV = own_logits(model, tokens_N, positions_N, last, rows=4)
+        course = native.course_of(tokens_N, positions_N)
+        with Anchored(model, native, course) as anchored, own:
+            floats_nV, moved_nV, layer_nV, alike_nV, _ = own_logits(model, tokens_N, positions_N, last, rows=5)
         layer = anchored.worst()
         apart_n = (logits_nV - alike_nV).abs().amax(1)
         head = mean(apart_n / rounding_of(layer_nV - alike_nV, logits_nV.std(dim=1, correction=0)))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from paradraft.models.forward.cpu.build import cache_folder, instructions, is_private, library_key
 
-VERSION = 3
+VERSION = 4
 """Of the self-check."""
 LEAST_S = 0.3
 """Checks that take less are repeated, and leave no file."""
