@@ -11,7 +11,6 @@ from paradraft.audit.verdict import FAIL, PASS
 from paradraft.engine import Engine
 from paradraft.loader import load
 from paradraft.models.forward.cpu.model import NativePass
-from paradraft.models.forward.cpu.own_code import float32_products
 from paradraft.models.forward.cpu.self_check import MOST_ROUNDING, distances, readings_of
 from paradraft.sampling_params import GREEDY
 from tests.real.conftest import CODE, CODER_05B, QUESTIONS, SMOLLM2, TEXT, check_is_fast, real
@@ -83,8 +82,7 @@ def test_one_place_is_no_fault() -> None:
     tokens = engine.chat_tokens([{"role": "user", "content": QUESTIONS[0]}])
     text_N = torch.tensor(tokens + engine.generate(tokens, max_new_tokens=64).tokens)
     logits_NV = lm.native.logits_at(text_N, torch.arange(len(text_N)))
-    with float32_products():
-        readings = readings_of(lm.model, lm.native, text_N, torch.arange(len(text_N)), logits_NV)
+    readings = readings_of(lm.model, lm.native, text_N, torch.arange(len(text_N)), logits_NV)
     assert readings.rounded is not None
     ratios_N = distances(logits_NV, readings.exact) / distances(readings.rounded, readings.exact)
     place = int(ratios_N.argmax())

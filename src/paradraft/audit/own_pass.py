@@ -36,7 +36,6 @@ from paradraft.audit.reference import (
     rounded_to,
 )
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward.cpu.own_code import float32_products
 from paradraft.models.forward.cpu.self_check import TOKENS, Figures, over_texts, readings_of
 
 LEAST = 1e-7
@@ -315,10 +314,9 @@ def _read_in_cpp(lm: CausalLM, case: Case, answer: Recording, *, is_measured: bo
     in_cpp_NV = all_NV[of_answer]
     if not is_measured:
         return _Read(finer=None, coarser=None, in_cpp=lm.allowed(in_cpp_NV))
-    with float32_products():
-        # One place says little of rounding: tokens of the prompt count where the answer has few.
-        last_NV = all_NV[-max(len(answer.tokens), TOKENS) :]
-        readings = readings_of(lm.model, lm.native, text_N, positions_N, last_NV)
+    # One place says little of rounding: tokens of the prompt count where the answer has few.
+    last_NV = all_NV[-max(len(answer.tokens), TOKENS) :]
+    readings = readings_of(lm.model, lm.native, text_N, positions_N, last_NV)
     figures = readings.figures(last_NV)
     finer_NV = lm.allowed(readings.floats[of_answer])
     if not bool((are := are_numbers(finer_NV)).all()):

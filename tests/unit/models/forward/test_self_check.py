@@ -17,7 +17,6 @@ from paradraft.models.forward.cpu import matrix, own_code, self_check, verdicts
 from paradraft.models.forward.cpu.build import library
 from paradraft.models.forward.cpu.matrix import WrongPassError
 from paradraft.models.forward.cpu.model import NativePass
-from paradraft.models.forward.cpu.own_code import float32_products
 from paradraft.models.forward.cpu.self_check import TOKENS, Figures, figures_of, readings_of, text_for
 from paradraft.models.quantization import quantize
 from paradraft.models.quantized import Format, Parts, QuantizedTensor, rounded_to_8_bits
@@ -101,8 +100,7 @@ def test_a_long_text_accuses_no_right_pass() -> None:
     native, text_N = NativePass(model), torch.arange(600) * 7 % ROWS
     positions_N = torch.arange(len(text_N))
     logits_NV = native.logits_at(text_N, positions_N)
-    with float32_products():
-        found = readings_of(model, native, text_N, positions_N, logits_NV).figures(logits_NV)
+    found = readings_of(model, native, text_N, positions_N, logits_NV).figures(logits_NV)
     assert found.layer < 1 and found.is_right
 
 

@@ -173,8 +173,8 @@ def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
     if has_passed(verdict := verdict_of(model, found)):
         return found
     start = time.perf_counter()
-    # Several threads would wait for each other, long where another program runs.
-    with one_torch_thread(), float32_products():
+    # Several threads would wait for each other after each operation, long where another program runs.
+    with one_torch_thread():
         figures = figures_of(model, native, logits_NV)
     if not figures.is_right:
         raise WrongPassError(str(figures), _seconds(native))
@@ -244,18 +244,19 @@ def readings_of(
     last = len(logits_nV)
     exact_nV = native.logits_at(tokens_N, positions_N, exactly=True)[-last:]
     own, rounded_nV, layer, head = OwnFloats(native), None, 0.0, 0.0
-    if torch.equal(logits_nV, exact_nV):
-        with own:
-            floats_nV, moved_nV = own_logits(model, tokens_N, positions_N, last, rows=2)
-    else:
-        course = native.course_of(tokens_N, positions_N)
-        with Anchored(model, native, course) as anchored, own:
-            floats_nV, moved_nV, layer_nV, alike_nV, _ = own_logits(model, tokens_N, positions_N, last, rows=5)
-        layer = anchored.worst()
-        apart_n = (logits_nV - alike_nV).abs().amax(1)
-        head = mean(apart_n / rounding_of(layer_nV - alike_nV, logits_nV.std(dim=1, correction=0)))
-        with OwnProducts(native):
-            (rounded_nV,) = own_logits(model, tokens_N, positions_N, last, rows=1)
+    with float32_products():
+        if torch.equal(logits_nV, exact_nV):
+            with one_torch_thread(), own:
+                floats_nV, moved_nV = own_logits(model, tokens_N, positions_N, last, rows=2)
+        else:
+            course = native.course_of(tokens_N, positions_N)
+            with one_torch_thread(), Anchored(model, native, course) as anchored, own:
+                floats_nV, moved_nV, layer_nV, alike_nV, _ = own_logits(model, tokens_N, positions_N, last, rows=5)
+            layer = anchored.worst()
+            apart_n = (logits_nV - alike_nV).abs().amax(1)
+            head = mean(apart_n / rounding_of(layer_nV - alike_nV, logits_nV.std(dim=1, correction=0)))
+            with OwnProducts(native):
+                (rounded_nV,) = own_logits(model, tokens_N, positions_N, last, rows=1)
     return Readings(
         exact=exact_nV, floats=floats_nV, moved=moved_nV, rounded=rounded_nV, kernel=own.largest, layer=layer, head=head
     )
