@@ -178,7 +178,8 @@ class Anchored(TorchFunctionMode):
     def _compare_layer(self, before_ND: Tensor, after_ND: Tensor) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
             rows = outputs[0] if isinstance(outputs, tuple) else outputs
-            self._compare(*rows[2:], after_ND, rows[3] - before_ND)
+            floats_ND, alike_ND, moved_ND = rows[2:]
+            self._compare(floats_ND, alike_ND, moved_ND, after_ND, alike_ND - before_ND)
 
         return hook
 
