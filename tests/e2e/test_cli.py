@@ -60,6 +60,13 @@ def test_incomplete_command(paradraft: Paradraft, arguments: list[str]) -> None:
     assert_mistake(paradraft(*arguments))
 
 
+@pytest.mark.parametrize(("option", "value"), [("--max-new-tokens", "0"), ("--seed", "many"), ("-k", "1.5")])
+def test_a_wrong_number_is_in_the_complaint(paradraft: Paradraft, option: str, value: str) -> None:
+    """Guards scripts, whose value comes from a variable: typer's own words leave it out."""
+    outcome = paradraft("generate", "--target", "pocket", "--prompt", "x", option, value)
+    assert_mistake(outcome, option, f"not '{value}'")
+
+
 def test_the_list_of_commands_says_what_their_help_says() -> None:
     """Guards the list, for which no command is imported."""
     found = typer.main.get_command(app)

@@ -46,7 +46,7 @@ def _run() -> int:
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's default: it is for developers
             return app(sys.argv[1:] or ["--help"], prog_name="paradraft", standalone_mode=False) or 0
     except typer.TyperException as error:
-        return _complain(error.format_message())
+        return _complain(error.format_message() + _value_of(error))
     except ValueError as error:
         return _complain(str(error))
     except DrafterLostError as error:
@@ -60,6 +60,12 @@ def _run() -> int:
         return _complain(f"{error.name} is not installed: pip install 'paradraft[{extra}]'", always=True)
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), always=True)
+
+
+def _value_of(error: Exception) -> str:
+    """What pydantic refuses, which typer leaves out of its message."""
+    find = getattr(error.__cause__, "errors", None)
+    return f", not {find()[0]['input']!r}" if find else ""
 
 
 def _short_of_memory(error: Exception) -> str:

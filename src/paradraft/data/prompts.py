@@ -84,7 +84,8 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt file {str(file)!r} is not UTF-8 text ({error.reason})") from None
     if not text.strip():
-        raise ValueError(f"prompt file {str(file)!r} is empty")
+        source = "standard input" if is_stdin else f"prompt file {str(file)!r}"
+        raise ValueError(f"{source} is empty")
     # Not splitlines(): JSON strings may hold U+2028 and its like as they are.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,13 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
         read_prompts(tmp_path / "empty.jsonl")
+
+
+def test_nothing_on_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a complaint about a file whose name is a dash."""
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO()))
+    with pytest.raises(ValueError, match=r"^standard input is empty$"):
+        read_prompts(Path("-"))
 
 
 def test_a_pipe_is_read_once(tmp_path: Path) -> None:
