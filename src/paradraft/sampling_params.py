@@ -72,8 +72,8 @@ class Sampling:
         numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in numbers:
             object.__setattr__(self, name, real_number(name, getattr(self, name)))
-        if self.temperature != 0.0 and not 1e-6 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature}: use 0 (greedy) or a number of at least 0.000001")
+        if self.temperature != 0.0 and not 1e-6 <= self.temperature <= 1e6:
+            raise ValueError(f"temperature={self.temperature}: use 0 (greedy) or a number from 0.000001 to 1000000")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: use 0 (keep all tokens) or a positive number")
         if not 0.0 < self.top_p <= 1.0:

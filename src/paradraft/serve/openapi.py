@@ -198,7 +198,7 @@ def _bounds(engine: Engine, model: str, limits: Limits, schema: type[Asked]) -> 
         "model": {"const": model},
         "n": {"maximum": limits.max_batch + limits.max_queue},
         "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
-        "temperature": {"anyOf": [{"const": 0}, {"type": "number", "minimum": 1e-6}]},
+        "temperature": {"anyOf": [{"const": 0}, {"type": "number", "minimum": 1e-6, "maximum": 1e6}]},
         "top_p": {"exclusiveMinimum": 0, "maximum": 1},
         "top_k": {"minimum": 0},
         "min_p": {"minimum": 0, "maximum": 1},

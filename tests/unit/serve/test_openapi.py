@@ -150,7 +150,8 @@ def test_what_it_allows_and_what_not(written: dict[str, Any], path: str, schema:
     ):  # fmt: skip
         assert validator.is_valid(good | more), more
     for more in (
-        {"n": 0}, {"n": 7}, {"seed": 2**63}, {"temperature": 1e-7}, {"temperature": -1}, {"top_p": 0}, {"min_p": 1.1},
+        {"n": 0}, {"n": 7}, {"seed": 2**63}, {"temperature": 1e-7}, {"temperature": -1}, {"temperature": 1e39},
+        {"top_p": 0}, {"min_p": 1.1},
         {"logit_bias": {"05": 3}}, {"logit_bias": {"5": 1e5}}, {"stop": ["a"] * 5}, {"stop": ""}, {"speculation": 5},
         {"response_format": {"type": "xml"}}, {"nonsense": 1}, {"max_tokens": 9}, {"model": "x"}, {"tools": [{}]},
         {"prompt": []}, {"messages": []}, {"prompt": [268]}, {"logprobs": 21}, {"top_logprobs": 21},

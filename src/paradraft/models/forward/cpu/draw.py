@@ -15,9 +15,6 @@ from torch import Tensor
 from paradraft.models.forward.cpu.build import library
 from paradraft.sampling_params import Sampling
 
-MOST_TEMPERATURE = torch.finfo(torch.float32).max
-"""A larger one would be infinite in C++."""
-
 
 class _Choice(ctypes.Structure):
     _fields_ = (
@@ -42,7 +39,7 @@ def draw(logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor
     Raises:
         CannotBuildError: there is no library for this machine.
     """
-    if logits_BRV.dtype != torch.float32 or any(one.temperature > MOST_TEMPERATURE for one in samplings):
+    if logits_BRV.dtype != torch.float32:
         return None
     (B, R, V), positions_BR = logits_BRV.shape, positions_BR.contiguous()
     assert len(samplings) == B and positions_BR.shape == (B, R) and V
