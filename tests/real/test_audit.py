@@ -75,7 +75,8 @@ def test_a_long_text_is_no_fault(name: str, dtype: str) -> None:
 
 def test_one_place_is_no_fault() -> None:
     """Guards honest engines and short answers against a bound on the mean of many places: at one place in 25 a right
-    pass is more than 2.5 times as far from the exact one as the model's own code."""
+    pass is more than 2.5 times as far from the exact one as the model's own code. The first place, where it is 4.2
+    times on some CPUs, is all of its text."""
     engine = load(real(SMOLLM2))
     lm = engine.target.lm
     assert lm.native is not None

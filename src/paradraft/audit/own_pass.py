@@ -26,6 +26,7 @@ from paradraft.audit.recording import Case, NotNumbersError, Recording, are_numb
 from paradraft.audit.reference import (
     MEASURED,
     OTHER_DTYPE,
+    TYPICAL_FACTOR,
     Difference,
     can_compute_otherwise,
     difference,
@@ -261,7 +262,7 @@ def own_pass(
     """
     tallies = {"drafted": _Tally(), "plain": _Tally()}
     sides = {"drafted": drafted} | ({} if plain is None else {"plain": plain})
-    rounding, variances, figures = list[Difference](), list[float](), list[Figures]()
+    rounding, variances, figures, measured = list[Difference](), list[float](), list[Figures](), 0
     for place, case in enumerate(cases):
         report(f"the model's own pass: answer {place + 1} of {len(cases)}")
         reads: dict[tuple[int, ...], _Read] = {}
@@ -277,7 +278,12 @@ def own_pass(
                 variances.append(float(read.finer[read.finer.isfinite()].double().var()))
             if read.finer is not None and read.coarser is not None:
                 rounding.append(difference(read.coarser, read.finer))
+                measured += len(read.finer)
     limit = limit_of(lm, variances)
+    explained = limit
+    if rounding:
+        few = max(ROUNDED.over(measured) / TYPICAL_FACTOR, 1.0)  # of few places the one side may be far luckier
+        explained = explained_by(lm, rounding).times(few, few)
     return OwnPass(
         dtype=str(lm.model.dtype).removeprefix("torch."),
         places=sum(len(answer.tokens) for answer in drafted),
@@ -285,7 +291,7 @@ def own_pass(
         drafted=tallies["drafted"].nearness(),
         rounding=over_all(rounding) if rounding else None,
         most=ROUNDED if rounded_to(lm).itemsize == 2 else IN_FLOATS,
-        explained=explained_by(lm, rounding) if rounding else limit,
+        explained=explained,
         limit=limit,
         pass_in_cpp=over_texts(figures) if figures else None,
     )

@@ -66,7 +66,7 @@ MOST_KERNEL = 5e-6
 """Of a product's error, where 1 is the product of the lengths of the two vectors."""
 MOST_ROUNDING = 2.5
 """Times the own code's distance from the exact logits that the pass may have, as a geometric mean over all places. Of
-one place, two right passes had between a fifth and 3.4 times the other's; the mean of 16 was at most 1.1."""
+one place, two right passes had between a fifth and 4.3 times the other's; the mean of 16 was at most 1.1."""
 MOST_LAYER = 5.0
 """Times the distance of two right layers with the same roundings that the pass may be from the own code, as a geometric
 mean over all places, at the worst layer, which keys and values are too. Of right passes it was at most 0.61, with
@@ -221,9 +221,10 @@ class Readings:
         rounding = 0.0
         if self.rounded is not None:
             limits_n = distances(self.rounded, self.exact).clamp(min=LEAST)
-            rounding = mean(distances(logits_nV, self.exact) / limits_n)
+            rounding = counted(mean(distances(logits_nV, self.exact) / limits_n), len(logits_nV))
+        formula = counted(mean(apart_n), len(logits_nV))
         return Figures(
-            formula=mean(apart_n), worst=float(apart_n.max()), kernel=self.kernel, rounding=rounding, layer=self.layer,
+            formula=formula, worst=float(apart_n.max()), kernel=self.kernel, rounding=rounding, layer=self.layer,
             head=self.head,
         )  # fmt: skip
 
@@ -252,7 +253,7 @@ def readings_of(
             course = native.course_of(tokens_N, positions_N)
             with one_torch_thread(), Anchored(model, native, course) as anchored, own:
                 floats_nV, moved_nV, layer_nV, alike_nV, _ = own_logits(model, tokens_N, positions_N, last, rows=5)
-            layer = anchored.worst()
+            layer = counted(anchored.worst(), len(tokens_N))
             apart_n = (logits_nV - alike_nV).abs().amax(1)
             head = mean(apart_n / rounding_of(layer_nV - alike_nV, logits_nV.std(dim=1, correction=0)))
             with OwnProducts(native):
@@ -260,6 +261,16 @@ def readings_of(
     return Readings(
         exact=exact_nV, floats=floats_nV, moved=moved_nV, rounded=rounded_nV, kernel=own.largest, layer=layer, head=head
     )
+
+
+def counted(ratio: float, places: int) -> float:
+    """A mean over places, as limits count it: over fewer than `TOKENS` it varies more, as the root of their number, and
+    counts as a root of itself.
+
+    >>> counted(4.0, 16), counted(4.0, 4)
+    (4.0, 2.0)
+    """
+    return float(ratio ** min(1.0, math.sqrt(places / TOKENS)))
 
 
 def over_texts(figures: Sequence[Figures]) -> Figures:
