@@ -81,9 +81,6 @@ def test_the_version(paradraft: Paradraft) -> None:
 
 
 HEAVY = ("torch", "transformers", "numpy", "huggingface_hub")
-QUICK_S = 0.5
-
-
 REPORT = f"print('imported', *(name for name in {HEAVY} if name in sys.modules), file=sys.stderr)"
 BEGIN = f"import atexit, sys; atexit.register(lambda: {REPORT})"
 RUN = f"{BEGIN}\nsys.argv[0] = 'paradraft'; from paradraft.cli import main; main()"
@@ -151,9 +148,11 @@ def test_a_mistake_imports_nothing_heavy(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["generate", "--help"], ["bench", "--nonsense"], MISTAKES[0]], ids=" ".join)
-def test_help_and_mistakes_take_half_a_second(arguments: list[str]) -> None:
-    """Guards against what takes long without being on the list of heavy libraries."""
-    assert cpu_s(lambda: at_once(arguments)) < QUICK_S
+def test_help_and_mistakes_take_little_more_than_their_library(arguments: list[str]) -> None:
+    """Guards against what takes long without being on the list of heavy libraries, on machines of any speed: typer,
+    with what it imports to show help and to refuse values, takes about half of it."""
+    library = cpu_s(lambda: subprocess.run([sys.executable, "-c", "import typer.rich_utils, pydantic"], check=True))
+    assert cpu_s(lambda: at_once(arguments)) < 2 * library
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.5, 1.5, 3.0])
