@@ -85,7 +85,8 @@ class Nearness:
     Args:
         distance: the difference.
         measured: places that were compared with the coarser pass too.
-        mean: of a place's distance, times that of the coarser pass: a geometric mean; None without a coarser pass.
+        mean: of a place's distance, times that of the coarser pass: a geometric mean, the larger one of root mean
+            squares and largest differences; None without a coarser pass.
         worst: the same at the worst place.
         sure: places at which the finer pass is sure of a token.
         overturned: at how many of them another one has the largest logit.
@@ -212,7 +213,7 @@ class _Tally:
         if read.coarser is None:
             return
         ours_2N, rounding_2N = _distances(logits_NV, read.finer), _distances(read.coarser, read.finer)
-        self.ratios.append((ours_2N / rounding_2N).amax(0))
+        self.ratios.append(ours_2N / rounding_2N)
         best_N2 = read.finer.double().topk(2, dim=1).values
         is_sure_N = best_N2[:, 0] - best_N2[:, 1] > SURE * rounding_2N[1]
         self.sure += int(is_sure_N.sum())
@@ -220,12 +221,14 @@ class _Tally:
 
     def nearness(self) -> Nearness:
         """All answers together."""
-        ratios = torch.cat(self.ratios).clamp(min=torch.finfo(torch.float64).tiny) if self.ratios else None
+        ratios_2N = None
+        if self.ratios:
+            ratios_2N = torch.cat(self.ratios, dim=1).clamp(min=torch.finfo(torch.float64).tiny)
         return Nearness(
             distance=over_all(self.differences),
-            measured=0 if ratios is None else len(ratios),
-            mean=None if ratios is None else float(ratios.log().mean().exp()),
-            worst=None if ratios is None else float(ratios.max()),
+            measured=0 if ratios_2N is None else ratios_2N.shape[1],
+            mean=None if ratios_2N is None else float(ratios_2N.log().mean(1).exp().max()),
+            worst=None if ratios_2N is None else float(ratios_2N.max()),
             sure=self.sure,
             overturned=self.overturned,
             other_bits=self.other_bits,
