@@ -16,6 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.files import one_line_when_full, sync, sync_entries
 
+CARD = "README.md"
+
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
@@ -95,9 +97,12 @@ def write_model(new: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
 
 def put_in_place(new: Path, folder: Path) -> None:
-    """Moves the files of a whole model folder into another, `config.json` last: it says that all others are there."""
+    """Moves the files of a whole model folder into another, `config.json` last: it says that all others are there.
+
+    Where it was stopped it goes on. A card is moved before `config.json`: as long as it is in `new`, it needs no other.
+    """
     files = [file.relative_to(new) for file in new.rglob("*") if file.is_file()]
-    for file in sorted(files, key=lambda f: f == Path("config.json")):
+    for file in sorted(files, key=lambda f: (f == Path("config.json"), f == Path(CARD))):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         sync_entries((folder / file).parent)
         os.replace(new / file, folder / file)

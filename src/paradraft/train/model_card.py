@@ -18,7 +18,6 @@ from paradraft.train.progress import BestSoFar, Score
 from paradraft.train.provenance import RECORD, Learnt
 from paradraft.train.recipe import Recipe
 
-CARD = "README.md"
 DRAFTER, TARGET = "DRAFTER", "TARGET"
 """What stands for the drafter's folder in its card, and for a target that is not known."""
 

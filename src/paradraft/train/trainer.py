@@ -7,11 +7,13 @@ and every sum is over the samples of all processes, so several processes take th
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -19,14 +21,14 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from paradraft.data.samples import Sample
-from paradraft.formats.folder import put_in_place
+from paradraft.formats.folder import CARD, put_in_place
 from paradraft.train import curves, progress
 from paradraft.train.acceptance import AcceptanceMeter
 from paradraft.train.batch import BatchSampler, TrainingBatch
 from paradraft.train.checkpoint import Checkpoints, State
 from paradraft.train.expectations import FirstSteps, curves_in_words
 from paradraft.train.losses import row_weights
-from paradraft.train.model_card import CARD, model_card
+from paradraft.train.model_card import model_card
 from paradraft.train.optimizers import Optimizers
 from paradraft.train.progress import BestSoFar, Evaluation, Meter, Report, Score, shares
 from paradraft.train.provenance import write_record
@@ -172,13 +174,20 @@ class Loop:
             results = {"steps_done": done, "best": best and asdict(best), "before_training": first and asdict(first)}
             write_record(self.recipe, str(self.device), **self._origin, **results)
             drafter = self.checkpoints.drafter(done if best is None else best.step)
-            card = model_card(
-                self.prepared.trainee.drafter, self.recipe, drafter, self.prepared.learnt, self._standing,
-                done=done, steps=self.steps,
-            )  # fmt: skip
-            (drafter / CARD).write_text(card, encoding="utf-8")
+            # Once files have been moved, the folder is no drafter that a card could speak of.
+            if not (drafter / CARD).exists() and sum(file.is_file() for file in drafter.rglob("*")) > 1:
+                self._write_card(drafter, done)
             put_in_place(drafter, out)
             self.checkpoints.delete()
+
+    def _write_card(self, drafter: Path, done: int) -> None:
+        card = model_card(
+            self.prepared.trainee.drafter, self.recipe, drafter, self.prepared.learnt, self._standing,
+            done=done, steps=self.steps,
+        )  # fmt: skip
+        new = drafter / f"{CARD}.new"
+        new.write_text(card, encoding="utf-8")
+        os.replace(new, drafter / CARD)
 
     @property
     def _origin(self) -> dict[str, object]:
