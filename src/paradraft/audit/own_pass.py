@@ -14,7 +14,6 @@ Shape letters: N tokens of an answer, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,17 +36,12 @@ from paradraft.audit.reference import (
     rounded_to,
 )
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward.cpu.self_check import TOKENS, Figures, over_texts, readings_of
+from paradraft.models.forward.cpu.self_check import TOKENS, Figures, allowance, over_texts, readings_of
 
 LEAST = 1e-7
 """A distance, in standard deviations of the logits, that is never too large."""
 SURE = 2.0
 """Times the coarser pass's largest rounding at a place: the margin from which the finer pass is sure of a token."""
-
-
-SPREAD = 0.75
-"""Standard deviation of the logarithm of how far two right passes are from the finer one at a place, one by the other:
-between a fifth and 3.5 times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +57,12 @@ class Most:
     at_a_place: float
 
     def over(self, places: int) -> float:
-        """The mean over some places: four standard deviations more, so that few places are no false alarm.
+        """The mean over some places, so that few of them are no false alarm.
 
         >>> round(ROUNDED.over(512), 2), round(ROUNDED.over(16), 2)
         (1.43, 2.65)
         """
-        return self.mean * math.exp(4 * SPREAD / math.sqrt(places))
+        return self.mean * allowance(places)
 
 
 ROUNDED = Most(mean=1.25, at_a_place=40.0)
@@ -285,8 +279,8 @@ def own_pass(
     limit = limit_of(lm, variances)
     explained = limit
     if rounding:
-        few = max(ROUNDED.over(measured) / TYPICAL_FACTOR, 1.0)  # of few places the one side may be far luckier
-        explained = explained_by(lm, rounding).times(few, few)
+        more = max(ROUNDED.over(measured) / TYPICAL_FACTOR, 1.0)  # few places may have little rounding by chance
+        explained = explained_by(lm, rounding).times(more, more)
     return OwnPass(
         dtype=str(lm.model.dtype).removeprefix("torch."),
         places=sum(len(answer.tokens) for answer in drafted),

@@ -74,6 +74,9 @@ attention scaled by 1.01 at least 8.5."""
 MOST_HEAD = 1.0
 """Times what rounding does in the head that the largest difference of a place may be, likewise. Of right passes it was
 at most 0.13, with a quarter added to a logit at least 3.9."""
+SPREAD = 0.75
+"""Standard deviation of the logarithm of how far two right passes are from the exact one at a place, one by the other:
+between a fifth and 4.3 times."""
 LEAST = 1e-6
 """A distance, in standard deviations of the logits, that is never too large."""
 
@@ -221,8 +224,8 @@ class Readings:
         rounding = 0.0
         if self.rounded is not None:
             limits_n = distances(self.rounded, self.exact).clamp(min=LEAST)
-            rounding = counted(mean(distances(logits_nV, self.exact) / limits_n), len(logits_nV))
-        formula = counted(mean(apart_n), len(logits_nV))
+            rounding = as_of_many(mean(distances(logits_nV, self.exact) / limits_n), len(logits_nV))
+        formula = as_of_many(mean(apart_n), len(logits_nV))
         return Figures(
             formula=formula, worst=float(apart_n.max()), kernel=self.kernel, rounding=rounding, layer=self.layer,
             head=self.head,
@@ -253,7 +256,7 @@ def readings_of(
             course = native.course_of(tokens_N, positions_N)
             with one_torch_thread(), Anchored(model, native, course) as anchored, own:
                 floats_nV, moved_nV, layer_nV, alike_nV, _ = own_logits(model, tokens_N, positions_N, last, rows=5)
-            layer = counted(anchored.worst(), len(tokens_N))
+            layer = as_of_many(anchored.worst(), len(tokens_N))
             apart_n = (logits_nV - alike_nV).abs().amax(1)
             head = mean(apart_n / rounding_of(layer_nV - alike_nV, logits_nV.std(dim=1, correction=0)))
             with OwnProducts(native):
@@ -263,14 +266,22 @@ def readings_of(
     )
 
 
-def counted(ratio: float, places: int) -> float:
-    """A mean over places, as limits count it: over fewer than `TOKENS` it varies more, as the root of their number, and
-    counts as a root of itself.
+def allowance(places: int) -> float:
+    """By what factor a geometric mean over some places may be larger than one over very many: four standard deviations.
 
-    >>> counted(4.0, 16), counted(4.0, 4)
-    (4.0, 2.0)
+    >>> round(allowance(512), 2), round(allowance(16), 2), round(allowance(1), 1)
+    (1.14, 2.12, 20.1)
     """
-    return float(ratio ** min(1.0, math.sqrt(places / TOKENS)))
+    return math.exp(4 * SPREAD / math.sqrt(places))
+
+
+def as_of_many(ratio: float, places: int) -> float:
+    """A geometric mean over some places, less what it may be larger than one over `TOKENS` places, of which limits are.
+
+    >>> as_of_many(2.0, 16), round(as_of_many(4.2, 1), 2)
+    (2.0, 0.44)
+    """
+    return ratio / max(1.0, allowance(places) / allowance(TOKENS))
 
 
 def over_texts(figures: Sequence[Figures]) -> Figures:
