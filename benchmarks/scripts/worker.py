@@ -1,4 +1,4 @@
-"""A process of its own that runs the paradraft of some checkout and answers line by line, for measurements in turns."""
+"""A subprocess that runs the paradraft of a checkout and answers line by line, to measure in turns."""
 
 from __future__ import annotations
 

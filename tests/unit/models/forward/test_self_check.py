@@ -84,8 +84,8 @@ def test_right_passes_are_accepted(kind: str, weights: str) -> None:
 
 
 def test_a_right_pass_of_a_wide_model_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards models of 7 billion parameters against the slow path: of so many inputs some round otherwise in every
-    right pass, and what comes after them too. The control takes none of this for right."""
+    """Guards models of 7 billion parameters against the slow path: of 4,096 inputs a few round the other way in every
+    right pass, and then many of the inputs that depend on them. The control allows for none of this."""
     model = as_stored(wide_model(), "int4")
     logits_NV = (native := NativePass(model)).logits_at(*text_for(model))
     monkeypatch.setattr(own_code, "LEAST_APART", 0.0)

@@ -1,5 +1,13 @@
 """A model's own code as the self-check runs it: in float32, and with the roundings of a pass in C++, layer by layer.
 
+A text is read in two or five rows at once. All compute in float32:
+
+1. as the model's own code does;
+2. the same, with all that is multiplied moved by what float32 rounds away in a sum;
+3. each layer from the state that the pass in C++ has before it;
+4. the same, with inputs of products rounded as the pass rounds them, and the pass's keys and values;
+5. the same as 4, moved as 2 is, so that some roundings flip.
+
 Shape letters: R rows, N tokens, V vocabulary, K inputs of a matrix, L layers, D size of a state, H heads of keys and
 values, E size of a head.
 """
@@ -26,11 +34,11 @@ from paradraft.models.forward.cpu.threads import use_one_torch_thread
 from paradraft.models.quantized import QuantizedTensor
 
 LEAST_ROUNDING = 1e-4
-"""What rounding is taken to do at least: a share of what a layer adds to a state, or of the deviation of logits."""
+"""Less rounding counts as this share of what a layer adds to a state, or of the deviation of logits."""
 LEAST_APART = 0.05
-"""What the distance of two right passes that round is taken to be at least: a share of what rounding does."""
+"""Smaller distances of two right layers count as this share of what rounding does in the layer."""
 LEAST_RATIO = 1e-6
-"""What a ratio of distances is taken to be at least."""
+"""Smaller ratios of distances count as this, so that they have logarithms."""
 AT_ONCE = 2**21
 """Weights that are float32 numbers at a time."""
 
@@ -120,9 +128,8 @@ def rounding_of(differences: Tensor, sizes: Tensor) -> Tensor:
 
 
 class Anchored(TorchFunctionMode):
-    """Gives each layer of a model's own code, in all rows but two, the states that a pass has before it, and in the
-    last two the pass's keys and values: roundings that flip in a layer and at a place, as float32 noise makes them,
-    show there only.
+    """Gives layers the states, keys and values of a pass, so that a rounding that flips shows in its layer and at its
+    place only; compares the fourth row with the pass, by how far the fifth is from it.
 
     Args:
         model: whose layers they are.
@@ -202,12 +209,8 @@ def _anchor(state_ND: Tensor) -> Callable[..., Any]:
 
 
 class OwnFloats(TorchFunctionMode):
-    """Makes a model's own code compute in float32, with weights that become such numbers a few at a time.
-
-    Of two or five rows, all that the second and the fifth multiply is moved by what float32 rounds away in a sum.
-    Products of the first are compared with those of the pass. In the last two of five, inputs of products are rounded
-    as the pass rounds them.
-    """
+    """Makes a model's own code compute in float32, with weights that become such numbers a few at a time, and compares
+    the products of the first row with those of the pass."""
 
     def __init__(self, native: Checked) -> None:
         super().__init__()
