@@ -33,10 +33,10 @@ from paradraft.digests import model_digest
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.loader import load
-from paradraft.models.loading import pocket_folder
 from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
+from paradraft.sources.loading import pocket_folder
 from paradraft.speculation import Speculation
 from paradraft.train.pard import PardRecipe, build
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from paradraft.data.samples import Sample
 from paradraft.formats.folder import whole_folder
-from paradraft.models.loading import load_config, locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
+from paradraft.sources.loading import load_config, locate
 from paradraft.train.batch import Drop, TrainingBatch, collate
 from paradraft.train.objective import LOGITS, loss_of_rows
 from paradraft.train.recipe import Recipe

@@ -25,7 +25,7 @@ from paradraft.data.samples import Sample
 from paradraft.environment import describe_machine
 from paradraft.models.devices import computes_bf16
 from paradraft.models.names import PREFIX
-from paradraft.models.presets import SHAPES, random_model
+from paradraft.sources.presets import SHAPES, random_model
 from paradraft.train.batch import Drop, collate
 from paradraft.train.losses import row_weights
 from paradraft.train.objective import Objective

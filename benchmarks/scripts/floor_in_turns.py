@@ -28,8 +28,8 @@ from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.models.runtime import PRECISIONS, Runtime
-from paradraft.models.target_loading import load_target
 from paradraft.sampling_params import GREEDY
+from paradraft.sources.target_loading import load_target
 from paradraft.speculation import Speculation
 
 

@@ -34,9 +34,9 @@ from paradraft.bench.summary import write_json
 from paradraft.data.prompts import read_prompts
 from paradraft.environment import describe_machine, without_folder
 from paradraft.formats.pard import mask_token_id
-from paradraft.models.loading import load_model, locate
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.noise import gumbel_noise
+from paradraft.sources.loading import load_model, locate
 
 POWERS = (1.0, 1.25, 1.5, 2.0, 3.0)
 PLACES = (0, 40, 80)

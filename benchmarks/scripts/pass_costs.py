@@ -17,7 +17,7 @@ from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
+from paradraft.sources.target_loading import load_target
 
 CONTEXT, PASSES = 128, 3
 """Tokens that a row has before a pass, and passes of a turn."""

@@ -44,7 +44,7 @@ def imported(kind: str) -> dict[str, Any]:
     if kind == "models":
         from transformers.models.llama import modeling_llama  # noqa: F401  # which loading a Llama imports
 
-        from paradraft.models import target_loading  # noqa: F401  # as above
+        from paradraft.sources import target_loading  # noqa: F401  # as above
     return {"peak_bytes": peak_bytes()}
 
 
@@ -53,7 +53,7 @@ def loaded(name: str, dtype: str) -> dict[str, Any]:
     import torch
 
     from paradraft.models.runtime import Runtime
-    from paradraft.models.target_loading import load_target
+    from paradraft.sources.target_loading import load_target
 
     start = time.perf_counter()
     lm = load_target(name, Runtime(device="cpu", dtype=dtype)).lm
@@ -87,7 +87,7 @@ def saved(shape: str, folder: Path) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    from paradraft.models.presets import random_model
+    from paradraft.sources.presets import random_model
 
     random_model(shape, dtype=torch.bfloat16, device="cpu").save_pretrained(folder)
     plain = Tokenizer(models.WordLevel({str(token): token for token in range(1000)}, unk_token="0"))

@@ -27,8 +27,8 @@ from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
 from paradraft.sampling_params import Sampling
+from paradraft.sources.target_loading import load_target
 from paradraft.speculation import Speculation
 from paradraft.verify import load_rule
 from paradraft.verify.rules import Verify

@@ -33,11 +33,11 @@ from paradraft.data.chat import conversation_samples
 from paradraft.data.samples import Sample
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.chat_template import ChatTemplate
-from paradraft.models.loading import tokenizer_of
 from paradraft.models.quantized import GROUP, QuantizedTensor, rounded_to_8_bits
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
+from paradraft.sources.loading import tokenizer_of
+from paradraft.sources.target_loading import load_target
+from paradraft.text.chat_template import ChatTemplate
 
 PASS = 128
 """Tokens of a pass."""

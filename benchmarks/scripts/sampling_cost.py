@@ -35,9 +35,9 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
 from paradraft.models.forward.cpu.draw import draw
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
+from paradraft.sources.target_loading import load_target
 from paradraft.speculation import Speculation
 
 SETTINGS = {

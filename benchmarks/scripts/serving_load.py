@@ -213,7 +213,7 @@ def shape_of_disk(shape: str, folder: Path) -> tuple[str, Path]:
 
     from paradraft.bench.setup import random_prompts
     from paradraft.models.names import PREFIX
-    from paradraft.models.presets import id_tokenizer, random_model
+    from paradraft.sources.presets import id_tokenizer, random_model
 
     name, prompts = PREFIX + shape, folder / "prompts.jsonl"
     if not prompts.exists():
@@ -257,7 +257,7 @@ def main() -> None:
     given = parser.parse_args()
     from paradraft.bench.summary import write_json
     from paradraft.environment import describe_machine
-    from paradraft.models.loading import pocket_folder
+    from paradraft.sources.loading import pocket_folder
 
     clients = [int(number) for number in given.clients.split(",")]
     if given.shape:

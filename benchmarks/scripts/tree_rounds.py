@@ -28,10 +28,10 @@ from paradraft.drafters import load_drafter
 from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.models.forward.cpu.threads import one_torch_thread
-from paradraft.models.loading import locate
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
 from paradraft.sampling_params import Sampling
+from paradraft.sources.loading import locate
+from paradraft.sources.target_loading import load_target
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 

@@ -23,9 +23,9 @@ from paradraft.formats.folder import save_model
 from paradraft.formats.head import CONFIG, WEIGHTS
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
 from paradraft.models.devices import computes_bf16
-from paradraft.models.loading import load_model
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
+from paradraft.sources.loading import load_model
+from paradraft.sources.target_loading import load_target
 from paradraft.train import eagle, eagle_parallel, ppd, recipe_class
 from paradraft.train.init_draft import make
 from paradraft.train.init_from import PrunedTarget

@@ -18,8 +18,8 @@ from build import POCKET, tokenized
 from paradraft.bench.harness import distinct_share
 from paradraft.bench.summary import write_json
 from paradraft.environment import describe_machine
-from paradraft.models.loading import load_model
 from paradraft.models.runtime import Runtime
+from paradraft.sources.loading import load_model
 from pretrain import evaluate
 
 WINDOWS = 256

@@ -18,8 +18,8 @@ from transformers.utils import logging
 from fetch import CODER_05B, REAL, SMOLLM2
 from paradraft.formats.folder import save_model
 from paradraft.formats.gguf import SUFFIX
-from paradraft.models import gguf_model
-from paradraft.models.loading import load_tokenizer
+from paradraft.sources import gguf_model
+from paradraft.sources.loading import load_tokenizer
 
 
 def folder_of(file: Path) -> Path:

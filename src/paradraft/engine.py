@@ -22,15 +22,15 @@ from paradraft.decode.stats import Clock, Stats, added
 from paradraft.drafters.none import NoDrafter
 from paradraft.errors import whole_number
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.chat_template import ask_tokens, template_of
 from paradraft.models.forward.cpu.threads import one_torch_thread, torch_threads
 from paradraft.models.target import Target
-from paradraft.models.tokenization import Detokenizer
 from paradraft.placement import on_cpus
 from paradraft.request import Prompt, Prompts, requests_of, rows_of, tokens_of
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.scheduler import Scheduler
 from paradraft.speculation import Speculation
+from paradraft.text.chat_template import ask_tokens, template_of
+from paradraft.text.tokenization import Detokenizer
 from paradraft.verify import LOSSY, rule_name
 from paradraft.verify.rules import Verify
 

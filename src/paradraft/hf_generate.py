@@ -38,10 +38,10 @@ from paradraft.drafters import load_drafter
 from paradraft.engine import Engine
 from paradraft.errors import one_line, whole_number
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import load_tokenizer
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampling_params import LogitsProcessor, Sampling
+from paradraft.sources.loading import load_tokenizer
 from paradraft.speculation import AUTO, Speculation
 
 WARPERS = {

@@ -17,12 +17,12 @@ from paradraft.decode.remote import DrafterProcess
 from paradraft.drafters import drafter_class, load_drafter
 from paradraft.engine import Engine
 from paradraft.errors import one_line
-from paradraft.models.loading import settled
 from paradraft.models.runtime import AUTO, Runtime
 from paradraft.models.target import Target
-from paradraft.models.target_loading import load_target
 from paradraft.placement import Placement, on_cpus
 from paradraft.preflight import fitted
+from paradraft.sources.loading import settled
+from paradraft.sources.target_loading import load_target
 from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 

@@ -49,7 +49,7 @@ def find_module(name: str, package: str, folders: Iterable[str], group: str) -> 
 
 
 def _shipped(folders: Iterable[str]) -> set[str]:
-    return {module.name for module in pkgutil.iter_modules(list(folders))}
+    return {module.name for module in pkgutil.iter_modules(list(folders)) if not module.ispkg}
 
 
 def _owner(point: EntryPoint) -> str:

@@ -10,16 +10,16 @@ import torch
 from transformers import PretrainedConfig
 
 from paradraft.drafters import drafter_class, split_settings
+from paradraft.drafters.parts.draft_loading import check_draft_config, draft_runtime
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import TargetIdentity, read_identity
 from paradraft.models.architecture import check_capacity, context_of
-from paradraft.models.draft_loading import check_draft_config, draft_runtime
 from paradraft.models.kv_cache import free_bytes
-from paradraft.models.loading import config_of, locate, room, tokenizer_for, tokens_of
 from paradraft.models.names import POCKET, is_shape
 from paradraft.models.runtime import QUANTIZED, STORED, Runtime
-from paradraft.models.target_loading import weights_bytes
 from paradraft.placement import Placement
+from paradraft.sources.loading import config_of, locate, room, tokenizer_for, tokens_of
+from paradraft.sources.target_loading import weights_bytes
 from paradraft.speculation import Speculation
 
 

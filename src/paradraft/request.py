@@ -13,8 +13,8 @@ from torch import Tensor
 from paradraft.core import Request
 from paradraft.errors import one_line, whole_number
 from paradraft.models.target import Target
-from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
+from paradraft.text.tokenization import encode_prompt
 from paradraft.wording import number_of
 
 _T = TypeVar("_T")

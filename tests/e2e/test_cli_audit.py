@@ -18,8 +18,8 @@ from paradraft.audit.audit import accept_all
 from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import ForwardOut
-from paradraft.models.loading import pocket_folder
 from paradraft.models.runtime import Runtime
+from paradraft.sources.loading import pocket_folder
 from paradraft.verify.rules import RULES
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake, drafting

@@ -18,8 +18,8 @@ import pytest
 from transformers import AutoConfig
 
 from paradraft.loader import load
-from paradraft.models import hub, loading
 from paradraft.models.runtime import Runtime
+from paradraft.sources import hub, loading
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paradraft.drafters.parts.draft_loading import load_draft_lm
 from paradraft.engine import Engine
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import declare_masks
 from paradraft.loader import load
-from paradraft.models.draft_loading import load_draft_lm
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
 from paradraft.plan import costs
 from paradraft.sampling_params import Sampling
+from paradraft.sources.target_loading import load_target
 from tests.conftest import tiny_tokenizer as another_tokenizer
 from tests.e2e.conftest import Paradraft, assert_mistake
 from tests.support.gguf_files import FAMILIES, tiny_model, tiny_tokenizer, write_gguf

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paradraft.formats.folder import save_model
 from paradraft.loader import load
-from paradraft.models.loading import pocket_folder
+from paradraft.sources.loading import pocket_folder
 from tests.conftest import tiny_model, tiny_tokenizer
 from tests.e2e.conftest import Outcome, Paradraft, assert_mistake
 from tests.support import fake_vllm, installed_vllm

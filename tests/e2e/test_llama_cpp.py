@@ -15,11 +15,11 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from paradraft.bench.baselines.llama_cpp import LlamaCppProcess, model_file
 from paradraft.formats.folder import save_model
 from paradraft.loader import load
-from paradraft.models.gguf_model import names_of
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
 from paradraft.sampling_params import GREEDY
+from paradraft.sources.gguf_model import names_of
+from paradraft.sources.target_loading import load_target
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.e2e.conftest import Paradraft
 from tests.support.drafts import PROMPTS

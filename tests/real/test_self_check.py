@@ -9,7 +9,7 @@ from paradraft.models.forward.cpu.matrix import WrongPassError
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import figures_of, text_for
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
+from paradraft.sources.target_loading import load_target
 from tests.real.conftest import CODER_05B, CODER_15B, SMOLLM2, TARGETS, real
 from tests.support.pass_faults import FAULTS, WHERE_ROUNDED, WITH_BIASES, WITH_OFFSETS, Plant, faulty, unchanged
 

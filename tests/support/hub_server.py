@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-from paradraft.models.hub import located
+from paradraft.sources.hub import located
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -16,8 +16,8 @@ from paradraft.models import kv_cache
 from paradraft.models.forward.cpu.matrix import PackedMatrix
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import text_for
-from paradraft.models.gguf_model import row_order
 from paradraft.models.quantized import QuantizedTensor
+from paradraft.sources.gguf_model import row_order
 
 Plant = Callable[[NativePass, PreTrainedModel], None]
 

@@ -11,9 +11,9 @@ import pytest
 
 from paradraft import preflight
 from paradraft.loader import HERE, load_engine
-from paradraft.models import loading, target_loading
 from paradraft.models.runtime import Runtime
 from paradraft.preflight import fitted
+from paradraft.sources import loading, target_loading
 from paradraft.speculation import Speculation
 
 RUNTIME = Runtime(device="cpu", dtype="float32")

@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.data.endpoint import CONNECT_S, complaint_of
 from paradraft.data.endpoint import Endpoint as CheckedEndpoint
 from paradraft.errors import one_line
-from paradraft.models.chat_template import Message
-from paradraft.models.tokenization import REPLACEMENT
-from paradraft.models.vocabulary import used_rows
 from paradraft.sampling_params import GREEDY
+from paradraft.text.chat_template import Message
+from paradraft.text.tokenization import REPLACEMENT
+from paradraft.text.vocabulary import used_rows
 
 EXTENSIONS: tuple[Mapping[str, object], ...] = (
     {"return_token_ids": True, "return_tokens_as_token_ids": True, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},

@@ -12,7 +12,7 @@ from paradraft.audit.endpoint import Endpoint, Question, Served
 from paradraft.audit.prompt_causes import expected_ids, fault_of_prompt, fault_that_fits
 from paradraft.audit.served import Read, ServedReport, fits, judge
 from paradraft.audit.tables import Reference
-from paradraft.models.chat_template import Message
+from paradraft.text.chat_template import Message
 
 
 def audit_endpoint(

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.audit.endpoint import Served
 from paradraft.errors import one_line
-from paradraft.models.chat_template import Message, ask_tokens, names, template_of
-from paradraft.models.tokenization import encode_prompt
+from paradraft.text.chat_template import Message, ask_tokens, names, template_of
+from paradraft.text.tokenization import encode_prompt
 
 SWITCHES = ("enable_thinking", "thinking")
 """What chat templates call the switch of a model that can think before it answers."""

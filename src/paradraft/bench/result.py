@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from paradraft.bench.roofline import Passes
 from paradraft.bench.sides import Sides
 from paradraft.decode.stats import Stats
-from paradraft.models.tokenization import REPLACEMENT
 from paradraft.sampling_params import Sampling
+from paradraft.text.tokenization import REPLACEMENT
 
 FIRST = 32
 """The tokens of an answer's beginning. Later on, a small target that decodes greedily repeats itself."""

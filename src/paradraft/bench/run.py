@@ -26,8 +26,8 @@ from paradraft.environment import describe_machine
 from paradraft.loader import runtime_on
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
-from paradraft.models.loading import settled
 from paradraft.preflight import fitted
+from paradraft.sources.loading import settled
 from paradraft.verify import load_rule
 
 

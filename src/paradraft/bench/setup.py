@@ -26,13 +26,13 @@ from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.loader import drafter_processes, load_drafter_in, runtime_on
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import locate, pocket_folder, tokenizer_for
 from paradraft.models.names import is_shape
-from paradraft.models.presets import shape_of
 from paradraft.models.target import Target
-from paradraft.models.target_loading import load_target
 from paradraft.placement import on_cpus
 from paradraft.sampling_params import Sampling
+from paradraft.sources.loading import locate, pocket_folder, tokenizer_for
+from paradraft.sources.presets import shape_of
+from paradraft.sources.target_loading import load_target
 from paradraft.speculation import Speculation
 
 PLAIN = (HF, AR, LLAMA_CPP)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.bench.setup import Answers, Workload
 from paradraft.data.records import Record, records
-from paradraft.models.tokenization import encode_prompt
+from paradraft.text.tokenization import encode_prompt
 from paradraft.wording import number_of
 
 QUESTIONS = 80
@@ -155,7 +155,7 @@ def prompt_of(
 
     With a chat template the target is asked in it, up to the generation prompt, and without thinking where the
     template has a switch for that, as in the authors' code. Without one the question is written plainly. A BOS
-    that the template writes stays the only one: see `paradraft.models.tokenization.encode_prompt`.
+    that the template writes stays the only one: see `paradraft.text.tokenization.encode_prompt`.
 
     Args:
         task: whose question it is.

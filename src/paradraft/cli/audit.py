@@ -119,7 +119,7 @@ def audit(
         from paradraft.cli.audit_served import Asked, Given, audit_served
         from paradraft.data.prompt_source import counted
         from paradraft.environment import describe_machine
-        from paradraft.models.loading import settled
+        from paradraft.sources.loading import settled
 
     output = JsonOutput(json_file)
     check_outputs(output.file)

@@ -15,8 +15,10 @@ from paradraft.cli.terminal import console
 from paradraft.export.handoff import VLLM
 from paradraft.export.vllm import DEFAULT_PYTHON, NOT_INSTALLED, installed_python, speculative_config
 from paradraft.formats.pard import declared_mask_id
-from paradraft.models.chat_template import Message
-from paradraft.models.loading import (
+from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import Sampling
+from paradraft.serve.vllm import VllmServer
+from paradraft.sources.loading import (
     load_config,
     load_generation_config,
     load_tokenizer,
@@ -24,10 +26,8 @@ from paradraft.models.loading import (
     pocket_folder,
     tokenizer_for,
 )
-from paradraft.models.runtime import Runtime
-from paradraft.sampling_params import Sampling
-from paradraft.serve.vllm import VllmServer
 from paradraft.speculation import Speculation
+from paradraft.text.chat_template import Message
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def audit_served(asked: Asked, given: Given) -> tuple[list[str], dict[str, Any],
         ValueError: a setting is wrong, or a server does not answer as it must.
     """
     from paradraft.data.prompts import first_prompts
-    from paradraft.models.generation import end_ids
+    from paradraft.text.generation_config import end_ids
 
     temperature = asked.sampling.temperature or 1.0
     if given.reference_endpoint is not None and asked.seeds and temperature != 1.0:
@@ -189,9 +189,9 @@ def _asked(
     from paradraft.audit.endpoint_audit import audit_endpoint
     from paradraft.audit.prompt_causes import expected_ids
     from paradraft.audit.tables import ModelReference, Reference, ServerReference
-    from paradraft.models.target_loading import load_target
     from paradraft.request import requests_of
     from paradraft.sampling_params import GREEDY
+    from paradraft.sources.target_loading import load_target
 
     reference: Reference
     if given.reference_endpoint is not None:
@@ -247,11 +247,11 @@ def _draft_model(
         ValueError: there is no such model, or it reads the states of the target.
     """
     from paradraft.audit.draft_causes import DraftModel, special_ids
+    from paradraft.drafters.parts.draft_loading import draft_runtime
     from paradraft.formats.head import is_head
     from paradraft.formats.pard import RANK, TRAINED_LENGTH, mask_token_id
-    from paradraft.models.draft_loading import draft_runtime
-    from paradraft.models.loading import load_model
-    from paradraft.models.vocabulary import of_one_family, used_rows
+    from paradraft.sources.loading import load_model
+    from paradraft.text.vocabulary import of_one_family, used_rows
 
     assert given.draft is not None
     folder = locate(given.draft, "pard")

@@ -61,7 +61,7 @@ def questions_for(
         ValueError: an unknown task or target, data that cannot be read, or too few questions.
     """
     from paradraft.bench.tasks import Questions, files_of, read_questions, tasks_of
-    from paradraft.models.loading import load_config, locate, room, tokenizer_for
+    from paradraft.sources.loading import load_config, locate, room, tokenizer_for
 
     tasks = tasks_of(names)
     files = files_of(tasks, data)
@@ -206,7 +206,7 @@ def bench(
         from paradraft.bench.spec import Benchmark, Method
         from paradraft.bench.synthetic import SyntheticAcceptance
         from paradraft.data.records import read_object
-        from paradraft.models.loading import settled
+        from paradraft.sources.loading import settled
 
     runtime = settled(runtime, target)
     specs = _with_batches([spec.strip() for spec in methods.split(",")], batch_sizes)

@@ -34,7 +34,7 @@ from paradraft.wording import number_of
 
 if TYPE_CHECKING:
     from paradraft.engine import Chunk, Engine
-    from paradraft.models.chat_template import Message
+    from paradraft.text.chat_template import Message
 
 HELP = """/reset            forget the conversation
 /temperature T    0 is greedy; also /top-p P, /top-k K, /min-p P,
@@ -70,7 +70,7 @@ def chat(
     with importing():
         from paradraft.data.records import read_object
         from paradraft.loader import load_engine
-        from paradraft.models.chat_template import template_of
+        from paradraft.text.chat_template import template_of
 
     variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
     expect_penalty(generation_config)

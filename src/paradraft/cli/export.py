@@ -49,7 +49,7 @@ def export(
     with importing():
         from paradraft.bench.setup import held_out_prompts
         from paradraft.export.handoff import hand_off
-        from paradraft.models.loading import settled
+        from paradraft.sources.loading import settled
 
     texts = held_out_prompts(num_prompts, prompts, target, runtime.tokenizer, usual=options.FEW) if measure else []
     with news(console(stderr=True), f"writing {out}"), sigterm_raises():

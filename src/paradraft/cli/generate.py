@@ -24,7 +24,7 @@ from paradraft.verify import LOSSY, rule_name
 
 if TYPE_CHECKING:
     from paradraft.engine import Result
-    from paradraft.models.chat_template import Message
+    from paradraft.text.chat_template import Message
 
 ASKED = "this is an instruct model, prompts are asked as in a chat; --no-chat continues them"
 CONTINUED = (

@@ -40,7 +40,7 @@ UNSAID = options.Offer(
 
 def expect_penalty(choice: Choice) -> None:
     """Lets a command that obeys the model load it without a warning that others do not."""
-    from paradraft.models.generation import PenaltyWarning
+    from paradraft.text.generation_config import PenaltyWarning
 
     if choice == "auto":
         warnings.simplefilter("ignore", PenaltyWarning)
@@ -57,7 +57,7 @@ def asked_by(target: Target, name: str, choice: Choice) -> Mapping[str, float]:
     Raises:
         ValueError: the model asks for what there is not.
     """
-    from paradraft.models.generation import sampling_defaults
+    from paradraft.text.generation_config import sampling_defaults
 
     if choice == "none":
         return {}

@@ -111,13 +111,13 @@ def plan(
         from paradraft.bench.summary import marked
         from paradraft.data.prompt_source import counted
         from paradraft.export.engines import lines
-        from paradraft.models.loading import settled
         from paradraft.plan.acceptance import PARTS, asked_of
         from paradraft.plan.plan import DRAFT, run_plan
         from paradraft.plan.report import plot, table
         from paradraft.plan.sizes import SIZES, SizeTask
         from paradraft.plan.steadiness import unsteady_plan
         from paradraft.plan.task import Task, doubts, known_of, ways_of
+        from paradraft.sources.loading import settled
 
     found = None if acceptance is None else (read_result_file(acceptance, PARTS), acceptance.name)
     if found is not None:
@@ -188,9 +188,9 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: Js
     """Plans for a drafter whose prompt tokens ride in the target's pass, and writes the plan beside its checkpoint."""
     from paradraft.data.prompt_source import counted
     from paradraft.drafters.ppd import PLANS, Plan, read_plans, write_plan
-    from paradraft.models.loading import locate
     from paradraft.plan.sizes import run_size_plan, table
     from paradraft.plan.steadiness import unsteady_plan
+    from paradraft.sources.loading import locate
 
     speculation = task.speculation
     speculation.check_models(task.target)

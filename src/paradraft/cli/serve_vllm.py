@@ -16,13 +16,13 @@ from paradraft.cli.model_sampling import Choice
 from paradraft.export.vllm import DEFAULT_PYTHON, speculative_config
 from paradraft.formats.pard import RANK
 from paradraft.models.architecture import check_capacity
-from paradraft.models.loading import load_config, locate
 from paradraft.models.runtime import AUTO, Runtime
 from paradraft.placement import Placement
 from paradraft.plan.plan_file import read_chains
 from paradraft.serve.address import key_of
 from paradraft.serve.limits import Limits
 from paradraft.serve.vllm import DTYPES, VllmServer
+from paradraft.sources.loading import load_config, locate
 from paradraft.speculation import Speculation
 
 ONLY_VLLM = (

@@ -15,8 +15,8 @@ from dataclasses import replace
 from datetime import date
 
 from paradraft.data.samples import Sample
-from paradraft.models.chat_template import CLOCK, ChatTemplate, Message, names, text_message
-from paradraft.models.tokenization import encode_continuation
+from paradraft.text.chat_template import CLOCK, ChatTemplate, Message, names, text_message
+from paradraft.text.tokenization import encode_continuation
 
 DATE = "date_string"
 """What templates call the date that they write instead of asking the clock, if it is given."""

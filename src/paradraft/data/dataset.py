@@ -16,7 +16,7 @@ from paradraft.data.mix import Source, as_source, share
 from paradraft.data.samples import Sample
 from paradraft.data.token_cache import TokenCache, tokenized_records
 from paradraft.data.tokenized import Long, Tokenization, Tokenized
-from paradraft.models.chat_template import ChatTemplate, check_variables
+from paradraft.text.chat_template import ChatTemplate, check_variables
 
 NAMED = 5
 """How many samples a complaint names."""

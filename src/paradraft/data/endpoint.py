@@ -20,8 +20,8 @@ import httpx2
 
 from paradraft.data.questions import EOS, LENGTH, Answer, Question, next_prompt
 from paradraft.data.regenerate import Outcome
-from paradraft.models.chat_template import Message
 from paradraft.sampling_params import Sampling
+from paradraft.text.chat_template import Message
 
 REASONS = {"stop": EOS, "length": LENGTH}
 """Without stop strings, a server's "stop" is the model's own end."""

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from paradraft.data.questions import EOS, LENGTH, Answer, Question, next_prompt, turns_of
 from paradraft.data.regenerate import Outcome
 from paradraft.engine import Engine
-from paradraft.models.chat_template import ChatTemplate, Message, check_variables
 from paradraft.models.quantization import stored_parts
-from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
+from paradraft.text.chat_template import ChatTemplate, Message, check_variables
+from paradraft.text.tokenization import encode_prompt
 
 WINDOW = 32
 """Prompts are sorted by length within this many batches, so that a file that is half done is like the whole."""

@@ -10,8 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from paradraft.data.samples import Sample
-from paradraft.models.loading import pocket_folder
 from paradraft.models.names import POCKET
+from paradraft.sources.loading import pocket_folder
 
 
 class Source(BaseModel):

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.data.prompt_source import STDIN
 from paradraft.data.records import read_object
-from paradraft.models.chat_template import ChatTemplate, ask_text, check_questions, template_of
+from paradraft.text.chat_template import ChatTemplate, ask_text, check_questions, template_of
 
 EXAMPLE = '{"prompt": "some text"}'
 

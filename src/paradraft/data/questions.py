@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.data.records import conversation_of, object_of, renamed, rows
-from paradraft.models.chat_template import Message
+from paradraft.text.chat_template import Message
 
 ID = "answer_id"
 EOS, LENGTH = "eos", "length"

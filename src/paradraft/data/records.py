@@ -19,8 +19,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
 from paradraft.digests import file_digest
-from paradraft.models.chat_template import Message
-from paradraft.models.hub import HTTPError
+from paradraft.sources.hub import HTTPError
+from paradraft.text.chat_template import Message
 
 
 def read_object(text: str, place: str, example: str) -> dict[str, Any]:

@@ -34,8 +34,8 @@ from paradraft.data.records import RECORD_KEYS, Record, content_digest, records
 from paradraft.data.token_table import SCHEMA, read_table, records_of, table_of
 from paradraft.data.tokenized import Tokenization, Tokenized, tokenized
 from paradraft.digests import file_digest
-from paradraft.models.chat_template import CLOCK
 from paradraft.signals import sigterm_raises
+from paradraft.text.chat_template import CLOCK
 
 try:
     import fcntl
@@ -54,7 +54,7 @@ FIRST, FIRST_BYTES = 20, 2**16
 and are then said at once."""
 MANIFEST, RECORDS, TOKENS = "manifest.json", "records.arrow", "tokens.arrow"
 CODE = ("data/chat.py", "data/records.py", "data/samples.py", "data/token_table.py", "data/tokenized.py",
-        "models/chat_template.py", "models/tokenization.py")  # fmt: skip
+        "text/chat_template.py", "text/tokenization.py")  # fmt: skip
 """The files of this package that decide on tokens."""
 VERSIONS = ("paradraft", "transformers", "tokenizers", "jinja2")
 RAW = pa.schema([("place", pa.string()), ("record", pa.large_binary())])

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.data.chat import conversation_samples
 from paradraft.data.records import Record, conversation_of, renamed
 from paradraft.data.samples import Sample, group_of, is_longer, pieces, truncated
-from paradraft.models.chat_template import ChatTemplate
-from paradraft.models.tokenization import encode_continuation, encode_prompt
+from paradraft.text.chat_template import ChatTemplate
+from paradraft.text.tokenization import encode_continuation, encode_prompt
 
 Long = Literal["auto", "truncate", "split"]
 

@@ -10,7 +10,7 @@ from paradraft.core import INVALID, Request
 from paradraft.decode.logprobs import TokenLogprobs
 from paradraft.decode.stats import Stats
 from paradraft.errors import one_line
-from paradraft.models.tokenization import REPLACEMENT, GrowingText
+from paradraft.text.tokenization import REPLACEMENT, GrowingText
 
 NOT_NUMBERS = (
     "the {model}'s largest logit is NaN or infinite: its weights are damaged, its dtype overflows (try bfloat16 or "

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.drafters.parts.draft_loading import load_draft_lm
 from paradraft.formats.head import read_head
 from paradraft.models.causal_lm import CausalLM, SavedRow
-from paradraft.models.draft_loading import load_draft_lm
 from paradraft.models.forward.cpu.tree import grow
-from paradraft.models.loading import locate
 from paradraft.models.prompt_tokens import PromptTokens, forward_with_probes
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, TargetFacts
@@ -31,6 +30,7 @@ from paradraft.parents import depths, depths_after, parents_of_chains, texts_bef
 from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
 from paradraft.sampling.sampler import Sampler
+from paradraft.sources.loading import locate
 from paradraft.tree import ABSENT, Tree
 from paradraft.verify.match import accepted_path
 

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Draft
+from paradraft.drafters.parts.draft_layers import DraftLayers, target_layers
+from paradraft.drafters.parts.layers_drafter import LayersDrafter
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.draft_layers import DraftLayers, target_layers
-from paradraft.models.layers_drafter import LayersDrafter
-from paradraft.models.loading import locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, gathered
 from paradraft.ragged import upload
 from paradraft.sampling.expansion import expanded
+from paradraft.sources.loading import locate
 from paradraft.tree import ABSENT
 
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from paradraft.core import Draft
+from paradraft.drafters.parts.last_state_drafter import LastStateDrafter
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.tree import grow
-from paradraft.models.last_state_drafter import LastStateDrafter
-from paradraft.models.loading import locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
+from paradraft.sources.loading import locate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from paradraft.core import Draft
+from paradraft.drafters.parts.last_state_drafter import LastStateDrafter
+from paradraft.drafters.parts.one_pass import draft_of_pass
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.last_state_drafter import LastStateDrafter
-from paradraft.models.loading import locate
-from paradraft.models.one_pass import draft_of_pass
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
+from paradraft.sources.loading import locate
 
 
 @dataclass(frozen=True, kw_only=True)

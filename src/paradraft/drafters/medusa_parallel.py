@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paradraft.core import Draft
+from paradraft.drafters.parts.draft_layers import DraftLayers, Masks, target_layers
+from paradraft.drafters.parts.layers_drafter import LayersDrafter
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.draft_layers import DraftLayers, Masks, target_layers
-from paradraft.models.layers_drafter import LayersDrafter
-from paradraft.models.loading import locate
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
+from paradraft.sources.loading import locate
 
 
 @dataclass(frozen=True, kw_only=True)

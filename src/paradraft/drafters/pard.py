@@ -18,18 +18,18 @@ from torch import Tensor
 
 from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.drafters.parts.draft_loading import load_draft_lm
+from paradraft.drafters.parts.one_pass import draft_of_pass
+from paradraft.drafters.parts.previous_token import Correction, PreviousTokenHead, load_head
 from paradraft.formats.pard import check_ends_nothing, mask_token_id
 from paradraft.models.causal_lm import CausalLM, SavedRow
-from paradraft.models.draft_loading import load_draft_lm
 from paradraft.models.forward import FINAL_NORM
-from paradraft.models.loading import locate
-from paradraft.models.one_pass import draft_of_pass
-from paradraft.models.previous_token import Correction, PreviousTokenHead, load_head
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, TargetFacts, gathered
-from paradraft.models.tokenization import text_of
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
+from paradraft.sources.loading import locate
+from paradraft.text.tokenization import text_of
 from paradraft.tree import Tree
 
 

@@ -19,7 +19,6 @@ from paradraft.environment import cpu_name
 from paradraft.files import write_output
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import locate
 from paradraft.models.names import POCKET
 from paradraft.models.prompt_tokens import PromptTokens, Shapes
 from paradraft.models.runtime import Runtime
@@ -28,6 +27,7 @@ from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling.sparse_tree import StateTree, is_accuracy
+from paradraft.sources.loading import locate
 from paradraft.tree import Tree
 
 PLANS = "plans.json"

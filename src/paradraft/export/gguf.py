@@ -18,8 +18,17 @@ from paradraft.export.gguf_vocabulary import metadata_of
 from paradraft.formats.gguf import PARD_MASKS, PARD_TOKEN
 from paradraft.formats.gguf_blocks import KINDS, NAMES
 from paradraft.formats.pard import declared_mask_id
-from paradraft.models.generation import end_ids
-from paradraft.models.gguf_model import CONFIGS, INNER, PERMUTED, ROPE, llama3_factors, names_of, row_order, settings_of
+from paradraft.sources.gguf_model import (
+    CONFIGS,
+    INNER,
+    PERMUTED,
+    ROPE,
+    llama3_factors,
+    names_of,
+    row_order,
+    settings_of,
+)
+from paradraft.text.generation_config import end_ids
 
 FILE = "model.gguf"
 TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int8": "Q8_0", "int4": "Q4_0"}

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.models.gguf_tokenizer import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED, built
+from paradraft.sources.gguf_tokenizer import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED, built
 
 PROBES = (
     "def f(x):\n    return 'Grüße' + str(x ** 2)  # 1234567, 89\n\n\n\tfor i in range(10): print(i, end=\"\")\n",

@@ -27,11 +27,11 @@ from paradraft.formats.folder import whole_folder, write_model
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import CONFIG_KEYS, RANK, declare_masks, declared_mask_id
 from paradraft.loader import load_engine
-from paradraft.models.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
-from paradraft.models.vocabulary import of_one_family, resize, used_rows
+from paradraft.sources.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.speculation import Speculation
+from paradraft.text.vocabulary import of_one_family, resize, used_rows
 
 VLLM, SGLANG, TENSORRT, TRANSFORMERS, GGUF = ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers", "gguf")
 PARALLEL = (VLLM, TENSORRT)

@@ -21,8 +21,8 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from paradraft.drafters.parts.draft_layers import mistral_like
 from paradraft.formats.head import BODY, Head, write_head
-from paradraft.models.draft_layers import mistral_like
 
 OUTPUT_HEAD = "lm_head.weight"
 """What vLLM calls the output head that all heads of Medusa share."""

@@ -16,8 +16,8 @@ CONFIG_KEYS = ("pard_token", "mask_token_id", "spd_type", "pard_masks", RANK)
 TRAINED_LENGTH = "pard_max_length"
 """Most tokens of the rows that the model was trained on; beyond it a draft may be worse."""
 PREVIOUS_TOKEN_HEAD = "previous_token_head/model.safetensors"
-"""The file that has the head of `paradraft.models.previous_token`. Engines that do not know it load the folder as any
-PARD model, and draft without the head: they read all weights beside `config.json`, and none in folders below."""
+"""The file with the head of `paradraft.drafters.parts.previous_token`. Engines that do not know it load the folder as
+any PARD model and draft without the head: they read all weights beside `config.json`, and none in folders below."""
 
 
 def check_ends_nothing(

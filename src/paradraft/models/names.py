@@ -5,7 +5,7 @@ from __future__ import annotations
 POCKET = "pocket"
 """The shipped family."""
 PREFIX = "shape:"
-"""How the name of a shape begins; see `paradraft.models.presets`."""
+"""How the name of a shape begins; see `paradraft.sources.presets`."""
 
 
 def is_shape(name: str) -> bool:

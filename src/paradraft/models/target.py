@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM, SavedRow
-from paradraft.models.chat_template import end_of_turn
-from paradraft.models.generation import end_ids
 from paradraft.models.prompt_tokens import forward_with_probes
 from paradraft.parents import depths, parents_of_chains, row_after, with_root
 from paradraft.ragged import from_lists, to_lists, upload
+from paradraft.text.chat_template import end_of_turn
+from paradraft.text.generation_config import end_ids
 from paradraft.wording import number_of
 
 

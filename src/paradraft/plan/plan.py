@@ -16,16 +16,16 @@ from paradraft.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.export.engines import tensorrt_config, vllm_config
 from paradraft.loader import HERE
-from paradraft.models.loading import settled
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.models.target_loading import load_target
 from paradraft.plan.acceptance import Acceptance
 from paradraft.plan.costs import Costs, measure_rounds
 from paradraft.plan.predict import PLAIN, Prediction, Way, best, predict
 from paradraft.plan.steadiness import Watch
 from paradraft.plan.task import Task, ways_of
 from paradraft.preflight import fitted
+from paradraft.sources.loading import settled
+from paradraft.sources.target_loading import load_target
 
 Report = Callable[[str], None]
 Checked = dict[tuple[int, Way], dict[str, Any]]

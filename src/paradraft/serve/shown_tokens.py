@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paradraft.engine import Chunk, Engine
-from paradraft.models.tokenization import REPLACEMENT
 from paradraft.serve.questions import Choice
+from paradraft.text.tokenization import REPLACEMENT
 
 LEAST = -9999.0
 """In place of the logarithm of 0, which JSON does not have."""

@@ -12,7 +12,7 @@ from paradraft.decode.generation import Generation
 from paradraft.drafters import load_drafter
 from paradraft.engine import Engine
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
+from paradraft.sources.target_loading import load_target
 from paradraft.speculation import Speculation
 
 

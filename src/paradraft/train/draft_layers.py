@@ -1,4 +1,4 @@
-"""What the trainings of drafters with decoder layers of their own share; see `paradraft.models.draft_layers`.
+"""What the trainings of drafters with decoder layers of their own share; see `paradraft.drafters.parts.draft_layers`.
 
 Rows are PARD's (`rows.py`): ParallelSpec's group of a token and its masks (section 4.1, Fig. 3) is the chain of rows
 with one anchor, so a group is hidden from all others, and COD with r = 1 is the paper's training. A row reads what the
@@ -18,10 +18,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 
-from paradraft.models.draft_layers import layers_like, side_by_side
+from paradraft.drafters.parts.draft_layers import layers_like, side_by_side
+from paradraft.drafters.parts.previous_token import MOST_RANK, new_head
 from paradraft.models.forward import FINAL_NORM
-from paradraft.models.loading import load_config, locate
-from paradraft.models.previous_token import MOST_RANK, new_head
+from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
 from paradraft.train.batch import Drop, TrainingBatch
 from paradraft.train.heads import (

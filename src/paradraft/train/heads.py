@@ -22,12 +22,12 @@ from paradraft.formats.folder import whole_folder
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint, write_head
 from paradraft.models.architecture import context_of
 from paradraft.models.forward import FINAL_NORM
-from paradraft.models.loading import load_model, load_skeleton, locate
 from paradraft.models.output_head import logits_of, sizes_of
 from paradraft.models.quantization import store_in_nf4
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.models.vocabulary import check_rows, used_rows
+from paradraft.sources.loading import load_model, load_skeleton, locate
+from paradraft.text.vocabulary import check_rows, used_rows
 from paradraft.train import memory
 from paradraft.train.batch import Drop, TrainingBatch, collate
 from paradraft.train.features import FeatureCache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from paradraft.models.loading import load_config, locate
+from paradraft.sources.loading import load_config, locate
 from paradraft.train.batch import Drop, TrainingBatch
 from paradraft.train.heads import (
     HeadObjective,

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from paradraft.drafters.parts.previous_token import load_head, stored_head
 from paradraft.formats.folder import save_model
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
 from paradraft.models.architecture import context_of, has_experts
 from paradraft.models.devices import TORCH_DTYPES
-from paradraft.models.loading import (
+from paradraft.models.runtime import Runtime
+from paradraft.sources.loading import (
     load_config,
     load_generation_config,
     load_model,
@@ -25,9 +27,7 @@ from paradraft.models.loading import (
     locate,
     settled,
 )
-from paradraft.models.previous_token import load_head, stored_head
-from paradraft.models.runtime import Runtime
-from paradraft.models.vocabulary import free_id, of_one_family, resize, role_ids, unsaid_id, used_rows, without_role
+from paradraft.text.vocabulary import free_id, of_one_family, resize, role_ids, unsaid_id, used_rows, without_role
 from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
 from paradraft.train.templates import template_text
 

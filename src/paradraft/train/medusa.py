@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
-from paradraft.models.loading import load_config, locate
 from paradraft.models.output_head import logits_scale
+from paradraft.sources.loading import load_config, locate
 from paradraft.train.batch import Drop, TrainingBatch
 from paradraft.train.heads import (
     HeadObjective,

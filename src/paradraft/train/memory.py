@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from paradraft.models.architecture import has_experts
 from paradraft.models.devices import computes_bf16
 from paradraft.models.kv_cache import free_bytes, head_size
-from paradraft.models.loading import load_skeleton, locate
+from paradraft.sources.loading import load_skeleton, locate
 from paradraft.train.objective import LOGITS
 from paradraft.train.recipe import Recipe
 from paradraft.train.rows import FLEX

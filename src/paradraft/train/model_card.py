@@ -12,8 +12,8 @@ from paradraft.drafters import drafter_config, drafter_names
 from paradraft.export.engines import vllm_fixed
 from paradraft.export.vllm import NeedsExportError, check_draft
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
-from paradraft.models.loading import locate, pocket_folder
 from paradraft.models.names import POCKET
+from paradraft.sources.loading import locate, pocket_folder
 from paradraft.train.progress import BestSoFar, Score
 from paradraft.train.provenance import RECORD, Learnt
 from paradraft.train.recipe import Recipe

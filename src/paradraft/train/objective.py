@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from paradraft.drafters.parts.previous_token import PreviousTokenHead
 from paradraft.models.output_head import finished, logits_of
-from paradraft.models.previous_token import PreviousTokenHead
 from paradraft.train.batch import TrainingBatch
 from paradraft.train.losses import IGNORED, Divergence, cross_entropy, divergence
 from paradraft.train.previous_token import chain_probabilities, corrected

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.data.samples import Sample
+from paradraft.drafters.parts.draft_loading import load_draft_lm
+from paradraft.drafters.parts.previous_token import MOST_RANK, PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import (
     PREVIOUS_TOKEN_HEAD,
@@ -25,14 +27,12 @@ from paradraft.formats.pard import (
     forget_masks,
 )
 from paradraft.models.architecture import context_of
-from paradraft.models.draft_loading import load_draft_lm
-from paradraft.models.loading import load_config, load_model, load_skeleton, locate
 from paradraft.models.output_head import check_linear
-from paradraft.models.previous_token import MOST_RANK, PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.models.tokenization import text_of
-from paradraft.models.vocabulary import (
+from paradraft.sources.loading import load_config, load_model, load_skeleton, locate
+from paradraft.text.tokenization import text_of
+from paradraft.text.vocabulary import (
     check_rows,
     end_ids,
     free_id,

@@ -27,7 +27,7 @@ from paradraft.data.samples import Sample
 from paradraft.drafters.ppd import MOST_PROMPTS
 from paradraft.models.architecture import has_experts
 from paradraft.models.kv_cache import head_size
-from paradraft.models.loading import load_config, locate
+from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
 from paradraft.train.batch import Drop, TrainingBatch
 from paradraft.train.heads import DECAY, HeadObjective, HeadRecipe, HeadTrainee, check_memory, frozen_target

@@ -1,5 +1,5 @@
-"""The training of a head that tells each mask which tokens stand before it (`paradraft.models.previous_token`), and of
-rows by how likely these tokens are.
+"""Trains a head that gives each mask the token before it (`paradraft.drafters.parts.previous_token`), and rows by how
+likely these tokens are.
 
 The tokens between a row's anchor and itself are those of the text, as if they had been drafted.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paradraft.models.previous_token import PreviousTokenHead
+from paradraft.drafters.parts.previous_token import PreviousTokenHead
 from paradraft.train.batch import TrainingBatch
 from paradraft.train.rows import FILLING
 from paradraft.train.teacher import Teacher

@@ -20,8 +20,8 @@ from paradraft.data.mix import Entry, Source, as_source
 from paradraft.data.records import check_columns
 from paradraft.data.tokenized import Long
 from paradraft.digests import file_digest, model_digest
-from paradraft.models.loading import pocket_folder
 from paradraft.models.names import POCKET
+from paradraft.sources.loading import pocket_folder
 from paradraft.train.losses import Reduction
 from paradraft.train.optimizers import Schedule
 

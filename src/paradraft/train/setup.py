@@ -17,9 +17,9 @@ from paradraft.data.samples import Sample, hold_out
 from paradraft.environment import is_main_process
 from paradraft.models.architecture import context_of
 from paradraft.models.devices import computes_bf16
-from paradraft.models.loading import load_config, load_generation_config, load_tokenizer, locate
 from paradraft.models.runtime import Runtime
-from paradraft.models.vocabulary import check_rows, named_ends
+from paradraft.sources.loading import load_config, load_generation_config, load_tokenizer, locate
+from paradraft.text.vocabulary import check_rows, named_ends
 from paradraft.train.acceptance import AcceptanceMeter, prompt_of
 from paradraft.train.batch import TrainingBatch, pack
 from paradraft.train.provenance import Learnt, learnt_of

@@ -21,10 +21,10 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from paradraft.models.architecture import context_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.eager import layer_by_layer
-from paradraft.models.loading import load_model, load_tokenizer, locate
 from paradraft.models.output_head import logits_of
 from paradraft.models.runtime import Runtime
-from paradraft.models.vocabulary import check_rows, of_one_family
+from paradraft.sources.loading import load_model, load_tokenizer, locate
+from paradraft.text.vocabulary import check_rows, of_one_family
 from paradraft.train.batch import Texts
 from paradraft.train.losses import IMPOSSIBLE
 from paradraft.train.rows import Rows, attention_mask

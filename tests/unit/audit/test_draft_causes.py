@@ -20,9 +20,9 @@ from paradraft.audit.tables import ModelReference, Table
 from paradraft.audit.verdict import FAIL, PASS
 from paradraft.data.prompts import read_prompts
 from paradraft.formats.pard import RANK
-from paradraft.models.loading import load_tokenizer, pocket_folder
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
+from paradraft.sources.loading import load_tokenizer, pocket_folder
+from paradraft.sources.target_loading import load_target
 from tests.conftest import VOCAB
 from tests.support.fake_engine import MODEL, Decoding, FakeEngine, Plain, Propose, one_by_one, pard
 from tests.support.kinds import KINDS, model_of

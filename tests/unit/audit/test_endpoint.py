@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.audit.counters import Counters, counters_of, fault_of_counters
 from paradraft.audit.endpoint import Endpoint, Question, Served
-from paradraft.models.vocabulary import used_rows
+from paradraft.text.vocabulary import used_rows
 from tests.conftest import tiny_tokenizer
 from tests.support.endpoint_server import MODEL, Reply, Script, Server
 from tests.support.small_tokenizers import KINDS

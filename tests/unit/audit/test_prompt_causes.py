@@ -17,7 +17,7 @@ from paradraft.audit.served import ServedReport
 from paradraft.audit.tables import ModelReference
 from paradraft.audit.verdict import FAIL, PASS
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
+from paradraft.sources.target_loading import load_target
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.fake_engine import MODEL, Decoding, FakeEngine, Plain, Telling
 

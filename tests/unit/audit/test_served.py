@@ -27,7 +27,7 @@ from paradraft.cli.audit_served import findings
 from paradraft.engine import Engine
 from paradraft.loader import load
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
+from paradraft.sources.target_loading import load_target
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.fake_engine import MODEL, Decoding, Draw, FakeEngine, Plain, Rows, Telling, lossless, pard
 from tests.support.serving import MODEL as OURS

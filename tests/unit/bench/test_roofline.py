@@ -15,9 +15,9 @@ from paradraft.bench.spec import Method
 from paradraft.drafters import takes_draft
 from paradraft.loader import load
 from paradraft.models.causal_lm import Pass
-from paradraft.models.presets import random_model
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
+from paradraft.sources.presets import random_model
 from tests.conftest import tiny_model
 from tests.support.kinds import model_of
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paradraft.bench.summary import mean_of
 from paradraft.bench.tasks import TASKS, Questions, files_of, prompt_of, read_questions, tasks_of
-from paradraft.models.tokenization import encode_prompt
+from paradraft.text.tokenization import encode_prompt
 from tests.conftest import tiny_tokenizer
 from tests.support.jsonl import write_lines
 from tests.support.tasks import RECORDS, write_task

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from paradraft.cli.terminal import console, news
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
+from paradraft.sources.target_loading import load_target
 
 
 class Tty(StringIO):

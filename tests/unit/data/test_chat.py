@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.data.chat import conversation_samples
 from paradraft.data.samples import Sample
-from paradraft.models.chat_template import ChatTemplate
-from paradraft.models.tokenization import encode_continuation
+from paradraft.text.chat_template import ChatTemplate
+from paradraft.text.tokenization import encode_continuation
 from tests.conftest import tiny_tokenizer
 
 QWEN3 = """

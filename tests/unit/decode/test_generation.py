@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from paradraft.core import INVALID, Request
 from paradraft.decode.generation import AnswerText, Generation, find_stop, settled, stop_strings
-from paradraft.models.tokenization import Detokenizer
 from paradraft.sampling_params import Sampling
+from paradraft.text.tokenization import Detokenizer
 from tests.support.small_tokenizers import END, byte_fallback, byte_level
 
 

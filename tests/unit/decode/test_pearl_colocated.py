@@ -19,10 +19,10 @@ from paradraft.decode.remote import RemoteDrafter
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.presets import id_tokenizer, random_model
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement, Stage
 from paradraft.sampling_params import Sampling
+from paradraft.sources.presets import id_tokenizer, random_model
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import Varying, answers, decoded, requests, started, target_of
 from tests.unit.decode.test_pearl import COMPILED, PROMPTS, SAMPLINGS, NoDrafts

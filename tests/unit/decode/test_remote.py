@@ -31,9 +31,9 @@ from paradraft.decode.remote import DrafterLostError, DrafterProcess, RemoteDraf
 from paradraft.engine import Engine
 from paradraft.loader import load
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
 from paradraft.placement import Placement, cpus_of, on_cpus
 from paradraft.sampling_params import Sampling
+from paradraft.sources.target_loading import load_target
 from paradraft.speculation import Speculation
 from tests.support.drafts import draft_of
 

@@ -12,10 +12,10 @@ from transformers import MistralForCausalLM
 from paradraft.core import Request
 from paradraft.decode.generation import Generation
 from paradraft.drafters.eagle import EagleDrafter
+from paradraft.drafters.parts.draft_layers import mistral_like
 from paradraft.engine import Engine
 from paradraft.formats.head import read_checkpoint
 from paradraft.loader import load
-from paradraft.models.draft_layers import mistral_like
 from paradraft.models.runtime import Runtime
 from paradraft.sampling import expansion
 from paradraft.speculation import Speculation

@@ -14,11 +14,11 @@ from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.pard import Config, PardDrafter, build
 from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import load_model
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
 from paradraft.ragged import to_lists
 from paradraft.sampling_params import Sampling
+from paradraft.sources.loading import load_model
+from paradraft.sources.target_loading import load_target
 from paradraft.tree import ABSENT, Tree
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import committed, requests, started

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import paradraft
-from paradraft.models.loading import load_model, load_tokenizer, locate
 from paradraft.models.runtime import Runtime
+from paradraft.sources.loading import load_model, load_tokenizer, locate
 
 POCKET = Path(paradraft.__file__).parent / "pocket"
 K = 8

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from paradraft.export.heads import REASONS, check_head, is_exported, needs_output_head, write_for_vllm
 from paradraft.export.vllm import speculative_config
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint
-from paradraft.models.loading import load_config
+from paradraft.sources.loading import load_config
 from paradraft.speculation import Speculation
 from paradraft.train import launch, recipe_class, trainee_module, trainee_names
 from paradraft.train.heads import HeadRecipe

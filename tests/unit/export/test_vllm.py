@@ -10,7 +10,7 @@ import pytest
 from paradraft.export.vllm import installed_python, speculative_config
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import declare_masks
-from paradraft.models.loading import pocket_folder
+from paradraft.sources.loading import pocket_folder
 from paradraft.speculation import Speculation
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.drafts import draft_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paradraft.formats.gguf_blocks import KINDS, NAMES, Blocks, row_bytes, unpacked
-from paradraft.models.stored_weights import quantized
+from paradraft.sources.stored_weights import quantized
 
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),

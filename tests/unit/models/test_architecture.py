@@ -13,8 +13,8 @@ from transformers import CohereConfig, LlamaConfig, PretrainedConfig, Qwen2Confi
 from paradraft.loader import load
 from paradraft.models.architecture import ARCHITECTURES, check_architecture, context_of
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import load_config, load_model
 from paradraft.models.runtime import Runtime
+from paradraft.sources.loading import load_config, load_model
 from tests.conftest import tiny_model, tiny_tokenizer
 from tests.support.random_models import LLAMA3_ROPE
 

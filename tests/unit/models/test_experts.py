@@ -13,10 +13,10 @@ from paradraft.audit.reference import own_logits
 from paradraft.audit.verdict import PASS, TIES
 from paradraft.loader import load
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.loading import load_model, load_shard
 from paradraft.models.quantization import quantize
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
+from paradraft.sources.loading import load_model, load_shard
 from paradraft.train.init_draft import make
 from paradraft.train.init_from import PrunedTarget, RandomInit
 from tests.conftest import VOCAB, tiny_tokenizer

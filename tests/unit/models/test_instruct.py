@@ -9,7 +9,7 @@ import pytest
 
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.models.target_loading import load_target
+from paradraft.sources.target_loading import load_target
 from tests.conftest import tiny_model, tiny_tokenizer
 from tests.support import gguf_files
 

@@ -16,8 +16,8 @@ from paradraft.loader import load
 from paradraft.models.quantization import check_quantization, stored_bytes
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
 from paradraft.sampling_params import Sampling
+from paradraft.sources.target_loading import load_target
 from tests.e2e.conftest import Paradraft, assert_mistake
 from tests.e2e.conftest import paradraft as paradraft
 from tests.support.decoding import empty_rows

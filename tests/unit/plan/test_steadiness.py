@@ -12,10 +12,10 @@ from paradraft.decode.batch import Batch
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine import Engine
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
 from paradraft.plan import steadiness
 from paradraft.plan.steadiness import Watch, unsteady_plan
 from paradraft.sampling_params import GREEDY
+from paradraft.sources.target_loading import load_target
 from paradraft.speculation import Speculation
 
 

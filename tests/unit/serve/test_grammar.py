@@ -21,12 +21,12 @@ from paradraft.engine import Engine
 from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import TargetFacts
-from paradraft.models.tokenization import Detokenizer
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.serve import grammar as module
 from paradraft.serve.grammar import LIMITS, MOST_SCHEMA_BYTES, Grammar, Grammars
 from paradraft.speculation import Speculation
+from paradraft.text.tokenization import Detokenizer
 from paradraft.tree import Tree
 from tests.support.json_models import ENDS, MASK, VOCAB
 from tests.support.small_tokenizers import KINDS

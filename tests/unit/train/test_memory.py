@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paradraft.data.samples import Sample
-from paradraft.models.loading import load_skeleton, load_tokenizer
+from paradraft.sources.loading import load_skeleton, load_tokenizer
 from paradraft.train import memory, setup
 from paradraft.train.batch import Drop, collate
 from paradraft.train.objective import Objective

@@ -15,10 +15,10 @@ from paradraft.core import Request
 from paradraft.data.samples import Sample
 from paradraft.decode.generation import Generation
 from paradraft.drafters.pard import PardDrafter
+from paradraft.drafters.parts.previous_token import PreviousTokenHead
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
 from paradraft.loader import load
 from paradraft.models.output_head import sizes_of
-from paradraft.models.previous_token import PreviousTokenHead
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.candidates import Candidates
 from paradraft.train import pard, setup

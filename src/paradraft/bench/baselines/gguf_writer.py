@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from paradraft.models.gguf_model import INNER, OUTER, ROPE, settings_of
+from paradraft.sources.gguf_model import INNER, OUTER, ROPE, settings_of
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """What llama.cpp calls them."""

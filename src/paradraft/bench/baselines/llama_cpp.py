@@ -26,13 +26,13 @@ from paradraft.bench.spec import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.digests import model_digest
 from paradraft.models.devices import TORCH_DTYPES, computes_bf16
-from paradraft.models.generation import suppressed_ids
-from paradraft.models.loading import config_of, load_model, locate
 from paradraft.models.names import POCKET, PREFIX, is_shape
-from paradraft.models.presets import random_model, shape_of
 from paradraft.models.runtime import QUANTIZED, Runtime
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
+from paradraft.sources.loading import config_of, load_model, locate
+from paradraft.sources.presets import random_model, shape_of
+from paradraft.text.generation_config import suppressed_ids
 
 DEFAULT_PYTHON = Path("build/llama-cpp/bin/python")
 """Where `make llama-cpp` puts the Python of llama.cpp's environment."""

@@ -20,8 +20,8 @@ from typing import IO, Any, ClassVar, Self
 from paradraft.bench.result import Answerer, BatchResult
 from paradraft.bench.spec import Method
 from paradraft.models.target import Target
-from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
+from paradraft.text.tokenization import encode_prompt
 from paradraft.wording import number_of
 
 

@@ -15,8 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 from paradraft.bench.result import Answerer, BatchResult, Counts
 from paradraft.bench.roofline import plain_passes
 from paradraft.models.target import Target
-from paradraft.models.tokenization import encode_prompt
 from paradraft.sampling_params import Sampling
+from paradraft.text.tokenization import encode_prompt
 
 
 def plain(target: Target) -> Answerer:

@@ -13,10 +13,10 @@ from paradraft.bench.baselines.process import EngineProcess, without_engine
 from paradraft.bench.result import BatchResult, Counts
 from paradraft.bench.spec import Method
 from paradraft.export.vllm import DEFAULT_PYTHON, NOT_INSTALLED, installed_python, intel_openmp, speculative_config
-from paradraft.models.loading import locate
 from paradraft.models.runtime import QUANTIZED, Runtime
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
+from paradraft.sources.loading import locate
 
 
 class VllmProcess(EngineProcess):

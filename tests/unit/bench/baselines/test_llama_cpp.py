@@ -22,9 +22,9 @@ from paradraft.bench.baselines.llama_cpp import (
 from paradraft.bench.result import Counts
 from paradraft.bench.spec import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
-from paradraft.models.generation import suppressed_ids
-from paradraft.models.loading import load_model
 from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.sources.loading import load_model
+from paradraft.text.generation_config import suppressed_ids
 from tests.conftest import tiny_tokenizer
 from tests.support.fake_llama_cpp import TOKENS, drafted_token, next_token, python
 from tests.support.fake_vllm import executable

@@ -17,9 +17,9 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM, NotFiniteError
 from paradraft.models.forward.pipeline import FEW_ROWS, split
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
 from paradraft.placement import Placement, Stage, stages_of
 from paradraft.sampling_params import Sampling
+from paradraft.sources.target_loading import load_target
 from tests.conftest import VOCAB, tiny_model
 from tests.support.drafts import draft_of
 

@@ -1,4 +1,4 @@
-// Draws drafts token by token, each after a correction of its logits by the tokens before it (models/previous_token.py):
+// Draws drafts token by token, each after a correction of its logits by the tokens before it (drafters/parts/previous_token.py):
 // chains, and trees of the likeliest nodes.
 //
 // Shape letters: B rows of a batch, K places of a draft, V vocabulary, D hidden size, X rank of the correction.

@@ -31,7 +31,7 @@ class _Places(ctypes.Structure):
 
 
 class NativeCorrection:
-    """Draws what a head of `paradraft.models.previous_token` says.
+    """Draws what a head of `paradraft.drafters.parts.previous_token` says.
 
     Args:
         embedding: `[rows, D]` in float32 or bfloat16.

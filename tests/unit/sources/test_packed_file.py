@@ -21,15 +21,16 @@ from torch import Tensor
 
 from paradraft.drafters import drafter_names
 from paradraft.loader import load
-from paradraft.models import loading, packed_file, quantized, target_loading
+from paradraft.models import quantized
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu import build, matrix
-from paradraft.models.packed_file import SETTING
 from paradraft.models.quantized import QuantizedTensor
-from paradraft.models.rounding_reader import files_of
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target, weights_bytes
 from paradraft.sampling_params import Sampling
+from paradraft.sources import loading, packed_file, target_loading
+from paradraft.sources.packed_file import SETTING
+from paradraft.sources.rounding_reader import files_of
+from paradraft.sources.target_loading import load_target, weights_bytes
 from tests.conftest import tiny_tokenizer
 from tests.support.drafts import draft_of
 from tests.support.gguf_files import tiny_model, write_gguf
@@ -441,8 +442,8 @@ def child(code: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
 
 CHILD = """
 import os, signal, sys
-from paradraft.models import packed_file
-from paradraft.models.target_loading import load_target
+from paradraft.sources import packed_file
+from paradraft.sources.target_loading import load_target
 from paradraft.models.runtime import Runtime
 
 def resident(kind):

@@ -13,8 +13,8 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 
 from paradraft.export.gguf_vocabulary import PROBES, metadata_of
 from paradraft.formats.gguf import read_gguf
-from paradraft.models.gguf_tokenizer import built, check_same_tokens
-from paradraft.models.loading import load_tokenizer
+from paradraft.sources.gguf_tokenizer import built, check_same_tokens
+from paradraft.sources.loading import load_tokenizer
 from tests.support.gguf_files import END, ROWS, TEMPLATE, TEXT, TURN, tiny_model, tiny_tokenizer, tokens_of, write_gguf
 from tests.support.small_tokenizers import byte_fallback
 

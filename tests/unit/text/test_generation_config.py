@@ -13,7 +13,8 @@ from transformers import GenerationConfig, WatermarkingConfig
 
 from paradraft.engine import Engine
 from paradraft.loader import load
-from paradraft.models.generation import (
+from paradraft.models.runtime import Runtime
+from paradraft.text.generation_config import (
     GIVEN_OR_OBEYED,
     IGNORED,
     IGNORED_IF_SAMPLED,
@@ -25,7 +26,6 @@ from paradraft.models.generation import (
     sampling_defaults,
     suppressed_ids,
 )
-from paradraft.models.runtime import Runtime
 from tests.conftest import tiny_model, tiny_tokenizer
 
 EXACT = Runtime(dtype="float64")

@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.formats.gguf import read_gguf
-from paradraft.models import gguf_model
-from paradraft.models.generation import sampling_defaults
-from paradraft.models.gguf_model import row_order, shortest
-from paradraft.models.loading import load_config, load_generation_config, settled
 from paradraft.models.quantized import Format, NumberKind, QuantizedTensor
 from paradraft.models.runtime import Runtime
-from paradraft.models.stored_weights import assembled
-from paradraft.models.target_loading import load_target, weights_bytes
+from paradraft.sources import gguf_model
+from paradraft.sources.gguf_model import row_order, shortest
+from paradraft.sources.loading import load_config, load_generation_config, settled
+from paradraft.sources.stored_weights import assembled
+from paradraft.sources.target_loading import load_target, weights_bytes
+from paradraft.text.generation_config import sampling_defaults
 from tests.support.gguf_files import FAMILIES, tiny_model, write_gguf
 
 EAGER = Runtime(compiled=False)

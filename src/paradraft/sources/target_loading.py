@@ -18,7 +18,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.formats.gguf import is_gguf, read_gguf
-from paradraft.models import gguf_model
 from paradraft.models.architecture import has_experts
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import is_built
@@ -26,9 +25,15 @@ from paradraft.models.forward.cpu.model import ARCHITECTURES as CPP_ARCHITECTURE
 from paradraft.models.forward.cpu.model import can_serve
 from paradraft.models.forward.cpu.self_check import OtherLogitsError
 from paradraft.models.forward.pipeline import StageModel, split
-from paradraft.models.generation import PenaltyWarning, complaint, end_ids, penalty_complaint, suppressed_ids
-from paradraft.models.gguf_tokenizer import named_ends_of
-from paradraft.models.loading import (
+from paradraft.models.names import is_shape
+from paradraft.models.quantization import quantize
+from paradraft.models.quantized import GROUP, bits_of
+from paradraft.models.runtime import QUANTIZED, STORED, Runtime
+from paradraft.models.target import Target
+from paradraft.placement import Stage
+from paradraft.sources import gguf_model
+from paradraft.sources.gguf_tokenizer import named_ends_of
+from paradraft.sources.loading import (
     config_of,
     is_in_few_bits,
     load_generation_config,
@@ -41,15 +46,10 @@ from paradraft.models.loading import (
     tokenizer_for,
     tokens_of,
 )
-from paradraft.models.names import is_shape
-from paradraft.models.packed_file import PackedFile
-from paradraft.models.presets import random_model
-from paradraft.models.quantization import quantize
-from paradraft.models.quantized import GROUP, bits_of
-from paradraft.models.rounding_reader import files_of, fill
-from paradraft.models.runtime import QUANTIZED, STORED, Runtime
-from paradraft.models.target import Target
-from paradraft.placement import Stage
+from paradraft.sources.packed_file import PackedFile
+from paradraft.sources.presets import random_model
+from paradraft.sources.rounding_reader import files_of, fill
+from paradraft.text.generation_config import PenaltyWarning, complaint, end_ids, penalty_complaint, suppressed_ids
 
 LOG = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.drafters.parts.draft_layers import DraftLayers, SavedLayers
+from paradraft.drafters.parts.one_pass import draft_of_pass
+from paradraft.drafters.parts.previous_token import Correction, previous_token_head
 from paradraft.formats.head import Head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.draft_layers import DraftLayers, SavedLayers
 from paradraft.models.forward.cpu.tree import grow
-from paradraft.models.one_pass import draft_of_pass
-from paradraft.models.previous_token import Correction, previous_token_head
 from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
 from paradraft.sampling.sampler import Sampler

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paradraft.formats.gguf import GgufFile
-from paradraft.models.vocabulary import of_one_family
+from paradraft.text.vocabulary import of_one_family
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """What kinds of tokens there are (`tokenizer.ggml.token_type`)."""

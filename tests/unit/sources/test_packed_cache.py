@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paradraft.models import packed_cache
-from paradraft.models.packed_cache import MOST_DAYS, make_room, mark_as_read
+from paradraft.sources import packed_cache
+from paradraft.sources.packed_cache import MOST_DAYS, make_room, mark_as_read
 
 Usage = namedtuple("Usage", "total used free")
 GIB = 2**30

@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from paradraft.core import Draft
+from paradraft.drafters.parts.previous_token import Correction
 from paradraft.models.forward.cpu.tree import grow
-from paradraft.models.previous_token import Correction
 from paradraft.sampling.candidates import Candidates, assemble_from, candidates_needed
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from paradraft.models.tokenization import Detokenizer, encode_continuation, encode_prompt
+from paradraft.text.tokenization import Detokenizer, encode_continuation, encode_prompt
 from tests.conftest import tiny_tokenizer
 from tests.support.small_tokenizers import KINDS
 

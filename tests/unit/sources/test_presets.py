@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paradraft.models.draft_loading import load_draft_lm
-from paradraft.models.loading import locate
-from paradraft.models.presets import SHAPES, random_model, shape_of
+from paradraft.drafters.parts.draft_loading import load_draft_lm
 from paradraft.models.runtime import Runtime
-from paradraft.models.target_loading import load_target
+from paradraft.sources.loading import locate
+from paradraft.sources.presets import SHAPES, random_model, shape_of
+from paradraft.sources.target_loading import load_target
 
 PUBLISHED = {
     "llama-3.1-8b": 8_030_261_248,

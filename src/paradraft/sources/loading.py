@@ -24,16 +24,16 @@ from transformers.distributed import DistributedConfig
 from paradraft.errors import one_line
 from paradraft.formats.folder import check_index
 from paradraft.formats.gguf import SUFFIX, is_gguf, read_gguf
-from paradraft.models import gguf_model, hub, packed_folder
 from paradraft.models.architecture import check_architecture, context_of, experts_settings, has_experts
-from paradraft.models.generation import end_ids, suppressed_ids
-from paradraft.models.gguf_tokenizer import check_same_tokens, gguf_tokenizer
-from paradraft.models.loading_errors import is_no_table, loading_of, some_of, without_bars
 from paradraft.models.names import POCKET, check_has_weights, is_shape
-from paradraft.models.presets import id_tokenizer, shape_of
 from paradraft.models.runtime import AUTO, DTYPES, QUANTIZED, STORED, Runtime
-from paradraft.models.stored_weights import settled_as_stored
-from paradraft.models.vocabulary import used_rows
+from paradraft.sources import gguf_model, hub, packed_folder
+from paradraft.sources.gguf_tokenizer import check_same_tokens, gguf_tokenizer
+from paradraft.sources.loading_errors import is_no_table, loading_of, some_of, without_bars
+from paradraft.sources.presets import id_tokenizer, shape_of
+from paradraft.sources.stored_weights import settled_as_stored
+from paradraft.text.generation_config import end_ids, suppressed_ids
+from paradraft.text.vocabulary import used_rows
 
 ATTENTION = "sdpa"
 """The attention of every model that is loaded, whatever its config asks for: that could be code from the hub."""

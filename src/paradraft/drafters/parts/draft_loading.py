@@ -9,12 +9,12 @@ from transformers import PretrainedConfig
 from paradraft.formats.gguf import is_gguf, read_gguf
 from paradraft.models.architecture import context_of
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.gguf_tokenizer import check_same_tokens
-from paradraft.models.loading import config_of, is_in_few_bits, load_tokenizer
 from paradraft.models.names import is_shape
 from paradraft.models.runtime import STORED, Runtime
 from paradraft.models.target import Target, TargetFacts
-from paradraft.models.target_loading import load_lm
+from paradraft.sources.gguf_tokenizer import check_same_tokens
+from paradraft.sources.loading import config_of, is_in_few_bits, load_tokenizer
+from paradraft.sources.target_loading import load_lm
 
 _PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
 

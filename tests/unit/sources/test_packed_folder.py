@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paradraft.digests import weights_digest
-from paradraft.models.loading import settled
-from paradraft.models.packed_folder import Packing, blocks_of
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import STORED, Runtime
-from paradraft.models.stored_weights import quantized
-from paradraft.models.target_loading import load_target, weights_bytes
+from paradraft.sources.loading import settled
+from paradraft.sources.packed_folder import Packing, blocks_of
+from paradraft.sources.stored_weights import quantized
+from paradraft.sources.target_loading import load_target, weights_bytes
 from tests.support.gguf_files import FAMILIES, tiny_model
 from tests.support.packed_models import GROUP, change_config, layer, write_packed
 

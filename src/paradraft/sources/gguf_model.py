@@ -21,10 +21,10 @@ from paradraft.formats.gguf import PARD_MASKS, PARD_TOKEN, GgufFile, read_gguf
 from paradraft.formats.gguf_blocks import KINDS, Blocks, unpacked
 from paradraft.formats.pard import declare_masks
 from paradraft.models.architecture import check_architecture
-from paradraft.models.generation import SAMPLED
-from paradraft.models.gguf_tokenizer import end_ids_of
 from paradraft.models.quantized import Parts, QuantizedTensor
-from paradraft.models.stored_weights import Weight, assembled, lossless_dtype, quantized
+from paradraft.sources.gguf_tokenizer import end_ids_of
+from paradraft.sources.stored_weights import Weight, assembled, lossless_dtype, quantized
+from paradraft.text.generation_config import SAMPLED
 
 CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 """The architectures that are read, by their names in a file; Mistral's models are `llama` there."""

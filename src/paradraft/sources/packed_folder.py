@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from paradraft.formats.gguf_blocks import Blocks
-from paradraft.models.stored_weights import HEAD, Weight, assembled, lossless_dtype
+from paradraft.sources.stored_weights import HEAD, Weight, assembled, lossless_dtype
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 METHODS = ("gptq", "awq")

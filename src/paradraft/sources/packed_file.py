@@ -5,7 +5,7 @@ its matrices, and its other weights and buffers. It is a safetensors file, so te
 is read, rounded, packed or copied again, and several processes share the memory. One that is damaged, or was made of
 other weights or by other code, is made anew.
 
-To delete `weights-*.safetensors` in the cache folder is safe at any time; `paradraft.models.packed_cache` does it with
+To delete `weights-*.safetensors` in the cache folder is safe at any time; `paradraft.sources.packed_cache` does it with
 those of models that are gone. `PARADRAFT_PACKED_FILES=0` neither reads nor writes such files.
 """
 
@@ -44,8 +44,8 @@ from paradraft.models.forward.cpu.build import (
 )
 from paradraft.models.forward.cpu.matrix import PackedRows, Panels
 from paradraft.models.names import is_shape
-from paradraft.models.packed_cache import LEAST_FREE, SOURCE, make_room, mark_as_read
 from paradraft.models.quantized import ROUNDING, Format, NumberKind, QuantizedTensor
+from paradraft.sources.packed_cache import LEAST_FREE, SOURCE, make_room, mark_as_read
 
 LOG = logging.getLogger(__name__)
 SETTING = "PARADRAFT_PACKED_FILES"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, file_download
 
-from paradraft.models import hub
-from paradraft.models.loading import locate
+from paradraft.sources import hub
+from paradraft.sources.loading import locate
 from tests.support.gguf_files import tiny_model, write_gguf
 from tests.support.hub_server import COMMIT, Hub, asked_of, serving
 

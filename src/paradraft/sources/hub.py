@@ -21,7 +21,7 @@ from huggingface_hub.utils import build_hf_headers as build_hf_headers  # type: 
 
 from paradraft.digests import file_digest
 from paradraft.formats.gguf import SUFFIX
-from paradraft.models.loading_errors import first_sentence
+from paradraft.sources.loading_errors import first_sentence
 
 DEFAULT = "Q4_K_M"
 """The quantisation of a repository that has only GGUF files, where none is named; without it the first file."""

@@ -5,7 +5,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from paradraft.models.vocabulary import (
+from paradraft.text.vocabulary import (
     end_ids,
     free_id,
     of_one_family,
