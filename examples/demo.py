@@ -31,14 +31,14 @@ from paradraft.cli.terminal import GREEN, stream_answer, write
 from paradraft.cli.train import run_with_display
 from paradraft.digests import model_digest
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
 from paradraft.sources.loading import pocket_folder
-from paradraft.speculation import Speculation
-from paradraft.train.pard import PardRecipe, build
+from paradraft.train.drafters.pard import PardRecipe, build
 
 DTYPE = "float32"
 """In float32 near-ties are too rare to flip a token, so texts can be compared with `generate`."""

@@ -1,6 +1,6 @@
 """A drafter whose guesses are learnt: a table says which token follows which. Its training is `table_training.py`.
 
-Copied to `src/paradraft/drafters/table.py` and `src/paradraft/train/table.py`, the two are found by their name:
+Copied to `src/paradraft/drafters/table.py` and `src/paradraft/train/drafters/table.py`, they are found by their name:
 `paradraft train table RECIPE`, then `--drafter table --draft FOLDER`.
 """
 

@@ -1,6 +1,6 @@
 """The training of `table_drafter.py`: which token follows which, as a table of low rank.
 
-It shows the whole contract of a file in `paradraft/train`: a class of recipes, a trainee, and `build`.
+It shows the whole contract of a file in `paradraft/train/drafters`: a class of recipes, a trainee, and `build`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from paradraft.formats.folder import whole_folder
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sources.loading import load_config, locate
-from paradraft.train.batch import Drop, TrainingBatch, collate
-from paradraft.train.objective import LOGITS, loss_of_rows
+from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
+from paradraft.train.objectives.objective import LOGITS, loss_of_rows
 from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import RunData
 

@@ -17,7 +17,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from paradraft.train import curves
+from paradraft.train.run import curves
 
 VOCAB = 64
 """Token ids of the tiny tokenizer; the embedding has eight more rows."""

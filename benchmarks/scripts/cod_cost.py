@@ -26,11 +26,11 @@ from paradraft.environment import describe_machine
 from paradraft.models.devices import computes_bf16
 from paradraft.models.names import PREFIX
 from paradraft.sources.presets import SHAPES, random_model
-from paradraft.train.batch import Drop, collate
-from paradraft.train.losses import row_weights
-from paradraft.train.objective import Objective
+from paradraft.train.objectives.batch import Drop, collate
+from paradraft.train.objectives.losses import row_weights
+from paradraft.train.objectives.objective import Objective
+from paradraft.train.objectives.rows import FLEX
 from paradraft.train.optimizers import Optimizers
-from paradraft.train.rows import FLEX
 
 SETTINGS = {"without drop": (1.0, 1.0), "COD": (0.7, 0.2)}
 K = 8

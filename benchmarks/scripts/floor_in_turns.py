@@ -25,12 +25,12 @@ from paradraft.bench.setup import random_prompts
 from paradraft.bench.summary import write_json
 from paradraft.bench.synthetic import rounds as rounds_of
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.speculation import Speculation
 from paradraft.environment import describe_machine
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.sampling_params import GREEDY
 from paradraft.sources.target_loading import load_target
-from paradraft.speculation import Speculation
 
 
 def shares(target: str, dtype: str, *, turns: int, rounds: int, prompt_tokens: int) -> dict[str, Any]:

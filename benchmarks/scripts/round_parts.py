@@ -22,14 +22,14 @@ from paradraft.bench.synthetic import SyntheticAcceptance, rounds, without_ends
 from paradraft.decode.stats import Stats
 from paradraft.drafters import load_drafter
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.speculation import Speculation
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.sources.target_loading import load_target
-from paradraft.speculation import Speculation
 from paradraft.verify import load_rule
 from paradraft.verify.rules import Verify
 

@@ -29,7 +29,8 @@ from paradraft.bench.synthetic import rounds
 from paradraft.core import Request
 from paradraft.drafters import load_drafter
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.speculation import Speculation
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
@@ -38,7 +39,6 @@ from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.sources.target_loading import load_target
-from paradraft.speculation import Speculation
 
 SETTINGS = {
     "greedy": Sampling(),

@@ -35,7 +35,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import paradraft
 from paradraft.bench.summary import write_json
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.sampling_params import Sampling
 from paradraft.serve.answers import REASONS
@@ -219,7 +219,7 @@ def offline(engine: Engine, asked: dict[str, Any], grammars: Grammars) -> Answer
     return Answer(choices=choices, logprobs=logprobs, tokens=tokens)
 
 
-async def _logprobs_of(stream: AsyncIterator[paradraft.engine.Chunk]) -> list[float]:
+async def _logprobs_of(stream: AsyncIterator[paradraft.engine.engine.Chunk]) -> list[float]:
     return [each.logprob async for chunk in stream for each in chunk.logprobs]
 
 

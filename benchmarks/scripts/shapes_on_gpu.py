@@ -21,10 +21,10 @@ from paradraft.bench.setup import Workload, random_prompts
 from paradraft.bench.spec import Benchmark, Method
 from paradraft.bench.summary import marked, table, write_json
 from paradraft.bench.synthetic import SyntheticAcceptance
+from paradraft.engine.speculation import Speculation
 from paradraft.files import check_outputs
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.sampling_params import GREEDY
-from paradraft.speculation import Speculation
 
 AR_PER_S, DRAFT_AR_PER_S, PARD_PER_S = 76.4, 314.4, 311.5
 """HumanEval, tokens per second: AR+ of Llama-3.1-8B and PARD on it (Table 1), AR+ of Llama-3.2-1B (Table 2)."""

@@ -25,14 +25,14 @@ from paradraft.bench.summary import write_json
 from paradraft.bench.synthetic import rounds as rounds_of
 from paradraft.data.prompts import read_prompts
 from paradraft.drafters import load_drafter
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.speculation import Speculation
 from paradraft.environment import describe_machine
 from paradraft.models.forward.cpu.threads import one_torch_thread
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.sources.loading import locate
 from paradraft.sources.target_loading import load_target
-from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 
 SETTINGS = {

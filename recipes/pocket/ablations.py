@@ -22,10 +22,10 @@ from paradraft.bench.summary import write_json
 from paradraft.cli.train import run_with_display
 from paradraft.environment import describe_machine
 from paradraft.models.runtime import Runtime
-from paradraft.train.acceptance import AcceptanceMeter
-from paradraft.train.curves import read_history
-from paradraft.train.pard import PardRecipe, build
-from paradraft.train.progress import Progress
+from paradraft.train.drafters.pard import PardRecipe, build
+from paradraft.train.run.acceptance import AcceptanceMeter
+from paradraft.train.run.curves import read_history
+from paradraft.train.run.progress import Progress
 
 TAUGHT = {"teacher": "target"}
 ADAPTED = {"model": "pard"}

@@ -26,11 +26,12 @@ from paradraft.models.devices import computes_bf16
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_model
 from paradraft.sources.target_loading import load_target
-from paradraft.train import eagle, eagle_parallel, ppd, recipe_class
-from paradraft.train.init_draft import make
-from paradraft.train.init_from import PrunedTarget
-from paradraft.train.pard import PardRecipe
-from paradraft.train.pard import build as build_drafter
+from paradraft.train import recipe_class
+from paradraft.train.drafters import eagle, eagle_parallel, ppd
+from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.drafters.pard import build as build_drafter
+from paradraft.train.init.init_draft import make
+from paradraft.train.init.init_from import PrunedTarget
 from paradraft.train.recipe_file import load_recipe
 from pretrain import PretrainConfig, pretrain, windows
 from tokenizer import train_tokenizer

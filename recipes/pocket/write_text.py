@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.core import Request
 from paradraft.decode.batch import Batch, run
-from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
+from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.drafters.none import NoDrafter
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling

@@ -10,14 +10,14 @@ import paradraft.complaints  # noqa: F401  # before all that imports transformer
 
 if TYPE_CHECKING:
     from paradraft.decode.stats import Stats
-    from paradraft.engine import Chunk, Engine, Result
+    from paradraft.engine.engine import Chunk, Engine, Result
+    from paradraft.engine.hf_generate import custom_generate
+    from paradraft.engine.loader import load
+    from paradraft.engine.speculation import Speculation
     from paradraft.errors import DrafterLostError
-    from paradraft.hf_generate import custom_generate
-    from paradraft.loader import load
     from paradraft.models.runtime import Runtime
     from paradraft.placement import Placement, Stage
     from paradraft.sampling_params import Sampling
-    from paradraft.speculation import Speculation
     from paradraft.tree import Tree
 
 __version__: str
@@ -26,9 +26,10 @@ __all__ = [
     "Stats", "Tree", "custom_generate", "load",
 ]  # fmt: skip
 _HOMES = {
-    "Chunk": "engine", "DrafterLostError": "errors", "Engine": "engine", "Placement": "placement", "Result": "engine",
-    "Runtime": "models.runtime", "Sampling": "sampling_params", "Speculation": "speculation", "Stage": "placement",
-    "Stats": "decode.stats", "Tree": "tree", "custom_generate": "hf_generate", "load": "loader",
+    "Chunk": "engine.engine", "DrafterLostError": "errors", "Engine": "engine.engine", "Placement": "placement",
+    "Result": "engine.engine", "Runtime": "models.runtime", "Sampling": "sampling_params",
+    "Speculation": "engine.speculation", "Stage": "placement", "Stats": "decode.stats", "Tree": "tree",
+    "custom_generate": "engine.hf_generate", "load": "engine.loader",
 }  # fmt: skip
 
 

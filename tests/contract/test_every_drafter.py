@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from paradraft.core import Draft, Request
-from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
+from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.drafters import branches, drafter_class, drafter_names
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.ragged import from_lists, to_lists
 from paradraft.sampling_params import LogitsProcessor, Sampling
-from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT, Tree
 from tests.conftest import VOCAB
 from tests.support.decoding import Varying, committed, requests

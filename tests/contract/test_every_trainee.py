@@ -14,14 +14,15 @@ from paradraft.core import Request
 from paradraft.data.samples import Sample
 from paradraft.decode.generation import Generation
 from paradraft.drafters import drafter_class, drafter_names, split_settings, takes_draft
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.train import launch, recipe_class, setup, trainee_module, trainee_names
-from paradraft.train.batch import TrainingBatch
-from paradraft.train.heads import HeadRecipe
-from paradraft.train.progress import Progress, Report
+from paradraft.train import recipe_class, trainee_module, trainee_names
+from paradraft.train.drafters.heads import HeadRecipe
+from paradraft.train.objectives.batch import TrainingBatch
 from paradraft.train.recipe import Recipe
+from paradraft.train.run import launch, setup
+from paradraft.train.run.progress import Progress, Report
 from paradraft.train.trainee import Trainee
 from tests.conftest import VOCAB
 

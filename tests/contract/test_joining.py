@@ -18,18 +18,18 @@ import torch
 from paradraft.core import Request
 from paradraft.decode import batch as batch_module
 from paradraft.decode.batch import Batch, run
-from paradraft.decode.draft_length import POLICIES
 from paradraft.decode.generation import AnswerText, Generation, stop_strings
+from paradraft.decode.lengths.draft_length import POLICIES
 from paradraft.drafters import branches, drafter_class, drafter_names
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from tests.contract.test_random_configurations import never_twice
 from tests.support.drafts import draft_of

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from paradraft.drafters.ngram import Config, NgramDrafter
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import LogitsProcessor, Sampling
-from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT, Tree
 from tests.support.decoding import empty_rows
 from tests.support.random_models import random_model

@@ -16,13 +16,13 @@ from paradraft.decode.generation import Generation
 from paradraft.decode.stats import Clock
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.pard import PardDrafter
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.speculation import Speculation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
 from paradraft.sampling.candidates import Candidates
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from paradraft.verify.rules import RULES
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer

@@ -15,14 +15,14 @@ import torch
 
 from paradraft.audit.audit import accept_all
 from paradraft.core import Draft, TargetOut, Verdict
-from paradraft.decode.draft_length import POLICIES
+from paradraft.decode.lengths.draft_length import POLICIES
 from paradraft.drafters import branches, drafter_names
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from paradraft.verify import match
 from paradraft.verify.rules import RULES

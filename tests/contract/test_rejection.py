@@ -9,9 +9,9 @@ import pytest
 from paradraft.audit.audit import audit
 from paradraft.audit.verdict import PASS
 from paradraft.drafters import branches, drafter_class, drafter_names
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.speculation import Speculation
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from tests.contract.test_every_drafter import PROMPTS, engine
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paradraft.audit.audit import accept_all
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import ForwardOut
 from paradraft.models.runtime import Runtime

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from paradraft.engine.speculation import Speculation
 from paradraft.export.handoff import VLLM, hand_off
 from paradraft.export.vllm import speculative_config
 from paradraft.models.runtime import Runtime
 from paradraft.serve.address import bound, url_of
 from paradraft.serve.vllm import VllmServer
 from paradraft.sources.loading import pocket_folder
-from paradraft.speculation import Speculation
 from tests.e2e.conftest import Outcome, Paradraft
 from tests.support.installed_vllm import MARKS, PYTHON
 

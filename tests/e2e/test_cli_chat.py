@@ -20,8 +20,8 @@ import pytest
 
 from paradraft.cli.chat import Chat
 from paradraft.cli.terminal import has_styles
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from tests.conftest import tiny_tokenizer

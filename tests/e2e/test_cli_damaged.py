@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sources import hub, loading
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer

@@ -14,12 +14,12 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import RANK, declare_masks
-from paradraft.loader import load
 from paradraft.models.runtime import Runtime
-from paradraft.speculation import Speculation
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
 from tests.support.drafts import draft_of

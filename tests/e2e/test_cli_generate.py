@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paradraft.drafters import drafter_names
-from paradraft.speculation import MOST_DRAFTED
+from paradraft.engine.speculation import MOST_DRAFTED
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake, drafting
 from tests.support.jsonl import write_lines
 

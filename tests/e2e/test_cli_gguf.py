@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paradraft.drafters.parts.draft_loading import load_draft_lm
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import declare_masks
-from paradraft.loader import load
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime
 from paradraft.plan import costs

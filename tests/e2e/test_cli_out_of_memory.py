@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from paradraft.models import causal_lm, kv_cache
 from paradraft.sources import rounding_reader
-from paradraft.train.trainer import Loop
+from paradraft.train.run.trainer import Loop
 from tests.e2e.conftest import EXACT, MISTAKE, Paradraft, assert_mistake
 from tests.e2e.test_cli_train import recipe as recipe
 

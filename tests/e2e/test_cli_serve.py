@@ -16,8 +16,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from paradraft.engine import Engine
-from paradraft.loader import load_engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load_engine
 from paradraft.sampling_params import Sampling
 from paradraft.serve.address import bound
 from tests.e2e.conftest import Paradraft, assert_mistake, drafting
@@ -25,7 +25,7 @@ from tests.e2e.conftest import Paradraft, assert_mistake, drafting
 
 def test_mistakes(family: Path, paradraft: Paradraft, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a traceback, and against minutes of loading before a mistake is told."""
-    monkeypatch.setattr("paradraft.loader.load_engine", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("paradraft.engine.loader.load_engine", lambda *_, **__: pytest.fail("it was loaded"))
     serve = ["serve", *drafting(family, "pard")]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -46,7 +46,7 @@ def test_two_servers_that_start_together(family: Path, paradraft: Paradraft, mon
             other.listen()
             return load_engine(*asked, **settings)
 
-        monkeypatch.setattr("paradraft.loader.load_engine", load_late)
+        monkeypatch.setattr("paradraft.engine.loader.load_engine", load_late)
         found = paradraft("serve", *drafting(family, "pard"), "--port", port)
     assert_mistake(found, f"--port {port}", "in use")  # and no line that it is serving
 
@@ -61,7 +61,7 @@ def test_a_drafter_that_did_not_pay_is_said_at_the_end(
         engine.generate("helloworld", max_new_tokens=40, sampling=Sampling(temperature=1.0))
         return engine
 
-    monkeypatch.setattr("paradraft.loader.load_engine", load_and_decode)
+    monkeypatch.setattr("paradraft.engine.loader.load_engine", load_and_decode)
     monkeypatch.setattr("paradraft.serve.server.Server.run", lambda *_, **__: None)
     options = ["--target", family / "target", "--dtype", "float64", "--draft", poor_draft, "-k", 4, "--port", 0]
     *_, serving, last = paradraft("serve", *options, "--drafter", "autoregressive").err.splitlines()

@@ -17,8 +17,8 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paradraft.engine.loader import load
 from paradraft.formats.folder import save_model
-from paradraft.loader import load
 from paradraft.sources.loading import pocket_folder
 from tests.conftest import tiny_model, tiny_tokenizer
 from tests.e2e.conftest import Outcome, Paradraft, assert_mistake

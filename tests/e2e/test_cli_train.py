@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paradraft.cli import train
 from paradraft.data.mix import Source
-from paradraft.train.pard import ORDINARY_K, Lora, PardRecipe
-from paradraft.train.progress import Evaluation, Progress
+from paradraft.train.drafters.pard import ORDINARY_K, Lora, PardRecipe
+from paradraft.train.run.progress import Evaluation, Progress
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, INTERRUPTED, MISTAKE, Paradraft, assert_mistake
 

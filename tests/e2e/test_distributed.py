@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft.train.pard import PardRecipe
+from paradraft.train.drafters.pard import PardRecipe
 from tests.support.training import train_pard
 
 PARADRAFT = str(Path(sys.executable).with_name("paradraft"))
@@ -83,7 +83,7 @@ def test_two_processes_learn_what_one_does(family: Path, tmp_path: Path, device:
 ASKED_TO_STOP = """
 import os, signal
 from paradraft import cli
-from paradraft.train.trainer import Loop
+from paradraft.train.run.trainer import Loop
 
 step = Loop._step
 

@@ -17,13 +17,13 @@ import torch
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.train.pard import PardRecipe
+from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.init.templates import templates_of
 from paradraft.train.recipe_file import load_recipe
-from paradraft.train.templates import templates_of
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.training import train_pard
 

@@ -13,8 +13,8 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from paradraft.bench.baselines.llama_cpp import LlamaCppProcess, model_file
+from paradraft.engine.loader import load
 from paradraft.formats.folder import save_model
-from paradraft.loader import load
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY

@@ -26,7 +26,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     sources = {name: (EXAMPLES / f"table_{name}.py") for name in ("drafter", "training")}
     before = set(sys.modules)
     if request.param == "file":
-        for package, name in ((drafters, "drafter"), (train, "training")):
+        for package, name in ((drafters, "drafter"), (train.drafters, "training")):
             folder = tmp_path / package.__name__
             folder.mkdir()
             shutil.copy(sources[name], folder / "table.py")

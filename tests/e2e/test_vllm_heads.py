@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from paradraft.bench.baselines.vllm import VllmProcess
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.export.vllm import speculative_config
 from paradraft.formats.folder import save_model
-from paradraft.loader import load
 from paradraft.sampling_params import GREEDY
-from paradraft.speculation import Speculation
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.e2e.conftest import Paradraft
 from tests.support.drafts import PROMPTS, train_head

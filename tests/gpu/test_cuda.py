@@ -17,16 +17,16 @@ from paradraft.bench.roofline import Size
 from paradraft.core import Draft, TargetOut
 from paradraft.data.samples import Sample
 from paradraft.drafters import drafter_class, drafter_names
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.errors import is_out_of_memory
-from paradraft.loader import load
 from paradraft.models.forward import compiled
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement, stages_of
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
-from paradraft.train.batch import Drop, collate
-from paradraft.train.objective import Objective
+from paradraft.train.objectives.batch import Drop, collate
+from paradraft.train.objectives.objective import Objective
 from paradraft.tree import Tree
 from tests.e2e.conftest import Paradraft
 from tests.e2e.conftest import paradraft as paradraft

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from paradraft.decode.stats import Stats
-from paradraft.engine import Engine
-from paradraft.loader import load, load_drafter_in
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load, load_drafter_in
+from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY, Sampling
-from paradraft.speculation import Speculation
 
 REAL = Path(__file__).parents[2] / "build" / "real"
 SMOLLM2, CODER_05B, CODER_15B = (

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from paradraft.audit.audit import Report, audit
 from paradraft.audit.verdict import FAIL, PASS
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import MOST_ROUNDING, distances, readings_of
 from paradraft.sampling_params import GREEDY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paradraft.speculation import Speculation
+from paradraft.engine.speculation import Speculation
 from paradraft.tree import Tree
 from tests.real.conftest import CODER_05B, CODER_15B, FOLDERS, SAMPLINGS, SMOLLM2, TOKENS, Loaded, real
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from tests.real.conftest import SMOLLM2, check_is_fast, real
 from tests.support.hub_server import Hub, asked_of, serving
 

@@ -11,7 +11,7 @@ import sys
 import httpx2
 import pytest
 
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from paradraft.sampling_params import GREEDY, Sampling
 from tests.real.conftest import QUESTIONS, SMOLLM2, TOKENS, check_is_fast, real
 

@@ -25,12 +25,12 @@ from examples import new_drafter, quickstart
 
 from paradraft import drafters
 from paradraft.drafters import drafter_names
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
-from paradraft.train.pard import PardRecipe
+from paradraft.train.drafters.pard import PardRecipe
 from tests.contract import test_every_drafter as contract
 
 ROOT = Path(__file__).parents[2]

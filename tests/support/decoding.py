@@ -10,8 +10,8 @@ from torch import Tensor
 
 from paradraft.core import Committed, Drafter, Drafting, Request, RoundOutput
 from paradraft.decode.batch import Batch, run
-from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
+from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
 from paradraft.ragged import from_lists

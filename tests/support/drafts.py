@@ -9,12 +9,13 @@ from pathlib import Path
 from filelock import FileLock
 
 from paradraft.drafters import takes_draft
+from paradraft.engine.loader import load
 from paradraft.formats.head import WEIGHTS
-from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.train import launch, recipe_class, trainee_module, trainee_names
-from paradraft.train.heads import HeadRecipe
+from paradraft.train import recipe_class, trainee_module, trainee_names
+from paradraft.train.drafters.heads import HeadRecipe
+from paradraft.train.run import launch
 
 FURTHER = {
     "eagle_parallel": {"previous_token_rank": 6, "target_layers": [1, -1]},

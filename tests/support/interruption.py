@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
 
 
 @contextmanager

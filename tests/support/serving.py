@@ -13,7 +13,7 @@ import httpx2
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
 from paradraft.serve.address import bound, url_of
 from paradraft.serve.admission import Admission
 from paradraft.serve.app import new_app

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from paradraft.train import launch, pard, setup
-from paradraft.train.pard import PardRecipe
-from paradraft.train.progress import Report
+from paradraft.train.drafters import pard
+from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.run import launch, setup
+from paradraft.train.run.progress import Report
 
 
 def train_pard(recipe: PardRecipe, report: Callable[[Report], None]) -> bool:

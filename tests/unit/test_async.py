@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paradraft.decode.reading_pace import ReadingPace
-from paradraft.engine import Chunk, Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Chunk, Engine
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from tests.support.serving import until

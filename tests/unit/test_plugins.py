@@ -84,5 +84,5 @@ def test_shipped_names_are_files() -> None:
     """Guards against a drafter that is found in this checkout alone."""
     folder = Path(drafters.__file__).parent
     assert set(drafter_names()) == {file.stem for file in folder.glob("*.py")} - {"__init__"}
-    files = {file.stem for file in Path(train.__file__).parent.glob("*.py")}
+    files = {file.stem for file in Path(str(train.drafters.__file__)).parent.glob("*.py")}
     assert set(trainee_names()) == files & set(drafter_names()) >= {"pard", "medusa"}

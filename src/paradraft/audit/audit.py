@@ -23,12 +23,12 @@ from paradraft.audit.uniformity import Uniformity, place_of_tokens, uniformity
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.core import Draft, Request, TargetOut, Verdict
 from paradraft.decode.batch import Batch
-from paradraft.decode.draft_length import Fixed
+from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.decode.stats import Stats, added
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.request import requests_of
 from paradraft.parents import row_after
-from paradraft.request import requests_of
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT

@@ -16,7 +16,7 @@ from torch import Tensor
 from paradraft.audit.recording import Case, NotNumbersError, Recording, are_numbers
 from paradraft.audit.reference import difference
 from paradraft.core import Request
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
 

@@ -21,12 +21,12 @@ from paradraft.bench.spec import Benchmark, Method
 from paradraft.bench.steadiness import steadiness
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds
 from paradraft.digests import model_digest
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import runtime_on
+from paradraft.engine.preflight import fitted
 from paradraft.environment import describe_machine
-from paradraft.loader import runtime_on
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
-from paradraft.preflight import fitted
 from paradraft.sources.loading import settled
 from paradraft.verify import load_rule
 

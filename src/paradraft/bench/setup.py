@@ -20,11 +20,12 @@ from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.core import Drafter
 from paradraft.data.prompt_source import DEFAULT, PIPE, RANDOM
 from paradraft.data.prompts import as_conversations, first_prompts, texts_of
-from paradraft.decode.channel import launched
+from paradraft.decode.pearl.channel import launched
 from paradraft.drafters import check_draft, drafter_names, takes_draft
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine
-from paradraft.loader import drafter_processes, load_drafter_in, runtime_on
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import drafter_processes, load_drafter_in, runtime_on
+from paradraft.engine.speculation import Speculation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.names import is_shape
 from paradraft.models.target import Target
@@ -33,7 +34,6 @@ from paradraft.sampling_params import Sampling
 from paradraft.sources.loading import locate, pocket_folder, tokenizer_for
 from paradraft.sources.presets import shape_of
 from paradraft.sources.target_loading import load_target
-from paradraft.speculation import Speculation
 
 PLAIN = (HF, AR, LLAMA_CPP)
 """Methods that draft nothing, and can be timed with any weights."""

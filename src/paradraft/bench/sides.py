@@ -9,8 +9,8 @@ from typing import Any
 
 from paradraft.bench.roofline import decoding_passes
 from paradraft.core import Drafter
-from paradraft.decode.pearl_colocated import CoLocatedDrafter
-from paradraft.decode.remote import RemoteDrafter, Span
+from paradraft.decode.pearl.pearl_colocated import CoLocatedDrafter
+from paradraft.decode.pearl.remote import RemoteDrafter, Span
 from paradraft.models.causal_lm import CausalLM
 
 SHOWN_ROUNDS = 16

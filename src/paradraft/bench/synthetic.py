@@ -25,13 +25,13 @@ from paradraft.bench.sides import Sides, forwards
 from paradraft.core import Draft, RoundOutput, TargetOut, Verdict
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
-from paradraft.decode.pearl import AheadBatch
-from paradraft.engine import Engine
+from paradraft.decode.pearl.pearl import AheadBatch
+from paradraft.engine.engine import Engine
+from paradraft.engine.request import requests_of
+from paradraft.engine.speculation import Speculation
 from paradraft.models.target import Target
-from paradraft.request import requests_of
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT
 from paradraft.verify import load_rule
 from paradraft.verify.rules import Verify

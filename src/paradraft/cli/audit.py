@@ -13,11 +13,11 @@ from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.sections import SERVERS
 from paradraft.cli.terminal import console
+from paradraft.engine.speculation import Speculation
 from paradraft.files import check_outputs
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 
 if TYPE_CHECKING:
     from paradraft.cli.audit_served import Asked
@@ -167,7 +167,7 @@ def _here(
     """Audits the own loop: its report in words and in plain values, and its settings."""
     from paradraft.audit.audit import audit, check_may_be_lossless, findings
     from paradraft.bench.setup import held_out_prompts
-    from paradraft.loader import load_engine
+    from paradraft.engine.loader import load_engine
 
     if not options.given(context, ("drafter",)):
         raise ValueError("--drafter: name the drafter to audit, or a server by --endpoint or --engine")

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.cli import options
 from paradraft.cli.terminal import console
+from paradraft.engine.speculation import Speculation
 from paradraft.export.handoff import VLLM
 from paradraft.export.vllm import DEFAULT_PYTHON, NOT_INSTALLED, installed_python, speculative_config
 from paradraft.formats.pard import declared_mask_id
@@ -26,7 +27,6 @@ from paradraft.sources.loading import (
     pocket_folder,
     tokenizer_for,
 )
-from paradraft.speculation import Speculation
 from paradraft.text.chat_template import Message
 from paradraft.wording import number_of
 
@@ -189,7 +189,7 @@ def _asked(
     from paradraft.audit.endpoint_audit import audit_endpoint
     from paradraft.audit.prompt_causes import expected_ids
     from paradraft.audit.tables import ModelReference, Reference, ServerReference
-    from paradraft.request import requests_of
+    from paradraft.engine.request import requests_of
     from paradraft.sampling_params import GREEDY
     from paradraft.sources.target_loading import load_target
 

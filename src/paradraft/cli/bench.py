@@ -16,11 +16,11 @@ from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.sections import RESULTS
 from paradraft.cli.terminal import console, news
+from paradraft.engine.speculation import Speculation
 from paradraft.files import check_outputs
 from paradraft.models.names import is_shape
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 
 if TYPE_CHECKING:
     from paradraft.bench.spec import Method

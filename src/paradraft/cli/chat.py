@@ -26,14 +26,14 @@ from paradraft.cli.model_sampling import (
     in_words,
 )
 from paradraft.cli.terminal import GREEN, StatusLine, console, explain_empty, tell_advice, write
+from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
-    from paradraft.engine import Chunk, Engine
+    from paradraft.engine.engine import Chunk, Engine
     from paradraft.text.chat_template import Message
 
 HELP = """/reset            forget the conversation
@@ -69,7 +69,7 @@ def chat(
     """
     with importing():
         from paradraft.data.records import read_object
-        from paradraft.loader import load_engine
+        from paradraft.engine.loader import load_engine
         from paradraft.text.chat_template import template_of
 
     variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
@@ -174,7 +174,7 @@ class Chat:
     def _plain(self) -> Engine:
         """The same target without a drafter, which may not say what the drafter forbids either."""
         from paradraft.drafters.none import NoDrafter
-        from paradraft.engine import Engine
+        from paradraft.engine.engine import Engine
 
         drafted = self._with_drafter
         return Engine(drafted.target, NoDrafter(drafted.drafter.reserved_tokens), Speculation(k=1), kept_rows=1)

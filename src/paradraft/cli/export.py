@@ -10,9 +10,9 @@ import typer
 from paradraft.cli import options
 from paradraft.cli.importing import importing
 from paradraft.cli.terminal import console, news
+from paradraft.engine.speculation import MOST_DRAFTED
 from paradraft.models.runtime import Runtime
 from paradraft.signals import sigterm_raises
-from paradraft.speculation import MOST_DRAFTED
 
 if TYPE_CHECKING:
     from paradraft.export.handoff import Measured

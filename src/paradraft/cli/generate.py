@@ -15,15 +15,15 @@ import typer
 from paradraft.cli import options
 from paradraft.cli.importing import importing
 from paradraft.cli.terminal import console, stream_answer, tell_advice
+from paradraft.engine.speculation import Speculation
 from paradraft.environment import is_main_process
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 from paradraft.verify import LOSSY, rule_name
 
 if TYPE_CHECKING:
-    from paradraft.engine import Result
+    from paradraft.engine.engine import Result
     from paradraft.text.chat_template import Message
 
 ASKED = "this is an instruct model, prompts are asked as in a chat; --no-chat continues them"
@@ -63,7 +63,7 @@ def generate(
     with importing():
         from paradraft.data.prompts import read_prompts
         from paradraft.data.records import read_object
-        from paradraft.loader import load_engine
+        from paradraft.engine.loader import load_engine
 
     if (prompt is None) == (prompts is None):
         raise ValueError("give either --prompt or --prompts")

@@ -14,8 +14,8 @@ from paradraft.models.runtime import DTYPES
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
-    from paradraft.train.init_draft import NewDraft
-    from paradraft.train.init_from import InitFrom
+    from paradraft.train.init.init_draft import NewDraft
+    from paradraft.train.init.init_from import InitFrom
 
 
 def init_draft(
@@ -54,7 +54,7 @@ def init_draft(
     Its tokenizer is the target's, and so is the number of rows of its embedding.
     """
     with importing():
-        from paradraft.train.init_draft import make
+        from paradraft.train.init.init_draft import make
 
     origin = _origin(
         fresh, source, layers=layers, every=every, hidden_size=hidden_size, intermediate_size=intermediate_size,
@@ -67,7 +67,7 @@ def init_draft(
 
 def _origin(fresh: bool, source: str | None, **settings: int | None) -> InitFrom:
     """Where the options say that the draft comes from; one that would be ignored is a mistake."""
-    from paradraft.train.init_from import PretrainedSibling, PrunedTarget, RandomInit
+    from paradraft.train.init.init_from import PretrainedSibling, PrunedTarget, RandomInit
 
     given = {name: value for name, value in settings.items() if value is not None}
     options = {name: f"--{name.replace('_', '-')}" for name in given} | ({} if source is None else {"source": "--from"})
@@ -89,7 +89,7 @@ def _origin(fresh: bool, source: str | None, **settings: int | None) -> InitFrom
 
 def _report(target: str, out: Path, origin: InitFrom, made: NewDraft) -> list[str]:
     """What was made, and what to do next."""
-    from paradraft.train.init_from import PretrainedSibling, RandomInit
+    from paradraft.train.init.init_from import PretrainedSibling, RandomInit
 
     match origin:
         case PretrainedSibling():

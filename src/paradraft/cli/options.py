@@ -23,11 +23,11 @@ from paradraft.cli import sections
 from paradraft.cli.importing import importing
 from paradraft.data.prompt_source import DEFAULT
 from paradraft.drafters import drafter_class, drafter_names
+from paradraft.engine.speculation import LENGTHS, MOST_DRAFTED, Speculation, gamma_of
 from paradraft.models.runtime import PRECISIONS, Runtime
 from paradraft.placement import Placement, cpus_of, stages_of
 from paradraft.sampling_params import Sampling
 from paradraft.serve.limits import Limits
-from paradraft.speculation import LENGTHS, MOST_DRAFTED, Speculation, gamma_of
 from paradraft.tree import Tree
 from paradraft.wording import number_of
 

@@ -15,11 +15,11 @@ from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.terminal import console, news
 from paradraft.drafters import split_settings
+from paradraft.engine.speculation import Speculation
 from paradraft.files import check_outputs
 from paradraft.models.names import POCKET, short_name
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 from paradraft.verify import LOSSY, rule_name
 from paradraft.wording import number_of
 

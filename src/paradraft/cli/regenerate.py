@@ -19,10 +19,10 @@ from paradraft.cli import options
 from paradraft.cli.importing import importing
 from paradraft.cli.sections import SERVERS
 from paradraft.cli.terminal import console
+from paradraft.engine.speculation import Speculation
 from paradraft.files import check_outputs
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def regenerate(
     answerer: Answerer
     if target is not None:
         from paradraft.data.local import InProcess
-        from paradraft.loader import load_engine
+        from paradraft.engine.loader import load_engine
 
         runtime = replace(runtime, width=speculation.pass_width)
         engine = load_engine(target, speculation, runtime=runtime)

@@ -15,11 +15,11 @@ from paradraft.cli.importing import importing
 from paradraft.cli.model_sampling import GenerationConfig, asked_by, expect_penalty
 from paradraft.cli.sections import SERVERS
 from paradraft.cli.terminal import console, tell_advice
+from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.serve.address import bound, key_of, listen, url_of
 from paradraft.serve.limits import Limits
-from paradraft.speculation import Speculation
 
 PARADRAFT, VLLM = ENGINES = ("paradraft", "vllm")
 LOSSY_ON_CPUS = (
@@ -91,8 +91,8 @@ def serve(
     """
     with importing():
         from paradraft.cli.serve_vllm import command_of, refuse_others
+        from paradraft.engine.loader import load_engine
         from paradraft.export.vllm import NOT_INSTALLED, installed_python
-        from paradraft.loader import load_engine
 
     options.use_threads(threads)
     if engine == VLLM:

@@ -13,6 +13,7 @@ import typer
 
 from paradraft.cli import options
 from paradraft.cli.model_sampling import Choice
+from paradraft.engine.speculation import Speculation
 from paradraft.export.vllm import DEFAULT_PYTHON, speculative_config
 from paradraft.formats.pard import RANK
 from paradraft.models.architecture import check_capacity
@@ -23,7 +24,6 @@ from paradraft.serve.address import key_of
 from paradraft.serve.limits import Limits
 from paradraft.serve.vllm import DTYPES, VllmServer
 from paradraft.sources.loading import load_config, locate
-from paradraft.speculation import Speculation
 
 ONLY_VLLM = (
     "plan", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "vllm_python", "dry_run",

@@ -21,7 +21,7 @@ from paradraft.models.names import POCKET
 from paradraft.train import recipe_class, trainee_module, trainee_names
 
 if TYPE_CHECKING:
-    from paradraft.train.progress import Evaluation, Report
+    from paradraft.train.run.progress import Evaluation, Report
     from paradraft.train.trainee import Builder, R
 
 
@@ -31,12 +31,12 @@ def run_with_display(recipe: R, build: Builder[R]) -> None:
     On a terminal a bar is kept up to date; elsewhere every report is a line.
 
     Raises:
-        ValueError, OSError, StoppedError: see `paradraft.train.launch.train`.
+        ValueError, OSError, StoppedError: see `paradraft.train.run.launch.train`.
     """
-    from paradraft.train import launch
-    from paradraft.train.checkpoint import STATE
-    from paradraft.train.provenance import read_record
-    from paradraft.train.stopping import StoppedError
+    from paradraft.train.run import launch
+    from paradraft.train.run.checkpoint import STATE
+    from paradraft.train.run.provenance import read_record
+    from paradraft.train.run.stopping import StoppedError
 
     console = terminal.console()
     console.quiet = not is_main_process()
@@ -89,7 +89,7 @@ def _kept(record: dict[str, Any]) -> str | None:
 
 
 def _line(report: Report) -> str:
-    from paradraft.train.progress import Evaluation
+    from paradraft.train.run.progress import Evaluation
 
     if isinstance(report, Evaluation):
         return f"{_evaluated(report)}  right by position {_shares(report)}"
@@ -110,7 +110,7 @@ def _evaluated(report: Evaluation) -> str:
 
 def _shares(report: Report) -> str:
     """Which shares of the guesses are right, from position 1 on: ".62 .35"."""
-    from paradraft.train.progress import by_position
+    from paradraft.train.run.progress import by_position
 
     (shares,) = by_position([report])
     return " ".join(f"{share:.2f}".removeprefix("0") for share in shares.values())
@@ -130,7 +130,7 @@ class _Screen:
         self._task = self._bar.add_task("", total=None, visible=False)
 
     def show(self, report: Report) -> None:
-        from paradraft.train.progress import Evaluation
+        from paradraft.train.run.progress import Evaluation
 
         if isinstance(report, Evaluation):
             self._live.console.print(_evaluated(report), soft_wrap=True)
@@ -170,10 +170,10 @@ def train_drafter(
     """
     with importing():
         module = trainee_module(name)
-        from paradraft.train.model_card import next_steps
+        from paradraft.train.init.templates import write_template
         from paradraft.train.recipe_file import load_recipe, settings_of
-        from paradraft.train.stopping import StoppedError
-        from paradraft.train.templates import write_template
+        from paradraft.train.run.model_card import next_steps
+        from paradraft.train.run.stopping import StoppedError
 
     if settings:
         for key, field in settings_of(recipe_class(module)).items():

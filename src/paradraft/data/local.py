@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from paradraft.data.questions import EOS, LENGTH, Answer, Question, next_prompt, turns_of
 from paradraft.data.regenerate import Outcome
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
 from paradraft.models.quantization import stored_parts
 from paradraft.sampling_params import Sampling
 from paradraft.text.chat_template import ChatTemplate, Message, check_variables

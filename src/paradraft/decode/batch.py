@@ -26,8 +26,8 @@ from paradraft.core import (
     TargetOut,
     Verdict,
 )
-from paradraft.decode.draft_length import LengthPolicy
 from paradraft.decode.generation import NOT_NUMBERS, Generation
+from paradraft.decode.lengths.draft_length import LengthPolicy
 from paradraft.decode.logprobs import TokenLogprobs, logprobs_of
 from paradraft.decode.reading_pace import ReadingPace
 from paradraft.decode.sequential import decode_round

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from paradraft.core import Draft, Request, RoundOutput
-from paradraft.decode.draft_length import LengthPolicy
+from paradraft.decode.lengths.draft_length import LengthPolicy
 from paradraft.tree import Tree
 
 

@@ -18,7 +18,9 @@ import torch
 from transformers import PretrainedConfig
 
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load_engine
+from paradraft.engine.speculation import Speculation
 from paradraft.export.engines import tensorrt_fixed, vllm_fixed
 from paradraft.export.gguf import FILE, TYPES, check_can_write, write_gguf
 from paradraft.export.heads import ELSEWHERE, INSTEAD, check_head, needs_output_head, write_for_vllm
@@ -26,11 +28,9 @@ from paradraft.export.vllm import check_name, check_rows_fit
 from paradraft.formats.folder import whole_folder, write_model
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import CONFIG_KEYS, RANK, declare_masks, declared_mask_id
-from paradraft.loader import load_engine
 from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
-from paradraft.speculation import Speculation
 from paradraft.text.vocabulary import of_one_family, resize, used_rows
 
 VLLM, SGLANG, TENSORRT, TRANSFORMERS, GGUF = ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers", "gguf")

@@ -11,13 +11,13 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from paradraft.drafters import drafter_settings, split_settings
+from paradraft.engine.speculation import Speculation
 from paradraft.export.engines import AS_EXPORTED, ONE_K, vllm_config, vllm_fixed
 from paradraft.export.heads import check_head, is_exported
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import declared_mask_id, mask_token_id
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import load_config, load_tokenizer, locate
-from paradraft.speculation import Speculation
 from paradraft.text.vocabulary import of_one_family, used_rows
 
 DEFAULT_PYTHON = Path("build/vllm/bin/python")

@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
-from paradraft.engine import Engine
-from paradraft.request import requests_of
+from paradraft.decode.lengths.draft_length import Fixed
+from paradraft.engine.engine import Engine
+from paradraft.engine.request import requests_of
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
 

@@ -12,10 +12,11 @@ from paradraft.bench.result import tokens_by_round
 from paradraft.core import Drafter
 from paradraft.drafters import load_drafter
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import HERE
+from paradraft.engine.preflight import fitted
 from paradraft.environment import describe_machine
 from paradraft.export.engines import tensorrt_config, vllm_config
-from paradraft.loader import HERE
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.plan.acceptance import Acceptance
@@ -23,7 +24,6 @@ from paradraft.plan.costs import Costs, measure_rounds
 from paradraft.plan.predict import PLAIN, Prediction, Way, best, predict
 from paradraft.plan.steadiness import Watch
 from paradraft.plan.task import Task, ways_of
-from paradraft.preflight import fitted
 from paradraft.sources.loading import settled
 from paradraft.sources.target_loading import load_target
 

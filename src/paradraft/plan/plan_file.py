@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.drafters import drafter_settings, split_settings
+from paradraft.engine.speculation import MOST_DRAFTED, Speculation
 from paradraft.errors import one_line
 from paradraft.models.names import POCKET
-from paradraft.speculation import MOST_DRAFTED, Speculation
 from paradraft.verify import LOSSY, rule_name
 
 ADVICE = "name a file that `paradraft plan --json` wrote for a drafter that drafts chains"

@@ -106,7 +106,7 @@ def speed_ahead(
         chances: of at least `gamma` positions.
         gamma: tokens of a window, at least 2.
         is_parallel: whether a window is one pass of the drafter.
-        overlap: as in `paradraft.speculation.Speculation`.
+        overlap: as in `paradraft.engine.speculation.Speculation`.
 
     >>> times = Times(target_s=1.0, draft_s=0.2)
     >>> round(speed_ahead(times, [1.0] * 5, 5), 3)  # each round is a window of five, and takes what either side takes

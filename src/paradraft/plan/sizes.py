@@ -28,10 +28,13 @@ from paradraft.decode.generation import Generation
 from paradraft.drafters import drafter_config, split_settings
 from paradraft.drafters.none import NoDrafter
 from paradraft.drafters.ppd import Plan, PpdDrafter, machine_of
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import HERE
+from paradraft.engine.preflight import fitted
+from paradraft.engine.request import requests_of
+from paradraft.engine.speculation import Speculation
 from paradraft.environment import describe_machine
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint
-from paradraft.loader import HERE
 from paradraft.models.kv_cache import head_size
 from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
@@ -39,13 +42,10 @@ from paradraft.models.target import Target
 from paradraft.plan.costs import measure_rounds
 from paradraft.plan.replay import RANKS, UNKNOWN, Ranks, accuracy_of, random_trees, replayed, static_trees
 from paradraft.plan.steadiness import Watch
-from paradraft.preflight import fitted
-from paradraft.request import requests_of
 from paradraft.sampling.sparse_tree import StateTree, best_trees, rate
 from paradraft.sampling_params import Sampling
 from paradraft.sources.loading import locate, settled
 from paradraft.sources.target_loading import load_target
-from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT
 from paradraft.verify import LOSSY, rule_name
 

@@ -10,8 +10,8 @@ from typing import Any
 from paradraft.bench.latency import milliseconds
 from paradraft.bench.steadiness import ADVICE, UNSTEADY, percent, spread
 from paradraft.decode.generation import Generation
-from paradraft.engine import Engine
-from paradraft.request import requests_of
+from paradraft.engine.engine import Engine
+from paradraft.engine.request import requests_of
 from paradraft.sampling_params import Sampling
 
 LEAST_S = 0.2

@@ -7,10 +7,10 @@ from typing import Any
 
 from paradraft.bench.spec import AR, Method
 from paradraft.drafters import branches, drafter_class
+from paradraft.engine.speculation import Speculation
 from paradraft.plan.acceptance import Acceptance, acceptances
 from paradraft.plan.predict import PLAIN, Way
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 
 CHAINS_WITHOUT_FILE = tuple(range(1, 9))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from paradraft.engine import Chunk, Engine
+from paradraft.engine.engine import Chunk, Engine
 from paradraft.serve.admission import Admission, Reservation
 from paradraft.serve.metrics import AnswerMetrics, Metrics
 from paradraft.serve.questions import Choice

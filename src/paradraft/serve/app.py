@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
 from paradraft.serve.admission import Admission, ending
 from paradraft.serve.answers import Answers
 from paradraft.serve.chat import Chat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
 from paradraft.serve.schemas import AskedChat
 from paradraft.serve.shown_tokens import ShownToken
 

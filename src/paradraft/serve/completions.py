@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from paradraft.engine import Engine
-from paradraft.request import rows_of
+from paradraft.engine.engine import Engine
+from paradraft.engine.request import rows_of
 from paradraft.serve.schemas import AskedText
 from paradraft.serve.shown_tokens import ShownToken
 

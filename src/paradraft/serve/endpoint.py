@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from paradraft.engine import Chunk
+from paradraft.engine.engine import Chunk
 from paradraft.errors import one_line
 from paradraft.serve.admission import ending
 from paradraft.serve.answers import Answers

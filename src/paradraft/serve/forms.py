@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from paradraft.engine import Chunk, Engine
+from paradraft.engine.engine import Chunk, Engine
 from paradraft.serve.answers import REASONS
 from paradraft.serve.questions import Choice
 from paradraft.serve.schemas import Asked

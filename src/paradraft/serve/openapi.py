@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from paradraft.engine import MOST_LOGPROBS, Engine
+from paradraft.engine.engine import MOST_LOGPROBS, Engine
 from paradraft.sampling_params import MOST_BIAS
 from paradraft.serve.limits import Limits
 from paradraft.serve.schemas import MOST_STOPS, NOT_SERVED, TOKEN_ID, Asked, AskedChat, AskedText

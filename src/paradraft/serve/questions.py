@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
 from paradraft.sampling_params import Sampling
 from paradraft.serve.grammar import Grammar
 from paradraft.serve.limits import Limits

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paradraft.core import NO_LIMIT
-from paradraft.engine import MOST_LOGPROBS
+from paradraft.engine.engine import MOST_LOGPROBS
 from paradraft.errors import one_line
 from paradraft.serve.replies import ApiError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paradraft.engine import Chunk, Engine
+from paradraft.engine.engine import Chunk, Engine
 from paradraft.serve.questions import Choice
 from paradraft.text.tokenization import REPLACEMENT
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, get_type_hints
 
 from paradraft.drafters import drafter_names
 from paradraft.plugins import find_module, module_names
+from paradraft.train import drafters
 
 if TYPE_CHECKING:
     from paradraft.train.recipe import Recipe
@@ -16,9 +17,9 @@ GROUP = "paradraft.train"
 
 
 def trainee_names() -> list[str]:
-    """The drafters that can be trained: those with a file of their name in `paradraft/train`, or an entry point."""
-    drafters = set(drafter_names())
-    return [name for name in module_names(__path__, GROUP) if name in drafters]
+    """The drafters that can be trained: by a file of their name in `paradraft/train/drafters`, or an entry point."""
+    known = set(drafter_names())
+    return [name for name in module_names(drafters.__path__, GROUP) if name in known]
 
 
 def trainee_module(name: str) -> ModuleType:
@@ -29,7 +30,7 @@ def trainee_module(name: str) -> ModuleType:
     """
     if name not in trainee_names():
         raise ValueError(f"unknown training {name!r}: use one of {', '.join(trainee_names())}")
-    return find_module(name, __name__, __path__, GROUP)
+    return find_module(name, drafters.__name__, drafters.__path__, GROUP)
 
 
 def recipe_class(module: ModuleType) -> type[Recipe]:

@@ -19,9 +19,9 @@ from paradraft.models.architecture import has_experts
 from paradraft.models.devices import computes_bf16
 from paradraft.models.kv_cache import free_bytes, head_size
 from paradraft.sources.loading import load_skeleton, locate
-from paradraft.train.objective import LOGITS
+from paradraft.train.objectives.objective import LOGITS
+from paradraft.train.objectives.rows import FLEX
 from paradraft.train.recipe import Recipe
-from paradraft.train.rows import FLEX
 from paradraft.train.trainee import RunData
 
 NF4_BYTES = 0.52

@@ -1,4 +1,4 @@
-"""What every recipe says: data, optimisation, memory, evaluation and output. `train/<name>.py` adds what is its own.
+"""The settings that all recipes share: data, optimisation, memory, evaluation, output. Each drafter's recipe adds more.
 
 A recipe that contradicts itself is refused. One that configures a part which is switched off runs, with a warning, so
 that a published recipe can be tried with `optimizer=adamw`.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
@@ -22,8 +22,12 @@ from paradraft.data.tokenized import Long
 from paradraft.digests import file_digest, model_digest
 from paradraft.models.names import POCKET
 from paradraft.sources.loading import pocket_folder
-from paradraft.train.losses import Reduction
+from paradraft.train.objectives.losses import Reduction
+from paradraft.train.objectives.rows import FLEX
 from paradraft.train.optimizers import Schedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NOT_DECISIVE = frozenset({
@@ -218,8 +222,16 @@ class Recipe(BaseModel):
 
     def check_device(self, kind: str) -> None:
         """Raises ValueError if the settings cannot be had on a kind of device, as torch calls it."""
-        if self.attention == "flex_attention" and kind == "cpu":
+        if self.attention == FLEX and kind == "cpu":
             raise ValueError("attention=flex_attention: it has no backward pass on a CPU, use sdpa")
+
+    def set_up_passes(self, model: PreTrainedModel, *, on_gpu: bool) -> None:
+        """Sets a model's attention and gradient checkpointing."""
+        model.set_attn_implementation((FLEX if on_gpu else "sdpa") if self.attention == "auto" else self.attention)
+        if self.gradient_checkpointing:
+            # `transformers` renamed it in 5.23.
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
 
     @property
     def depths(self) -> int:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.data.samples import Sample
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.train.batch import TrainingBatch
+from paradraft.train.objectives.batch import TrainingBatch
 from paradraft.train.recipe import Recipe
 
 

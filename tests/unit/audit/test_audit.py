@@ -13,15 +13,15 @@ from paradraft.audit.audit import Report, accept_all, audit, findings
 from paradraft.audit.uniformity import uniformity
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.core import Draft, TargetOut, TextDrafter, Verdict
-from paradraft.decode.draft_length import Fixed
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.decode.lengths.draft_length import Fixed
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.models.forward import ForwardOut
 from paradraft.models.runtime import Runtime
 from paradraft.ragged import from_lists
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
-from paradraft.speculation import Speculation
 from paradraft.verify import match
 from paradraft.verify.rules import RULES
 

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from paradraft.audit.audit import Report, audit, findings
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.core import Draft, TargetOut, Verdict
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import ForwardOut
 from paradraft.models.forward.cpu.model import NativePass
@@ -29,7 +30,6 @@ from paradraft.models.kv_cache import Storage
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
-from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT, Tree
 from paradraft.verify import match
 from paradraft.verify.rules import RULES

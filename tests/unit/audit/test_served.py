@@ -24,8 +24,8 @@ from paradraft.audit.served import ServedReport
 from paradraft.audit.tables import ModelReference, Reference, ServerReference
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.cli.audit_served import findings
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sources.target_loading import load_target
 from tests.conftest import VOCAB, tiny_tokenizer

@@ -11,7 +11,7 @@ from paradraft.bench.spec import Method
 from paradraft.bench.summary import notes
 from paradraft.drafters import LABELS as DRAFTERS
 from paradraft.drafters import takes_draft
-from paradraft.speculation import Speculation
+from paradraft.engine.speculation import Speculation
 from tests.support.bench_result import figures, result
 
 HOME = "/home/somebody/experiments/2026-11-24"

@@ -13,7 +13,7 @@ from paradraft.bench.bandwidth import Speeds
 from paradraft.bench.roofline import Size, added, models_of, plain_passes, reached, total
 from paradraft.bench.spec import Method
 from paradraft.drafters import takes_draft
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from paradraft.models.causal_lm import Pass
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY

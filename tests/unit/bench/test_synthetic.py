@@ -12,8 +12,8 @@ from paradraft.bench import synthetic
 from paradraft.bench.spec import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.core import Draft, TargetOut, Verdict
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling

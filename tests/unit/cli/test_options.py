@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from paradraft.cli import options
 from paradraft.cli.options import OPTIONS, REQUIRED, Offer, with_options
+from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.serve.limits import Limits
-from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 
 READ = {"tree": {"tree_budget", "tree_paths"}}

@@ -13,8 +13,8 @@ from tokenizers.processors import TemplateProcessing
 
 from paradraft.data.local import InProcess
 from paradraft.data.questions import ID, read_questions
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from tests.support.asking import ask, talk

@@ -25,8 +25,8 @@ from paradraft.data import records, token_cache
 from paradraft.data.dataset import load_samples
 from paradraft.data.samples import Sample
 from paradraft.data.token_cache import TokenCache
-from paradraft.train.acceptance import prompt_of
-from paradraft.train.batch import Drop, collate
+from paradraft.train.objectives.batch import Drop, collate
+from paradraft.train.run.acceptance import prompt_of
 from tests.conftest import tiny_tokenizer
 from tests.support.jsonl import write_lines
 

@@ -11,8 +11,8 @@ import torch
 
 from paradraft.core import INVALID, Committed, Draft, Drafting, Request, RoundOutput, Verdict
 from paradraft.decode.batch import Batch, run
-from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
+from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.drafters.none import NoDrafter
 from paradraft.models.causal_lm import CausalLM
 from paradraft.sampling_params import Sampling

@@ -9,8 +9,8 @@ import pytest
 
 from paradraft.core import Committed, Request
 from paradraft.decode.batch import Batch, KeptRow, run, shared_length
-from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
+from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.drafters.none import NoDrafter
 from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.target import Target

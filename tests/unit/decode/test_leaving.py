@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paradraft.decode.batch import Batch, rows_without, run, should_compact
-from paradraft.decode.draft_length import Fixed
 from paradraft.decode.generation import Generation
+from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.drafters.none import NoDrafter
 from paradraft.models.causal_lm import CausalLM
 from tests.conftest import VOCAB, tiny_model

@@ -9,15 +9,15 @@ import pytest
 
 from paradraft.core import Draft, TextDrafter
 from paradraft.decode.batch import Batch
-from paradraft.decode.draft_length import POLICIES, Fixed
+from paradraft.decode.lengths.draft_length import POLICIES, Fixed
 from paradraft.decode.payoff import Compared, Payoff, Rounds
-from paradraft.decode.pearl import AheadBatch
+from paradraft.decode.pearl.pearl import AheadBatch
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.ngram import Config, NgramDrafter
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.speculation import Speculation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import answers, requests, round_of, target_of
 

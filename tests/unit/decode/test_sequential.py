@@ -8,7 +8,7 @@ import torch
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request, RoundOutput
 from paradraft.decode.batch import Batch
-from paradraft.decode.draft_length import Fixed
+from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.models.causal_lm import CausalLM
 from paradraft.ragged import from_lists, to_lists
 from paradraft.sampling_params import Sampling

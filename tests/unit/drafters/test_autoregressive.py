@@ -12,8 +12,8 @@ import torch
 from paradraft.core import Request
 from paradraft.decode.generation import Generation
 from paradraft.drafters import branches, drafter_class
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.parents import depths
 from paradraft.sampling.sampler import Sampler

@@ -13,12 +13,12 @@ from paradraft.core import Request
 from paradraft.decode.generation import Generation
 from paradraft.drafters.eagle import EagleDrafter
 from paradraft.drafters.parts.draft_layers import mistral_like
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.formats.head import read_checkpoint
-from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling import expansion
-from paradraft.speculation import Speculation
 from paradraft.tree import ABSENT, Tree
 from tests.conftest import VOCAB
 from tests.support.drafts import PROMPTS as TRAINED_ON

@@ -12,7 +12,7 @@ import torch
 from paradraft.core import Drafter
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.pard import Config, PardDrafter, build
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.ragged import to_lists

@@ -14,9 +14,9 @@ from torch import Tensor
 from paradraft.core import Draft, Probes, Request
 from paradraft.decode.generation import Generation
 from paradraft.drafters.ppd import PpdDrafter
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.formats.head import read_head
-from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT

@@ -13,8 +13,8 @@ from paradraft import drafters
 from paradraft.bench.setup import prepare
 from paradraft.bench.spec import SETTINGS, Benchmark, Method
 from paradraft.drafters import drafter_config, drafter_names, drafter_settings, setting_names
+from paradraft.engine.loader import load
 from paradraft.export.engines import vllm_config
-from paradraft.loader import load
 from paradraft.plan.acceptance import acceptances
 from paradraft.sampling_params import GREEDY
 

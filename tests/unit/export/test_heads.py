@@ -12,13 +12,14 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from paradraft.engine.speculation import Speculation
 from paradraft.export.heads import REASONS, check_head, is_exported, needs_output_head, write_for_vllm
 from paradraft.export.vllm import speculative_config
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint
 from paradraft.sources.loading import load_config
-from paradraft.speculation import Speculation
-from paradraft.train import launch, recipe_class, trainee_module, trainee_names
-from paradraft.train.heads import HeadRecipe
+from paradraft.train import recipe_class, trainee_module, trainee_names
+from paradraft.train.drafters.heads import HeadRecipe
+from paradraft.train.run import launch
 from tests.contract.test_every_trainee import recipe_for
 from tests.support.drafts import draft_of
 

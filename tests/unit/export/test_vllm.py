@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from paradraft.engine.speculation import Speculation
 from paradraft.export.vllm import installed_python, speculative_config
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import declare_masks
 from paradraft.sources.loading import pocket_folder
-from paradraft.speculation import Speculation
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.drafts import draft_of
 from tests.support.small_tokenizers import byte_level

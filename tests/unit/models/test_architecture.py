@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import CohereConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from paradraft.models.architecture import ARCHITECTURES, check_architecture, context_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime

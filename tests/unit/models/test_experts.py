@@ -11,14 +11,14 @@ from paradraft.audit.audit import audit, findings
 from paradraft.audit.recording import Case, Recording
 from paradraft.audit.reference import own_logits
 from paradraft.audit.verdict import PASS, TIES
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.quantization import quantize
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
 from paradraft.sources.loading import load_model, load_shard
-from paradraft.train.init_draft import make
-from paradraft.train.init_from import PrunedTarget, RandomInit
+from paradraft.train.init.init_draft import make
+from paradraft.train.init.init_from import PrunedTarget, RandomInit
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.kinds import model_of
 

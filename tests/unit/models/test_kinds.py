@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from paradraft.models.architecture import ARCHITECTURES, context_of, has_experts
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.model import NativePass

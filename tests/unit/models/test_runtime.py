@@ -12,7 +12,7 @@ import torch
 from torch._inductor import config as inductor
 
 from paradraft.bench.roofline import Size
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from paradraft.models.quantization import check_quantization, stored_bytes
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime

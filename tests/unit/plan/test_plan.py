@@ -19,8 +19,9 @@ from paradraft.core import Committed, Draft, Drafting, TargetOut
 from paradraft.decode import stats
 from paradraft.drafters.none import NoDrafter
 from paradraft.drafters.pard import PardDrafter
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.plan import costs as costs_module
@@ -30,7 +31,6 @@ from paradraft.plan.plan import run_plan
 from paradraft.plan.predict import Way
 from paradraft.plan.task import Task, doubts, known_of
 from paradraft.sampling_params import Sampling
-from paradraft.speculation import Speculation
 from paradraft.tree import Tree
 from tests.support.decoding import requests
 

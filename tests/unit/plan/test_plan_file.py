@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from paradraft.engine.speculation import Speculation
 from paradraft.plan.plan_file import read_chains
-from paradraft.speculation import Speculation
 
 ARGUMENTS = {"target": "a/target", "drafter": "pard", "draft": "a/draft", "verify": "match"}
 SPECULATION = Speculation(drafter="pard", draft="a/draft")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from paradraft.bench.synthetic import DrawnAheadBatch, chances_of
-from paradraft.decode.draft_length import Fixed
+from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.models.causal_lm import CausalLM
 from paradraft.plan.simulate import Times, accepted, plain_speed, simulate, speed_ahead, speed_in_turn

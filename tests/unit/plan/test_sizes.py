@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from paradraft.drafters.ppd import PLANS, Plan, PpdDrafter, machine_of, plans_for, read_plans, write_plan
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.formats.head import read_checkpoint
-from paradraft.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.plan import sizes
 from paradraft.plan.replay import RANKS, accuracy_of, random_trees, replayed, static_trees
@@ -19,7 +20,6 @@ from paradraft.plan.sizes import SizeTask, count_ranks, run_size_plan
 from paradraft.sampling.sparse_tree import best_trees, rate
 from paradraft.sampling_params import Sampling
 from paradraft.sources.target_loading import load_target
-from paradraft.speculation import Speculation
 from tests.support.drafts import draft_of
 
 RUNTIME = Runtime(dtype="float32", compiled=False)

@@ -10,13 +10,13 @@ import pytest
 from paradraft.bench.steadiness import UNSTEADY
 from paradraft.decode.batch import Batch
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.plan import steadiness
 from paradraft.plan.steadiness import Watch, unsteady_plan
 from paradraft.sampling_params import GREEDY
 from paradraft.sources.target_loading import load_target
-from paradraft.speculation import Speculation
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from tests.support import json_models
 from tests.support.serving import Serving, serving

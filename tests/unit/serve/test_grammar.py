@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from paradraft.drafters import branches
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import TargetFacts
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.serve import grammar as module
 from paradraft.serve.grammar import LIMITS, MOST_SCHEMA_BYTES, Grammar, Grammars
-from paradraft.speculation import Speculation
 from paradraft.text.tokenization import Detokenizer
 from paradraft.tree import Tree
 from tests.support.json_models import ENDS, MASK, VOCAB

@@ -15,7 +15,7 @@ import httpx2
 import openai
 import pytest
 
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
 from paradraft.sampling_params import Sampling
 from paradraft.serve.address import key_of
 from paradraft.serve.limits import Limits

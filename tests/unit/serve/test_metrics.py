@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paradraft.decode.payoff import Payoff
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
 from paradraft.sampling_params import Sampling
 from tests.support.serving import serving
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
 from tests.support.chromium import CHROMIUM, chromium
 from tests.support.serving import Serving, serving, until
 

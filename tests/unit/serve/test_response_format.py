@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from paradraft.engine import Engine
+from paradraft.engine.engine import Engine
 from paradraft.sampling_params import Sampling
 from paradraft.serve.grammar import Grammar, Grammars
 from paradraft.serve.schemas import ResponseFormat

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paradraft.drafters import drafter_names
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from paradraft.models import quantized
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu import build, matrix

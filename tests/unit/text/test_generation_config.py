@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, WatermarkingConfig
 
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.text.generation_config import (
     GIVEN_OR_OBEYED,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.train.rows import Rows, conditional_drop
+from paradraft.train.objectives.rows import Rows, conditional_drop
 
 
 def drop(n: int, k: int, r: float, r_min: float, seed: int = 0) -> Rows:

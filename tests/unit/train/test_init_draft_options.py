@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from paradraft.engine.loader import load
 from paradraft.formats import folder
-from paradraft.loader import load
-from paradraft.train.init_draft import make
-from paradraft.train.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
-from paradraft.train.pard import PardRecipe, add_mask_token
+from paradraft.train.drafters.pard import PardRecipe, add_mask_token
+from paradraft.train.init.init_draft import make
+from paradraft.train.init.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
 from paradraft.train.recipe_file import load_recipe
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.targets import EXACT, KINDS, read, write_model

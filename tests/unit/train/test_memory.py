@@ -10,13 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paradraft.data.samples import Sample
 from paradraft.sources.loading import load_skeleton, load_tokenizer
-from paradraft.train import memory, setup
-from paradraft.train.batch import Drop, collate
-from paradraft.train.objective import Objective
-from paradraft.train.pard import PardRecipe, drafter_skeleton
+from paradraft.train import memory
+from paradraft.train.drafters.pard import PardRecipe, drafter_skeleton
+from paradraft.train.objectives.batch import Drop, collate
+from paradraft.train.objectives.objective import Objective
+from paradraft.train.run import setup
 from paradraft.train.trainee import RunData
 from tests.support.training import prepare_pard
-from tests.unit.train.test_trainer import recipe_for
+from tests.unit.train.run.test_trainer import recipe_for
 
 N, VOCAB, SAMPLES = 200, 500, 2
 

@@ -10,7 +10,7 @@ import pytest
 from paradraft.data.mix import Source
 from tests.support.jsonl import write_lines
 from tests.support.training import prepare_pard, train_pard
-from tests.unit.train.test_trainer import StoppedError, recipe_for, stop_after
+from tests.unit.train.run.test_trainer import StoppedError, recipe_for, stop_after
 
 
 def test_a_run_on_a_mix_goes_on_and_is_recorded(family: Path, tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paradraft.train import memory, progress, setup
-from paradraft.train.progress import Progress
+from paradraft.train import memory
+from paradraft.train.run import progress, setup
+from paradraft.train.run.progress import Progress
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.training import prepare_pard, train_pard
-from tests.unit.train.test_trainer import StoppedError, recipe_for, stop_after
+from tests.unit.train.run.test_trainer import StoppedError, recipe_for, stop_after
 
 
 def test_a_run_goes_on_in_the_precision_it_began_with(family: Path, tmp_path: Path) -> None:

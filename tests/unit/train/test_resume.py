@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from paradraft.train.acceptance import AcceptanceMeter, Decoded
-from paradraft.train.pard import PardRecipe
-from paradraft.train.progress import Report
+from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.run.acceptance import AcceptanceMeter, Decoded
+from paradraft.train.run.progress import Report
 from tests.support.training import train_pard
-from tests.unit.train.test_trainer import recipe_for
+from tests.unit.train.run.test_trainer import recipe_for
 
 
 class KilledError(BaseException):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paradraft.audit.audit import audit
 from paradraft.core import Draft, Request, TargetOut
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling

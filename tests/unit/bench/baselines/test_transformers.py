@@ -7,8 +7,8 @@ import torch
 
 from paradraft.bench.result import BatchResult
 from paradraft.bench.spec import Method
-from paradraft.engine import Engine
-from paradraft.loader import load
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY, Sampling
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer

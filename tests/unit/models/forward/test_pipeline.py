@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paradraft.loader import load
+from paradraft.engine.loader import load
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM, NotFiniteError
 from paradraft.models.forward.pipeline import FEW_ROWS, split

@@ -127,7 +127,7 @@ from paradraft.models.forward.cpu import build
 level = {each.name: each for each in build.LEVELS}[sys.argv[1]]
 build.level_of = lambda machine, instructions: level
 warnings.simplefilter("error", UserWarning)
-from paradraft.loader import load
+from paradraft.engine.loader import load
 engine = load("pocket", drafter="pard", dtype="int8")
 assert all(lm.is_native for lm in (engine.target.lm, *engine.drafter.models))
 maps = Path("/proc/self/maps").read_text().split()

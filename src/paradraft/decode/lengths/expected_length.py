@@ -1,0 +1,256 @@
+"""The length policy that drafts what pays on this machine: expected tokens over measured time.
+
+Why it decides by row and node is in docs/decisions.md, 58.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paradraft.core import Draft, Request, RoundOutput
+from paradraft.decode.lengths.acceptance_shares import AcceptanceShares
+from paradraft.decode.lengths.round_costs import RoundCosts
+from paradraft.ragged import upload
+from paradraft.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How many nodes each row drafts, and what that is expected to yield.
+
+    Args:
+        nodes: of each row.
+        tokens: of each row, the target's own included.
+        seconds: of the round.
+    """
+
+    nodes: tuple[int, ...]
+    tokens: tuple[float, ...]
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return sum(self.tokens) / self.seconds
+
+
+class Expected:
+    """Maximises the expected tokens per second; plain decoding while speculation does not pay.
+
+    The nodes of a draft are ordered, the best first, so a draft of n nodes is the first n. Where node i is accepted in
+    a share a_i of rounds, a round in which row r drafts n_r nodes yields Σ_r (1 + a_1 + … + a_(n_r)) tokens, each row
+    with its own shares. Drafted are the nodes whose share is at least some number, the same for all rows: the one with
+    the most expected tokens a second. Drafting begins where that is `GAIN` times as much as without a draft, and goes
+    on while it is more.
+
+    A drafter that begins with a row first reads its text. That is spread over the rounds that the row has left.
+
+    Other plans are tried for a round, as often as the time that this loses stays within `EXPLORE` of all time. A try
+    that pays loses nothing, so another follows at once. The first try of an engine may be disturbed or unlucky, so the
+    first three are short and do not wait until their losses are made up for. What was learnt stays for the next batch.
+
+    Args:
+        k: most tokens of a path.
+    """
+
+    wants_confidence = False
+    runs_plain = True
+
+    GAIN = 1.05
+    """How many times as fast as plain decoding drafting has to be to begin, as times and shares are not known well."""
+    MOST_LEFT = 128
+    """Tokens that an answer is expected to have left, at most: many end before their limit."""
+    EXPLORE = 0.015
+    """The share of all time that trying other plans may lose."""
+    ALMOST = 0.85
+    """What share of plain decoding's speed the best plan with drafts has to have, for all of it to be tried."""
+    EARLY_TRIES = 3
+    """Tries of a new engine that draft for two rounds …"""
+    EARLY_SHARE = 4
+    """… a fourth of the nodes, …"""
+    SOON = 12
+    """… this number of plain rounds after each other, whatever they lose."""
+    EVERY = 6
+    """Rounds with drafts after which the plan is made anew, as it is after tries and when rows come or go."""
+    CANDIDATES = 12
+    """Numbers that a node's share must reach of which the best is taken."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self._costs = RoundCosts()
+        self._acceptance = AcceptanceShares(k, is_chain=True)
+        self._lost_s = 0.0
+        self._early_tries = 0
+        self.start(None, is_ragged=True)
+
+    def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
+        """Forgets all rows; keeps what is known of times and acceptance."""
+        most, is_chain = self.k if tree is None else tree.nodes, tree is None
+        if (most, is_chain) != (self._acceptance.most, self._acceptance.is_chain):
+            self._acceptance = AcceptanceShares(most, is_chain=is_chain)
+        self._acceptance.start()
+        self._costs.is_ragged = is_ragged
+        self._rows = self._age = self._number_of_tries = self._since_try = 0
+        self._unread: list[int] = []
+        """For each row the tokens that were committed since it last drafted, its prompt's too if it never did."""
+        self._room: list[int] = []
+        self._asked: list[int] = []
+        self._drafting: set[int] = set()
+        self._forget_plan()
+
+    def join(self, requests: Sequence[Request]) -> None:
+        """New rows are like all others until more is known of them."""
+        self._rows += len(requests)
+        self._acceptance.join(len(requests))
+        self._unread += [len(request.tokens) for request in requests]
+        self._room += [request.max_new_tokens - request.answered for request in requests]
+        self._forget_plan()
+
+    def keep(self, rows: Tensor) -> None:
+        """Forgets the other rows."""
+        order = rows.tolist()
+        self._rows = len(order)
+        self._acceptance.keep(order)
+        self._unread, self._room = ([row_of[row] for row in order] for row_of in (self._unread, self._room))
+        self._drafting = {new for new, row in enumerate(order) if row in self._drafting}
+        self._forget_plan()
+
+    def _forget_plan(self) -> None:
+        self._plan: Plan | None = None
+        self._almost: Plan | None = None
+        """The best plan with drafts, where it is a little worse than plain decoding."""
+        self._try: tuple[int, ...] | None = None
+        self._rounds_of_try = 0
+
+    def next(self) -> list[int]:
+        """See `LengthPolicy`."""
+        if not self._costs.knows_plain(self._rows):
+            self._asked = [0] * self._rows
+            return self._asked
+        if self._plan is None or (self._drafting and self._age >= self.EVERY):
+            self._age = 0
+            self._plan = self._choose()
+        self._age += 1
+        is_soon = self._since_try >= self.SOON and self._is_early(self._plan)
+        if self._try is None and (self._lost_s <= 0.0 or is_soon):
+            self._begin_try(self._plan)
+        self._asked = list(self._plan.nodes if self._try is None else self._try)
+        return self._asked if self._acceptance.is_chain else [self.k if nodes else 0 for nodes in self._asked]
+
+    def _is_early(self, plan: Plan) -> bool:
+        """Whether a try from a plan without drafts is one of the engine's first."""
+        return self._early_tries < self.EARLY_TRIES and not any(plan.nodes)
+
+    def _begin_try(self, plan: Plan) -> None:
+        """Tries the most nodes in one row; every other time, if some row drafts, none at all, and if none does, the
+        best plan with drafts where that is nearly as good. The first round of a try tells no time, so some have two."""
+        number = self._number_of_tries
+        self._number_of_tries += 1
+        self._since_try = 0
+        short = [row for row, nodes in enumerate(plan.nodes) if nodes < self._acceptance.most]
+        if any(plan.nodes) and (number % 2 or not short):
+            self._try, self._rounds_of_try = (0,) * self._rows, 2
+        elif self._almost is not None and number % 2:
+            self._try, self._rounds_of_try = self._almost.nodes, 2
+        else:
+            # Usually where that costs least.
+            tried = min(short, key=self._unread.__getitem__) if number % 6 else short[number // 6 % len(short)]
+            is_early = self._is_early(plan)
+            self._early_tries += is_early
+            most = max(self._acceptance.most // self.EARLY_SHARE, 1) if is_early else self._acceptance.most
+            self._try = tuple(most if row == tried else before for row, before in enumerate(plan.nodes))
+            is_long = is_early or not self._costs.knows_drafts or number % 8 == 0
+            self._rounds_of_try = 2 if is_long else 1
+
+    def cut(self, draft: Draft) -> Draft:
+        """A tree without the nodes that are not worth their time, which are its last."""
+        if self._acceptance.is_chain or draft.tokens.shape[1] <= min(self._asked):
+            return draft
+        device = draft.tokens.device
+        return draft.where(upload(range(draft.tokens.shape[1]), device) < upload(self._asked, device)[:, None])
+
+    def _choose(self) -> Plan:
+        """The best plan among those that draft the nodes whose share is at least some number."""
+        shares, there = self._acceptance.shares(), self._acceptance.there()
+        self._reading_s = self._costs.reading_s()
+        sums = [list(itertools.accumulate(row, initial=1.0)) for row in shares]
+        plain = self._plan_of([0] * self._rows, sums, there)
+        if not self._costs.knows_drafts:
+            return plain
+        rising = [[-share for share in row] for row in shares]
+        numbers = sorted({share for row in shares for share in row})
+        plans = []
+        for least in numbers[:: len(numbers) // self.CANDIDATES + 1]:
+            plans.append(self._plan_of([bisect.bisect_right(row, -least) for row in rising], sums, there))
+        best = max(plans, key=lambda plan: plan.rate)
+        is_better = best.rate > plain.rate * (1.0 if self._drafting else self.GAIN)
+        if sum(nodes > 0 for nodes in best.nodes) > self._costs.rows_to_try:
+            order = sorted(range(self._rows), key=lambda row: -best.tokens[row])[: self._costs.rows_to_try]
+            best = self._plan_of([nodes if row in order else 0 for row, nodes in enumerate(best.nodes)], sums, there)
+            self._age = self.EVERY - 2  # soon more is known
+        self._almost = best if not is_better and best.rate > self.ALMOST * plain.rate else None
+        return best if is_better else plain
+
+    def _plan_of(self, nodes: list[int], sums: Sequence[Sequence[float]], there: Sequence[float]) -> Plan:
+        """The plan that drafts these numbers of nodes."""
+        drafting = [there[number] for number in nodes if number]
+        seconds = self._costs.seconds(self._rows, drafting, self._depth(nodes))
+        tokens = tuple(row[number] for row, number in zip(sums, nodes, strict=True))
+        for row, number in enumerate(nodes):
+            if number and row not in self._drafting:
+                rounds_left = max(min(self._room[row], self.MOST_LEFT) / tokens[row], 1.0)
+                seconds += self._reading_s * self._unread[row] / rounds_left
+        return Plan(nodes=tuple(nodes), tokens=tokens, seconds=seconds)
+
+    def _depth(self, nodes: Sequence[int]) -> int:
+        return max(nodes) if self._acceptance.is_chain else self.k
+
+    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
+        """Adds a round to times and acceptance."""
+        # A row that has ended drafts nothing, and an answer may end for want of room.
+        asked = [nodes if tokens else 0 for nodes, tokens in zip(self._asked, output.tokens, strict=True)]
+        drafting = {row for row, nodes in enumerate(asked) if nodes}
+        begin = drafting - self._drafting
+        is_first = bool(begin) or bool(drafting) != bool(self._drafting)
+        self._drafting = drafting
+        self._costs.learn(
+            self._rows,
+            [output.nodes[row] for row in sorted(drafting)],
+            self._depth(asked),
+            draft_s=draft_s,
+            verify_s=verify_s,
+            other_s=other_s,
+            unread=sum(self._unread[row] for row in begin),
+            is_first=is_first,
+            is_usual=self._try is None,
+        )
+        for row, tokens in enumerate(output.tokens):
+            self._unread[row] = len(tokens) + (0 if row in drafting else self._unread[row])
+            self._room[row] -= len(tokens)
+        if drafting:
+            rows = zip(asked, output.nodes, output.finished, strict=True)
+            could = [drafted if is_finished else nodes for nodes, drafted, is_finished in rows]
+            if any(could):
+                self._acceptance.learn(could, output.nodes, output.paths)
+        if self._plan is None:
+            return
+        seconds = self._costs.of_usual(draft_s + verify_s + other_s)
+        if self._try is None:
+            self._since_try += 1
+            self._lost_s = max(self._lost_s - self.EXPLORE * seconds, 0.0)
+            return
+        # What the other rows got does not depend on the try.
+        usual = zip(self._plan.nodes, self._try, self._plan.tokens, output.paths, strict=True)
+        more = sum(1 + len(path) - tokens for nodes, tried, tokens, path in usual if nodes != tried)
+        lost_s = seconds - self._plan.seconds - more / self._plan.rate
+        self._lost_s = max(self._lost_s + lost_s, 0.0)
+        self._rounds_of_try -= 1
+        if not self._rounds_of_try:
+            if lost_s < 0.0:
+                self._number_of_tries -= 1
+            self._try, self._plan = None, None

@@ -1,0 +1,146 @@
+"""The other side of [remote.py](remote.py): a process that loads a drafter and drafts what it is asked for.
+
+It ends when the target's side does: by a message, when the channel ends, or when its standard input does, which the
+system closes however the other process has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+import warnings
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.decode.pearl.channel import Channel
+from paradraft.decode.pearl.remote import FRESH, Setup, Span, versions
+from paradraft.drafters import load_drafter
+from paradraft.models.forward.cpu.threads import use_one_torch_thread
+from paradraft.ragged import from_lists, to_lists
+
+
+class Server:
+    """Does what the target's side says; each public method is a message.
+
+    Args:
+        channel: to that side.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._drafter = Drafter()
+        self.saved: dict[int, Any] = {}
+        """What is kept of rows, by the keys of the other side."""
+        self._serial = self._question = 0
+
+    def serve(self) -> None:
+        """Until the other side has said the last."""
+        has_failed = False
+        while True:
+            try:
+                self._serial, self._question, name, content = self._channel.receive()
+            except (EOFError, OSError):
+                return
+            if name == "end":
+                return
+            has_failed = has_failed and name not in FRESH
+            if has_failed and name != "forget":
+                continue
+            try:
+                getattr(self, name)(*pickle.loads(content))
+            except Exception as error:
+                has_failed = True
+                message = " ".join(str(error).split())
+                is_mistake = isinstance(error, ValueError)
+                self._send(*(("mistake", message) if is_mistake else ("failure", f"{type(error).__name__}: {message}")))
+
+    def load(self, setup: Setup) -> None:
+        """Loads the drafter; answers with what the other side wants to know of it.
+
+        Raises:
+            ValueError: it does not fit the target, or the sides have different versions.
+        """
+        if (mine := versions()) != setup.versions:
+            raise ValueError(
+                f"the target's side has {_listed(setup.versions)}, the drafter's {_listed(mine)}: install the same"
+            )
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", UserWarning)
+            drafter = load_drafter(setup.drafter, setup.target, draft=setup.draft, runtime=setup.runtime)
+        if all(lm.is_native for lm in drafter.models):
+            use_one_torch_thread()
+        self._drafter, self._device = drafter, next((lm.device for lm in drafter.models), torch.device("cpu"))
+        messages = [str(warning.message) for warning in told if issubclass(warning.category, UserWarning)]
+        self._answer((drafter.reserved_tokens, drafter.max_k, messages))
+
+    def start(self, drafting: Drafting) -> None:
+        """See `Drafter`."""
+        self._drafter.start(drafting, self._device)
+
+    def join(self, requests: list[Request]) -> None:
+        """See `Drafter`; the prompts are in the requests."""
+        tokens = from_lists([request.tokens for request in requests], self._device)
+        self._drafter.join(requests, Committed(tokens=tokens))
+
+    def propose(self, lengths: list[int], after: list[list[int]] | None, asked_s: float) -> None:
+        """See `Drafter`; answers with the tokens of each row, and when they were drafted."""
+        began_s = time.perf_counter()
+        draft = self._drafter.propose(lengths, None if after is None else Draft.chain(from_lists(after, self._device)))
+        tokens = to_lists(draft.tokens)
+        self._answer((tokens, Span(side="draft", began_s=began_s, ended_s=time.perf_counter(), asked_s=asked_s)))
+
+    def commit(self, tokens: list[list[int]]) -> None:
+        """See `Drafter`."""
+        self._drafter.commit(Committed(tokens=from_lists(tokens, self._device)))
+
+    def keep(self, rows: list[int]) -> None:
+        """See `Drafter`."""
+        self._drafter.keep(torch.tensor(rows, dtype=torch.long))
+
+    def save(self, row: int, most: int, key: int) -> None:
+        """See `Drafter`; under the key that the other side names."""
+        self.saved[key] = self._drafter.save(row, most)
+
+    def restore(self, row: int, key: int, shared: int) -> None:
+        """See `Drafter`."""
+        self._drafter.restore(row, self.saved[key], shared)
+
+    def forget(self, keys: tuple[int, ...]) -> None:
+        """Lets go of what was saved."""
+        for key in keys:
+            self.saved.pop(key, None)
+
+    def passes(self) -> None:
+        """Answers with how many passes there were since `start`, those for keys and values alone left out."""
+        counts = [number for lm in self._drafter.models for one, number in lm.passes.items() if one.logits]
+        self._answer(sum(counts))
+
+    def _answer(self, content: Any) -> None:
+        self._send("answer", content)
+
+    def _send(self, kind: str, content: Any) -> None:
+        with suppress(OSError):  # the other side is gone: the next message will not come
+            self._channel.send((self._serial, self._question, kind, content))
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
+
+
+def _end_with_the_other_side() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main() -> None:
+    """Serves the process that has started this one, through the descriptor that it names."""
+    threading.Thread(target=_end_with_the_other_side, daemon=True).start()
+    Server(Channel(Connection(int(sys.argv[1])))).serve()
+    os._exit(0)  # the thread that reads would abort the interpreter's own end

@@ -1,0 +1,269 @@
+"""PEARL: draft and verify at the same time (Liu et al. 2024, Algorithm 2).
+
+The drafter is a round ahead. While the target verifies a draft, the drafter goes on after it and guesses a *window* of
+γ tokens, whose first one stands where the target adds a token of its own. If all of the draft is accepted and the
+target's own token is the window's first, then this one is verified too, and the rest of the window is the next draft.
+Otherwise the window is dropped, the next draft is empty, and the target adds one token while the drafter goes on
+after the committed text. So the paper's two modes are one: *pre-verify* is the verification of an empty draft, and
+*post-verify* that of the last window, both with the target's own token as the check of the window's first.
+
+Algorithm 2, taken literally, is off by one: line 29 computes p after x_1 ... x_i and line 32 compares it with x_i. What
+follows x_1 ... x_i is x_(i+1); the last of them is the first token of the new window, as here.
+
+Rows of a batch are each in their mode. Text is never made of tokens that are not verified, and a window is no longer
+than its row has room for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradraft import ragged
+from paradraft.core import Committed, Draft, Drafter, Request, RoundOutput, TargetOut, Verdict
+from paradraft.decode.batch import Batch
+from paradraft.decode.generation import Generation
+from paradraft.decode.lengths.draft_length import Fixed
+from paradraft.decode.pearl.remote import RemoteDrafter, Span
+from paradraft.models.forward.cpu.threads import use_one_torch_thread
+from paradraft.models.target import Target
+from paradraft.ragged import from_lists, to_lists
+from paradraft.tree import ABSENT
+
+TIMED_ROUNDS = 6
+"""Rounds at least in which the two sides are timed."""
+MOST_SPANS = 4096
+"""Of how many passes and windows a batch remembers when they were."""
+
+
+def decode_round_ahead(batch: AheadBatch) -> RoundOutput:
+    """Runs one round: every row of the batch gets at least one token.
+
+    Args:
+        batch: its target and its drafter have the same committed tokens before the round and after it.
+
+    Returns:
+        The new tokens of each request, cut where its answer ends.
+    """
+    batch.draft_first()
+    draft = batch.ahead
+    batch.begin_drafting()
+    try:
+        out = batch.forward(draft)
+        verdict = batch.verify(draft, out, batch.sampler)
+        batch.clock.lap("verify")
+    except BaseException:
+        with suppress(Exception):
+            batch.take_window()  # so that the other side has ended too
+        raise
+    window = batch.take_window()
+    batch.clock.lap("draft")  # as far as it was waited for
+    verdict = batch.settle(verdict, window)
+    committed = batch.target.commit(verdict, out)
+    batch.drafter.commit(committed)
+    batch.sampler.commit(committed)
+    batch.ahead = draft_ahead(draft, verdict, window)
+    return batch.emit(draft, verdict)
+
+
+def draft_ahead(draft: Draft, verdict: Verdict, window: Draft) -> Draft:
+    """The next draft: of rows in which all was right the rest of the window, of others nothing.
+
+    Args:
+        draft: the chain that was verified.
+        verdict: on it.
+        window: the chain that was drafted after it.
+
+    >>> verdict = Verdict.of(draft := Draft.chain(torch.tensor([[5, 6]])), torch.tensor([[0, 1]]), torch.tensor([7]))
+    >>> draft_ahead(draft, verdict, Draft.chain(torch.tensor([[7, 8, 9]]))).tokens.tolist()
+    [[8, 9]]
+    >>> draft_ahead(draft, verdict, Draft.chain(torch.tensor([[4, 8, 9]]))).tokens.tolist()
+    [[]]
+    """
+    if not window.tokens.shape[1]:
+        return window
+    is_all_B = verdict.accepted == (draft.tokens != ABSENT).sum(1)
+    own_B = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
+    is_right_B1 = (is_all_B & (own_B == window.tokens[:, 0]))[:, None]
+    rest = Draft.chain(window.tokens[:, 1:])
+    return rest.where(is_right_B1 & (rest.tokens != ABSENT))
+
+
+class DrafterThread:
+    """Lets a drafter of this process draft while others compute.
+
+    Its models compute outside of Python, as all of ours do; on a GPU in a stream of their own.
+
+    Args:
+        drafter: nothing else may use it between `begin` and `take`.
+        device: of the target.
+        is_native: whether all passes of both sides are in C++.
+    """
+
+    def __init__(self, drafter: Drafter, device: torch.device, *, is_native: bool) -> None:
+        self._drafter = drafter
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Else its first operation starts threads that spin on the CPUs that the passes need; see `one_torch_thread`.
+        prepare = use_one_torch_thread if is_native else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="drafter", initializer=prepare)
+        self._drafting: Future[tuple[Draft, Span]] | None = None
+
+    def begin(self, lengths: Sequence[int], after: Draft | None) -> None:
+        """See `RemoteDrafter`."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._drafting = self._pool.submit(self._draft, lengths, after, time.perf_counter())
+
+    def take(self) -> Draft:
+        """See `RemoteDrafter`."""
+        assert self._drafting is not None
+        draft, self.last_span = self._drafting.result()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        return draft
+
+    def rest(self) -> None:
+        """Waits until nothing is drafted any more, whoever has asked for it: someone may have been interrupted."""
+        if self._drafting is not None:
+            wait([self._drafting])
+
+    def _draft(self, lengths: Sequence[int], after: Draft | None, asked_s: float) -> tuple[Draft, Span]:
+        began_s = time.perf_counter()
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            draft = self._drafter.propose(lengths, after)
+        return draft, Span(side="draft", began_s=began_s, ended_s=time.perf_counter(), asked_s=asked_s)
+
+
+class AheadBatch(Batch):
+    """The rows of a batch whose drafter is a round ahead; drafts are chains.
+
+    `lengths` says γ. The drafter works in a thread of its own, if it is not in another process.
+
+    Args:
+        target: see `Batch`.
+        drafter: one that can run ahead.
+        overlap: see `paradraft.engine.speculation.Speculation`.
+        settings: those of `Batch`.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, *, overlap: str = "both", **settings: Any) -> None:
+        super().__init__(target, drafter, **settings)
+        self.ahead = Draft.empty(0, target.device)
+        """The draft that the next round verifies."""
+        self.first_depths: list[int] = []
+        """By row, which token of its window is the first of that draft: the first one was verified with the window."""
+        self._overlap = overlap
+        self.spans = deque[Span](maxlen=MOST_SPANS)
+        """When each side was at work, in the last rounds."""
+        is_native = all(lm.is_native for lm in (target.lm, *drafter.models))
+        self._side = (
+            drafter
+            if isinstance(drafter, RemoteDrafter)
+            else DrafterThread(drafter, target.device, is_native=is_native)
+        )
+
+    def _start(self) -> None:
+        self._side.rest()
+        super()._start()
+        self.spans.clear()
+
+    def draft_first(self) -> None:
+        """Without pre-verify, a window is drafted while the target waits, for rows that have no draft."""
+        self.first_depths = [2] * len(self.generations)
+        if self._overlap != "post":
+            return
+        is_none = [not row for row in to_lists(self.ahead.tokens)]
+        if not any(is_none):
+            return
+        self.first_depths = [1 if none else 2 for none in is_none]
+        rooms = [max(generation.room - 1, 0) for generation in self.generations]
+        rows = zip(self.lengths.next(), rooms, is_none, strict=True)
+        self._wanted = [min(length, room) * none for length, room, none in rows]
+        self._side.begin(self._wanted, Draft.empty(len(is_none), self.target.device))
+        window = self.take_window()
+        self.clock.lap("draft")
+        self.drafter.commit(Committed(tokens=window.tokens[:, :0]))  # it goes back to the committed text
+        tokens = ragged.joined(to_lists(self.ahead.tokens), to_lists(window.tokens))
+        self.ahead = Draft.chain(from_lists(tokens, self.target.device))
+
+    def begin_drafting(self) -> None:
+        """Has the drafter go on after the draft, for rows in which that can be of use."""
+        known, is_pre = (self.ahead.tokens != ABSENT).sum(1).tolist(), self._overlap == "pre"
+        self._wanted = [
+            # The window's last token is followed by one of the target's. A window of one token tells nothing new.
+            wanted if (wanted := min(length, generation.room - 1 - number)) > 1 and not (number and is_pre) else 0
+            for length, generation, number in zip(self.lengths.next(), self.generations, known, strict=True)
+        ]
+        self._side.begin(self._wanted, self.ahead)
+
+    def take_window(self) -> Draft:
+        """Waits for what the drafter has drafted; cut to what was wanted."""
+        window = self._side.take()
+        if any(self._wanted):
+            self.spans.append(self._side.last_span)
+        if window.tokens.shape[1] <= min(self._wanted):
+            return window
+        is_wanted_BN = torch.arange(window.tokens.shape[1])[None] < torch.tensor(self._wanted)[:, None]
+        return window.where(is_wanted_BN.to(window.tokens.device) & (window.tokens != ABSENT))
+
+    def forward(self, draft: Draft) -> TargetOut:
+        """The target's pass over a draft."""
+        began_s = time.perf_counter()
+        out = self.target.forward(draft)
+        self.spans.append(Span(side="target", began_s=began_s, ended_s=time.perf_counter(), asked_s=began_s))
+        return out
+
+    def settle(self, verdict: Verdict, window: Draft) -> Verdict:
+        """The verdict, once the window is known: as it is. Drawn verdicts, for timing, need the window."""
+        return verdict
+
+    def round(self) -> RoundOutput:
+        """See `Batch`."""
+        return decode_round_ahead(self)
+
+    def _admit(self, generations: Sequence[Generation], *read: Any) -> None:
+        """See `Batch`; rows begin with an empty draft."""
+        before = len(self.generations)
+        super()._admit(generations, *read)
+        known = self.ahead.tokens if before else Draft.empty(0, self.target.device).tokens
+        self.ahead = Draft.chain(torch.nn.functional.pad(known, (0, 0, 0, len(generations)), value=ABSENT))
+
+    def keep(self, rows_b: Tensor) -> None:
+        """See `Batch`."""
+        super().keep(rows_b)
+        self.ahead = Draft.chain(self.ahead.tokens[rows_b.to(self.ahead.tokens.device)])
+
+    def clear(self) -> None:
+        """See `Batch`."""
+        self._side.rest()
+        super().clear()
+        self.ahead = Draft.empty(0, self.target.device)
+
+
+def best_gamma(target: Target, drafter: Drafter, most: int) -> int:
+    """γ with which neither side waits for the other: T_target / T_draft (section 4.4.1), from 2 to `most`.
+
+    T_target is the time of a pass over a draft, T_draft that of a drafted token, each side alone. So a drafter whose
+    tokens cost nothing one by one, such as PARD, is given as many as it may draft.
+    """
+    batch = Batch(target, drafter, lengths=Fixed(most))
+    if (tokens := min((most + 1) * TIMED_ROUNDS, target.capacity - 2)) < 1:
+        raise ValueError(f"gamma=auto: capacity={target.capacity} is too small to measure it, give a number")
+    batch.join([Generation(Request(id=0, tokens=[0, 0], max_new_tokens=tokens))])
+    drafts_s, verifies_s = [], []
+    while not batch.is_finished:
+        output = batch.step()
+        if output.drafted == [most]:
+            drafts_s.append(batch.clock.last_s["draft"] / most)
+            verifies_s.append(batch.clock.last_s["verify"])
+    if not drafts_s:
+        return most
+    return min(max(round(median(verifies_s) / median(drafts_s)), 2), most)

@@ -1,0 +1,214 @@
+"""How to speculate: which drafter, how much it drafts in a round, and how its drafts are verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from paradraft.drafters import check_draft, drafter_class, drafter_config, drafter_names, split_settings
+from paradraft.errors import one_line, whole_number
+from paradraft.models.names import check_has_weights
+from paradraft.tree import Tree
+from paradraft.verify import check_rule_name, load_rule, rule_name
+
+if TYPE_CHECKING:
+    from paradraft.core import Drafter
+
+MOST_DRAFTED = 256
+"""Largest K; caches keep room for two drafts of that length."""
+AUTO = "auto"
+LENGTHS = (AUTO, "fixed", "heuristic", "confidence", "expected")
+"""`AUTO`, and the names of `paradraft.decode.lengths.draft_length.POLICIES`."""
+OVERLAPS = ("both", "pre", "post")
+MOST_NODES = 1024
+"""Largest tree of a draft."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """How text is drafted and verified; checked as far as that needs no models.
+
+    Args:
+        drafter: one of `drafter_names()`, with settings if wanted, such as "ngram:max_ngram=5"; "none" decodes plainly.
+            An `Engine` is given the drafter itself, so that one that was built by hand needs no name here.
+        draft: the draft model, for drafters that have one; the pocket target brings its own.
+        k: most tokens drafted per round, one after the other, 1 to 256. Where the drafter's own settings say how large
+            its trees are (`Drafter.tree`), it becomes their depth.
+        tree: the shape of drafts that branch; None drafts chains, or such trees.
+        verify: "match" gives the same tokens with every drafter; "rejection" gives the same distribution and accepts
+            more when sampling; "typical" is not lossless: see `paradraft.verify.typical`.
+        lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success, "confidence" while the
+            drafter is sure, "expected" what pays on this machine. "auto" is "expected" where it cannot change a text,
+            else "fixed": see `settled`.
+        gamma: γ of PEARL: draft while the target verifies, this many tokens ahead, or "auto" as many as are fastest
+            here, at most k; None drafts and verifies in turn. Chains and the match rule only. See
+            `paradraft.decode.pearl.pearl`.
+        overlap: which of PEARL's strategies: "pre" verifies the first token of a window while it is drafted, "post"
+            drafts while the window before is verified, "both".
+
+    Raises:
+        ValueError: a name or a setting of the drafter is unknown, a number is out of range, a path of the tree is
+            deeper than k, or a tree is given to a drafter whose trees have a shape of their own.
+
+    >>> Speculation(drafter="ngram", k=4, tree=Tree(budget=6)).nodes
+    6
+    >>> Speculation(drafter="lookahead:ngram=3:window=4:guesses=2").k
+    5
+    """
+
+    drafter: str = "none"
+    draft: str | None = None
+    k: int = 8
+    tree: Tree | None = None
+    verify: str = "match"
+    lengths: str = AUTO
+    gamma: int | Literal["auto"] | None = None
+    overlap: str = "both"
+
+    def __post_init__(self) -> None:
+        for name in ("drafter", "verify", "lengths"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ValueError(f"{name}={one_line(value)}: use a name")
+        name, settings = split_settings(self.drafter)
+        object.__setattr__(self, "drafter", ":".join([name, *settings]))
+        object.__setattr__(self, "k", whole_number("k", self.k))
+        if not 1 <= self.k <= MOST_DRAFTED:
+            raise ValueError(f"k={self.k}: draft 1 to {MOST_DRAFTED} tokens per round")
+        check_rule_name(self.verify)
+        if self.lengths not in LENGTHS:
+            raise ValueError(f"lengths={self.lengths!r}: use one of {', '.join(LENGTHS)}")
+        if self.tree is not None and not isinstance(self.tree, Tree):
+            raise ValueError(f"tree={one_line(self.tree)}: use a Tree, such as Tree(budget=12)")
+        # Last what imports torch: the drafter's module, and the rule's.
+        config = drafter_config(self.drafter, self.draft)
+        load_rule(self.verify)
+        self._check_gamma()
+        own: Tree | None = getattr(config, "tree", None)
+        if own is not None:
+            _check_no_other(self.tree, own)
+            object.__setattr__(self, "tree", own)
+            object.__setattr__(self, "k", own.depth or self.k)
+        if self.tree is not None:
+            if self.tree.nodes > MOST_NODES:
+                raise ValueError(f"a tree of {self.tree.nodes} nodes: use at most {MOST_NODES}")
+            if self.tree.paths and (deepest := max(map(len, self.tree.paths))) > self.k:
+                raise ValueError(f"a tree path is {deepest} tokens deep, but k={self.k}: raise k or shorten the path")
+
+    def _check_gamma(self) -> None:
+        if self.overlap not in OVERLAPS:
+            raise ValueError(f"overlap={one_line(self.overlap)}: use one of {', '.join(OVERLAPS)}")
+        if self.gamma is None:
+            if self.overlap != "both":
+                raise ValueError(f"overlap={self.overlap!r} is for drafting ahead: set gamma too")
+            return
+        if self.gamma == "auto" and self.k < 2:
+            raise ValueError(f"gamma='auto' drafts at most k tokens ahead, and at least 2: k={self.k} is too few")
+        if self.gamma != "auto":
+            object.__setattr__(self, "gamma", gamma := whole_number("gamma", self.gamma))
+            if not 2 <= gamma <= MOST_DRAFTED:
+                raise ValueError(f"gamma={gamma}: draft 2 to {MOST_DRAFTED} tokens ahead, or auto")
+            object.__setattr__(self, "k", gamma)
+        if not drafter_class(self.drafter).can_run_ahead:
+            able = " or ".join(name for name in drafter_names() if drafter_class(name).can_run_ahead)
+            raise ValueError(f"gamma={self.gamma}: drafter {self.drafter!r} cannot draft ahead, use {able}")
+        for name, allowed in (("verify", ("match",)), ("lengths", ("fixed", AUTO)), ("tree", (None,))):
+            if (value := getattr(self, name)) not in allowed:
+                told = "leave the tree out" if name == "tree" else f"use {name}={allowed[0]!r}"
+                raise ValueError(f"gamma={self.gamma} with {name}={one_line(value)}: {told} to draft ahead")
+
+    @property
+    def nodes(self) -> int:
+        """Most tokens of a draft."""
+        return self.k if self.tree is None else self.tree.nodes
+
+    @property
+    def depth(self) -> int:
+        """Most tokens of a path of a draft."""
+        return self.k if self.tree is None else min(self.k, self.tree.depth or self.tree.nodes)
+
+    @property
+    def pass_width(self) -> int:
+        """Most tokens of a pass that reads a whole round and drafts the next, or reads a whole tree; at least 64."""
+        return max(64, 2 * self.k + 2, self.nodes + 1)
+
+    def check_models(self, target: str) -> None:
+        """Raises ValueError, before anything is loaded, if the drafter cannot draft like this for a target.
+
+        Args:
+            target: a Hugging Face id, a folder, or "pocket".
+        """
+        check_draft(self.drafter, self.draft, target)
+        for name in (target, self.draft or ""):
+            check_has_weights(name)
+        self.check_drafter(drafter_class(self.drafter))
+
+    def check_drafter(self, drafter: Drafter | type[Drafter]) -> None:
+        """Raises ValueError if a drafter, or all of a class, cannot draft for this rule, or in this shape."""
+        if drafter.needs_drawn and self.verify != "match":
+            raise ValueError(
+                f"verify={self.verify!r}: this drafter learns from the target's own draws, which the match rule alone "
+                "tells: use verify='match'"
+            )
+        if self.gamma is not None and not drafter.can_run_ahead:
+            raise ValueError(f"gamma={self.gamma}: this drafter cannot draft ahead, leave gamma out")
+        if self.tree is None:
+            return
+        if drafter.branching == "chain":
+            raise ValueError("this drafter drafts chains only: leave the tree out")
+        aside = [path for path in self.tree.paths or () if any(path[:-1])]
+        if aside and drafter.branching == "spine":
+            raise ValueError(f"tree path {aside[0]}: this drafter branches from its best tokens only, remove it")
+
+    def settled(self, *, drafts: bool, is_exact: bool) -> Speculation:
+        """This with a length policy in place of "auto".
+
+        It is "expected" where the lengths of drafts, which then depend on measured times, cannot change a text: with
+        the match rule, if the target's logits are the same to the last bit in passes of any width. Elsewhere the same
+        seed might give another text each time. Passes that are not exact are also those that are compiled for some
+        widths only. Drafting ahead and plain decoding have no use for it.
+
+        Args:
+            drafts: whether the drafter proposes anything.
+            is_exact: whether all passes of the target are so; those in C++ are.
+        """
+        if self.lengths != AUTO:
+            return self
+        is_free = is_exact and rule_name(self.verify) == "match" and self.gamma is None
+        return replace(self, lengths="expected" if is_free and drafts else "fixed")
+
+    @property
+    def instead(self) -> tuple[str, ...]:
+        """The options to try where drafting like this does not pay, the last one for a drafter that is no use."""
+        other = "drafting in turns, without --gamma" if self.gamma is not None else "--lengths expected"
+        return (other, "--drafter none") if self.lengths != "expected" else ("--drafter none",)
+
+    def fitted_to(self, drafter: Drafter) -> Speculation:
+        """This, in the shape of a drafter that was built, where its own settings say it; see `Drafter.tree`.
+
+        Raises:
+            ValueError: another tree was asked for.
+        """
+        if drafter.tree is None:
+            return self
+        _check_no_other(self.tree, drafter.tree)
+        return replace(self, tree=drafter.tree, k=drafter.tree.depth or self.k)
+
+
+def gamma_of(text: str | None) -> int | Literal["auto"] | None:
+    """γ as an option or the spec of a method says it.
+
+    Raises:
+        ValueError: it is neither a whole number nor "auto".
+    """
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise ValueError(f"gamma={text!r}: use a whole number of at least 2, or auto")
+    return int(text)
+
+
+def _check_no_other(tree: Tree | None, own: Tree) -> None:
+    if tree not in (None, own):
+        raise ValueError("this drafter's own settings say how large its trees are: leave the tree out")

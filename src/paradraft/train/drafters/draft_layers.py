@@ -1,0 +1,294 @@
+"""What the trainings of drafters with decoder layers of their own share; see `paradraft.drafters.parts.draft_layers`.
+
+Rows are PARD's (`rows.py`): ParallelSpec's group of a token and its masks (section 4.1, Fig. 3) is the chain of rows
+with one anchor, so a group is hidden from all others, and COD with r = 1 is the paper's training. A row reads what the
+drafter will read at its place: the real token and the state from which the target predicted it, or a mask.
+
+Shape letters as in `heads.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
+
+from paradraft.drafters.parts.draft_layers import layers_like, side_by_side
+from paradraft.drafters.parts.previous_token import MOST_RANK, new_head
+from paradraft.models.forward import FINAL_NORM
+from paradraft.sources.loading import load_config, locate
+from paradraft.train import memory
+from paradraft.train.drafters.heads import (
+    HeadObjective,
+    HeadRecipe,
+    HeadTrainee,
+    check_memory,
+    embedding_scale,
+    frozen_target,
+    states_before,
+)
+from paradraft.train.objectives.batch import Drop, TrainingBatch
+from paradraft.train.objectives.losses import IGNORED
+from paradraft.train.objectives.previous_token import corrected
+from paradraft.train.objectives.rows import attention_mask
+from paradraft.train.objectives.teacher import Teacher
+from paradraft.train.recipe import Part
+from paradraft.train.trainee import RunData
+
+
+class LayersRecipe(HeadRecipe):
+    """Settings of every training of decoder layers that read the target's states."""
+
+    layers: int = Field(default=1, ge=1, description="decoder layers of the target's shape")
+    init: Literal["first", "last", "random"] = Field(
+        default="first", description="the layers begin as the target's first or last ones, or with random weights"
+    )
+    target_layers: list[int] = Field(
+        default=[FINAL_NORM],
+        min_length=1,
+        description="whose states are read: 0 for the embeddings, i after the target's i-th layer, -1 after its final "
+        "norm; several, as in EAGLE-3, are joined by a linear layer",
+    )
+    final_norm: bool = Field(default=True, description="a norm after the layers, which begins as the target's last one")
+    regression: float = Field(default=0.0, ge=0, description="what the loss of the states weighs (Eq. 4)")
+    classification: float = Field(default=1.0, ge=0, description="what the loss of the tokens weighs")
+
+    @model_validator(mode="after")
+    def _check_losses(self) -> Self:
+        if not self.regression and not self.classification:
+            raise ValueError("regression=0, classification=0: nothing would be learnt, give one of them a weight")
+        return self
+
+
+class ParallelRecipe(LayersRecipe):
+    """Settings of drafters that draft with masks."""
+
+    PARTS = (
+        *LayersRecipe.PARTS,
+        Part(
+            settings=("r", "r_min", "distinct_masks", "mask_state", "depth_weights", "previous_token_rank"),
+            wanted="k=2 or more",
+            is_on=lambda recipe: recipe.k > 1,
+        ),
+    )
+
+    r: float = Field(default=1.0, gt=0, le=1, description="COD: rows kept from position to position; 1 keeps all")
+    r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any position")
+    distinct_masks: bool = Field(default=True, description="a mask for each place of the draft, or one for all")
+    previous_token_rank: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_RANK,
+        description="rank of a head that tells each mask the tokens drafted before it; 0: none",
+    )
+    mask_state: Literal["anchor", "learned"] = Field(
+        default="anchor",
+        description="what a mask has for the target's state: that before the last committed token, or a learned vector",
+    )
+
+
+class LayersObjective(HeadObjective):
+    """Decoder layers in training, and their loss. A subclass says what they read.
+
+    Args:
+        target: whose states they read.
+        recipe: the run.
+        on_gpu: decides on the attention, if the recipe does not.
+        bf16: see `HeadObjective`.
+        mistral: whether the layers are Mistral's, see `layers_like`.
+    """
+
+    def __init__(
+        self, target: Teacher, recipe: LayersRecipe, *, on_gpu: bool, bf16: bool = False, mistral: bool = False
+    ) -> None:
+        super().__init__(target, recipe, bf16=bf16)
+        theirs: Any = target.model.model
+        model = layers_like(target.model.config, recipe.layers, dtype=torch.float32, mistral=mistral)
+        recipe.set_up_passes(model, on_gpu=on_gpu)
+        body: Any = model.model
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed)
+            body.apply(model._init_weights)
+        if recipe.init != "random":
+            copied = theirs.layers[: recipe.layers] if recipe.init == "first" else theirs.layers[-recipe.layers :]
+            for own, layer in zip(body.layers, copied, strict=True):
+                names = own.state_dict().keys()  # Mistral's have not all that the target's may have
+                own.load_state_dict({name: weight for name, weight in layer.state_dict().items() if name in names})
+        if recipe.final_norm:
+            body.norm.load_state_dict(theirs.norm.state_dict())
+        else:
+            body.norm = nn.Identity()
+        model.requires_grad_(True)
+        self.regression, self.classification = recipe.regression, recipe.classification
+        self.layers, self.norm = body.layers, body.norm
+        self.target_layers = recipe.target_layers
+        self.fuse = None if len(recipe.target_layers) == 1 else last_of(target, len(recipe.target_layers))
+        rank = recipe.previous_token_rank if isinstance(recipe, ParallelRecipe) and recipe.k > 1 else 0
+        self.previous = new_head(target.model, rank, seed=recipe.seed) if rank else None
+        self._model = (model,)  # hidden: of its parameters only the layers' and the norm's are trained
+
+    def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
+        """What the layers read, `[S, R, D]`.
+
+        Args:
+            batch: the rows.
+            embeddings_SRD: of the tokens of real rows; for masks anything.
+            states_SRD: for each row the state from which its anchor was predicted.
+        """
+        raise NotImplementedError
+
+    def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
+        """What the layers return for each row."""
+        (model,) = self._model
+        dtype = next(self.layers[0].parameters()).dtype
+        embed = self.target.model.get_input_embeddings()
+        states_SRD = states_before(batch, self._fused(read_SNX)).to(dtype)
+        hidden_SRD: Tensor = model.model(
+            inputs_embeds=self.vectors(batch, embed(batch.tokens).to(dtype), states_SRD),
+            attention_mask=attention_mask(batch.rows, model),
+            position_ids=batch.positions,
+            use_cache=False,
+        ).last_hidden_state
+        if self.previous is None:
+            return hidden_SRD
+        return corrected(self.previous, hidden_SRD, batch, embed(batch.texts.tokens).to(dtype))
+
+    def _fused(self, read_SNX: Tensor) -> Tensor:
+        """The states of all layers as one, `[S, N, D]`."""
+        if self.fuse is None:
+            return read_SNX
+        states = read_SNX.chunk(len(self.target_layers), dim=-1)
+        fused: Tensor = self.fuse(side_by_side(dict(zip(self.target_layers, states, strict=True))))
+        return fused
+
+    def loss(
+        self, hidden_SRD: Tensor, batch: TrainingBatch, read_SND: Tensor, weights_K: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Of every row that has a label, how far its state is from the target's, and the loss of its token.
+
+        EAGLE's loss (ParallelSpec, Eq. 4): SmoothL1 weighs 1, the tokens 0.1 as in the official code. Eq. 4 takes the
+        tokens of the text for these; with `loss: forward_kl` it is the target's distribution, as in EAGLE's code.
+        """
+        tokens, right_K = super().loss(hidden_SRD, batch, read_SND, weights_K)
+        if not self.regression:
+            return self.classification * tokens, right_K
+        index_SRD = batch.places[:, :, None].expand_as(hidden_SRD)
+        apart = smooth_l1_loss(hidden_SRD.float(), read_SND.gather(1, index_SRD).float(), reduction="none").mean(-1)
+        weights_SR = weights_K[batch.depths] * (batch.labels != IGNORED)
+        return self.classification * tokens + self.regression * (weights_SR * apart).sum(), right_K
+
+
+def sum_of_inputs(target: Teacher, *, bias: bool = True) -> nn.Linear:
+    """A linear layer that joins embedding and state. It begins as their sum, the embedding scaled to a state's size."""
+    width, ratio = target.model.config.hidden_size, embedding_scale(target)
+    joined = nn.Linear(2 * width, width, bias=bias)
+    with torch.no_grad():
+        joined.weight.copy_(torch.cat([ratio * torch.eye(width), torch.eye(width)], dim=1))
+        if bias:
+            joined.bias.zero_()
+    return joined
+
+
+def last_of(target: Teacher, layers: int) -> nn.Linear:
+    """A linear layer that joins the states of several layers. It begins as those of the last one."""
+    width = target.model.config.hidden_size
+    fused = nn.Linear(layers * width, width, bias=False)
+    with torch.no_grad():
+        fused.weight.zero_()
+        fused.weight[:, -width:] = torch.eye(width)
+    return fused
+
+
+class Masks(nn.Module):
+    """The embeddings of the masks, and what they have for a state.
+
+    Args:
+        recipe: the run.
+        target: a mask begins as the mean of its embeddings.
+        reads_states: whether states are read at all.
+    """
+
+    def __init__(self, recipe: ParallelRecipe, target: Teacher, *, reads_states: bool = True) -> None:
+        super().__init__()
+        masks = max(recipe.k - 1, 1) if recipe.distinct_masks else 1
+        embed = target.model.get_input_embeddings()
+        mean_D = embed.weight.detach().float().mean(0) * getattr(embed, "scalar_embed_scale", 1.0)  # Gemma's
+        self.embeddings = nn.Parameter(mean_D.repeat(masks, 1))
+        is_learned = reads_states and recipe.mask_state == "learned"
+        self.state = nn.Parameter(torch.zeros_like(mean_D)) if is_learned else None
+
+    def forward(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings and states, those of masks in place of what masks do not have."""
+        is_mask_SR1 = (batch.depths > 0)[:, :, None]
+        which_SR = (batch.depths - 1).clamp(min=0, max=len(self.embeddings) - 1)
+        embeddings_SRD = torch.where(is_mask_SR1, self.embeddings[which_SR], embeddings_SRD)
+        if self.state is not None:
+            states_SRD = torch.where(is_mask_SR1, self.state, states_SRD)
+        return embeddings_SRD, states_SRD
+
+
+def layers_trainee(
+    drafter: str,
+    recipe: LayersRecipe,
+    data: RunData,
+    build: Callable[[Teacher], LayersObjective],
+    *,
+    joined: bool,
+    for_vllm: bool = False,
+    settings: Callable[[Teacher], dict[str, Any]] = lambda target: {},
+) -> HeadTrainee:
+    """Loads the target, once it is known that the run fits into memory, and what is trained beside it.
+
+    Args:
+        drafter: the name of the drafter.
+        recipe: the run.
+        data: what else is known of it.
+        build: makes the objective of the target.
+        joined: whether a linear layer joins embeddings and states.
+        for_vllm: whether the layers are Mistral's, and never read the first token of a text; see `EagleRecipe`.
+        settings: what the config of the checkpoint says besides, of the target.
+
+    Raises:
+        ValueError: the target cannot be used, or there is not enough memory.
+    """
+    config = load_config(locate(recipe.model, "target"))
+    if recipe.layers > (most := config.num_hidden_layers) and recipe.init != "random":
+        raise ValueError(f"layers={recipe.layers}: model {recipe.model!r} has {most} to begin with, set init=random")
+    if wrong := [layer for layer in recipe.target_layers if not FINAL_NORM <= layer <= most]:
+        raise ValueError(f"target_layers: model {recipe.model!r} has no layer {wrong[0]}, use {FINAL_NORM} to {most}")
+    if len(set(recipe.target_layers)) < len(recipe.target_layers):
+        raise ValueError(f"target_layers={recipe.target_layers}: name each layer once")
+    shape = layers_like(config, recipe.layers, dtype=torch.float32, device="meta", mistral=for_vllm)
+    trained = memory.parameters_of(shape) + joined * 2 * config.hidden_size**2
+    # What the rows after the real token read is not looked up by an id.
+    drop = Drop(
+        k=recipe.depths, r=1.0, r_min=1.0, mask_id=None if recipe.depths == 1 else 0, reads_first=not for_vllm
+    )  # fmt: skip
+    if isinstance(recipe, ParallelRecipe):
+        drop = replace(drop, r=recipe.r, r_min=recipe.r_min, mask_id=0)
+        rank = recipe.previous_token_rank
+        trained += rank * (3 * config.hidden_size + rank)
+    rows = sum(max(drop.r**depth, drop.r_min) for depth in range(drop.k))
+    kept = memory.kept_by_layers(recipe, shape.config, bf16=data.bf16) + 4.0 * 6 * config.hidden_size
+    needed = check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=rows, attended_per_token=rows)
+    objective = build(frozen_target(recipe, data)).to(data.device)
+    told = {
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": recipe.layers,
+        "k": recipe.k,
+        "final_norm": recipe.final_norm,
+        "parallel_drafting": isinstance(recipe, ParallelRecipe),
+        "target_layers": recipe.target_layers,
+    }
+    if for_vllm:
+        told |= {"for_vllm": True}
+    if isinstance(recipe, ParallelRecipe):
+        told |= {"distinct_masks": recipe.distinct_masks}
+        if objective.previous is not None:
+            told |= {"previous_token_rank": recipe.previous_token_rank}
+    return HeadTrainee(drafter, recipe, objective, told | settings(objective.target), drop, needed)

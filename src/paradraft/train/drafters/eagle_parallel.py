@@ -1,0 +1,62 @@
+"""The training of ParallelSpec inside EAGLE (Xiao et al. 2024, section 4.3): the sum of EAGLE's losses over each group.
+
+The loss of a row is that of `LayersObjective`, Eq. 4.
+
+Shape letters as in `heads.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from paradraft.train.drafters.draft_layers import LayersObjective, Masks, ParallelRecipe, layers_trainee, sum_of_inputs
+from paradraft.train.drafters.heads import HeadTrainee
+from paradraft.train.objectives.batch import TrainingBatch
+from paradraft.train.objectives.teacher import Teacher
+from paradraft.train.trainee import RunData
+
+
+class EagleParallelRecipe(ParallelRecipe):
+    """Settings of `paradraft train eagle_parallel`."""
+
+    regression: float = Field(default=1.0, ge=0, description="what the loss of the states weighs (Eq. 4)")
+    classification: float = Field(default=0.1, ge=0, description="what the loss of the tokens weighs")
+
+
+class EagleParallel(LayersObjective):
+    """A linear layer, decoder layers and masks in training.
+
+    Args:
+        target: whose states they read.
+        recipe: the run.
+        on_gpu: see `LayersObjective`.
+        bf16: see `HeadObjective`.
+    """
+
+    def __init__(self, target: Teacher, recipe: EagleParallelRecipe, *, on_gpu: bool, bf16: bool = False) -> None:
+        super().__init__(target, recipe, on_gpu=on_gpu, bf16=bf16)
+        self.fc = sum_of_inputs(target)
+        self.masks = Masks(recipe, target)
+
+    def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
+        """Embedding and state, joined."""
+        joined: Tensor = self.fc(torch.cat(self.masks(batch, embeddings_SRD, states_SRD), dim=-1))
+        return joined
+
+
+def build(recipe: EagleParallelRecipe, data: RunData) -> HeadTrainee:
+    """Loads the target, once it is known that the run fits into memory.
+
+    Raises:
+        ValueError: the target cannot be used, or there is not enough memory.
+    """
+    on_gpu = data.device.type == "cuda"
+    return layers_trainee(
+        "eagle_parallel",
+        recipe,
+        data,
+        lambda target: EagleParallel(target, recipe, on_gpu=on_gpu, bf16=data.bf16),
+        joined=True,
+    )

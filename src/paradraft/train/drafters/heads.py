@@ -1,0 +1,332 @@
+"""What the trainings of drafters that read their target's hidden states share: the recipe, the frozen target, the loss.
+
+The target reads the texts in the same process, pass by pass; none of its states is stored.
+
+Shape letters: S groups of samples, N tokens of the longest, R rows, m some of them, D the target's hidden size,
+V vocabulary, K depths.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from paradraft.data.samples import Sample
+from paradraft.formats.folder import whole_folder
+from paradraft.formats.head import Head, TargetIdentity, read_checkpoint, write_head
+from paradraft.models.architecture import context_of
+from paradraft.models.forward import FINAL_NORM
+from paradraft.models.output_head import logits_of, sizes_of
+from paradraft.models.quantization import store_in_nf4
+from paradraft.models.runtime import Runtime
+from paradraft.models.target import Target
+from paradraft.sources.loading import load_model, load_skeleton, locate
+from paradraft.text.vocabulary import check_rows, used_rows
+from paradraft.train import memory
+from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
+from paradraft.train.objectives.features import FeatureCache
+from paradraft.train.objectives.losses import Divergence
+from paradraft.train.objectives.objective import LOGITS, loss_of_rows
+from paradraft.train.objectives.teacher import Teacher
+from paradraft.train.recipe import Recipe
+from paradraft.train.trainee import RunData
+
+DECAY = 0.8
+"""Medusa's λ_k is its k-th power in the official code; a factor for all heads changes nothing."""
+
+
+class HeadRecipe(Recipe):
+    """Settings of every training of a drafter on the target's states."""
+
+    model: str = Field(description="the target whose states the drafter reads: a Hugging Face id, a folder, or pocket")
+    k: int = Field(default=8, ge=1, description="most tokens that are drafted in a round")
+    start: str | None = Field(
+        default=None,
+        description="begin with the weights of this drafter on the same target, as far as it has them; it may be of "
+        "another kind, as eagle for eagle_parallel",
+    )
+    feature_cache_gb: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e6,
+        description="memory of the host for the target's states of the texts read last, which are then not computed "
+        "again in the next epoch; 0: they always are",
+    )
+    loss: Literal["cross_entropy", Divergence] = Field(
+        default="cross_entropy",
+        description="cross_entropy with the text's tokens; or with the target's probabilities forward_kl, reverse_kl, "
+        "jensen_shannon or total_variation",
+    )
+
+    @property
+    def depths(self) -> int:
+        """As many as tokens that are drafted."""
+        return self.k
+
+    @property
+    def measured_with(self) -> str | None:
+        """The target that decodes held-out prompts: the one whose states are read, or the same in another place."""
+        return self.model if self.target is None else self.target
+
+
+class MedusaWeights(HeadRecipe):
+    """Settings of trainings whose loss is Medusa's (ParallelSpec, Eq. 2 and 3)."""
+
+    depth_weights: list[float] | None = Field(
+        default=None,
+        description="a list: what each position of a draft weighs, from position 1 on; by default 1, 0.8, 0.64, ...",
+    )
+
+    @property
+    def weights_by_depth(self) -> list[float]:
+        """λ, by depth."""
+        return self.depth_weights or [DECAY**depth for depth in range(self.depths)]
+
+
+class HeadObjective(nn.Module):
+    """The loss of a drafter on the states of a frozen target. A subclass holds what is trained, and computes `hidden`;
+    it may set `target_layers`, whose states it reads.
+
+    Args:
+        target: the frozen target.
+        recipe: the run.
+        bf16: compute in bf16; losses are computed in float32.
+        logits: most logits in memory at a time; more are computed again in the backward pass.
+    """
+
+    def __init__(self, target: Teacher, recipe: HeadRecipe, *, bf16: bool = False, logits: int = LOGITS) -> None:
+        super().__init__()
+        self.target_layers = [FINAL_NORM]
+        self._target = (target,)  # hidden from `nn.Module`: it is not trained, saved or spread
+        self._cached_bytes = round(recipe.feature_cache_gb * 1e9)
+        self.kind: Divergence | None = None if recipe.loss == "cross_entropy" else recipe.loss
+        self.bf16 = bf16
+        self.chunk = max(logits // target.model.config.vocab_size, 1)
+
+    @property
+    def target(self) -> Teacher:
+        """The frozen target."""
+        return self._target[0]
+
+    @cached_property
+    def _features(self) -> FeatureCache:
+        layers = dict.fromkeys([*self.target_layers, FINAL_NORM])
+        return FeatureCache(self.target, list(layers), self._cached_bytes)
+
+    def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
+        """What the drafter computes for each row, `[S, R, D]`, for `head`.
+
+        Args:
+            batch: the rows.
+            read_SNX: of the texts the target's states of `target_layers`, side by side.
+        """
+        raise NotImplementedError
+
+    def head(self, hidden_mD: Tensor, depths_m: Tensor) -> Tensor:
+        """Logits `[m, V]` of some rows of depths `[m]`; by default of the target's own head."""
+        return logits_of(self.target.model, hidden_mD)
+
+    def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
+            layers = list(dict.fromkeys([*self.target_layers, FINAL_NORM]))
+            states = self._features.states(batch.texts).chunk(len(layers), dim=-1)
+            read_SNX = torch.cat(states[: len(self.target_layers)], dim=-1)
+            return self.loss(self.hidden(batch, read_SNX), batch, states[layers.index(FINAL_NORM)], weights_K)
+
+    def loss(
+        self, hidden_SRD: Tensor, batch: TrainingBatch, read_SND: Tensor, weights_K: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What `forward` returns, of what `hidden` returned."""
+        return loss_of_rows(
+            hidden_SRD,
+            batch,
+            weights_K,
+            head=self.head,
+            teacher=None if self.kind is None else self.target,
+            kind=self.kind or "forward_kl",
+            chunk=self.chunk,
+            read_SNE=read_SND,
+        )
+
+
+def states_before(batch: TrainingBatch, read_SND: Tensor) -> Tensor:
+    """For each row, the state from which its anchor was predicted, `[S, R, D]`: zeros for the first token of a text.
+
+    That is what decoding knows when it drafts: the anchor is the last committed token, and the target has read all
+    before it.
+
+    Args:
+        batch: the rows.
+        read_SND: states of the texts.
+    """
+    before_SR = batch.places - batch.depths - 1
+    is_there_SR = batch.positions > batch.depths
+    index_SRD = before_SR.clamp(min=0)[:, :, None].expand(-1, -1, read_SND.shape[2])
+    return torch.where(is_there_SR[:, :, None], read_SND.gather(1, index_SRD), 0.0)
+
+
+def embedding_scale(target: Teacher) -> float:
+    """How many times larger the target's last states are than its embeddings, which beside them would hardly count."""
+    embeddings, states = sizes_of(target.model)
+    return states / embeddings
+
+
+def by_depth(parts: list[Tensor], batch: TrainingBatch, like_SRD: Tensor) -> Tensor:
+    """One tensor `[S, R, D]` of what was computed for the rows of each depth, `[m, D]` in their order."""
+    together_SRD = torch.zeros_like(like_SRD, dtype=parts[0].dtype)
+    for depth, part in enumerate(parts):
+        together_SRD = together_SRD.masked_scatter((batch.depths == depth)[:, :, None], part)
+    return together_SRD
+
+
+class HeadTrainee:
+    """A drafter on a target's states in training, see `Trainee`.
+
+    Args:
+        drafter: its name.
+        recipe: the run.
+        objective: what is trained.
+        config: what of the recipe the checkpoint's config holds.
+        drop: which rows samples become.
+        needed: the memory that it takes.
+    """
+
+    def __init__(
+        self,
+        drafter: str,
+        recipe: HeadRecipe,
+        objective: HeadObjective,
+        config: dict[str, Any],
+        drop: Drop,
+        needed: memory.Estimate,
+    ) -> None:
+        self.drafter, self.k, self.depths = drafter, recipe.k, recipe.depths
+        self.objective = objective
+        self.max_tokens = context_of(objective.target.model.config)
+        self.notes = (needed.in_words,)
+        if recipe.start is not None:
+            begin_with(objective, drafter, recipe.start)
+        self._recipe = recipe
+        self._config = {"model_type": drafter} | config
+        self._drop = drop
+
+    def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> TrainingBatch:
+        """The rows of some samples: for each token, as the last committed one, those that it is drafted after."""
+        return collate(groups, self._drop, generators)
+
+    def check_target(self, name: str, target: Target, runtime: Runtime) -> None:
+        """Raises ValueError if the target is not the one whose states are read."""
+        try:
+            self._identity.check(TargetIdentity.of(target.lm.model.config), self._recipe.model)
+        except ValueError:
+            raise ValueError(
+                f"target={name!r} is not the model whose states are read, {self._recipe.model!r}: leave target out"
+            ) from None
+
+    @property
+    def _identity(self) -> TargetIdentity:
+        return TargetIdentity.of(self.objective.target.model.config)
+
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Writes the drafter in bf16; see `paradraft.formats.head`."""
+        stored = {name: weight.detach().to(torch.bfloat16) for name, weight in weights.items()}
+        with whole_folder(folder) as new:
+            write_head(new, Head(config=self._config, target=self._identity, weights=stored))
+
+
+def begin_with(objective: HeadObjective, drafter: str, start: str) -> None:
+    """Copies the weights of a checkpoint into those in training that have the same name and shape; all others begin as
+    they would without it.
+
+    Raises:
+        ValueError: it cannot be read, is of another target, or has none of these weights.
+    """
+    try:
+        head = read_checkpoint(locate(start, drafter))
+    except ValueError as error:
+        raise ValueError(f"start: {error}") from None
+    head.target.check(TargetIdentity.of(objective.target.model.config), start)
+    own = objective.state_dict()
+    known = {
+        name: own[name] for name, weight in head.weights.items() if name in own and own[name].shape == weight.shape
+    }
+    if not known:
+        raise ValueError(
+            f"start={start!r} has no weights that fit: name a drafter of the same size (layers, heads, prompt tokens)"
+        )
+    for name, weight in known.items():
+        weight.copy_(head.weights[name])
+
+
+def frozen_target(recipe: HeadRecipe, data: RunData, *, nf4: bool = False) -> Teacher:
+    """Loads the target whose states are read.
+
+    Args:
+        recipe: the run.
+        data: what else is known of it.
+        nf4: whether its matrices are stored in 4 bits.
+
+    Raises:
+        ValueError: it cannot be loaded, or has no room for the samples.
+    """
+    device, dtype = "cpu" if nf4 else str(data.device), "bfloat16" if data.bf16 else "float32"
+    model = load_model(locate(recipe.model, "target"), Runtime(device=device, dtype=dtype))
+    if nf4:
+        store_in_nf4(model, data.device)
+    check_rows(model.config.vocab_size, data.largest, f"model {recipe.model!r}")
+    if data.longest > (room := context_of(model.config)):
+        raise ValueError(f"the model has room for {room} tokens, a sample has {data.longest}: set max_length={room}")
+    recipe.set_up_passes(model, on_gpu=data.device.type == "cuda")
+    return Teacher(model, vocab_size=used_rows(data.tokenizer), mask_id=None)
+
+
+def check_memory(
+    recipe: HeadRecipe,
+    data: RunData,
+    *,
+    trained: int,
+    kept: float,
+    rows_per_token: float,
+    attended_per_token: float = 1.0,
+    nf4: bool = False,
+) -> memory.Estimate:
+    """Estimates the memory that a run takes, before any weights are loaded.
+
+    Args:
+        recipe: the run.
+        data: what else is known of it.
+        trained: parameters in training.
+        kept: bytes that a row keeps for the backward pass.
+        rows_per_token: training rows for each token of a sample.
+        attended_per_token: how many of them one attention mask is about.
+        nf4: whether the target's matrices are stored in 4 bits.
+
+    Raises:
+        ValueError: the device has not so much.
+    """
+    cached, host = recipe.feature_cache_gb, psutil.virtual_memory().total / 1e9
+    if cached > host:
+        raise ValueError(f"feature_cache_gb={cached:g}: this machine has {host:.0f} GB of memory")
+    skeleton = load_skeleton(locate(recipe.model, "target"))
+    groups, longest = memory.largest_pass(recipe, data)
+    weights = memory.weight_bytes(recipe, trained, data, frozen=[skeleton])
+    if nf4:
+        weights -= ((2 if data.bf16 else 4) - memory.NF4_BYTES) * memory.parameters_of(skeleton.model.layers)
+    needed = memory.estimate_rows(
+        trained=trained,
+        kept=kept,
+        mask=groups * (longest * attended_per_token) ** 2 * 5,
+        vocab_size=skeleton.config.vocab_size,
+        weights=weights,
+        rows=groups * longest * rows_per_token,
+        is_taught=recipe.loss != "cross_entropy",
+    )
+    needed.check(data.device)
+    return needed

@@ -1,0 +1,82 @@
+"""Hydra training: heads that also read the tokens before their own, those of the text (Ankner et al. 2024, section 3).
+
+The loss is Medusa's (ParallelSpec, Eq. 2), with the same weights.
+
+Shape letters as in `heads.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from paradraft.sources.loading import load_config, locate
+from paradraft.train.drafters.heads import (
+    HeadObjective,
+    HeadTrainee,
+    MedusaWeights,
+    by_depth,
+    check_memory,
+    embedding_scale,
+    frozen_target,
+    states_before,
+)
+from paradraft.train.objectives.batch import Drop, TrainingBatch
+from paradraft.train.objectives.teacher import Teacher
+from paradraft.train.trainee import RunData
+
+
+class HydraRecipe(MedusaWeights):
+    """Settings of `paradraft train hydra`."""
+
+
+class HydraHeads(HeadObjective):
+    """K heads in training, and their loss; they begin as the target's own head.
+
+    Args:
+        target: whose states they read.
+        recipe: the run.
+        bf16: see `HeadObjective`.
+    """
+
+    def __init__(self, target: Teacher, recipe: HydraRecipe, *, bf16: bool = False) -> None:
+        super().__init__(target, recipe, bf16=bf16)
+        width = target.model.config.hidden_size
+        self.scale = embedding_scale(target)
+        self.blocks = nn.ModuleList(nn.Linear((depth + 2) * width, width) for depth in range(recipe.k))
+        for parameter in self.blocks.parameters():
+            nn.init.zeros_(parameter)
+
+    def hidden(self, batch: TrainingBatch, read_SND: Tensor) -> Tensor:
+        """What the head of each row's depth makes of the state before its anchor, and of the tokens from there."""
+        states_SRD = states_before(batch, read_SND)
+        embed = self.target.model.get_input_embeddings()
+        vectors_SND = self.scale * embed(batch.texts.tokens).to(states_SRD.dtype)
+        sample_SR = torch.arange(len(batch.places), device=batch.places.device)[:, None].expand_as(batch.places)
+        parts = []
+        for depth, block in enumerate(self.blocks):
+            is_its_SR = batch.depths == depth
+            sample_m, anchor_m, states_mD = (
+                sample_SR[is_its_SR],
+                (batch.places - depth)[is_its_SR],
+                states_SRD[is_its_SR],
+            )
+            tokens = [vectors_SND[sample_m, anchor_m + step] for step in range(depth + 1)]
+            parts.append(states_mD + silu(block(torch.cat([states_mD, *tokens], dim=1))))
+        return by_depth(parts, batch, states_SRD)
+
+
+def build(recipe: HydraRecipe, data: RunData) -> HeadTrainee:
+    """Loads the target, once it is known that the run fits into memory.
+
+    Raises:
+        ValueError: the target cannot be used, or there is not enough memory.
+    """
+    config = load_config(locate(recipe.model, "target"))
+    width = config.hidden_size
+    trained = sum((depth + 2) * width**2 + width for depth in range(recipe.k))
+    needed = check_memory(recipe, data, trained=trained, kept=4.0 * width * (recipe.k + 5), rows_per_token=recipe.k)
+    objective = HydraHeads(frozen_target(recipe, data), recipe, bf16=data.bf16).to(data.device)
+    settings = {"hidden_size": width, "num_heads": recipe.k, "embedding_scale": objective.scale}
+    return HeadTrainee("hydra", recipe, objective, settings, Drop(k=recipe.k, r=1.0, r_min=1.0, mask_id=0), needed)

@@ -1,0 +1,125 @@
+"""Medusa training: K heads learn the tokens after the next one from the target's last state (Cai et al. 2024, 2.2.1).
+
+Loss: the cross-entropy of head k with the token k + 1 places on, weighted by λ_k (ParallelSpec, Eq. 2). The papers give
+no λ; the official code has 0.8^k, which is the default here.
+
+Shape letters as in `heads.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import PretrainedConfig
+
+from paradraft.models.output_head import logits_scale
+from paradraft.sources.loading import load_config, locate
+from paradraft.train.drafters.heads import (
+    HeadObjective,
+    HeadTrainee,
+    MedusaWeights,
+    by_depth,
+    check_memory,
+    frozen_target,
+    states_before,
+)
+from paradraft.train.objectives.batch import Drop, TrainingBatch
+from paradraft.train.objectives.teacher import Teacher
+from paradraft.train.trainee import RunData
+
+
+class MedusaRecipe(MedusaWeights):
+    """Settings of `paradraft train medusa`."""
+
+    layers: int = Field(default=1, ge=1, description="residual blocks of each head")
+    own_heads: bool = Field(
+        default=False, description="an output head for each, as published; by default all use the target's, frozen"
+    )
+
+
+class Block(nn.Module):
+    """The residual blocks of one head: h + SiLU(A h + b), which begin as no change.
+
+    Args:
+        layers: how many.
+        width: D.
+    """
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """States `[…, D]` of states `[…, D]`."""
+        for layer in self.layers:
+            states = states + silu(layer(states))
+        return states
+
+
+class MedusaHeads(HeadObjective):
+    """K heads in training, and their loss.
+
+    Args:
+        target: whose states they read.
+        recipe: the run.
+        bf16: see `HeadObjective`.
+    """
+
+    def __init__(self, target: Teacher, recipe: MedusaRecipe, *, bf16: bool = False) -> None:
+        super().__init__(target, recipe, bf16=bf16)
+        self.blocks = nn.ModuleList(Block(recipe.layers, target.model.config.hidden_size) for _ in range(recipe.k))
+        self.lm_heads = nn.ModuleList()
+        for _ in range(recipe.k if recipe.own_heads else 0):
+            rows, width = target.model.lm_head.weight.shape
+            own = nn.Linear(width, rows, bias=False)
+            own.weight.data.copy_(target.model.lm_head.weight / logits_scale(target.model.config))
+            self.lm_heads.append(own)
+
+    def hidden(self, batch: TrainingBatch, read_SND: Tensor) -> Tensor:
+        """What the head of each row's depth makes of the state before the row's anchor."""
+        states_SRD = states_before(batch, read_SND)
+        # Every head must have a gradient in every process, so each is called, if for no row.
+        parts = [block(states_SRD[batch.depths == depth]) for depth, block in enumerate(self.blocks)]
+        return by_depth(parts, batch, states_SRD)
+
+    def head(self, hidden_mD: Tensor, depths_m: Tensor) -> Tensor:
+        """Logits of the target's head, or of those of each row's depth."""
+        if not self.lm_heads:
+            return super().head(hidden_mD, depths_m)
+        parts = [own(hidden_mD[depths_m == depth]) for depth, own in enumerate(self.lm_heads)]
+        logits_mV = torch.zeros(len(hidden_mD), parts[0].shape[1], dtype=parts[0].dtype, device=hidden_mD.device)
+        for depth, part in enumerate(parts):
+            logits_mV = logits_mV.masked_scatter((depths_m == depth)[:, None], part)
+        return logits_mV
+
+
+def _parameters(recipe: MedusaRecipe, config: PretrainedConfig) -> int:
+    own = config.vocab_size * config.hidden_size if recipe.own_heads else 0
+    return recipe.k * (recipe.layers * config.hidden_size * (config.hidden_size + 1) + own)
+
+
+def build(recipe: MedusaRecipe, data: RunData) -> HeadTrainee:
+    """Loads the target, once it is known that the run fits into memory; the heads begin as the target's own.
+
+    Raises:
+        ValueError: the target cannot be used, or there is not enough memory.
+    """
+    config = load_config(locate(recipe.model, "target"))
+    kept = 4.0 * config.hidden_size * (2 + 3 * recipe.layers)
+    needed = check_memory(recipe, data, trained=_parameters(recipe, config), kept=kept, rows_per_token=recipe.k)
+    objective = MedusaHeads(frozen_target(recipe, data), recipe, bf16=data.bf16).to(data.device)
+    settings = {
+        "architectures": ["MedusaModel"],
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_heads": recipe.k,
+        "num_hidden_layers": recipe.layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": not recipe.own_heads,
+    }
+    drop = Drop(k=recipe.k, r=1.0, r_min=1.0, mask_id=0)
+    return HeadTrainee("medusa", recipe, objective, settings, drop, needed)

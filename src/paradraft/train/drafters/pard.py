@@ -1,0 +1,442 @@
+"""PARD training: turns a causal LM into one that also predicts at mask tokens (An et al. 2025, section 3.2)."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, cast
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from paradraft.data.samples import Sample
+from paradraft.drafters.parts.draft_loading import load_draft_lm
+from paradraft.drafters.parts.previous_token import MOST_RANK, PreviousTokenHead, load_head, new_head, stored_head
+from paradraft.formats.folder import save_model
+from paradraft.formats.pard import (
+    PREVIOUS_TOKEN_HEAD,
+    TRAINED_LENGTH,
+    check_ends_nothing,
+    declare_masks,
+    declared_mask_id,
+    forget_masks,
+)
+from paradraft.models.architecture import context_of
+from paradraft.models.output_head import check_linear
+from paradraft.models.runtime import Runtime
+from paradraft.models.target import Target
+from paradraft.sources.loading import load_config, load_model, load_skeleton, locate
+from paradraft.text.tokenization import text_of
+from paradraft.text.vocabulary import (
+    check_rows,
+    end_ids,
+    free_id,
+    resize,
+    role_ids,
+    set_to_mean,
+    unsaid_id,
+    used_rows,
+)
+from paradraft.train import memory
+from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
+from paradraft.train.objectives.losses import Divergence
+from paradraft.train.objectives.objective import Objective
+from paradraft.train.objectives.teacher import Teacher, load_teacher, teacher_folder
+from paradraft.train.recipe import Part, Recipe
+from paradraft.train.trainee import RunData
+
+ORDINARY_K = 4
+"""Tokens per round when an ordinary draft is measured."""
+
+
+class Lora(BaseModel):
+    """Low-rank adapters in place of full training (Hu et al. 2021); merged into the weights at the end."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(default=16, ge=1, description="of the adapters")
+    alpha: int = Field(default=32, ge=1, description="their scale is alpha / rank")
+    targets: str | list[str] = Field(default="all-linear", description="names of the layers that get one")
+
+
+class PardRecipe(Recipe):
+    """Settings of `paradraft train pard`; the defaults of k, r and r_min are the paper's."""
+
+    ROLES: ClassVar[dict[str, str]] = {"model": "draft", "teacher": "target", "target": "target"}
+    PARTS: ClassVar[tuple[Part, ...]] = (
+        *Recipe.PARTS,
+        Part(
+            settings=(
+                "r",
+                "r_min",
+                "mask_token_id",
+                "distinct_masks",
+                "depth_weights",
+                "previous_token_rank",
+                "chain_weight",
+            ),
+            wanted="k=2 or more",
+            is_on=lambda recipe: recipe.k > 1,
+        ),
+    )
+
+    model: str = Field(description="the draft to adapt: a Hugging Face id, a folder, or pocket")
+    k: int = Field(
+        default=8, ge=1, description="tokens that one draft pass learns to predict; 1 trains an ordinary draft"
+    )
+    r: float = Field(default=0.7, gt=0, le=1, description="COD: share of rows kept from position to position")
+    r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any position")
+    mask_token_id: int | None = Field(
+        default=None, description="by default an unused row of the embedding, or a special token that is never said"
+    )
+    distinct_masks: bool = Field(
+        default=False,
+        description="a mask token for each position from 2 on; one for all is better, and all that engines know",
+    )
+    previous_token_rank: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_RANK,
+        description="rank of a head that tells each mask the tokens drafted before it; 0: none; by default the model's",
+    )
+    chain_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="rows weigh the teacher's probability of the tokens before them to this power; 0: all alike",
+    )
+    draft_temperature: float = Field(
+        default=1.0,
+        ge=0.1,
+        le=10,
+        description="the drafter's logits are divided by this when it is saved; below 1 it drafts what it is surer of",
+    )
+    teacher: str | None = Field(default=None, description="learn this model's probabilities, not the text's tokens")
+    loss: Literal["cross_entropy", Divergence] | None = Field(
+        default=None,
+        description="cross_entropy; with a teacher forward_kl (default), reverse_kl, jensen_shannon or total_variation",
+    )
+    lora: Lora | None = Field(default=None, description="train adapters of low rank, and the mask's embedding")
+    target: str | None = Field(
+        default=None, description="decode held-out prompts with this target to measure; by default the teacher"
+    )
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> Self:
+        if (self.divergence is not None) != (self.teacher is not None):
+            wanted = "name a teacher" if self.teacher is None else "use one of the divergences, or leave teacher out"
+            raise ValueError(f"loss={self.loss}: {wanted}")
+        if self.chain_weight and self.teacher is None:
+            raise ValueError(f"chain_weight={self.chain_weight}: only a teacher knows it, name one")
+        return self
+
+    @property
+    def depths(self) -> int:
+        """As many as tokens that one draft pass predicts."""
+        return self.k
+
+    @property
+    def masks(self) -> int:
+        """How many mask tokens there are."""
+        return max(self.k - 1, 1) if self.distinct_masks else 1
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """How to compare with the teacher; None learns the tokens of the text."""
+        if self.loss is None:
+            return None if self.teacher is None else "forward_kl"
+        return None if self.loss == "cross_entropy" else self.loss
+
+    @property
+    def measured_with(self) -> str | None:
+        """The target that decodes held-out prompts: the one that is named, or else the teacher."""
+        return self.teacher if self.target is None else self.target
+
+    def decoded_with(self, name: str) -> tuple[str, int]:
+        """See `Recipe`; an ordinary draft has no masks."""
+        return ("autoregressive", ORDINARY_K) if self.k == 1 else (name, self.k)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See `Recipe`. The class is left out: runs began with this recipe before there were others."""
+        return {key: value for key, value in super().identity.items() if key != "recipe"}
+
+
+def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed: int) -> PeftModel:
+    """Puts adapters into a model, in place; all else is frozen but the embeddings of the masks, which are new.
+
+    Raises:
+        ValueError: the model has no layers of these names.
+    """
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.targets,
+        trainable_token_indices=masks or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            # peft still asks for the property by the name that `transformers` has given up.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            torch.manual_seed(seed)
+            return cast(PeftModel, get_peft_model(model, config))
+    except ValueError as error:
+        raise ValueError(f"lora: {str(error).splitlines()[0]}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialDrafter:
+    """A drafter that has learnt nothing yet, in float32.
+
+    Args:
+        model: what is trained.
+        adapted: the same with its adapters, if it has any.
+        masks: its mask tokens; none in an ordinary draft.
+        previous: its head that tells masks the tokens before them, if it has one.
+    """
+
+    model: PreTrainedModel
+    adapted: PeftModel | None
+    masks: range
+    previous: PreviousTokenHead | None
+
+
+def initial_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> InitialDrafter:
+    """Loads a recipe's model and makes it ready to learn.
+
+    Raises:
+        ValueError: it cannot be loaded, or mask token or adapters do not fit it.
+    """
+    model = load_model(locate(recipe.model, "draft"), Runtime(device=device, dtype="float32"))
+    return _ready(model, recipe, tokenizer, on_gpu=device.startswith("cuda"))
+
+
+def drafter_skeleton(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> InitialDrafter:
+    """What `initial_drafter` would train, without its weights.
+
+    Raises:
+        ValueError: as `initial_drafter`, but for what is wrong with the weights.
+    """
+    model = load_skeleton(locate(recipe.model, "draft"))
+    return _ready(model, recipe, tokenizer, on_gpu=device.startswith("cuda"))
+
+
+def _ready(
+    model: PreTrainedModel, recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, *, on_gpu: bool
+) -> InitialDrafter:
+    if recipe.draft_temperature != 1.0:
+        check_linear(model.config, f"draft_temperature={recipe.draft_temperature}")
+    previous = _previous(model, recipe)
+    if recipe.k > 1:
+        first = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks)
+        masks = range(first, first + recipe.masks)
+    else:
+        masks = range(0)
+        forget_masks(model.config)  # a PARD model that learns without masks is none any more
+    setattr(model.config, TRAINED_LENGTH, recipe.max_length)
+    adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, list(masks), seed=recipe.seed)
+    recipe.set_up_passes(model, on_gpu=on_gpu)
+    return InitialDrafter(model=model, adapted=adapted, masks=masks, previous=previous)
+
+
+def _previous(model: PreTrainedModel, recipe: PardRecipe) -> PreviousTokenHead | None:
+    """The head that a recipe wants: the model's own if it has one of that rank, else a new one."""
+    rank = recipe.previous_token_rank
+    own = None if recipe.k == 1 or rank == 0 else load_head(model.config)
+    if recipe.k == 1 or rank == 0 or (rank is None and own is None):
+        return None
+    if own is not None and rank in (None, own.rank):
+        return own
+    assert rank is not None
+    return new_head(model, rank, seed=recipe.seed)
+
+
+class PardTrainee:
+    """A draft model that learns to predict at mask tokens; with k = 1 an ordinary draft.
+
+    Args:
+        recipe: the run.
+        tokenizer: the draft's.
+        drafter: what learns.
+        objective: its loss.
+        needed: the memory that it takes.
+    """
+
+    def __init__(
+        self,
+        recipe: PardRecipe,
+        tokenizer: PreTrainedTokenizerBase,
+        drafter: InitialDrafter,
+        objective: Objective,
+        needed: memory.Estimate,
+    ) -> None:
+        self.objective = objective
+        self.depths = recipe.k
+        self.drafter, self.k = recipe.decoded_with("pard")
+        self.max_tokens = context_of(drafter.model.config)
+        self.masks = drafter.masks
+        rows = load_config(locate(recipe.model, "draft")).vocab_size
+        added = ", in an added row that vLLM does not take" if drafter.model.config.vocab_size > rows else ""
+        self.notes = (*(f"mask token {mask}{added}" for mask in drafter.masks[:1]), needed.in_words)
+        self._recipe = recipe
+        self._tokenizer = tokenizer
+
+    def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> TrainingBatch:
+        """The rows that COD keeps of samples, see `Trainee`."""
+        recipe = self._recipe
+        mask_id = self.masks[0] if self.masks else None
+        drop = Drop(k=recipe.k, r=recipe.r, r_min=recipe.r_min, mask_id=mask_id, masks=recipe.masks)
+        return collate(groups, drop, generators)
+
+    def check_target(self, name: str, target: Target, runtime: Runtime) -> None:
+        """Raises ValueError if a mask token ends the target's texts, or the draft's tokens are not the target's."""
+        check_ends_nothing(self.masks, target.eos_ids, self._tokenizer, f"a drafter for {name!r}")
+        load_draft_lm(locate(self._recipe.model, "draft"), target, runtime)
+
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Writes the draft as an ordinary Hugging Face folder in bf16, adapters merged; see `formats/pard.py`."""
+        new = initial_drafter(self._recipe, self._tokenizer, "cpu")
+        Objective(new.model, previous=new.previous).load_state_dict(weights)
+        model = new.model if new.adapted is None else cast(PreTrainedModel, new.adapted.merge_and_unload())
+        cool(model, new.previous, self._recipe.draft_temperature)
+        beside = {} if new.previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(new.previous, model.config)}
+        save_model(folder, model.to(torch.bfloat16).eval(), self._tokenizer, beside)
+
+
+@torch.no_grad()
+def cool(model: PreTrainedModel, previous: PreviousTokenHead | None, temperature: float) -> None:
+    """Divides a drafter's logits by a temperature, in place: in the weights of its final norm, so that every engine
+    drafts so.
+
+    Args:
+        model: the drafter.
+        previous: its head, which then reads larger states, and corrects larger ones.
+        temperature: above 0.
+    """
+    body: Any = model.model
+    offset = 1.0 if model.config.model_type == "gemma3_text" else 0.0  # its norms multiply by 1 + weight
+    body.norm.weight.add_(offset).div_(temperature).sub_(offset)
+    if previous is not None:
+        previous.state.weight.mul_(temperature)
+        previous.correction.weight.div_(temperature)
+
+
+def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
+    """Loads what a recipe trains, once it is known that it fits into memory.
+
+    Raises:
+        ValueError: model or teacher cannot be used, the settings do not fit them, or there is not enough memory.
+    """
+    needed = _check_memory(recipe, data)
+    drafter = initial_drafter(recipe, data.tokenizer, str(data.device))
+    _check_samples(recipe, data, drafter)
+    teacher = None if recipe.teacher is None else _load_teacher(recipe.teacher, data, drafter)
+    kind = recipe.divergence or "forward_kl"
+    previous = None if drafter.previous is None else drafter.previous.to(data.device)
+    objective = Objective(
+        drafter.model,
+        teacher=teacher,
+        kind=kind,
+        previous=previous,
+        unused=sorted({*range(used_rows(data.tokenizer), drafter.model.config.vocab_size), *drafter.masks}),
+        chain_weight=recipe.chain_weight,
+        bf16=data.bf16,
+    )
+    return PardTrainee(recipe, data.tokenizer, drafter, objective, needed)
+
+
+def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
+    """The memory that a run takes; ValueError if the device has not so much. No weights are loaded."""
+    drafter = drafter_skeleton(recipe, data.tokenizer, str(data.device))
+    model, beside = drafter.model, 0 if drafter.previous is None else memory.parameters_of(drafter.previous)
+    others = [] if recipe.teacher is None else [load_skeleton(teacher_folder(recipe.teacher))]
+    weights = memory.weight_bytes(recipe, memory.parameters_of(model) + beside, data, frozen=others)
+    groups, longest = memory.largest_pass(recipe, data)
+    rows = memory.rows_of(longest, k=recipe.k, r=recipe.r, r_min=recipe.r_min)
+    needed = memory.estimate(
+        recipe, model, weights=weights, rows=rows, passes=groups, bf16=data.bf16, is_taught=bool(others), beside=beside
+    )
+    needed.check(data.device)
+    return needed
+
+
+def _check_samples(recipe: PardRecipe, data: RunData, drafter: InitialDrafter) -> None:
+    """Raises ValueError if samples hold the mask token, or one without a row, or do not fit into the model."""
+    masks = list(drafter.masks)
+    if any(np.isin(sample.tokens, masks).any() for sample in data.samples):
+        raise ValueError(f"the mask token {drafter.masks[0]} occurs in the data: choose another mask_token_id")
+    config = drafter.model.config
+    check_rows(config.vocab_size, data.largest, f"model {recipe.model!r}")
+    if data.longest > context_of(config):
+        room = context_of(config)
+        raise ValueError(f"the model has room for {room} tokens, a sample has {data.longest}: set max_length={room}")
+
+
+def _load_teacher(name: str, data: RunData, drafter: InitialDrafter) -> Teacher:
+    teacher = load_teacher(
+        name,
+        data.tokenizer,
+        mask_id=drafter.masks[0] if drafter.masks else None,
+        masks=len(drafter.masks),
+        longest=data.longest,
+        largest=data.largest,
+        runtime=Runtime(device=str(data.device), dtype="bfloat16" if data.bf16 else "float32"),
+    )
+    teacher.model.set_attn_implementation(drafter.model.config._attn_implementation)
+    return teacher
+
+
+def add_mask_token(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_id: int | None = None, *, masks: int = 1
+) -> int:
+    """Chooses the mask token and makes its embedding the mean of all others.
+
+    One id serves all depths. A model that already names one keeps it. Otherwise an id that no text
+    uses is taken (`free_id`), or a special token that the model has never learnt to say (`unsaid_id`),
+    and where there is none, a row is added. The id is written into the model's config as `pard_token`,
+    `mask_token_id` and `spd_type`, which engines read.
+
+    Args:
+        model: changed in place.
+        tokenizer: tells which rows are in use.
+        mask_id: take this id instead.
+        masks: ids from there on that serve one depth each, the last all deeper ones. The config says how
+            many as `pard_masks`, which only paradraft reads.
+
+    Raises:
+        ValueError: `mask_id` is outside the embedding, a text or the end of texts, or so many masks find no room after
+            the tokenizer's last id.
+
+    Returns:
+        The mask token's id.
+    """
+    known = declared_mask_id(model.config)
+    rows, used = model.get_input_embeddings().weight.shape[0], used_rows(tokenizer)
+    if mask_id is not None and not 0 <= mask_id < rows:
+        raise ValueError(f"mask_token_id={mask_id} is outside the embedding of {rows} rows: use a free one of them")
+    if mask_id is not None and (text := text_of(mask_id, tokenizer)) is not None:
+        raise ValueError(f"mask_token_id={mask_id} is {text!r}, which could then not be said: use an id without a text")
+    chosen = known if mask_id is None else mask_id
+    if chosen is None:
+        taken = role_ids(model.config, model.generation_config)
+        chosen = free_id(tokenizer, rows, taken)
+        if chosen is None:
+            chosen = unsaid_id(tokenizer, model.get_output_embeddings().weight, taken)
+    if chosen is None:
+        chosen = max(rows, used)
+        resize(model, chosen + 1, used)
+    if masks > 1 and not used <= chosen <= model.get_input_embeddings().weight.shape[0] - masks:
+        raise ValueError(
+            f"distinct_masks: {masks} ids from {chosen} on are not all free in the embedding: lower k or share one mask"
+        )
+    ends = {tokenizer.eos_token_id, *end_ids(model)}
+    check_ends_nothing(range(chosen, chosen + masks), ends, tokenizer, model.name_or_path or "the model")
+    if chosen != known:
+        set_to_mean(model, slice(chosen, chosen + masks), used)
+    declare_masks(model.config, chosen, masks)
+    return int(chosen)

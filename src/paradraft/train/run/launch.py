@@ -1,0 +1,147 @@
+"""From a recipe to a drafter folder: one run at a time, which can be stopped and continues where it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import date
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from paradraft.files import one_line_when_full
+from paradraft.train.recipe import Recipe
+from paradraft.train.run import progress, provenance
+from paradraft.train.run.checkpoint import Checkpoints, State, exclusive
+from paradraft.train.run.disk import estimate
+from paradraft.train.run.progress import Report
+from paradraft.train.run.provenance import difference
+from paradraft.train.run.setup import Preparation, prepare
+from paradraft.train.run.stopping import stop_requests
+from paradraft.train.run.trainer import Loop, as_one
+from paradraft.train.trainee import Builder, R
+
+CHECKPOINT = "checkpoint"
+"""Inside `out`: the state of an unfinished run."""
+
+
+def is_trained(recipe: Recipe) -> bool:
+    """Whether `recipe.out` already holds this recipe's drafter.
+
+    Raises:
+        ValueError: it holds another model, or other files, which training would overwrite.
+    """
+    if not recipe.out.exists() or not any(recipe.out.iterdir()):
+        return False
+    if not (recipe.out / provenance.RECORD).exists():
+        raise ValueError(f"{recipe.out} holds files of something else: choose another `out`")
+    if not (recipe.out / "config.json").exists():
+        return False
+    if provenance.read_record(recipe.out).get("fingerprint") != recipe.fingerprint:
+        raise ValueError(
+            f"{recipe.out} holds a model of another recipe, or of other data: delete it, or choose another `out`"
+        )
+    return True
+
+
+def _ignore(line: str) -> None:
+    """Announces nothing."""
+
+
+def train(
+    recipe: R, build: Builder[R], report: Callable[[Report], None], *, announce: Callable[[str], None] = _ignore
+) -> bool:
+    """Runs a recipe to its end, from its last checkpoint if there is one.
+
+    Args:
+        recipe: the run.
+        build: the function `build` of `train/<name>.py`, which loads what the recipe trains.
+        report: called in the main process, every `recipe.log_every` steps, after the last one, and
+            after each evaluation.
+        announce: is given lines in the main process: before the first step what the run will do, and after some steps
+            what it will take.
+
+    Ctrl-C and SIGTERM end the step, write a checkpoint and stop the run; see `paradraft.train.run.stopping`.
+
+    Returns:
+        False if `recipe.out` held the drafter already.
+
+    Raises:
+        ValueError: model, data or teacher cannot be used, there is not enough memory or room on the disk, all
+            checkpoints are damaged, or `recipe.out` belongs to something else or is in use by another run.
+        OSError: the disk is full.
+        StoppedError: the run was asked to stop, and has written a checkpoint.
+    """
+    accelerator = _accelerator(recipe)
+    recipe.check_device(accelerator.device.type)
+    checkpoints = Checkpoints(recipe.out / CHECKPOINT, accelerator, recipe.identity)
+    with ExitStack() as held:
+        held.enter_context(one_line_when_full(recipe.out, "the same command goes on from the last checkpoint"))
+        state: State | None = None
+        with as_one(accelerator):
+            if accelerator.is_main_process:
+                held.enter_context(exclusive(recipe.out))
+        with as_one(accelerator):
+            if is_trained(recipe):
+                # What stopped the run that put the drafter in place may have come before it had tidied up.
+                if accelerator.is_main_process:
+                    checkpoints.delete()
+                return False
+            if accelerator.is_main_process:  # it reads whole checkpoints
+                state = checkpoints.state()
+        # A run keeps the day on which it began, and so do processes that begin around midnight.
+        began = date.today().isoformat() if state is None else state.began
+        state, began = broadcast_object_list([state, began])
+        with as_one(accelerator):
+            prepared = _prepared(recipe, build, accelerator, state, began)
+            acceptance = prepared.acceptance(accelerator.device) if accelerator.is_main_process else None
+            if accelerator.is_main_process:
+                need = estimate(
+                    recipe, prepared.trainee.objective, steps=prepared.steps, measures=bool(prepared.held_out)
+                )
+                need.check(recipe.out, checkpoints.folder)
+                done = "" if state is None else f", going on after step {state.step}"
+                announce(f"{prepared.in_words} on {accelerator.device}{done}")
+        with stop_requests() as request:
+            Loop(prepared, acceptance, accelerator, checkpoints, state, request, report, announce).run()
+        return True
+
+
+def _prepared(recipe: R, build: Builder[R], accelerator: Accelerator, state: State | None, began: str) -> Preparation:
+    prepared = prepare(recipe, build, accelerator.device, processes=accelerator.num_processes, began=began)
+    if state is None:
+        return prepared
+    if state.bf16 != prepared.bf16:
+        before = str(state.bf16).lower()
+        raise ValueError(f"the run in {recipe.out} began with bf16={before}, and here it is not: set bf16={before}")
+    changed = None if state.learnt is None else difference(state.learnt, prepared.learnt)
+    if changed is not None:
+        raise ValueError(
+            f"the run in {recipe.out} began with other training tokens, {changed}; bring back what was there, delete "
+            f"{recipe.out}, or choose another `out`"
+        )
+    return prepared
+
+
+def _accelerator(recipe: Recipe) -> Accelerator:
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda: there is no GPU here, use device=cpu")
+    progress.check_installed(recipe.report_to)
+    try:
+        accelerator = Accelerator(
+            # Unless it is told so, accelerate does not join processes on CPUs: each would train all by itself.
+            cpu=recipe.device == "cpu" or not torch.accelerator.is_available(),
+            log_with=list(recipe.report_to) or None,
+            project_dir=str(recipe.out / "logs") if recipe.report_to else None,
+        )
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"accelerate cannot begin: {error}") from None
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != accelerator.num_processes:
+        raise ValueError(
+            f"{started} processes were started, and accelerate joined {accelerator.num_processes} of them on "
+            f"{accelerator.device}: set device=cpu, or start one process"
+        )
+    return accelerator

@@ -1,0 +1,183 @@
+"""Everything that has to be there before the first step: loaded, and checked against each other."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+
+import numpy as np
+import torch
+
+from paradraft.data.dataset import load_samples
+from paradraft.data.mix import epoch_size
+from paradraft.data.samples import Sample, hold_out
+from paradraft.environment import is_main_process
+from paradraft.models.architecture import context_of
+from paradraft.models.devices import computes_bf16
+from paradraft.models.runtime import Runtime
+from paradraft.sources.loading import load_config, load_generation_config, load_tokenizer, locate
+from paradraft.text.vocabulary import check_rows, named_ends
+from paradraft.train.objectives.batch import TrainingBatch, pack
+from paradraft.train.recipe import Recipe, ignored_settings
+from paradraft.train.run.acceptance import AcceptanceMeter, prompt_of
+from paradraft.train.run.provenance import Learnt, learnt_of
+from paradraft.train.trainee import Builder, R, RunData, Trainee
+
+MOST_ROOM = 4096
+"""Most tokens of a prompt and its answer when acceptance lengths are measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What a run works with.
+
+    Args:
+        recipe: the run.
+        trainee: the drafter in training.
+        began: the day on which the run began, as YYYY-MM-DD.
+        learnt: a description of all samples.
+        samples: to learn.
+        held_out: to measure on.
+        bf16: whether passes compute in bf16.
+        per_pass: samples that this process reads at a time.
+    """
+
+    recipe: Recipe
+    trainee: Trainee
+    began: str
+    learnt: Learnt
+    samples: list[Sample]
+    held_out: list[Sample]
+    bf16: bool
+    per_pass: int
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return _steps(self.recipe, epoch_size(self.samples))
+
+    @property
+    def in_words(self) -> str:
+        """What the run will do, in a line."""
+        recipe, trainee, tokens = self.recipe, self.trainee, sum(len(sample.tokens) for sample in self.samples)
+        held_out = f", {len(self.held_out):,} more held out" if self.held_out else ""
+        taken = epoch_size(self.samples)
+        weighed = "" if taken == len(self.samples) else f", {taken:,} taken in an epoch"
+        return (
+            f"{trainee.drafter}, K = {trainee.k}: "
+            f"{len(self.samples):,} samples of {tokens:,} tokens{weighed}{held_out}; "
+            f"{self.steps:,} steps of {recipe.samples_per_step} samples in {'bfloat16' if self.bf16 else 'float32'}; "
+            + ", ".join(trainee.notes)
+        )
+
+    def batches(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[TrainingBatch]:
+        """The passes over some samples; the rows that are dropped depend on a sample's own seed alone."""
+        batches = []
+        for start in range(0, len(samples), self.per_pass):
+            some = list(samples[start : start + self.per_pass])
+            groups = pack(some, self.recipe.max_length) if self.recipe.pack else [[index] for index in range(len(some))]
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds[start : start + self.per_pass]]
+            batches.append(
+                self.trainee.collate(
+                    [[some[index] for index in group] for group in groups],
+                    [[generators[index] for index in group] for group in groups],
+                )
+            )
+        return batches
+
+    def acceptance(self, device: torch.device) -> AcceptanceMeter | None:
+        """What measures acceptance lengths; None where there is nothing to measure with.
+
+        Raises:
+            ValueError: the target cannot be loaded, or the prompts do not fit into it.
+        """
+        recipe = self.recipe
+        target = recipe.measured_with
+        recipe.check_measurable(len(self.held_out))
+        if target is None or not self.held_out:
+            return None
+        prompts = [prompt_of(sample, most=recipe.prompt_tokens) for sample in self.held_out[: recipe.prompts]]
+        dtype = "bfloat16" if computes_bf16(device) else "float32"
+        config = load_config(locate(target, recipe.ROLES["target"]))
+        check_rows(config.vocab_size, int(max(map(max, prompts))), f"target {target!r}")
+        capacity = min(context_of(config), self.trainee.max_tokens, MOST_ROOM)
+        runtime = Runtime(device=str(device), dtype=dtype, capacity=capacity)
+        meter = AcceptanceMeter(
+            target,
+            prompts,
+            drafter=self.trainee.drafter,
+            k=self.trainee.k,
+            answer_tokens=recipe.answer_tokens,
+            runtime=runtime,
+        )
+        self.trainee.check_target(target, meter.target, runtime)
+        return meter
+
+
+def prepare(recipe: R, build: Builder[R], device: torch.device, *, processes: int, began: str = "") -> Preparation:
+    """Loads and checks; nothing is written. Data come first.
+
+    Args:
+        recipe: the run.
+        build: loads what the recipe trains.
+        device: where this process trains.
+        processes: how many processes share the samples of a step.
+        began: the day on which the run began, as YYYY-MM-DD, which chat templates write; empty if it begins today.
+
+    Raises:
+        ValueError: model, data or teacher cannot be used, the settings do not fit them, or there is not enough memory.
+    """
+    if recipe.samples_per_step % processes:
+        raise ValueError(
+            f"samples_per_step={recipe.samples_per_step} cannot be shared evenly by {processes} processes: "
+            f"use {-(-recipe.samples_per_step // processes) * processes}"
+        )
+    base = locate(recipe.model, recipe.ROLES["model"])
+    tokenizer = load_tokenizer(base)
+    samples = load_samples(
+        recipe.data,
+        tokenizer,
+        max_length=recipe.max_length,
+        long=recipe.long,
+        columns=recipe.columns,
+        chat_template_kwargs=recipe.chat_template_kwargs,
+        date_string=recipe.date_string,
+        day=date.fromisoformat(began) if began else None,
+        end_ids=named_ends(load_config(base), load_generation_config(base)),
+        skip_unlabelled=recipe.skip_unlabelled,
+        seed=recipe.seed,
+    )
+    learnt, held_out = hold_out(samples, recipe.held_out)
+    for complaint in ignored_settings(recipe, steps=_steps(recipe, epoch_size(learnt))) if is_main_process() else ():
+        warnings.warn(complaint, stacklevel=4)
+    bf16 = computes_bf16(device) if recipe.bf16 is None else recipe.bf16
+    per_pass = min(recipe.samples_per_pass or recipe.samples_per_step, recipe.samples_per_step // processes)
+    data = RunData(
+        tokenizer=tokenizer,
+        samples=samples,
+        longest=max(len(sample.tokens) for sample in samples),
+        largest=int(max(np.asarray(sample.tokens).max() for sample in samples)),
+        device=device,
+        bf16=bf16,
+        samples_per_pass=per_pass,
+        measures=bool(held_out),
+    )
+    return Preparation(
+        recipe=recipe,
+        trainee=build(recipe, data),
+        began=began,
+        learnt=learnt_of(samples, tokenizer),
+        samples=learnt,
+        held_out=held_out,
+        bf16=bf16,
+        per_pass=per_pass,
+    )
+
+
+def _steps(recipe: Recipe, samples: int) -> int:
+    if recipe.steps is not None:
+        return recipe.steps
+    return max(math.ceil(samples * (recipe.epochs or 0.0) / recipe.samples_per_step), 1)

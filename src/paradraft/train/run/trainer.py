@@ -1,0 +1,362 @@
+"""The training loop: from the last checkpoint to the finished drafter.
+
+What a step sees is a function of (seed, step), so a resumed run takes the same steps as one that was never stopped;
+and every sum is over the samples of all processes, so several processes take the same steps as one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+
+from paradraft.data.samples import Sample
+from paradraft.formats.folder import CARD, put_in_place
+from paradraft.train.objectives.batch import BatchSampler, TrainingBatch
+from paradraft.train.objectives.losses import row_weights
+from paradraft.train.optimizers import Optimizers
+from paradraft.train.run import curves, progress
+from paradraft.train.run.acceptance import AcceptanceMeter
+from paradraft.train.run.checkpoint import Checkpoints, State
+from paradraft.train.run.expectations import FirstSteps, curves_in_words
+from paradraft.train.run.model_card import model_card
+from paradraft.train.run.progress import BestSoFar, Evaluation, Meter, Report, Score, shares
+from paradraft.train.run.provenance import write_record
+from paradraft.train.run.setup import Preparation
+from paradraft.train.run.stopping import ASKED_BY, StoppedError, StopRequest
+
+
+@contextmanager
+def as_one(accelerator: Accelerator) -> Iterator[None]:
+    """Lets a mistake that one process finds end all of them, with the same words.
+
+    Otherwise the others would wait for it, and only the main process speaks. What is done inside must not wait for
+    other processes itself.
+
+    Raises:
+        ValueError: one was raised inside, in any process; of several that of the first process.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+    mistake: str | None = None
+    try:
+        yield
+    except ValueError as error:
+        mistake = str(error)
+    mistakes = [found for found in gather_object([mistake]) if found is not None]
+    if mistakes:
+        raise ValueError(mistakes[0])
+
+
+def close(accelerator: Accelerator) -> None:
+    """Closes what a run has open: its trackers, and NCCL's process group, which complains if it is left.
+
+    Gloo's group is left to the end of the process. Its threads may still hold tensors of the last exchange; to let go
+    of them they need the interpreter, and whoever deletes the group keeps it and waits for them.
+    """
+    if accelerator.device.type == "cuda":
+        accelerator.end_training()
+        return
+    for tracker in accelerator.trackers:
+        tracker.finish()
+
+
+EVALUATIONS = 10
+"""How often a run is evaluated where the recipe does not say."""
+PICTURE_S = 60.0
+"""Seconds between two pictures of the curves, at least: one takes half a second."""
+
+
+class Loop:
+    """One process's part of a run.
+
+    Args:
+        prepared: what it works with.
+        acceptance: what measures acceptance lengths, in the main process, if anything does.
+        accelerator: what holds model and optimizers.
+        checkpoints: where it left off.
+        state: what the run goes on from; None begins it.
+        request: whether this process was asked to stop.
+        report: called in the main process.
+        announce: is given lines in the main process: what the run will take.
+    """
+
+    def __init__(
+        self,
+        prepared: Preparation,
+        acceptance: AcceptanceMeter | None,
+        accelerator: Accelerator,
+        checkpoints: Checkpoints,
+        state: State | None,
+        request: StopRequest,
+        report: Callable[[Report], None],
+        announce: Callable[[str], None],
+    ) -> None:
+        recipe = prepared.recipe
+        self.recipe = recipe
+        self.prepared = prepared
+        self.acceptance = acceptance
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        self.checkpoints = checkpoints
+        self._begins_with = state
+        self._request = request
+        self.steps = self.prepared.steps
+        self.evaluate_every = recipe.evaluate_every or max(self.steps // EVALUATIONS, 1)
+        self.depths = prepared.trainee.depths
+        self.importance_K = torch.tensor(recipe.weights_by_depth, device=self.device)
+        self.optimizers = Optimizers(
+            self.prepared.trainee.objective,
+            muon_lr=recipe.muon_lr if recipe.optimizer == "muon" else None,
+            lr=recipe.lr,
+            weight_decay=recipe.weight_decay,
+            warmup_steps=recipe.warmup_steps,
+            steps=self.steps,
+            schedule=recipe.schedule,
+            betas=recipe.betas,
+            max_grad_norm=recipe.max_grad_norm,
+        )
+        self.objective = self.optimizers.prepare(self.accelerator, self.prepared.trainee.objective)
+        self._report, self._announce = report, announce
+        self._standing: BestSoFar
+        self._meter: Meter
+        self._drawn_s = time.monotonic()
+
+    def run(self) -> None:
+        """Takes all steps that are left, and writes the drafter.
+
+        Raises:
+            StoppedError: some process was asked to stop; a checkpoint is written.
+        """
+        recipe, main = self.recipe, self.accelerator.is_main_process
+        if self._begins_with is not None:
+            self.checkpoints.load(self._begins_with)
+        state = self._begins_with or State(
+            identity=self.checkpoints.identity,
+            step=0,
+            bf16=self.prepared.bf16,
+            is_evaluated=not self.prepared.held_out,  # what training gains is told against what was there before
+        )
+        self._standing = state.standing
+        self._meter = Meter(steps=self.steps, first=state.step, k=self.depths, sums=state.sums)
+        if main:
+            write_record(recipe, str(self.device), **self._origin)
+            curves.forget_after(recipe.out, state.step, is_evaluated=state.is_evaluated)
+        self.accelerator.wait_for_everyone()
+        progress.start(self.accelerator, recipe)
+        self._finish(self._take_steps(state.step, is_evaluated=state.is_evaluated))
+        self.accelerator.wait_for_everyone()
+        close(self.accelerator)
+
+    def _finish(self, done: int) -> None:
+        """Puts the result together after a number of steps.
+
+        With `config.json`, the last file of the drafter, the run is over; until then a stopped run comes here again
+        from its last checkpoint, and writes the same.
+        """
+        best, first = self._standing.best, self._standing.first
+        if best is None:
+            self._save_drafter(done)
+        if self.accelerator.is_main_process:
+            out = self.recipe.out
+            curves.draw(out)
+            results = {"steps_done": done, "best": best and asdict(best), "before_training": first and asdict(first)}
+            write_record(self.recipe, str(self.device), **self._origin, **results)
+            drafter = self.checkpoints.drafter(done if best is None else best.step)
+            # Once files have been moved, the folder is no drafter that a card could speak of.
+            if not (drafter / CARD).exists() and sum(file.is_file() for file in drafter.rglob("*")) > 1:
+                self._write_card(drafter, done)
+            put_in_place(drafter, out)
+            self.checkpoints.delete()
+
+    def _write_card(self, drafter: Path, done: int) -> None:
+        card = model_card(
+            self.prepared.trainee.drafter, self.recipe, drafter, self.prepared.learnt, self._standing,
+            done=done, steps=self.steps,
+        )  # fmt: skip
+        new = drafter / f"{CARD}.new"
+        new.write_text(card, encoding="utf-8")
+        os.replace(new, drafter / CARD)
+
+    @property
+    def _origin(self) -> dict[str, object]:
+        """What the record says of the samples."""
+        return {"began": self.prepared.began, "learnt": asdict(self.prepared.learnt)}
+
+    def _take_steps(self, first: int, *, is_evaluated: bool) -> int:
+        """Returns how many steps the whole run has taken.
+
+        Args:
+            first: steps that are done.
+            is_evaluated: False if the evaluation after the last of them is still to be made.
+        """
+        began_s = time.perf_counter()
+        if self._standing.is_over(self.recipe.patience) or (not is_evaluated and self._evaluate(first)):
+            return first
+        evaluation_s = None if is_evaluated else time.perf_counter() - began_s
+        evaluations = sum(map(self._evaluates_after, range(first + 1, self.steps + 1)))
+        first_steps = FirstSteps(steps=self.steps - first, evaluations=evaluations, evaluation_s=evaluation_s)
+        order = BatchSampler(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
+        self.objective.train()
+        with ThreadPoolExecutor(1) as ahead:
+            coming = ahead.submit(self._batches_of, order, first)
+            for step in range(first, self.steps):
+                step_began_s = time.perf_counter()
+                batches = coming.result()
+                coming = ahead.submit(self._batches_of, order, step + 1)
+                loss, right_K, labels_K, norm, asked_by = self._step(step, batches)
+                rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
+                self._meter.add(loss, right_K, labels_K, rows, norm)
+                done = step + 1
+                self._expect(first_steps.add(rows, taken_s=time.perf_counter() - step_began_s))
+                if done % self.recipe.log_every == 0 or done == self.steps:
+                    self._tell(self._meter.progress(done))
+                evaluates = self._evaluates_after(done)
+                if asked_by is not None and (done < self.steps or evaluates):
+                    # An evaluation may take longer than whoever sent SIGTERM waits.
+                    self.checkpoints.save(self._state(done, is_evaluated=not evaluates))
+                    raise StoppedError(asked_by, step=done, steps=self.steps)
+                stops = self._evaluate(done) if evaluates else False
+                if done % self.recipe.save_every == 0 and done < self.steps:
+                    self.checkpoints.save(self._state(done))
+                if stops:
+                    return done
+        return self.steps
+
+    def _evaluates_after(self, done: int) -> bool:
+        return bool(self.prepared.held_out) and (done % self.evaluate_every == 0 or done == self.steps)
+
+    def _expect(self, expected: str | None) -> None:
+        """Says what the run takes, where that is known now, and what runs of its kind have yielded."""
+        if expected is not None and self.accelerator.is_main_process:
+            for line in (expected, *curves_in_words(self.prepared.trainee.drafter)):
+                self._announce(line)
+
+    def _state(self, done: int, *, is_evaluated: bool = True) -> State:
+        return State(
+            identity=self.checkpoints.identity,
+            step=done,
+            bf16=self.prepared.bf16,
+            began=self.prepared.began,
+            learnt=self.prepared.learnt,
+            is_evaluated=is_evaluated,
+            standing=self._standing,
+            sums=self._meter.sums,
+        )
+
+    def _batches_of(self, order: BatchSampler, step: int) -> list[TrainingBatch]:
+        """This process's passes of a step."""
+        mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        chosen = order.samples_of(step)
+        seed = self.recipe.seed * 1_000_003 + step
+        seeds = [seed * 8191 + index for index in range(len(chosen))]
+        return self.prepared.batches(chosen[mine], seeds[mine])
+
+    def _weights(self, batches: list[TrainingBatch]) -> tuple[Tensor, Tensor]:
+        """`[K]` what rows weigh in this process's loss, and `[K]` rows with a label in all processes."""
+        own_K = sum((batch.labels_by_depth(self.depths) for batch in batches), torch.zeros(self.depths))
+        labels_K: Tensor = self.accelerator.reduce(own_K.to(self.device), "sum")
+        # Gradients are averaged over the processes; the loss is a sum over them.
+        weights_K = row_weights(labels_K, self.recipe.average, self.importance_K) * self.accelerator.num_processes
+        return weights_K, labels_K
+
+    def _step(self, step: int, batches: list[TrainingBatch]) -> tuple[float, Tensor, Tensor, float | None, int | None]:
+        """One update.
+
+        Returns:
+            Its loss, `[K]` rows predicted correctly, `[K]` rows with a label, the norm of the gradients, and the signal
+            that asked any of the processes to stop.
+        """
+        torch.manual_seed(self.recipe.seed * 1_000_003 + step)  # for models with dropout
+        weights_K, labels_K = self._weights(batches)
+        loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
+        for number, batch in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            with nullcontext() if is_last else self.accelerator.no_sync(self.objective):
+                part, right = self.objective(batch.to(self.device), weights_K)
+                self.accelerator.backward(part)
+            loss += part.detach()
+            right_K += right
+        norm = self.optimizers.step(step)
+        # All processes must stop after the same step, so each tells the others whether it was asked to.
+        asked = right_K.new_tensor([self._request.number == number for number in ASKED_BY])
+        sums = self.accelerator.reduce(torch.cat([right_K, asked]), "sum")
+        asked_by = next((int(number) for number, count in zip(ASKED_BY, sums[-2:], strict=True) if count), None)
+        return self.accelerator.reduce(loss, "mean").item(), sums[:-2], labels_K, norm, asked_by
+
+    def _evaluate(self, done: int) -> bool:
+        """Measures, keeps the drafter while it is the best, and says whether to stop early."""
+        loss, accuracy = self._held_out()
+        if not math.isfinite(loss):
+            raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
+        self._save_drafter(done)
+        decoded = None if self.acceptance is None else self.acceptance.of(self.checkpoints.drafter(done))
+        (decoded,) = broadcast_object_list([decoded])  # only the main process measures it
+        length, by_position = (None, ()) if decoded is None else (decoded.length, decoded.by_position)
+        score = Score(step=done, acceptance_length=length, held_out_loss=loss, by_position=by_position)
+        self._standing = self._standing.after(score)
+        is_best = self._standing.stale == 0
+        if self.accelerator.is_main_process:
+            self.checkpoints.keep_drafters(self._standing.best)
+        self.accelerator.wait_for_everyone()
+        self._tell(
+            Evaluation(
+                step=done,
+                loss=loss,
+                accuracy=accuracy,
+                acceptance_length=length,
+                is_best=is_best,
+                by_position=by_position,
+            )
+        )
+        if self.accelerator.is_main_process and time.monotonic() - self._drawn_s > PICTURE_S:
+            curves.draw(self.recipe.out)
+            self._drawn_s = time.monotonic()
+        return self._standing.is_over(self.recipe.patience)
+
+    @torch.no_grad()
+    def _held_out(self) -> tuple[float, tuple[float, ...]]:
+        """Loss and accuracy by depth on all held-out samples, with the same rows dropped every time."""
+        self.objective.eval()
+        processes = self.accelerator.num_processes
+        held_out = self.prepared.held_out
+        # All processes take as many passes; what is missing is filled up with a sample in which nothing is a label.
+        filling = Sample(tokens=held_out[0].tokens, is_label=[False] * len(held_out[0].tokens))
+        held_out = held_out + [filling] * (-len(held_out) % processes)
+        mine = slice(self.accelerator.process_index, None, processes)
+        batches = self.prepared.batches(held_out[mine], range(len(held_out))[mine])
+        weights_K, labels_K = self._weights(batches)
+        loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
+        for batch in batches:
+            part, right = self.objective(batch.to(self.device), weights_K)
+            loss += part
+            right_K += right
+        self.objective.train()
+        accuracy = shares(self.accelerator.reduce(right_K, "sum"), labels_K)
+        return self.accelerator.reduce(loss, "mean").item(), accuracy
+
+    def _save_drafter(self, done: int) -> None:
+        """Writes the drafter as it is after this step, as it would be shipped."""
+        weights = self.accelerator.get_state_dict(self.objective)
+        if self.accelerator.is_main_process:
+            self.prepared.trainee.save(self.checkpoints.drafter(done), weights)
+        self.accelerator.wait_for_everyone()
+
+    def _tell(self, report: Report) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        curves.append(self.recipe.out, report)
+        if self.recipe.report_to:
+            self.accelerator.log(progress.figures(report), step=report.step)
+        self._report(report)
