@@ -31,9 +31,9 @@ from paradraft.text.chat_template import Message
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
-    from paradraft.audit.draft_causes import Drafting, DraftModel
-    from paradraft.audit.endpoint import Endpoint
-    from paradraft.audit.served import ServedReport
+    from paradraft.audit.server.draft_causes import Drafting, DraftModel
+    from paradraft.audit.server.endpoint import Endpoint
+    from paradraft.audit.server.served import ServedReport
 
 SERVED_NAME = "target"
 """What an engine that is started here calls its model."""
@@ -186,9 +186,9 @@ def _asked(
     draft: DraftModel | None,
     report: Callable[[str], None],
 ) -> ServedReport:
-    from paradraft.audit.endpoint_audit import audit_endpoint
-    from paradraft.audit.prompt_causes import expected_ids
-    from paradraft.audit.tables import ModelReference, Reference, ServerReference
+    from paradraft.audit.server.endpoint_audit import audit_endpoint
+    from paradraft.audit.server.prompt_causes import expected_ids
+    from paradraft.audit.server.tables import ModelReference, Reference, ServerReference
     from paradraft.engine.request import requests_of
     from paradraft.sampling_params import GREEDY
     from paradraft.sources.target_loading import load_target
@@ -230,7 +230,7 @@ def _endpoint(
     rows: int,
 ) -> Endpoint:
     """A server that answers."""
-    from paradraft.audit.endpoint import Endpoint
+    from paradraft.audit.server.endpoint import Endpoint
 
     key = options.key_in(key_env, option)
     found = Endpoint(url=url, model=model, tokenizer=tokenizer, end_ids=ends, rows=rows, api_key=key)
@@ -246,7 +246,7 @@ def _draft_model(
     Raises:
         ValueError: there is no such model, or it reads the states of the target.
     """
-    from paradraft.audit.draft_causes import DraftModel, special_ids
+    from paradraft.audit.server.draft_causes import DraftModel, special_ids
     from paradraft.drafters.parts.draft_loading import draft_runtime
     from paradraft.formats.head import is_head
     from paradraft.formats.pard import RANK, TRAINED_LENGTH, mask_token_id

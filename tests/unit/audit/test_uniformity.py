@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paradraft.audit import uniformity as module
-from paradraft.audit.tables import Table
+from paradraft.audit.server.tables import Table
 from paradraft.audit.uniformity import places_of, uniformity
 
 ALARMS = 0.1

@@ -21,7 +21,7 @@ from paradraft.models.quantized import QuantizedTensor, plain_product
 from tests.unit.models.test_quantized import FORMATS, product, random_inputs, random_weight, shapes_of
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-SOURCES = Path(build.__file__).parent
+SOURCES = build.NATIVE
 KERNELS = ("-march=armv8-a", "-march=armv8.2-a+dotprod", "-march=armv8.6-a")
 FLAGS = (*(flag for flag in build.FLAGS if not flag.startswith("-m")), "-Wall", "-Wextra", "-Werror")
 pytestmark = [

@@ -322,7 +322,7 @@ def test_without_a_compiler(new_machine: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_compiler_has_nothing_to_say() -> None:
     """Guards the C++ as a linter guards the Python."""
-    files = [Path(build.__file__).with_name(name) for name in build.SOURCES if name.endswith(".cpp")]
+    files = [build.NATIVE / name for name in build.SOURCES if name.endswith(".cpp")]
     for more in (build.openmp_flags()[0], (*build.openmp_flags()[-1], "-DPORTABLE")):
         command = ["g++", *build.FLAGS, *more, "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
         done = subprocess.run([*command, *files], capture_output=True, text=True)

@@ -28,6 +28,7 @@ import torch
 
 from paradraft.models.forward.cpu.prebuilt import FOLDER, LEVELS, level_of
 
+NATIVE = Path(__file__).parent / "native"
 SOURCES = (
     "forward.cpp", "integers.cpp", "packing.cpp", "correction.cpp", "tree.cpp", "draw.cpp",
     "attention.h", "gemm.h", "integers.h", "team.h", "tiles.h", "simd.h",
@@ -283,7 +284,7 @@ def library_key() -> str:
 def _key(choices: object) -> str:
     found = hashlib.sha256()
     for name in SOURCES:
-        found.update((Path(__file__).parent / name).read_bytes())
+        found.update((NATIVE / name).read_bytes())
     found.update(repr(choices).encode())
     return found.hexdigest()[:16]
 
@@ -314,7 +315,7 @@ def _compiled(command: list[str]) -> bytes:
 
 def _build(command: list[str], to: Path) -> str | None:
     """Compiles the sources, several at a time, and links them; returns what the compiler complains of, if it fails."""
-    sources = [Path(__file__).parent / name for name in SOURCES if name.endswith(".cpp")]
+    sources = [NATIVE / name for name in SOURCES if name.endswith(".cpp")]
     objects = [to.with_name(f"{source.stem}.o") for source in sources]
     commands = [[*command, "-c", str(file), "-o", str(made)] for file, made in zip(sources, objects, strict=True)]
     with ThreadPoolExecutor(os.cpu_count()) as threads:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.audit.counters import Counters, counters_of, fault_of_counters
-from paradraft.audit.endpoint import Endpoint, Question, Served
+from paradraft.audit.server.counters import Counters, counters_of, fault_of_counters
+from paradraft.audit.server.endpoint import Endpoint, Question, Served
 from paradraft.text.vocabulary import used_rows
 from tests.conftest import tiny_tokenizer
 from tests.support.endpoint_server import MODEL, Reply, Script, Server

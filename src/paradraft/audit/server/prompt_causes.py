@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.audit.endpoint import Served
+from paradraft.audit.server.endpoint import Served
 from paradraft.errors import one_line
 from paradraft.text.chat_template import Message, ask_tokens, names, template_of
 from paradraft.text.tokenization import encode_prompt

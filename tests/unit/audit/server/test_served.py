@@ -17,11 +17,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.audit.draft_causes import DraftModel
-from paradraft.audit.endpoint import Endpoint
-from paradraft.audit.endpoint_audit import audit_endpoint
-from paradraft.audit.served import ServedReport
-from paradraft.audit.tables import ModelReference, Reference, ServerReference
+from paradraft.audit.server.draft_causes import DraftModel
+from paradraft.audit.server.endpoint import Endpoint
+from paradraft.audit.server.endpoint_audit import audit_endpoint
+from paradraft.audit.server.served import ServedReport
+from paradraft.audit.server.tables import ModelReference, Reference, ServerReference
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.cli.audit_served import findings
 from paradraft.engine.engine import Engine

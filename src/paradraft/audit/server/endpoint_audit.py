@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.audit.counters import Counters, counters_of, fault_of_counters
-from paradraft.audit.draft_causes import Drafting, DraftModel, compared, rounds_of
-from paradraft.audit.endpoint import Endpoint, Question, Served
-from paradraft.audit.prompt_causes import expected_ids, fault_of_prompt, fault_that_fits
-from paradraft.audit.served import Read, ServedReport, fits, judge
-from paradraft.audit.tables import Reference
+from paradraft.audit.server.counters import Counters, counters_of, fault_of_counters
+from paradraft.audit.server.draft_causes import Drafting, DraftModel, compared, rounds_of
+from paradraft.audit.server.endpoint import Endpoint, Question, Served
+from paradraft.audit.server.prompt_causes import expected_ids, fault_of_prompt, fault_that_fits
+from paradraft.audit.server.served import Read, ServedReport, fits, judge
+from paradraft.audit.server.tables import Reference
 from paradraft.text.chat_template import Message
 
 

@@ -16,7 +16,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paradraft.audit.endpoint import Endpoint, Question, Served
 from paradraft.audit.recording import Case, Recording
 from paradraft.audit.reference import (
     MEASURED,
@@ -29,6 +28,7 @@ from paradraft.audit.reference import (
     over_all,
     own_logits,
 )
+from paradraft.audit.server.endpoint import Endpoint, Question, Served
 from paradraft.models.causal_lm import CausalLM
 from paradraft.sampling_params import GREEDY
 from paradraft.tree import ABSENT

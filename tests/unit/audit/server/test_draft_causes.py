@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.audit.draft_causes import Drafting, DraftModel, _faults_of_config, _rebuilt
-from paradraft.audit.endpoint import Endpoint
-from paradraft.audit.endpoint_audit import audit_endpoint
-from paradraft.audit.served import ServedReport
-from paradraft.audit.tables import ModelReference, Table
+from paradraft.audit.server.draft_causes import Drafting, DraftModel, _faults_of_config, _rebuilt
+from paradraft.audit.server.endpoint import Endpoint
+from paradraft.audit.server.endpoint_audit import audit_endpoint
+from paradraft.audit.server.served import ServedReport
+from paradraft.audit.server.tables import ModelReference, Table
 from paradraft.audit.verdict import FAIL, PASS
 from paradraft.data.prompts import read_prompts
 from paradraft.formats.pard import RANK

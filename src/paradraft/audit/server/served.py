@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradraft.audit.draft_causes import Drafting
-from paradraft.audit.endpoint import Served
 from paradraft.audit.recording import NotNumbersError
 from paradraft.audit.reference import Difference
-from paradraft.audit.tables import PLACES, Reference, Table
+from paradraft.audit.server.draft_causes import Drafting
+from paradraft.audit.server.endpoint import Served
+from paradraft.audit.server.tables import PLACES, Reference, Table
 from paradraft.audit.uniformity import Uniformity, places_of, uniformity
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 

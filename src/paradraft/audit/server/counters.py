@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import httpx2
 
-from paradraft.audit.endpoint import Endpoint, Served
+from paradraft.audit.server.endpoint import Endpoint, Served
 from paradraft.data.endpoint import CONNECT_S
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from paradraft.audit.endpoint import Served
+from paradraft.audit.server.endpoint import Served
 
 EQUAL = 0.9
 """The share of rounds that must be as expected; the draft has near-ties too, and they part engines."""

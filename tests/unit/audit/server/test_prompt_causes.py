@@ -11,10 +11,10 @@ import torch
 from tokenizers import AddedToken, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from paradraft.audit.endpoint import Endpoint
-from paradraft.audit.endpoint_audit import audit_endpoint
-from paradraft.audit.served import ServedReport
-from paradraft.audit.tables import ModelReference
+from paradraft.audit.server.endpoint import Endpoint
+from paradraft.audit.server.endpoint_audit import audit_endpoint
+from paradraft.audit.server.served import ServedReport
+from paradraft.audit.server.tables import ModelReference
 from paradraft.audit.verdict import FAIL, PASS
 from paradraft.models.runtime import Runtime
 from paradraft.sources.target_loading import load_target
