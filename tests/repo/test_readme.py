@@ -1,4 +1,4 @@
-"""Every `paradraft` command of the README runs.
+"""Every `paradraft` command of README.md and docs/commands.md runs.
 
 Commands stand in blocks tagged ```` ```bash run ```` or ```` ```console run ````, one per line, with or without `$ `; a
 backslash continues a line. They run in one process, in order, in a copy of the folder, without compilation. Sizes are
@@ -30,7 +30,12 @@ BY_DEFAULT = {
 }
 """What a command is told where the README leaves its sizes to it."""
 TRAINING = ["warmup_steps=1", "samples_per_step=1", "held_out=4", "evaluate_every=2"]
+DOCUMENTS = ("README.md", "docs/commands.md")
 COPIED = ("README.md", "recipes", "examples", "docs", "benchmarks")
+
+
+def text_of(*documents: str) -> str:
+    return "\n".join((ROOT / document).read_text(encoding="utf-8") for document in documents)
 
 
 def commands(text: str, tag: str = "run") -> list[list[str]]:
@@ -82,8 +87,10 @@ def test_a_wrong_command_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_readme_has_commands() -> None:
-    """Guards against a README whose examples escape this test."""
-    assert commands((ROOT / "README.md").read_text(encoding="utf-8")), "README.md has no ```bash run block"
+    """Guards against documents whose examples escape this test."""
+    for document in DOCUMENTS:
+        assert commands(text_of(document)), f"{document} has no ```bash run block"
+        assert commands(text_of(document), "real"), f"{document} has no ```bash real block"
 
 
 @pytest.mark.usefixtures("drawn")
@@ -101,7 +108,7 @@ def test_commands_of_the_readme_run(
             shutil.copy(source, tmp_path / name)
     (tmp_path / "src").symlink_to(ROOT / "src")
     monkeypatch.chdir(tmp_path)
-    for command in commands((ROOT / "README.md").read_text(encoding="utf-8")):
+    for command in commands(text_of(*DOCUMENTS)):
         code = run(cut(command), monkeypatch)
         captured = capsys.readouterr()
         assert code == 0, f"paradraft {shlex.join(command)} exits with {code}\n{captured.out}{captured.err}"
@@ -112,9 +119,7 @@ def test_commands_of_the_readme_run(
 def test_commands_with_real_models_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the first commands that people try on a model that they know; a warning would mean the slow pass."""
     monkeypatch.chdir(ROOT)
-    found = commands((ROOT / "README.md").read_text(encoding="utf-8"), "real")
-    assert found, "README.md has no ```bash real block"
-    for command in found:
+    for command in commands(text_of(*DOCUMENTS), "real"):
         code = run(cut(command), monkeypatch)
         captured = capsys.readouterr()
         assert code == 0 and "warning: " not in captured.err, f"paradraft {shlex.join(command)}\n{captured.err}"
@@ -123,5 +128,6 @@ def test_commands_with_real_models_run(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_what_was_never_run_is_said_where_it_is_first_named() -> None:
     """Guards users of AMD's drafters, who read a hundred lines later that the published weights were never tried."""
-    before, _, after = (ROOT / "README.md").read_text().partition("amd/PARD")
+    assert "not on the published weights" in " ".join(text_of("README.md").split())
+    before, _, after = text_of("docs/commands.md").partition("amd/PARD")
     assert "not on the published weights" in " ".join((before[-300:] + after[:300]).split())
