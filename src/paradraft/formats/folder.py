@@ -1,4 +1,4 @@
-"""Model folders, written so that they are whole whenever the process ends: `config.json` comes last."""
+"""Writes model folders so that an interrupted write leaves no broken one: `config.json` comes last."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ CARD = "README.md"
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Gives a folder to write a drafter into; `folder` appears or changes only when all is written, the files on the
-    disk and `config.json` among them.
+    """Yields a temporary folder to write a model into, and moves its files to `folder` when all are on the disk.
+
+    The model must include a `config.json`.
 
     Raises:
         OSError: the disk is full.
     """
-    given, folder = folder, folder.resolve()
-    with one_line_when_full(given, "run the same command again"):
+    original, folder = folder, folder.resolve()
+    with one_line_when_full(original, "run the same command again"):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".new", dir=folder.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".new", dir=folder.parent))
         try:
-            yield new
+            yield temporary
             # Safetensors are written for their owner alone, and a server is often another user.
-            for file in new.glob("*.safetensors"):
-                file.chmod((new / "config.json").stat().st_mode)
-            sync(new)
-            put_in_place(new, folder)
+            for file in temporary.glob("*.safetensors"):
+                file.chmod((temporary / "config.json").stat().st_mode)
+            sync(temporary)
+            put_in_place(temporary, folder)
         finally:
-            shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_index(folder: Path) -> None:
-    """Raises ValueError if a model's index names weights outside of its folder."""
+    """Raises ValueError if a model's index names weights outside its folder."""
     index = folder / "model.safetensors.index.json"
     try:
         files = set(json.loads(index.read_text())["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return  # without an index, or with a damaged one, of which `transformers` says what is wrong
+        return  # no index, or a damaged one, which `transformers` reports
     if outside := sorted(str(file) for file in files if Path(str(file)).name != file):
         raise ValueError(f"{index} names {outside[0]!r}, which is not a file of its folder: correct it")
 
@@ -63,11 +64,8 @@ def save_model(
     """Writes an ordinary Hugging Face folder; `folder` appears or changes only when all is written.
 
     Args:
-        folder: where it goes.
-        model: its weights and configs.
-        tokenizer: its tokenizer.
-        beside: further files of tensors, by name.
-        texts: further files of text, by name.
+        beside: further safetensors files by relative path.
+        texts: further text files by relative path.
     """
     with whole_folder(folder) as new:
         write_model(new, model, tokenizer)
@@ -79,15 +77,9 @@ def save_model(
 
 
 def write_model(new: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes the files of an ordinary Hugging Face folder into one that `whole_folder` gives.
-
-    Args:
-        new: the folder.
-        model: its weights and configs.
-        tokenizer: its tokenizer.
-    """
+    """Writes the files of an ordinary Hugging Face folder into one that `whole_folder` yields."""
     if not model.generation_config.do_sample:
-        # Published models have sampling settings without `do_sample`, which `transformers` reads but does not write.
+        # Published models have sampling settings without `do_sample`, which `transformers` reads but refuses to write.
         try:
             model.generation_config.validate(strict=True)
         except ValueError:
@@ -97,9 +89,10 @@ def write_model(new: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
 
 def put_in_place(new: Path, folder: Path) -> None:
-    """Moves the files of a whole model folder into another, `config.json` last: it says that all others are there.
+    """Moves the files of a complete model folder into another, `config.json` last: it marks the folder as complete.
 
-    Where it was stopped it goes on. A card is moved before `config.json`: as long as it is in `new`, it needs no other.
+    After an interruption, calling it again moves the rest. The card is moved just before `config.json`: while `new`
+    has a card, no other one is needed.
     """
     files = [file.relative_to(new) for file in new.rglob("*") if file.is_file()]
     for file in sorted(files, key=lambda f: (f == Path("config.json"), f == Path(CARD))):

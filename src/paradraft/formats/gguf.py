@@ -1,7 +1,7 @@
-"""GGUF, the file of llama.cpp: metadata, a vocabulary, and tensors whose weights may have few bits.
+"""GGUF, the file format of llama.cpp: metadata, vocabulary, and tensors that may be quantized.
 
-The header is read here and not by the `gguf` package, which takes 7 seconds for a vocabulary of 150,000 tokens: every
-command reads it several times. Numbers are little-endian; of a tensor's sizes the file has the innermost first.
+The header is parsed here and not by the `gguf` package, which takes 7 seconds for a vocabulary of 150,000 tokens: every
+command reads it several times. Numbers are little-endian; a tensor's sizes are stored innermost first.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -26,7 +26,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SUFFIX = ".gguf"
 PARD_TOKEN, PARD_MASKS = "paradraft.pard_token", "paradraft.pard_masks"
-"""The keys of a PARD drafter: its mask token, and how many ids from there on are masks."""
+"""Metadata keys of a PARD drafter: its first mask token id, and the count of consecutive mask ids."""
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _VOCABULARY = "tokenizer."
@@ -38,12 +38,12 @@ T = TypeVar("T", int, float, str, bool)
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor is.
+    """Type, shape and offset of a tensor in a GGUF file.
 
     Args:
-        kind: the number that the format has for its type, one of `gguf_blocks.NAMES` or another.
-        shape: the outermost size first, as torch has it.
-        start: of its bytes in the file.
+        kind: ggml's id of its type, in `gguf_blocks.NAMES` if it is known.
+        shape: outermost size first, as in torch.
+        start: byte offset in the file.
     """
 
     kind: int
@@ -52,17 +52,16 @@ class StoredTensor:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes of the file it has."""
+        """Bytes of the tensor in the file."""
         return math.prod(self.shape[:-1]) * row_bytes(self.kind, self.shape[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufFile:
-    """The header of a file.
+    """The parsed header of a GGUF file.
 
     Args:
-        path: where it is.
-        state: its size and time of modification when the header was read.
+        state: size and modification time in ns when the header was read.
         metadata: by key; arrays are lists.
         tensors: by name.
     """
@@ -73,36 +72,35 @@ class GgufFile:
     tensors: Mapping[str, StoredTensor]
 
     def find(self, key: str, kind: type[T]) -> T | None:
-        """A value of the metadata; None if there is none.
+        """A metadata value, None if the key is missing; an int is accepted where a float is expected.
 
         Raises:
-            ValueError: it is of another type.
+            ValueError: the value has another type.
         """
-        found = self.metadata.get(key)
-        if found is None:
+        value = self.metadata.get(key)
+        if value is None:
             return None
-        if kind is float and type(found) is int:
-            return kind(found)
-        if type(found) is not kind:
-            raise ValueError(f"{str(self.path)!r}: {key} is {str(found)[:40]!r}, where a {kind.__name__} belongs")
-        return found
+        if kind is float and type(value) is int:
+            return kind(value)
+        if type(value) is not kind:
+            raise ValueError(f"{str(self.path)!r}: {key} is {str(value)[:40]!r}, where a {kind.__name__} belongs")
+        return value
 
     def get(self, key: str, kind: type[T]) -> T:
-        """A value of the metadata that must be there.
+        """A required metadata value.
 
         Raises:
             ValueError: it is missing, or of another type.
         """
-        if (found := self.find(key, kind)) is None:
+        if (value := self.find(key, kind)) is None:
             raise ValueError(f"{str(self.path)!r} has no {key}: it is no whole model, get the file again")
-        return found
+        return value
 
     def bytes_of(self, name: str, rows: Iterable[int] | None = None) -> Tensor:
-        """A copy of the bytes of a tensor, `[rows, bytes of a row]`; a vector has one row.
+        """Reads a tensor's bytes, `[rows, bytes of a row]`; a vector has one row.
 
         Args:
-            name: of the tensor.
-            rows: those to read; None for all.
+            rows: indices of the rows to read; None for all.
 
         Raises:
             ValueError: the file has changed since the header was read.
@@ -110,18 +108,18 @@ class GgufFile:
         tensor = self.tensors[name]
         size = row_bytes(tensor.kind, tensor.shape[-1])
         pieces = [(0, tensor.size_bytes)] if rows is None else [(row * size, size) for row in rows]
-        read = bytearray()
+        data = bytearray()
         with self.path.open("rb") as stream:
             for start, length in pieces:
                 stream.seek(tensor.start + start)
-                read += stream.read(length)
+                data += stream.read(length)
             if _state_of(stream) != self.state:
                 raise ValueError(f"{str(self.path)!r} was changed while it was read: load it again when it is whole")
-        return torch.frombuffer(read, dtype=torch.uint8).view(-1, size)
+        return torch.frombuffer(data, dtype=torch.uint8).view(-1, size)
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a model's name is that of a file, or would be if it existed.
+    """Whether a model's name is an existing file, or ends in ".gguf" and is no folder.
 
     >>> is_gguf("model.gguf"), is_gguf("Qwen/Qwen3-8B")
     (True, False)
@@ -130,14 +128,13 @@ def is_gguf(name: str) -> bool:
 
 
 def read_gguf(name: str, *, vocabulary: bool = False) -> GgufFile:
-    """Reads the header of a file.
+    """Reads the header of a GGUF file.
 
     Args:
-        name: of the file.
-        vocabulary: read the lists of tokens and merges too; they are left out of the metadata otherwise.
+        vocabulary: keep the lists of tokens and merges in the metadata too.
 
     Raises:
-        ValueError: there is no such file, or it is no GGUF file, or of another version, cut off or damaged.
+        ValueError: the file does not exist, is no GGUF file, has an unsupported version or type, or is damaged.
     """
     path = Path(name)
     if not path.is_file():
@@ -148,18 +145,18 @@ def read_gguf(name: str, *, vocabulary: bool = False) -> GgufFile:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             state = _state_of(stream)
             metadata, tensors = _Header(data, vocabulary).read()
-    except (struct.error, OverflowError):  # a length that leads beyond the end
+    except (struct.error, OverflowError):  # a length beyond the end of the file
         raise ValueError(f"cannot read {name!r}: it ends inside of its header, so it is cut off or damaged") from None
     except (_DamagedError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"cannot read {name!r}: {error}") from None
-    found = GgufFile(path=path, state=state, metadata=metadata, tensors=tensors)
-    _check_whole(found)
-    return found
+    file = GgufFile(path=path, state=state, metadata=metadata, tensors=tensors)
+    _check_whole(file)
+    return file
 
 
 def _state_of(stream: BinaryIO) -> tuple[int, int]:
-    found = os.fstat(stream.fileno())
-    return found.st_size, found.st_mtime_ns
+    status = os.fstat(stream.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def _check_whole(file: GgufFile) -> None:
@@ -169,10 +166,10 @@ def _check_whole(file: GgufFile) -> None:
         )
     for name, tensor in file.tensors.items():
         if tensor.kind not in NAMES or tensor.kind not in KINDS:
-            told = NAMES.get(tensor.kind, f"number {tensor.kind}")
+            type_name = NAMES.get(tensor.kind, f"number {tensor.kind}")
             known = ", ".join(NAMES[kind] for kind in KINDS)
             raise ValueError(
-                f"{str(file.path)!r}: the tensor {name!r} is of the type {told}, which is not supported: use a file of "
+                f"{str(file.path)!r}: the tensor {name!r} is of the type {type_name}, which is not supported: use a file of "
                 f"the types {known}, such as Q8_0 or Q4_K_M"
             )
         if tensor.shape[-1] % KINDS[tensor.kind].weights:
@@ -184,11 +181,11 @@ def _check_whole(file: GgufFile) -> None:
 
 
 class _DamagedError(Exception):
-    """What is wrong with a header."""
+    """A damaged header; the message is shown to the user."""
 
 
 class _Header:
-    """Reads a header from its first byte on."""
+    """Parser of a header."""
 
     def __init__(self, data: mmap.mmap, vocabulary: bool) -> None:
         self._data, self._vocabulary, self._at = data, vocabulary, 0
@@ -199,39 +196,41 @@ class _Header:
         self._at = 4
         version = self._number("I")
         if version not in VERSIONS:
-            told = "of a big-endian machine" if version & 0xFFFF == 0 else f"of version {version}"
-            raise _DamagedError(f"it is a GGUF file {told}, and only versions 2 and 3 of little-endian ones are read")
-        number, pairs = self._number("Q"), self._number("Q")
+            description = "of a big-endian machine" if version & 0xFFFF == 0 else f"of version {version}"
+            raise _DamagedError(
+                f"it is a GGUF file {description}, and only versions 2 and 3 of little-endian ones are read"
+            )
+        tensor_count, pair_count = self._number("Q"), self._number("Q")
         metadata: dict[str, Any] = {}
-        for _ in range(pairs):
+        for _ in range(pair_count):
             key = self._string()
             value = self._value(self._number("I"), is_wanted=self._vocabulary or not key.startswith(_VOCABULARY))
             if value is not None:
                 metadata[key] = value
-        return metadata, self._tensors(number, metadata.get("general.alignment", _ALIGNMENT))
+        return metadata, self._tensors(tensor_count, metadata.get("general.alignment", _ALIGNMENT))
 
-    def _tensors(self, number: int, alignment: object) -> dict[str, StoredTensor]:
+    def _tensors(self, count: int, alignment: object) -> dict[str, StoredTensor]:
         if type(alignment) is not int or alignment < 1:
             raise _DamagedError(f"its general.alignment is {alignment!r}, so it is damaged")
-        found: dict[str, tuple[int, tuple[int, ...], int]] = {}
-        for _ in range(number):
+        entries: dict[str, tuple[int, tuple[int, ...], int]] = {}
+        for _ in range(count):
             name, dimensions = self._string(), self._number("I")
-            if not 1 <= dimensions <= _MOST_SIZES or name in found:
+            if not 1 <= dimensions <= _MOST_SIZES or name in entries:
                 raise _DamagedError(f"its tensor {name!r} is there twice or has {dimensions} sizes, so it is damaged")
             sizes = tuple(self._number("Q") for _ in range(dimensions))
             if 0 in sizes or math.prod(sizes) > len(self._data) * 256:
                 raise _DamagedError(f"its tensor {name!r} has the sizes {sizes}, so it is damaged")
-            found[name] = self._number("I"), sizes[::-1], self._number("Q")
+            entries[name] = self._number("I"), sizes[::-1], self._number("Q")
         first = -(-self._at // alignment) * alignment
         return {
             name: StoredTensor(kind=kind, shape=shape, start=first + start)
-            for name, (kind, shape, start) in found.items()
+            for name, (kind, shape, start) in entries.items()
         }
 
     def _number(self, kind: str) -> Any:
-        (found,) = struct.unpack_from(f"<{kind}", self._data, self._at)
+        (number,) = struct.unpack_from(f"<{kind}", self._data, self._at)
         self._at += struct.calcsize(f"<{kind}")
-        return found
+        return number
 
     def _string(self) -> str:
         return self._bytes(self._number("Q")).decode("utf-8")
@@ -243,7 +242,7 @@ class _Header:
         return self._data[self._at - size : self._at]
 
     def _value(self, kind: int, *, is_wanted: bool) -> Any:
-        """A value; None of an array that is not wanted."""
+        """A metadata value; None for an array that is not wanted."""
         if kind == _ARRAY:
             return self._array(self._number("I"), self._number("Q"), is_wanted=is_wanted)
         if kind == _STRING:
@@ -259,14 +258,14 @@ class _Header:
             return list(struct.unpack(f"<{count}{_NUMBERS[kind]}", numbers)) if is_wanted else None
         if kind != _STRING or count > len(self._data):
             raise _DamagedError(f"its header has an array of the type {kind}, so it is damaged")
-        # The longest part of a header: the loop is written out, as it is run hundreds of thousands of times.
-        found, at, data, lengths = [], self._at, self._data, struct.Struct("<Q")
+        # The hot loop of a header, hundreds of thousands of iterations: written out without calls to other methods.
+        strings, at, data, lengths = [], self._at, self._data, struct.Struct("<Q")
         for _ in range(count):
             (length,) = lengths.unpack_from(data, at)
             at += 8 + length
             if is_wanted:
-                found.append(data[at - length : at].decode("utf-8"))
+                strings.append(data[at - length : at].decode("utf-8"))
         if at > len(data):
             raise _DamagedError("it ends inside of its header, so it is cut off or damaged")
         self._at = at
-        return found if is_wanted else None
+        return strings if is_wanted else None

@@ -1,8 +1,8 @@
-"""The types of GGUF's weights: how blocks of them are stored in bytes, as whole numbers, scales and offsets.
+"""Unpacks GGUF's quantized weight types into integers, scales and offsets.
 
-A weight is `scale * value`, or `scale * value + offset`, of a group of 16 or 32 in a row, as in
-`paradraft.models.quantized`. Nothing is rounded: scales of groups that the file has as a product of two numbers, of 11
-and of at most 8 bits, are exact in float32.
+A weight is `scale * value`, or `scale * value + offset`, with one scale for a group of 16 or 32 weights of a row, as in
+`paradraft.models.quantized`. Nothing is rounded: a group's scale that is stored as a product of two numbers, of 11 and
+of at most 8 bits, is exact in float32.
 
 Shape letters: N rows, C blocks of a row, I weights of a block, G groups of a row, K weights of a row, S superblocks of
 256 weights in a row.
@@ -25,12 +25,12 @@ NAMES = {
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
-"""The types by the number that stands in a file."""
+"""Type names by ggml's type id."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """Scales or offsets of groups, each the product of a number of its superblock and one of its own.
+    """Scales or offsets of groups: each is the superblock's factor times the group's int8 number.
 
     Args:
         factors: `[N, S]` float16.
@@ -41,12 +41,12 @@ class Products:
     numbers: Tensor
 
     def float(self) -> Tensor:
-        """The products `[N, G]` in float32, which are exact."""
+        """The products `[N, G]`, exact in float32."""
         return (self.factors.float()[:, :, None] * self.numbers.unflatten(1, (self.factors.shape[1], -1))).flatten(1)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Both parts."""
+        """Factors and numbers."""
         return [self.factors, self.numbers]
 
     def __getitem__(self, rows: Tensor | slice) -> Products:
@@ -58,14 +58,14 @@ Numbers = Tensor | Products
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Weights of few bits, as `QuantizedTensor` takes them.
+    """Quantized weights, as `QuantizedTensor` takes them.
 
     Args:
-        values: `[N, K]` int8: with offsets from 0 on, else from minus half of as many numbers.
+        values: `[N, K]` int8, in [0, 2**bits) with offsets, else in [-2**(bits-1), 2**(bits-1)).
         scales: `[N, G]` float16 or float32, or products.
         offsets: likewise, or None.
         bits: 4, 5, 6 or 8.
-        group: weights of a group.
+        group: weights per group.
     """
 
     values: Tensor
@@ -77,13 +77,13 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A type of weights.
+    """A weight type.
 
     Args:
-        size_bytes: of a block.
-        weights: of a block.
-        unpack: makes `Blocks` of `[N, C, size_bytes]`; None for numbers, which are stored as they are.
-        dtype: of numbers.
+        size_bytes: bytes per block.
+        weights: weights per block.
+        unpack: turns bytes `[N, C, size_bytes]` into `Blocks`; None for floating-point types.
+        dtype: of a floating-point type.
     """
 
     size_bytes: int
@@ -93,13 +93,13 @@ class Kind:
 
 
 def _half(raw_NCX: Tensor, start: int) -> Tensor:
-    """The float16 number `[N, C]` at a byte of each block."""
+    """The float16 number `[N, C]` at byte `start` of each block."""
     return raw_NCX[:, :, start : start + 2].contiguous().view(torch.float16)[:, :, 0]
 
 
 def _nibbles(raw_NCX: Tensor) -> Tensor:
-    """`[N, C, 2X]` the low halves of some bytes, then the high ones."""
-    bytes_NCX = np.ascontiguousarray(raw_NCX.numpy())  # NumPy takes a third of the time of torch's operations
+    """`[N, C, 2X]` the low nibbles of the bytes, then the high nibbles."""
+    bytes_NCX = np.ascontiguousarray(raw_NCX.numpy())  # NumPy takes a third of torch's time
     halves_NC2X = np.empty((*bytes_NCX.shape[:2], 2, bytes_NCX.shape[2]), dtype=np.uint8)
     np.bitwise_and(bytes_NCX, 15, out=halves_NC2X[:, :, 0])
     np.right_shift(bytes_NCX, 4, out=halves_NC2X[:, :, 1])
@@ -107,18 +107,18 @@ def _nibbles(raw_NCX: Tensor) -> Tensor:
 
 
 def _less(values: Tensor, middle: int) -> Tensor:
-    """Bytes less a number, as int8, in place."""
+    """Subtracts `middle` from bytes, as int8, in place."""
     return values.view(torch.int8).sub_(middle)
 
 
 def _fifth_bits(raw_NC4: Tensor) -> Tensor:
-    """`[N, C, 32]` the bits of 4 bytes, as 0 or 16."""
+    """`[N, C, 32]` the bits of 4 bytes, each as 0 or 16."""
     bits_NCX = np.unpackbits(np.ascontiguousarray(raw_NC4.numpy()), axis=2, bitorder="little")
     return torch.from_numpy(bits_NCX << 4)
 
 
 def _simple(values_NCI: Tensor, scales_NC: Tensor, least_NC: Tensor | None, bits: int) -> Blocks:
-    """Blocks that are one group each."""
+    """One group per block."""
     return Blocks(
         values=values_NCI.view(torch.int8).flatten(1), scales=scales_NC, offsets=least_NC, bits=bits, group=32
     )
@@ -146,7 +146,7 @@ def _q8_0(raw: Tensor) -> Blocks:
 
 
 def _six_bit_scales(raw_NCX: Tensor) -> tuple[Tensor, Tensor]:
-    """What Q4_K and Q5_K have of 8 groups in 12 bytes: `[N, C, 8]` scales and minima, 0 to 63."""
+    """Scales and minima `[N, C, 8]`, 0 to 63, that Q4_K and Q5_K pack for 8 groups into 12 bytes."""
     low, least, high = raw_NCX[:, :, :4], raw_NCX[:, :, 4:8], raw_NCX[:, :, 8:]
     scales = torch.cat([low & 63, (high & 15) | (low >> 2 & 48)], dim=2)
     minima = torch.cat([least & 63, (high >> 4) | (least >> 2 & 48)], dim=2)
@@ -162,7 +162,7 @@ def _with_minima(raw: Tensor, values_NCI: Tensor, bits: int) -> Blocks:
 
 
 def _pairs_of_32(raw_NCX: Tensor) -> Tensor:
-    """`[N, C, 2X]` halves of bytes: of each 32 bytes the low ones, then the high ones."""
+    """`[N, C, 2X]` nibbles: for each 32 bytes the low ones, then the high ones."""
     return _nibbles(raw_NCX.unflatten(2, (-1, 32)).flatten(0, 1)).view(*raw_NCX.shape[:2], -1)
 
 
@@ -201,11 +201,11 @@ KINDS = {
     13: Kind(size_bytes=176, weights=256, unpack=_q5_k),
     14: Kind(size_bytes=210, weights=256, unpack=_q6_k),
 }
-"""The types that are read."""
+"""The supported types by ggml's type id."""
 
 
 def row_bytes(kind: int, weights: int) -> int:
-    """Bytes of a row of weights, of a type in `KINDS`.
+    """Bytes of a row of `weights` weights; `kind` is in `KINDS`.
 
     >>> row_bytes(8, 64)
     68
@@ -214,14 +214,14 @@ def row_bytes(kind: int, weights: int) -> int:
 
 
 def unpacked(kind: int, raw: Tensor) -> Blocks | Tensor:
-    """The weights that are stored in bytes.
+    """Unpacks weights of a type in `KINDS`.
 
     Args:
-        kind: their type, one of `KINDS`.
-        raw: `[N, bytes of a row]`.
+        kind: ggml's type id.
+        raw: bytes `[N, bytes of a row]`.
 
     Returns:
-        `Blocks`; of numbers the tensor `[N, K]`.
+        `Blocks`; for floating-point types the tensor `[N, K]`.
     """
     stored = KINDS[kind]
     if stored.unpack is None:

@@ -1,7 +1,7 @@
-"""The checkpoint of a drafter that reads its target's hidden states: weights and a config that names one target.
+"""Checkpoint of a drafter that reads its target's hidden states; its config identifies that one target.
 
-A folder with `config.json`, whose `model_type` is the drafter's name, and `model.safetensors`. Such a drafter is worth
-nothing beside another model, and loads beside none: its config holds the shape of its target and a digest of the
+A folder with `config.json`, whose `model_type` is the drafter's name, and `model.safetensors`. Such a drafter is
+useless with any other target and refuses to load with one: its config holds the target's shape and a digest of its
 weights.
 """
 
@@ -25,20 +25,20 @@ from paradraft.digests import weights_digest
 S = TypeVar("S", int, float, bool, str)
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 BODY = "model."
-"""What the names of weights begin with in a folder that was exported for vLLM, and nowhere else."""
+"""Prefix of weight names in a folder exported for vLLM, and only there."""
 TARGET = "target"
 """The key of the config that holds a `TargetIdentity`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetIdentity:
-    """By what a target is known again.
+    """Shape and weights digest that identify a target.
 
     Args:
-        hidden_size: its D.
-        num_hidden_layers: how many layers it has.
+        hidden_size: D.
+        num_hidden_layers: number of layers.
         vocab_size: rows of its output head.
-        weights: see `paradraft.digests.weights_digest`; None for random weights, of which there are no files.
+        weights: see `paradraft.digests.weights_digest`; None for random weights, which have no files.
     """
 
     hidden_size: int
@@ -48,7 +48,7 @@ class TargetIdentity:
 
     @classmethod
     def of(cls, config: PretrainedConfig, *, reads_weights: bool = True) -> TargetIdentity:
-        """That of a model, by its config, and by the files that were loaded with it."""
+        """The identity of a model, from its config and, with `reads_weights`, its files."""
         return cls(
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_hidden_layers,
@@ -57,27 +57,22 @@ class TargetIdentity:
         )
 
     def check(self, target: TargetIdentity, draft: str) -> None:
-        """Raises ValueError if this is not the identity of a target.
-
-        Args:
-            target: the one that is loaded.
-            draft: the name of the drafter, for the message.
-        """
+        """Raises ValueError, which names the draft, if the loaded `target` is not this one."""
         for key, trained in vars(self).items():
-            found = getattr(target, key)
-            if None not in (trained, found) and trained != found:
-                told = "other weights" if key == "weights" else f"{key}={trained}, and this one has {found}"
-                raise ValueError(f"draft {draft!r} was trained for another target, with {told}: train one for this")
+            loaded = getattr(target, key)
+            if None not in (trained, loaded) and trained != loaded:
+                difference = "other weights" if key == "weights" else f"{key}={trained}, and this one has {loaded}"
+                raise ValueError(
+                    f"draft {draft!r} was trained for another target, with {difference}: train one for this"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Args:
-        config: the drafter's own settings, `model_type` among them.
-        target: for which it was trained.
-        weights: by name.
+        config: the drafter's settings, including `model_type`.
         name: of the folder, for messages.
     """
 
@@ -87,55 +82,49 @@ class Head:
     name: str = ""
 
     def setting(self, key: str, kind: type[S], *allowed: S) -> S:
-        """A setting of the config; a number is at least 1 if it is whole.
+        """A setting of the config; an int must be at least 1.
 
         Args:
-            key: its name.
-            kind: its type.
             allowed: its values; any by default.
 
         Raises:
-            ValueError: it is missing, or another.
+            ValueError: it is missing or not allowed.
         """
-        found = self.config.get(key)
-        if type(found) is not kind or (allowed and found not in allowed) or (type(found) is int and found < 1):
-            raise ValueError(f"draft {self.name!r}: {key} in its config.json is {found!r}: train it again")
-        return found
+        value = self.config.get(key)
+        if type(value) is not kind or (allowed and value not in allowed) or (type(value) is int and value < 1):
+            raise ValueError(f"draft {self.name!r}: {key} in its config.json is {value!r}: train it again")
+        return value
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """A tensor of the weights.
-
-        Args:
-            name: of the tensor.
-            shape: that it must have.
+        """A weight of the required shape.
 
         Raises:
             ValueError: it is missing, or has another shape.
         """
-        found = self.weights.get(name)
-        if found is None or found.shape != shape:
-            told = "is missing" if found is None else f"has the shape {tuple(found.shape)}, not {shape}"
-            raise ValueError(f"draft {self.name!r}: {name} {told}: train it again")
-        return found
+        weight = self.weights.get(name)
+        if weight is None or weight.shape != shape:
+            problem = "is missing" if weight is None else f"has the shape {tuple(weight.shape)}, not {shape}"
+            raise ValueError(f"draft {self.name!r}: {name} {problem}: train it again")
+        return weight
 
 
 def write_head(folder: Path, head: Head) -> None:
-    """Writes both files into a folder that exists. The same content gives the same bytes."""
+    """Writes both files into an existing folder. Equal content gives equal bytes."""
     save_file({name: weight.cpu().contiguous() for name, weight in head.weights.items()}, folder / WEIGHTS)
     text = json.dumps(head.config | {TARGET: asdict(head.target)}, indent=2)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def read_head(name: str, kind: str, config: PretrainedConfig) -> Head:
-    """Reads a checkpoint for a target.
+    """Reads a checkpoint and checks that it belongs to a target.
 
     Args:
         name: a folder with a `config.json`, or a Hugging Face id.
-        kind: the drafter that is to use it.
-        config: the target's.
+        kind: the drafter's name, which `model_type` must equal.
+        config: of the target.
 
     Raises:
-        ValueError: it is a checkpoint of something else or for another target, or damaged.
+        ValueError: it is of another drafter or for another target, or damaged.
     """
     head = read_checkpoint(name, kind)
     head.target.check(TargetIdentity.of(config), name)
@@ -143,10 +132,10 @@ def read_head(name: str, kind: str, config: PretrainedConfig) -> Head:
 
 
 def read_checkpoint(name: str, kind: str | None = None) -> Head:
-    """Reads a checkpoint, of a kind or of any, for whatever target it is.
+    """Reads a checkpoint of a drafter (None: of any) without checking its target.
 
     Raises:
-        ValueError: it is a checkpoint of something else, or damaged.
+        ValueError: it is of another drafter, or damaged.
     """
     with _reading(name, kind):
         config, target = _read_config(name, kind)
@@ -155,7 +144,7 @@ def read_checkpoint(name: str, kind: str | None = None) -> Head:
 
 
 def read_identity(name: str, kind: str) -> TargetIdentity | None:
-    """The target of a checkpoint, by its config alone; None if it is a checkpoint of another format.
+    """The target of a checkpoint, from its config alone; None if the checkpoint has another format.
 
     Raises:
         ValueError: as `read_checkpoint`.
@@ -166,7 +155,7 @@ def read_identity(name: str, kind: str) -> TargetIdentity | None:
 
 
 def is_head(name: str) -> bool:
-    """Whether a folder or a Hugging Face id is a checkpoint of this format, by its config; False if there is none."""
+    """Whether the config of a folder or Hugging Face id is of this format; False if there is no config."""
     try:
         config = json.loads(file_of(name, CONFIG).read_bytes())
     except (OSError, ValueError):
@@ -178,8 +167,8 @@ def _read_config(name: str, kind: str | None) -> tuple[dict[str, Any], TargetIde
     config: dict[str, Any] = json.loads(file_of(name, CONFIG).read_bytes())
     if not isinstance(config, dict) or not isinstance(identity := config.pop(TARGET, None), dict | None):
         raise TypeError("its config.json is no config of a drafter")
-    if (found := config.get("model_type")) != (kind or found):
-        raise ValueError(f"draft {name!r} has the model_type {found!r}: drafter {kind!r} needs one of its own")
+    if (model_type := config.get("model_type")) != (kind or model_type):
+        raise ValueError(f"draft {name!r} has the model_type {model_type!r}: drafter {kind!r} needs one of its own")
     if identity is None or identity.keys() != TargetIdentity.__dataclass_fields__.keys():
         raise TypeError("its config.json names no target")
     return config, TargetIdentity(**identity)
@@ -190,9 +179,9 @@ def _reading(name: str, kind: str | None) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-        told = str(error).splitlines()[0]
-        again = f" with `paradraft train {kind}`" if kind else ""
-        raise ValueError(f"draft {name!r} cannot be read ({told}): train it again{again}") from None
+        problem = str(error).splitlines()[0]
+        command = f" with `paradraft train {kind}`" if kind else ""
+        raise ValueError(f"draft {name!r} cannot be read ({problem}): train it again{command}") from None
 
 
 def file_of(name: str, file: str) -> Path:

@@ -1,7 +1,7 @@
-"""The checkpoint of a PARD drafter: a causal LM whose `config.json` names its mask tokens.
+"""Checkpoint of a PARD drafter: a causal LM whose `config.json` names its mask tokens.
 
-`pard_token` and `mask_token_id` hold the same id, as vLLM and TensorRT-LLM read it; AMD's published drafters have
-`pard_token` and `spd_type`.
+`pard_token` and `mask_token_id` hold the same id, because vLLM and TensorRT-LLM look for it there; AMD's published
+drafters have `pard_token` and `spd_type`.
 """
 
 from __future__ import annotations
@@ -12,74 +12,72 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 RANK = "pard_previous_token_rank"
 CONFIG_KEYS = ("pard_token", "mask_token_id", "spd_type", "pard_masks", RANK)
-"""What the config of a PARD model has and that of an ordinary one has not; only paradraft reads the last two."""
+"""Config keys of a PARD model that an ordinary model lacks; only paradraft reads the last two."""
 TRAINED_LENGTH = "pard_max_length"
-"""Most tokens of the rows that the model was trained on; beyond it a draft may be worse."""
+"""Config key: maximum length of the training rows in tokens; drafts beyond it may be worse."""
 PREVIOUS_TOKEN_HEAD = "previous_token_head/model.safetensors"
-"""The file with the head of `paradraft.drafters.parts.previous_token`. Engines that do not know it load the folder as
-any PARD model and draft without the head: they read all weights beside `config.json`, and none in folders below."""
+"""The file with the head of `paradraft.drafters.parts.previous_token`. Other engines load the folder as any PARD model
+and draft without the head: they read all weights next to `config.json`, and none in subfolders."""
 
 
 def check_ends_nothing(
     masks: range, ends: Collection[int | None], tokenizer: PreTrainedTokenizerBase, name: str
 ) -> None:
-    """Raises ValueError if a mask token ends texts: a mask is never chosen, so answers would not end.
+    """Raises ValueError if a mask token is an end token: a mask is never sampled, so answers would not end.
 
     Args:
-        masks: the mask tokens.
-        ends: the tokens that end a text.
-        tokenizer: knows how the tokens are called.
-        name: of the model that has the mask tokens.
+        ends: the end tokens.
+        name: of the PARD model, for the message.
     """
-    if found := [token for token in masks if token in ends]:
+    if ending := [token for token in masks if token in ends]:
         raise ValueError(
-            f"{name}: its mask token {found[0]} ({tokenizer.convert_ids_to_tokens(found[0])}) ends a text "
+            f"{name}: its mask token {ending[0]} ({tokenizer.convert_ids_to_tokens(ending[0])}) ends a text "
             "(eos_token_id), so answers would never end: train a drafter with another mask_token_id"
         )
 
 
 def mask_token_id(model_config: PretrainedConfig, name: str) -> int:
-    """The mask token that a PARD folder declares: `mask_token_id`, or `pard_token` as AMD's do.
+    """The (first) mask token of a PARD model's config: `mask_token_id`, else `pard_token` as in AMD's.
 
     Raises:
-        ValueError: there is none, or it is outside the embedding.
+        ValueError: there is none, or a mask token is outside the embedding.
     """
-    found = declared_mask_id(model_config)
-    if found is None:
+    first = declared_mask_id(model_config)
+    if first is None:
         raise ValueError(
             f"{name} names no mask token (pard_token in config.json): train one with `paradraft train pard`"
         )
-    last = found + getattr(model_config, "pard_masks", 1) - 1
-    if not 0 <= found <= last < model_config.vocab_size:
-        outside = found if not 0 <= found < model_config.vocab_size else last
+    last = first + getattr(model_config, "pard_masks", 1) - 1
+    if not 0 <= first <= last < model_config.vocab_size:
+        outside = first if not 0 <= first < model_config.vocab_size else last
         raise ValueError(f"{name}: mask token {outside} is outside the embedding of {model_config.vocab_size} rows")
-    return found
+    return first
 
 
 def declared_mask_id(model_config: PretrainedConfig) -> int | None:
-    """What a model's config says is its mask token; None if it says nothing.
+    """The mask token id in a model's config; None if there is none.
 
     Raises:
-        ValueError: it says what is no token id.
+        ValueError: it is no integer.
 
     Example:
         >>> declared_mask_id(PretrainedConfig(pard_token=7)), declared_mask_id(PretrainedConfig())
         (7, None)
     """
-    found = getattr(model_config, "mask_token_id", None)
-    found = getattr(model_config, "pard_token", None) if found is None else found
-    if found is not None and type(found) is not int:
-        raise ValueError(f"{model_config.name_or_path}: the mask token in its config.json is {found!r}, not a token id")
-    return found
+    token = getattr(model_config, "mask_token_id", None)
+    token = getattr(model_config, "pard_token", None) if token is None else token
+    if token is not None and type(token) is not int:
+        raise ValueError(f"{model_config.name_or_path}: the mask token in its config.json is {token!r}, not a token id")
+    return token
 
 
 def declare_masks(model_config: PretrainedConfig, mask_id: int, masks: int = 1) -> None:
-    """Writes into a config what engines know a PARD model by.
+    """Writes the keys by which engines recognise a PARD model into a config.
 
     Args:
         model_config: changed in place.
-        mask_id: the mask token.
-        masks: how many ids from there on are masks.
+        mask_id: the first mask token.
+        masks: count of consecutive mask ids.
 
     Example:
         >>> config = PretrainedConfig(pard_masks=3)
@@ -95,7 +93,7 @@ def declare_masks(model_config: PretrainedConfig, mask_id: int, masks: int = 1) 
 
 
 def forget_masks(model_config: PretrainedConfig) -> None:
-    """Takes that out of a config, for a model that is none, or none any more."""
+    """Removes those keys from a config, in place, because its model is not (or no longer) a PARD model."""
     for key in CONFIG_KEYS:
         if hasattr(model_config, key):
             delattr(model_config, key)
