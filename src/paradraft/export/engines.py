@@ -1,9 +1,9 @@
-"""The number of drafted tokens by batch size, as engines that serve want to read it.
+"""Speculative configurations of vLLM and TensorRT-LLM, with a K by batch size.
 
 vLLM: `num_speculative_tokens_per_batch_size`, a list of [first batch size, last batch size, K], from 1 upwards; larger
 batches take the last K (its vllm/v1/spec_decode/dynamic). TensorRT-LLM: `draft_len_schedule`, a mapping from the *last*
 batch size to K since its pull request 10860; before, from the first, and not for PARD (12262). Its smallest key must
-have `max_draft_len`, and above the largest key nothing is drafted. Both draft chains only.
+map to `max_draft_len`, and above the largest key nothing is drafted. Both draft chains only.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from paradraft.drafters import drafter_settings, split_settings
 Ranges = list[tuple[int, int, int]]
 """First batch size, last batch size, K."""
 ONE_K = ("medusa",)
-"""Drafters that vLLM lets draft one K at every batch size (vllm/v1/spec_decode/medusa.py)."""
+"""Drafters for which vLLM supports only one K for all batch sizes (vllm/v1/spec_decode/medusa.py)."""
 AS_EXPORTED = ("medusa", "eagle")
-"""Drafters whose folder vLLM reads only as `paradraft export` writes it."""
+"""Drafters whose checkpoint vLLM reads only as `paradraft export` writes it."""
 TENSORRT_TYPES = {"pard": "PARD", "autoregressive": "Draft_Target"}
-"""What TensorRT-LLM calls the drafters for which it can change the length."""
+"""TensorRT-LLM's `decoding_type` of the drafters whose draft length it can vary."""
 
 
 def ranges(chosen: Mapping[int, int]) -> Ranges:
-    """The K of every batch size: between two that were measured, that of the larger, which drafts no more than pays.
+    """Batch sizes merged into ranges; between two measured ones the K of the larger, which drafts no more than pays.
 
     >>> ranges({1: 6, 2: 4, 4: 4, 16: 0})
     [(1, 1, 6), (2, 4, 4), (5, 16, 0)]
     """
-    found: Ranges = []
+    merged: Ranges = []
     first = 1
     for last in sorted(chosen):
-        if found and found[-1][2] == chosen[last]:
-            found[-1] = (found[-1][0], last, chosen[last])
+        if merged and merged[-1][2] == chosen[last]:
+            merged[-1] = (merged[-1][0], last, chosen[last])
         else:
-            found.append((first, last, chosen[last]))
+            merged.append((first, last, chosen[last]))
         first = last + 1
-    return found
+    return merged
 
 
 def vllm_fixed(k: int, drafter: str, draft: str) -> dict[str, Any] | None:
-    """The value of vLLM's `--speculative-config`; None where nothing is to be drafted, or vLLM has no such drafter.
+    """The value of vLLM's `--speculative-config`; None for k = 0 or if vLLM has no such drafter.
 
     Args:
         k: tokens drafted per round, at every batch size.
-        drafter: its name here, with settings or without.
+        drafter: paradraft's name, with or without settings.
         draft: the draft model.
     """
     name, _ = split_settings(drafter)
@@ -61,35 +61,23 @@ def vllm_fixed(k: int, drafter: str, draft: str) -> dict[str, Any] | None:
     if not k or name not in methods:
         return None
     if name == "ngram":
-        # Without these it looks for five tokens and for no fewer, and drafts less than what was planned.
+        # By default vLLM matches exactly five tokens, and would draft less than planned.
         longest = drafter_settings(drafter).get("max_ngram")
         methods[name] |= {"prompt_lookup_max": longest, "prompt_lookup_min": 1}
     return methods[name] | {"num_speculative_tokens": k}
 
 
 def vllm_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str, Any] | None:
-    """As `vllm_fixed`, with a K for each batch size; None for Medusa too, which drafts one K there.
-
-    Args:
-        chosen: K by batch size.
-        drafter: its name here, with settings or without.
-        draft: the draft model.
-    """
+    """As `vllm_fixed`, with a K by batch size; None also for drafters in `ONE_K`."""
     if split_settings(drafter)[0] in ONE_K:
         return None
     fixed = vllm_fixed(max(chosen.values()), drafter, draft)
-    by_size = [list(one) for one in ranges(chosen)]
+    by_size = [list(entry) for entry in ranges(chosen)]
     return None if fixed is None else fixed | {"num_speculative_tokens_per_batch_size": by_size}
 
 
 def tensorrt_fixed(k: int, drafter: str, draft: str) -> dict[str, Any] | None:
-    """TensorRT-LLM's `speculative_config`; None where nothing is to be drafted, or it has no such drafter.
-
-    Args:
-        k: tokens drafted per round, at every batch size.
-        drafter: its name here, with settings or without.
-        draft: the draft model.
-    """
+    """TensorRT-LLM's `speculative_config`; None for k = 0 or if it has no such drafter. See `vllm_fixed`."""
     name, _ = split_settings(drafter)
     if not k or name not in TENSORRT_TYPES:
         return None
@@ -97,32 +85,27 @@ def tensorrt_fixed(k: int, drafter: str, draft: str) -> dict[str, Any] | None:
 
 
 def tensorrt_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str, Any] | None:
-    """As `tensorrt_fixed`, with a K for each batch size.
+    """As `tensorrt_fixed`, with a K by batch size.
 
-    Its first K is its largest: where larger batches are to draft more than the first, they draft as much.
-
-    Args:
-        chosen: K by batch size.
-        drafter: its name here, with settings or without.
-        draft: the draft model.
+    The first K is the largest that TensorRT-LLM allows, so every K is capped at it.
     """
-    found = ranges(chosen)
-    most = found[0][2]
+    schedule_ranges = ranges(chosen)
+    most = schedule_ranges[0][2]
     fixed = tensorrt_fixed(most, drafter, draft)
-    schedule = {last: min(k, most) for _, last, k in found}
+    schedule = {last: min(k, most) for _, last, k in schedule_ranges}
     return None if fixed is None else fixed | {"draft_len_schedule": schedule}
 
 
 def lines(chosen: Mapping[int, int], drafter: str, draft: str) -> list[str]:
-    """What to paste: an option of `vllm serve`, and a part of TensorRT-LLM's YAML file; or why there is nothing."""
+    """Lines to paste: an option of `vllm serve` and a part of TensorRT-LLM's YAML file; or the reason for none."""
     if not max(chosen.values()):
         return ["no chain pays at these batch sizes: serve without speculation"]
-    found = []
+    text = []
     if (vllm := vllm_config(chosen, drafter, draft)) is not None:
-        found += ["vLLM:", f"  --speculative-config {shlex.quote(json.dumps(vllm))}"]
+        text += ["vLLM:", f"  --speculative-config {shlex.quote(json.dumps(vllm))}"]
     if (tensorrt := tensorrt_config(chosen, drafter, draft)) is not None:
         schedule = ", ".join(f"{last}: {k}" for last, k in tensorrt.pop("draft_len_schedule").items())
-        found += ["TensorRT-LLM:", "  speculative_config:"]
-        found += [f"    {key}: {value}" for key, value in tensorrt.items()]
-        found.append(f"    draft_len_schedule: {{{schedule}}}")
-    return found or [f"neither vLLM nor TensorRT-LLM has a drafter {drafter!r} whose K changes with the batch size"]
+        text += ["TensorRT-LLM:", "  speculative_config:"]
+        text += [f"    {key}: {value}" for key, value in tensorrt.items()]
+        text.append(f"    draft_len_schedule: {{{schedule}}}")
+    return text or [f"neither vLLM nor TensorRT-LLM has a drafter {drafter!r} whose K changes with the batch size"]

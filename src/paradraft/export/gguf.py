@@ -1,7 +1,7 @@
-"""A model as a GGUF file, with its tokenizer and, of a PARD drafter, its mask token.
+"""Writes a model as a GGUF file, with its tokenizer and a PARD drafter's mask token.
 
-To llama.cpp the file is an ordinary model. What is multiplied has the type that is asked for, where rows are whole
-blocks of it, and norms and biases are F32, as in the files that llama.cpp's converter writes.
+To llama.cpp the file is an ordinary model. Matrices have the requested type if their rows are whole blocks of it; norms
+and biases are F32, as in files of llama.cpp's converter.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from paradraft.text.generation_config import end_ids
 
 FILE = "model.gguf"
 TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
-"""The types of matrices, by our names of dtypes."""
+"""GGUF types of matrices by `--draft-dtype`."""
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
-"""What `general.file_type` calls them."""
+"""Their ids in `general.file_type`."""
 _YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
-"""Settings of YaRN that llama.cpp has these values for."""
+"""YaRN settings that GGUF files do not store, with the values that llama.cpp uses."""
 
 
 def check_can_write(config: PretrainedConfig, dtype: str, name: str) -> None:
     """Checks that a model can be written, before its weights are loaded.
 
     Args:
-        config: the model's.
+        config: of the model.
         dtype: of its matrices, one of `TYPES`.
         name: of the model, for messages.
 
     Raises:
-        ValueError: the format has no such architecture here, or the `gguf` package is not installed.
+        ValueError: dtype, architecture or YaRN settings are unsupported, or the `gguf` package is not installed.
     """
     try:
         import gguf  # noqa: F401  # whether it is there
@@ -76,31 +76,35 @@ def write_gguf(
     dtype: str,
     name: str,
 ) -> None:
-    """Writes a model.
+    """Writes a model that `check_can_write` accepts.
 
     Args:
         file: to write.
-        model: what `check_can_write` accepts, on the CPU; its config may declare mask tokens.
-        tokenizer: its tokenizer.
-        generation: how its texts end.
-        dtype: of its matrices, one of `TYPES`.
-        name: of the model.
+        model: on the CPU; its config may declare mask tokens.
+        tokenizer: of the model.
+        generation: its end tokens are written.
+        dtype: of the matrices, one of `TYPES`.
+        name: for `general.name`.
 
     Raises:
-        ValueError: the tokenizer is of a kind that is not written.
+        ValueError: the tokenizer is of an unsupported kind.
     """
     import gguf
 
     config, arch = model.config, model.config.model_type
     writer = gguf.GGUFWriter(file, arch)
-    told = {
+    metadata = {
         "general.type": "model", "general.name": name, "general.file_type": _FILE_TYPES[TYPES[dtype]],
         "general.quantization_version": 2, **{f"{arch}.{key}": value for key, value in _settings(config).items()},
         **metadata_of(tokenizer, config.vocab_size, name), **_ends(generation, tokenizer.eos_token_id),
     }  # fmt: skip
     if (mask := declared_mask_id(config)) is not None:
-        told |= {"tokenizer.ggml.mask_token_id": mask, PARD_TOKEN: mask, PARD_MASKS: getattr(config, "pard_masks", 1)}
-    for key, value in told.items():
+        metadata |= {
+            "tokenizer.ggml.mask_token_id": mask,
+            PARD_TOKEN: mask,
+            PARD_MASKS: getattr(config, "pard_masks", 1),
+        }
+    for key, value in metadata.items():
         _add(writer, key, value)
     for tensor, weight in _tensors(model):
         kind = _kind(weight, dtype)
@@ -112,7 +116,7 @@ def write_gguf(
 
 
 def _add(writer: Any, key: str, value: object) -> None:
-    """Adds metadata of the type that llama.cpp reads."""
+    """Adds a metadata value with the type that llama.cpp reads."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -127,16 +131,16 @@ def _add(writer: Any, key: str, value: object) -> None:
 
 def _settings(config: PretrainedConfig) -> Mapping[str, object]:
     rope = config.rope_parameters
-    found: dict[str, object] = {**settings_of(config)}
+    settings: dict[str, object] = {**settings_of(config)}
     if rope.get("rope_type") in ("linear", "yarn"):
-        found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+        settings |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope.get("rope_type") == "yarn":
-        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    return found
+        settings["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    return settings
 
 
 def _ends(generation: GenerationConfig, first: int | None) -> Mapping[str, int]:
-    """The tokens that end a text, as many as the format has keys for, and the tokenizer's own before all others."""
+    """The end tokens by metadata key, the tokenizer's own first; the format has keys for three."""
     ends = sorted(end_ids(generation), key=lambda token: (token != first, token))
     return {f"tokenizer.ggml.{key}_token_id": token for key, token in zip(("eos", "eot", "eom"), ends, strict=False)}
 
@@ -163,10 +167,10 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _kind(weight: Tensor, dtype: str) -> Any:
-    """The type of a tensor: a matrix whose rows are no whole blocks is BF16, as nearly all weights are."""
+    """The GGUF type of a tensor; a matrix whose rows are no whole blocks becomes BF16 if that is exact, else F32."""
     import gguf
 
-    kinds = {name: number for number, name in NAMES.items()}
+    kinds = {name: type_id for type_id, name in NAMES.items()}
     name = "F32" if weight.ndim == 1 else TYPES[dtype]
     if weight.shape[-1] % KINDS[kinds[name]].weights:
         name = "BF16" if torch.equal(weight.bfloat16().to(weight.dtype), weight) else "F32"

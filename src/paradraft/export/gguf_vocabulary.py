@@ -1,7 +1,7 @@
-"""What a GGUF file says of a tokenizer: its tokens and merges, and the name that llama.cpp has for how it splits text.
+"""GGUF metadata of a tokenizer: tokens, merges, and llama.cpp's name of its pre-tokenizer.
 
-Nothing in a tokenizer says that name, so each one that is known is tried: the tokenizer that a file with it would have
-must give the same tokens for texts of all kinds.
+Nothing in a tokenizer says that name, so each known name is tried: a tokenizer built from a file with that name must
+give the same tokens for the texts in `PROBES`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ PROBES = (
     "👍🏽 👨‍👩‍👧 🦙.cpp !!!??? ...... ------ ====== ///// /* comment */ <html></html> &amp; a/b\\c",
     "camelCase HTTPServer snake_case_name SCREAMING __init__ Xx XX xX",
 )
-"""Texts on which two ways to split differ: contractions, digits after spaces, lines, marks, scripts, capitals."""
+"""Texts on which pre-tokenizers differ: contractions, digits after spaces, lines, marks, scripts, capitals."""
 
 
 def metadata_of(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> dict[str, Any]:
-    """The metadata of a tokenizer, by the keys of the format.
+    """The GGUF metadata of a byte-level BPE tokenizer.
 
     Args:
-        tokenizer: BPE of bytes.
-        rows: of the embedding; ids after the last token are named and marked as unused.
-        name: of the model that has the tokenizer, for messages.
+        tokenizer: byte-level BPE.
+        rows: of the embedding; ids after the last token are padded and marked as unused.
+        name: of the model, for messages.
 
     Raises:
-        ValueError: it is of another kind, or splits text in no way that llama.cpp has a name for.
+        ValueError: it is of another kind, or llama.cpp has no name for its pre-tokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     model = {} if backend is None else json.loads(backend.to_str())["model"]
@@ -48,7 +48,7 @@ def metadata_of(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> dic
         "padding": tokenizer.pad_token_id,
         "unknown": tokenizer.unk_token_id,
     }
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
@@ -57,20 +57,20 @@ def metadata_of(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> dic
         **{f"tokenizer.ggml.{role}_token_id": token for role, token in ids.items() if token is not None},
     }
     if isinstance(tokenizer.chat_template, str):
-        found["tokenizer.chat_template"] = tokenizer.chat_template
-    return found | {"tokenizer.ggml.pre": split_of(tokenizer, found, name)}
+        metadata["tokenizer.chat_template"] = tokenizer.chat_template
+    return metadata | {"tokenizer.ggml.pre": split_of(tokenizer, metadata, name)}
 
 
 def split_of(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, Any], name: str) -> str:
-    """The name of the way in which a tokenizer splits text: the first one with which a file gives the same tokens.
+    """The name of a tokenizer's pre-tokenizer: the first one with which a GGUF file gives the same tokens.
 
     Args:
-        tokenizer: as it is.
-        metadata: what a file says of it otherwise.
+        tokenizer: to compare with.
+        metadata: the rest of its GGUF metadata.
         name: of the model, for messages.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no known name fits.
     """
     special = [token.content for token in tokenizer.added_tokens_decoder.values()]
     texts = [*PROBES, " ".join(special[:20]), "".join(f"{token}\n a" for token in special[-20:])]

@@ -1,8 +1,8 @@
-"""A drafter's folder as an engine loads it: its tokens are the target's, and a model card says how to start the engine.
+"""Exports a drafter for a serving engine: vocabulary padded to the target's, and a model card with the launch command.
 
-vLLM and TensorRT-LLM draft in parallel with a PARD model, without the head that may stand beside it. SGLang,
-`transformers` and llama.cpp have no mask tokens: to them it is an ordinary draft model, which a PARD model still is. Of
-drafters on the target's states vLLM has some, see `paradraft.export.heads`.
+vLLM and TensorRT-LLM draft in parallel with a PARD model, but ignore its previous-token head. SGLang, `transformers`
+and llama.cpp have no mask tokens: they use a PARD model as the ordinary draft model that it still is. vLLM also has
+some of the drafters on the target's states, see `paradraft.export.heads`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from paradraft.text.vocabulary import of_one_family, resize, used_rows
 
 VLLM, SGLANG, TENSORRT, TRANSFORMERS, GGUF = ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers", "gguf")
 PARALLEL = (VLLM, TENSORRT)
-"""Engines that draft all tokens in one pass."""
+"""Engines that draft in parallel, in one pass."""
 CARD, TENSORRT_FILE = "README.md", "speculative.yaml"
 
 
 ON_CPUS = "Its tensor parallel size is the target's. At a temperature above 0, compare on GPUs only."
 OF_ONE_TARGET = "It belongs to this target alone: its weights, not only its shape."
 HOW = {"pard": " in one pass.", "medusa": ", each by a head of its own.", "eagle": ", one a pass of its layers."}
-"""How a drafter drafts the tokens of a round, where it is not one a pass."""
+"""Ends of the card's sentence on drafters that do not draft one token a pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be handed off, see `hand_off`."""
+class HandoffTask:
+    """The arguments of `hand_off`."""
 
     draft: str
     target: str
@@ -60,12 +60,12 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the exported folder yields in our own loop, greedily.
+    """Acceptance of the exported folder in paradraft's own loop, greedily.
 
     Args:
-        prompts: how many answers there were.
+        prompts: number of answers.
         length: tokens per pass of the target.
-        by_position: for each position of the drafts, the share that is accepted.
+        by_position: for each draft position, the share of its drafted tokens that was accepted.
         is_lossless: whether all texts are those of plain decoding.
     """
 
@@ -77,16 +77,16 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Handoff:
-    """A folder for an engine.
+    """An exported folder.
 
     Args:
         engine: one of `ENGINES`.
-        drafter: as what the engine drafts with it: "pard", "medusa", "eagle", or "autoregressive" where an ordinary
-            draft model drafts token by token.
+        drafter: how the engine drafts with it: "pard", "medusa", "eagle", or "autoregressive" for an ordinary draft
+            model.
         k: tokens drafted per round.
-        launch: the command, or the code, that starts it.
-        notes: what else whoever serves it should know.
-        measured: what it yields; None if it was not measured.
+        launch: the command or code that starts the engine.
+        notes: further sentences for the card.
+        measured: its acceptance; None if it was not measured.
     """
 
     engine: str
@@ -111,18 +111,18 @@ def hand_off(
     """Writes a drafter as an engine loads it.
 
     Args:
-        draft: a PARD model, an ordinary draft model, or for vLLM a drafter on the target's states that it has: a
+        draft: a PARD model, an ordinary draft model, or for vLLM a drafter on the target's states that it supports: a
             folder, a Hugging Face id, or "pocket".
-        target: whose text it guesses.
+        target: the model that it drafts for.
         engine: one of `ENGINES`.
-        out: the folder to write; it is empty or does not exist.
+        out: the folder to write; empty or not existing.
         k: tokens drafted per round.
-        prompts: what the acceptance is measured on; none measures nothing.
-        max_new_tokens: most tokens of an answer when it is measured.
-        runtime: how it is measured.
+        prompts: to measure the acceptance on; empty skips the measurement.
+        max_new_tokens: of an answer in the measurement.
+        runtime: of the measurement.
 
     Raises:
-        ValueError: the engine cannot serve it, its tokens are not the target's, or `out` holds something.
+        ValueError: the engine cannot serve it, its vocabulary is not the target's, or `out` is not empty.
     """
     if engine not in ENGINES:
         raise ValueError(f"--to {engine}: use one of {', '.join(ENGINES)}")
@@ -130,46 +130,46 @@ def hand_off(
         raise ValueError(f"{str(file)!r} is a file: choose a folder for the drafter")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{str(out)!r} is not empty: delete it, or choose another folder")
-    folder, of_target = locate(draft, "pard"), locate(target, "target")
-    asked = Asked(
+    folder, target_folder = locate(draft, "pard"), locate(target, "target")
+    task = HandoffTask(
         draft=draft, target=target, engine=engine, k=k, prompts=tuple(prompts), max_new_tokens=max_new_tokens,
         runtime=runtime,
     )  # fmt: skip
-    return (_hand_off_head if is_head(folder) else _hand_off_model)(asked, folder, of_target, out)
+    return (_hand_off_head if is_head(folder) else _hand_off_model)(task, folder, target_folder, out)
 
 
-def _hand_off_head(asked: Asked, folder: str, of_target: str, out: Path) -> Handoff:
-    """Writes a drafter that reads the target's states."""
-    if asked.engine != VLLM:
-        raise ValueError(f"{asked.draft!r} reads the states of its target, and {ELSEWHERE[asked.engine]}: {INSTEAD}")
+def _hand_off_head(task: HandoffTask, folder: str, target_folder: str, out: Path) -> Handoff:
+    """Exports a drafter on the target's states."""
+    if task.engine != VLLM:
+        raise ValueError(f"{task.draft!r} reads the states of its target, and {ELSEWHERE[task.engine]}: {INSTEAD}")
     head = read_checkpoint(folder)
     drafter = str(head.config["model_type"])
-    check_head(head, asked.k)
+    check_head(head, task.k)
     check_name(drafter, str(out))
-    head.target.check(TargetIdentity.of(load_config(of_target)), asked.draft)
+    head.target.check(TargetIdentity.of(load_config(target_folder)), task.draft)
     output_head = None
     if needs_output_head(head):
-        output_head = load_model(of_target, _as_stored(load_config(of_target))).lm_head.weight.detach()
+        output_head = load_model(target_folder, _as_stored(load_config(target_folder))).lm_head.weight.detach()
     with whole_folder(out) as new:
-        write_for_vllm(new, head, load_config(of_target), output_head)
-        return _finished(asked, new, out, of_target, drafter, (OF_ONE_TARGET, ON_CPUS))
+        write_for_vllm(new, head, load_config(target_folder), output_head)
+        return _finished(task, new, out, target_folder, drafter, (OF_ONE_TARGET, ON_CPUS))
 
 
-def _hand_off_model(asked: Asked, folder: str, of_target: str, out: Path) -> Handoff:
-    """Writes a PARD model or an ordinary draft model."""
-    draft, target, engine = asked.draft, asked.target, asked.engine
-    config, wanted = load_config(folder), load_config(of_target)
+def _hand_off_model(task: HandoffTask, folder: str, target_folder: str, out: Path) -> Handoff:
+    """Exports a PARD model or an ordinary draft model."""
+    draft, target, engine = task.draft, task.target, task.engine
+    config, target_config = load_config(folder), load_config(target_folder)
     mask, masks = declared_mask_id(config), getattr(config, "pard_masks", 1)
     if mask is not None and masks > 1 and engine in PARALLEL:
         raise ValueError(
             f"{draft!r} has {masks} mask tokens, and {engine} knows one: train a drafter without distinct_masks"
         )
-    tokenizer, theirs = load_tokenizer(of_target), load_tokenizer(folder)
-    if not of_one_family(tokenizer.get_vocab(), theirs.get_vocab()):
+    tokenizer, draft_tokenizer = load_tokenizer(target_folder), load_tokenizer(folder)
+    if not of_one_family(tokenizer.get_vocab(), draft_tokenizer.get_vocab()):
         raise ValueError(f"{draft!r} has another vocabulary than {target!r}, which padding cannot mend: use one family")
-    rows = wanted.vocab_size
-    check_rows_fit(config, theirs, rows, draft=draft, target=target)
-    dtype = asked.runtime.draft_dtype or _as_stored(config).dtype
+    rows = target_config.vocab_size
+    check_rows_fit(config, draft_tokenizer, rows, draft=draft, target=target)
+    dtype = task.runtime.draft_dtype or _as_stored(config).dtype
     if engine == GGUF:
         check_can_write(config, dtype, draft)
     is_parallel = mask is not None and engine in (*PARALLEL, GGUF)
@@ -180,91 +180,95 @@ def _hand_off_model(asked: Asked, folder: str, of_target: str, out: Path) -> Han
     if engine == GGUF and dtype != (stored := _as_stored(config).dtype):
         notes += (f"Its weights are rounded to {TYPES[dtype]}, from {TYPES[stored]}.",)
     model = load_model(folder, _as_stored(config))
-    resize(model, rows, used_rows(theirs))
+    resize(model, rows, used_rows(draft_tokenizer))
     for key in CONFIG_KEYS:
         if hasattr(model.config, key):
             delattr(model.config, key)
     if mask is not None:
         declare_masks(model.config, mask, masks)
-    model.generation_config = load_generation_config(of_target)
+    model.generation_config = load_generation_config(target_folder)
     with whole_folder(out) as new:
         if engine == GGUF:
             write_gguf(new / FILE, model.eval(), tokenizer, model.generation_config, dtype=dtype, name=out.name)
         else:
             write_model(new, model.eval(), tokenizer)
-        return _finished(asked, new, out, of_target, drafter, notes)
+        return _finished(task, new, out, target_folder, drafter, notes)
 
 
 def _as_stored(config: PretrainedConfig) -> Runtime:
-    """That of a model which is read to be written again."""
+    """CPU and the checkpoint's own dtype, for a model that is loaded only to be rewritten."""
     return Runtime(device="cpu", dtype=str(config.dtype or torch.float32).removeprefix("torch."))
 
 
-def _finished(asked: Asked, new: Path, out: Path, of_target: str, drafter: str, notes: tuple[str, ...]) -> Handoff:
-    """Measures what was written, and writes its card."""
-    engine, k = asked.engine, asked.k
-    served = of_target if asked.target == POCKET else asked.target
+def _finished(
+    task: HandoffTask, new: Path, out: Path, target_folder: str, drafter: str, notes: tuple[str, ...]
+) -> Handoff:
+    """Measures the exported folder and writes its card."""
+    engine, k = task.engine, task.k
+    served = target_folder if task.target == POCKET else task.target
     done = Handoff(
         engine=engine, drafter=drafter, k=k, notes=notes, launch=_launch(engine, drafter, served, str(out), k),
-        measured=_measure(new, drafter, asked) if asked.prompts else None,
+        measured=_measure(new, drafter, task) if task.prompts else None,
     )  # fmt: skip
-    (new / CARD).write_text(card(done, asked.draft, asked.target), encoding="utf-8")
+    (new / CARD).write_text(card(done, task.draft, task.target), encoding="utf-8")
     if engine == TENSORRT:
         (new / TENSORRT_FILE).write_text(_tensorrt_yaml(drafter, str(out), k), encoding="utf-8")
     return done
 
 
-def _notes(own: int, rows: int, engine: str, *, has_masks: bool, has_head: bool) -> tuple[str, ...]:
-    found = []
-    if own != rows:
-        found.append(f"Its embedding had {own} rows and has {rows} now, as the target's: engines want as many in both.")
+def _notes(draft_rows: int, rows: int, engine: str, *, has_masks: bool, has_head: bool) -> tuple[str, ...]:
+    notes = []
+    if draft_rows != rows:
+        notes.append(
+            f"Its embedding had {draft_rows} rows and has {rows} now, as the target's: engines want as many in both."
+        )
     if has_head:
-        found.append("Its head, which tells masks the tokens before them, is left out: only paradraft reads it.")
+        notes.append("Its head, which tells masks the tokens before them, is left out: only paradraft reads it.")
     if has_masks and engine not in PARALLEL:
         reader = "llama.cpp" if engine == GGUF else engine
-        found.append(f"{reader} has no mask tokens: there it drafts one token a pass, as any draft model.")
+        notes.append(f"{reader} has no mask tokens: there it drafts one token a pass, as any draft model.")
     if engine == VLLM:
-        found.append(ON_CPUS)
-    return tuple(found)
+        notes.append(ON_CPUS)
+    return tuple(notes)
 
 
-def _measure(folder: Path, drafter: str, asked: Asked) -> Measured:
-    prompts, max_new_tokens = list(asked.prompts), asked.max_new_tokens
-    draft, own_dtype = (folder / FILE, None) if asked.engine == GGUF else (folder, asked.runtime.draft_dtype)
-    speculation = Speculation(drafter=drafter, draft=str(draft), k=asked.k, lengths="fixed")
-    runtime = replace(asked.runtime, width=max(asked.runtime.width, speculation.pass_width), draft_dtype=own_dtype)
-    with load_engine(asked.target, speculation, runtime=runtime) as engine:
+def _measure(folder: Path, drafter: str, task: HandoffTask) -> Measured:
+    prompts, max_new_tokens = list(task.prompts), task.max_new_tokens
+    draft, own_dtype = (folder / FILE, None) if task.engine == GGUF else (folder, task.runtime.draft_dtype)
+    speculation = Speculation(drafter=drafter, draft=str(draft), k=task.k, lengths="fixed")
+    runtime = replace(task.runtime, width=max(task.runtime.width, speculation.pass_width), draft_dtype=own_dtype)
+    with load_engine(task.target, speculation, runtime=runtime) as engine:
         answers = engine.generate(prompts, max_new_tokens=max_new_tokens)
         stats = [answer.stats for answer in answers]
         plain = Engine(engine.target, NoDrafter(engine.drafter.reserved_tokens), Speculation(k=1))
         expected = plain.generate(prompts, max_new_tokens=max_new_tokens)
-    accepted = [sum(each) for each in zip(*(one.accepted for one in stats), strict=True)]
-    drafted = [sum(each) for each in zip(*(one.drafted for one in stats), strict=True)]
+    accepted = [sum(counts) for counts in zip(*(answer.accepted for answer in stats), strict=True)]
+    drafted = [sum(counts) for counts in zip(*(answer.drafted for answer in stats), strict=True)]
     return Measured(
         prompts=len(answers),
-        length=sum(one.tokens for one in stats) / sum(one.rounds for one in stats),
-        by_position=tuple(kept / made for kept, made in zip(accepted, drafted, strict=True) if made),
-        is_lossless=[one.tokens for one in answers] == [one.tokens for one in expected],
+        length=sum(answer.tokens for answer in stats) / sum(answer.rounds for answer in stats),
+        by_position=tuple(hits / count for hits, count in zip(accepted, drafted, strict=True) if count),
+        is_lossless=[answer.tokens for answer in answers] == [answer.tokens for answer in expected],
     )
 
 
 def _launch(engine: str, drafter: str, target: str, draft: str, k: int) -> str:
-    """What starts an engine."""
-    named, folder = shlex.quote(target), shlex.quote(draft)
+    """The command, or for `transformers` the code, that starts the engine."""
+    quoted, folder = shlex.quote(target), shlex.quote(draft)
     if engine == VLLM:
         config = json.dumps(vllm_fixed(k, drafter, draft))
-        return f"vllm serve {named} --speculative-config {shlex.quote(config)}"
+        return f"vllm serve {quoted} --speculative-config {shlex.quote(config)}"
     if engine == TENSORRT:
-        return f"trtllm-serve {named} --config {shlex.quote(f'{draft}/{TENSORRT_FILE}')}"
+        return f"trtllm-serve {quoted} --config {shlex.quote(f'{draft}/{TENSORRT_FILE}')}"
     if engine == SGLANG:
         return (
-            f"python -m sglang.launch_server --model-path {named} --speculative-algorithm STANDALONE "
+            f"python -m sglang.launch_server --model-path {quoted} --speculative-algorithm STANDALONE "
             f"--speculative-draft-model-path {folder} --speculative-num-steps {k} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {k + 1}"
         )
     if engine == GGUF:
         return (
-            f"paradraft generate --target {named} --drafter {drafter} --draft {shlex.quote(f'{draft}/{FILE}')} -k {k}\n"
+            f"paradraft generate --target {quoted} --drafter {drafter} --draft {shlex.quote(f'{draft}/{FILE}')} -k {k}\n"
             f"llama-server -m TARGET.gguf -md {shlex.quote(f'{draft}/{FILE}')} --spec-draft-n-max {k}"
         )
     return (
@@ -281,18 +285,18 @@ def _tensorrt_yaml(drafter: str, draft: str, k: int) -> str:
 
 
 def card(done: Handoff, draft: str, target: str) -> str:
-    """The card of a folder that was handed off, in Markdown."""
-    found = done.measured
+    """The model card of an exported folder, in Markdown."""
+    measured = done.measured
     table = ["Its acceptance was not measured."]
-    if found is not None:
-        shares = " ".join(f"{share:.2f}" for share in found.by_position)
-        same = "the same text as without it" if found.is_lossless else "**other texts than without it**: audit it"
+    if measured is not None:
+        shares = " ".join(f"{share:.2f}" for share in measured.by_position)
+        same = "the same text as without it" if measured.is_lossless else "**other texts than without it**: audit it"
         table = [
-            f"Measured in paradraft's own loop with these files, on {found.prompts} answers, greedily: {same}.",
+            f"Measured in paradraft's own loop with these files, on {measured.prompts} answers, greedily: {same}.",
             "",
             "| | |",
             "|---|---|",
-            f"| tokens per pass of the target | {found.length:.2f} |",
+            f"| tokens per pass of the target | {measured.length:.2f} |",
             f"| accepted at position 1, 2, … | {shares} |",
             "",
             "The engine should accept as much. vLLM counts an acceptance length of 1 + accepted / drafts.",

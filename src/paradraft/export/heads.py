@@ -1,16 +1,16 @@
-"""Drafters on the target's states in the keys that vLLM reads, where it computes what they compute.
+"""Exports drafters on the target's states to vLLM's checkpoint format, where vLLM computes the same function.
 
-What vLLM has was read in its source, and tried with 0.32 on a CPU: texts and counters of acceptance are ours.
+vLLM's computation was read in its source, and tried with 0.32 on a CPU: texts and acceptance counters equal ours.
 
 - Medusa: its heads read the state after the final norm from which the last token was sampled, head i guesses the i-th
-  token after it, and each is residual blocks and an output head, as here. Heads that share one look for its weights in
-  their own folder (model_executor/models/medusa.py, v1/spec_decode/medusa.py).
-- EAGLE: what is trained with `for_vllm` is its EagleMistralForCausalLM. A linear layer without a bias joins embedding
-  and last state, whole Mistral layers and a final norm follow, and what comes out of the norm goes both to the target's
-  output head and into the next step (mistral_eagle.py). The first token of a text is never read: tokens are shifted by
-  one against states (v1/spec_decode/llm_base_proposer.py, `set_inputs_first_pass`).
+  token after it, and each is residual blocks and an output head, as here. A shared output head must be in the drafter's
+  own folder (model_executor/models/medusa.py, v1/spec_decode/medusa.py).
+- EAGLE: a drafter trained with `for_vllm` is vLLM's EagleMistralForCausalLM. A linear layer without a bias joins
+  embedding and last state; Mistral layers and a final norm follow, whose output goes both to the target's output head
+  and into the next step (mistral_eagle.py). The first token of a text is never read: tokens are shifted by one against
+  states (v1/spec_decode/llm_base_proposer.py, `set_inputs_first_pass`).
 
-Paradraft loads both folders too, so that what is handed off can be measured.
+Paradraft loads both formats too, so that an exported folder can be measured.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paradraft.drafters.parts.draft_layers import mistral_like
 from paradraft.formats.head import BODY, Head, write_head
 
 OUTPUT_HEAD = "lm_head.weight"
-"""What vLLM calls the output head that all heads of Medusa share."""
+"""vLLM's name of the output head that all Medusa heads share."""
 LAYERS = "model"
-"""Where vLLM looks for the config of an EAGLE head's layers."""
+"""Config key under which vLLM looks for the config of an EAGLE head's layers."""
 LAYERS_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
@@ -45,26 +45,18 @@ REASONS = {
     f"{INSTEAD}",
     "ppd": f"vLLM reads no prompt tokens in the target's own pass: {INSTEAD}",
 }
-"""Why vLLM cannot draft with what a drafter computes, and what to do instead."""
+"""Why vLLM cannot run a drafter, and what to do instead."""
 ELSEWHERE = {
     "sglang": "SGLang has no Medusa, and no norms around the layer of its EAGLE",
     "tensorrt-llm": "TensorRT-LLM's PyTorch backend has EAGLE-3, and neither EAGLE nor Medusa",
     "transformers": "transformers has no drafters on a target's states",
     "gguf": "llama.cpp's files of such drafters are of other kinds",
 }
-"""Why other engines draft with none of them."""
+"""Why other engines run none of these drafters."""
 
 
 def check_head(head: Head, k: int) -> None:
-    """Checks that vLLM can draft with a drafter on the target's states.
-
-    Args:
-        head: its checkpoint.
-        k: tokens drafted per round.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raises ValueError if vLLM cannot draft k tokens per round with a drafter on the target's states."""
     name = str(head.config["model_type"])
     if name == "medusa":
         if k > (heads := head.setting("num_heads", int)):
@@ -75,29 +67,29 @@ def check_head(head: Head, k: int) -> None:
 
 
 def is_exported(head: Head) -> bool:
-    """Whether vLLM finds in a checkpoint all that it looks for, if `check_head` accepts it."""
+    """Whether a checkpoint that `check_head` accepts has everything that vLLM reads."""
     return LAYERS in head.config if head.config["model_type"] == "eagle" else not needs_output_head(head)
 
 
 def needs_output_head(head: Head) -> bool:
-    """Whether vLLM would look for an output head that a checkpoint does not have."""
+    """Whether vLLM would look for an output head that the checkpoint lacks."""
     is_medusa = head.config["model_type"] == "medusa"
     return is_medusa and head.setting("original_lm_head", bool) and OUTPUT_HEAD not in head.weights
 
 
 def write_for_vllm(new: Path, head: Head, target: PretrainedConfig, output_head: Tensor | None) -> None:
-    """Writes a checkpoint into a folder that exists.
+    """Writes a checkpoint in vLLM's format.
 
     Args:
-        new: the folder.
-        head: what `check_head` accepts.
-        target: the target's config.
-        output_head: the target's, where it `needs_output_head`.
+        new: an existing folder.
+        head: a checkpoint that `check_head` accepts.
+        target: config of the target.
+        output_head: of the target, if the checkpoint `needs_output_head`.
     """
     if head.config["model_type"] == "eagle":
         weights = {BODY + name: weight for name, weight in head.weights.items()}
-        told = mistral_like(target, head.setting("num_hidden_layers", int)).to_dict()
-        layers = {key: told[key] for key in LAYERS_KEYS} | {"architectures": ["EagleMistralForCausalLM"]}
+        config = mistral_like(target, head.setting("num_hidden_layers", int)).to_dict()
+        layers = {key: config[key] for key in LAYERS_KEYS} | {"architectures": ["EagleMistralForCausalLM"]}
         head = replace(head, config=head.config | {LAYERS: layers}, weights=weights)
     elif output_head is not None:
         head = replace(head, weights=head.weights | {OUTPUT_HEAD: output_head})

@@ -1,5 +1,5 @@
-"""vLLM's configuration for a drafter that is there, checked before vLLM is started: it says minutes later, or never,
-that a draft model does not fit."""
+"""Builds and checks vLLM's `--speculative-config` before vLLM starts, because vLLM itself reports a draft model that
+does not fit minutes later, or never."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from paradraft.sources.loading import load_config, load_tokenizer, locate
 from paradraft.text.vocabulary import of_one_family, used_rows
 
 DEFAULT_PYTHON = Path("build/vllm/bin/python")
-"""Where `make vllm` puts the Python of vLLM's environment."""
+"""The Python of the environment that `make vllm` creates."""
 ROLES = {"pard": "pard", "autoregressive": "draft", "medusa": "medusa", "eagle": "eagle"}
-"""The drafters of vLLM's that have a draft model, and what `locate` calls that of the pocket family."""
+"""The role, as in `locate`, of the draft model of each drafter that vLLM has."""
 NOT_INSTALLED = (
     f"vLLM is not installed: {DEFAULT_PYTHON} does not exist. Run `make vllm`, or name its Python: --vllm-python."
 )
 TAKEN_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
-"""Where the name of a draft model has one of these in it, vLLM takes it for a head of that kind, whatever its
-configuration says, but for EAGLE's (vllm/config/speculative.py)."""
+"""A draft model whose name contains one of these is taken by vLLM for a head of that kind, whatever its config says,
+unless the drafter is EAGLE (vllm/config/speculative.py)."""
 
 
 class NeedsExportError(ValueError):
-    """A drafter that vLLM takes once `paradraft export` has written it."""
+    """vLLM can load the drafter only after `paradraft export`."""
 
 
 def installed_python(named: Path | None) -> Path | None:
-    """The Python of vLLM's environment; None where it is not installed.
+    """The Python of vLLM's environment; None if vLLM is not installed.
 
     Args:
-        named: by the user; None for `DEFAULT_PYTHON`.
+        named: the user's choice; None for `DEFAULT_PYTHON`.
 
     Raises:
-        ValueError: the user named one that does not exist.
+        ValueError: the user's choice does not exist.
     """
     if named is not None and not named.is_file():
         raise ValueError(f"--vllm-python {str(named)!r}: there is no such file; name the Python of vLLM's environment")
@@ -51,15 +51,9 @@ def installed_python(named: Path | None) -> Path | None:
 
 
 def intel_openmp(python: Path) -> dict[str, str]:
-    """What puts Intel's OpenMP in front of all libraries of a process, if its environment has it.
+    """`LD_PRELOAD` with Intel's OpenMP if the environment of `python` has it and it is not preloaded; else nothing.
 
     Without it, vLLM warns of a significant loss of speed when it speculates on a CPU.
-
-    Args:
-        python: of the environment.
-
-    Returns:
-        A variable of the environment by its name, or nothing.
     """
     library, loaded = python.absolute().parent.parent / "lib" / "libiomp5.so", os.environ.get("LD_PRELOAD", "")
     if not library.exists() or "libiomp5" in loaded:
@@ -73,12 +67,12 @@ def speculative_config(
     """The value of vLLM's `--speculative-config`; None without a drafter.
 
     Args:
-        speculation: names the drafter, its draft model and K.
-        target: the folder or the Hugging Face id of the target.
-        chosen: K by batch size, in place of the one K.
+        speculation: drafter, draft model and K.
+        target: folder or Hugging Face id.
+        chosen: K by batch size, instead of the speculation's K.
 
     Raises:
-        ValueError: vLLM has no such drafter, cannot load its draft model, or is to draft nothing at any batch size.
+        ValueError: vLLM has no such drafter, cannot load its draft model, or K is 0 at every batch size.
     """
     name, _ = split_settings(speculation.drafter)
     if name == "none":
@@ -88,12 +82,12 @@ def speculative_config(
     draft = locate(speculation.draft or POCKET, ROLES[name]) if name in ROLES else ""
     if chosen is not None and name in ONE_K:
         raise ValueError(f"vLLM drafts one K with {name} at every batch size: leave the plan out, and give -k")
-    made = (
+    config = (
         vllm_fixed(speculation.k, speculation.drafter, draft)
         if chosen is None
         else vllm_config(chosen, speculation.drafter, draft)
     )
-    if made is None:
+    if config is None:
         raise ValueError(
             f"vLLM has no drafter {name!r}: use {', '.join(ROLES)}, ngram or none, or serve with paradraft"
         )
@@ -102,23 +96,23 @@ def speculative_config(
             raise ValueError(
                 f"vLLM knows no settings of {name}: leave out what follows the name in {speculation.drafter!r}"
             )
-        check_draft(name, draft, target, made["num_speculative_tokens"])
-    return made
+        check_draft(name, draft, target, config["num_speculative_tokens"])
+    return config
 
 
 def check_draft(name: str, draft: str, target: str, k: int) -> None:
-    """Checks that vLLM can draft for a target with a model, or with what reads the target's states.
+    """Checks that vLLM can draft for a target with a draft model or a drafter on the target's states.
 
     Args:
         name: of the drafter, one of `ROLES`.
-        draft: the folder or the Hugging Face id of the draft model.
-        target: that of the target.
-        k: most tokens drafted per round.
+        draft: folder or Hugging Face id.
+        target: folder or Hugging Face id.
+        k: maximum of tokens drafted per round.
 
     Raises:
-        ValueError: it cannot: one of them has no weights, the draft model names no mask token or several, or has other
-            tokens or another number of rows, or a name that vLLM reads something else from; or what reads states was
-            not exported, or is of another target.
+        ValueError: it cannot: a model has no weights; the draft model names no mask token or several, has another
+            vocabulary or number of embedding rows, or a name that vLLM misreads; or a drafter on the target's states
+            was not exported, or belongs to another target.
     """
     for model in (draft, target):
         if is_shape(model):
@@ -131,15 +125,10 @@ def check_draft(name: str, draft: str, target: str, k: int) -> None:
 
 
 def check_name(drafter: str, draft: str) -> None:
-    """Raises ValueError if vLLM takes a draft model for something else by its name.
-
-    Args:
-        drafter: the name of the drafter.
-        draft: what vLLM is told as the model: a folder or a Hugging Face id.
-    """
-    if drafter != "eagle" and (found := [word for word in TAKEN_NAMES if word in draft.lower()]):
+    """Raises ValueError if vLLM would mistake a draft model for another kind by its folder name or Hugging Face id."""
+    if drafter != "eagle" and (taken := [word for word in TAKEN_NAMES if word in draft.lower()]):
         raise ValueError(
-            f"{draft!r}: vLLM takes a model with {found[0]!r} in its name for a head of that kind: give it another name"
+            f"{draft!r}: vLLM takes a model with {taken[0]!r} in its name for a head of that kind: give it another name"
         )
 
 
@@ -156,41 +145,41 @@ def _check_head(name: str, draft: str, target: str, k: int) -> None:
 def _check_model(name: str, draft: str, target: str) -> None:
     if is_head(draft):
         raise ValueError(f"{draft!r} is no draft model, it reads the states of its target: name its drafter")
-    config, wanted = load_config(draft), load_config(target)
+    config, target_config = load_config(draft), load_config(target)
     if name == "pard":
         mask_token_id(config, draft)
         if (masks := getattr(config, "pard_masks", 1)) > 1:
             raise ValueError(f"{draft!r} has {masks} mask tokens, and vLLM knows one: train without distinct_masks")
     if not of_one_family(load_tokenizer(target).get_vocab(), load_tokenizer(draft).get_vocab()):
         raise ValueError(f"{draft!r} has another vocabulary than {target!r}: use a draft model of the same family")
-    if config.vocab_size != wanted.vocab_size:
-        check_rows_fit(config, load_tokenizer(draft), wanted.vocab_size, draft=draft, target=target)
+    if config.vocab_size != target_config.vocab_size:
+        check_rows_fit(config, load_tokenizer(draft), target_config.vocab_size, draft=draft, target=target)
         raise NeedsExportError(
-            f"{draft!r} has an embedding of {config.vocab_size} rows and {target!r} one of {wanted.vocab_size}, and "
-            f"vLLM wants as many in both: run `paradraft export {draft} OUT --target {target} --to vllm`"
+            f"{draft!r} has an embedding of {config.vocab_size} rows and {target!r} one of "
+            f"{target_config.vocab_size}, and vLLM wants as many in both: run `paradraft export {draft} OUT --target {target} --to vllm`"
         )
 
 
 def check_rows_fit(
     config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, rows: int, *, draft: str, target: str
 ) -> None:
-    """Checks that a draft model's embedding can be padded or cut to the rows that the target's has.
+    """Checks that a draft model's embedding can be padded or cut to the target's rows.
 
     Args:
-        config: the draft model's.
-        tokenizer: the draft model's.
+        config: of the draft model.
+        tokenizer: of the draft model.
         rows: of the target's embedding.
-        draft: the draft model, for messages.
-        target: the target, for messages.
+        draft: name of the draft model, for messages.
+        target: name of the target, for messages.
 
     Raises:
-        ValueError: it uses more rows.
+        ValueError: its tokens use more rows.
     """
     mask, used = declared_mask_id(config), used_rows(tokenizer)
     needed = max(used, 0 if mask is None else mask + 1)
     if rows < min(needed, config.vocab_size):
-        what = f"mask token {mask}" if mask is not None and mask >= rows else f"{needed} rows"
+        excess = f"mask token {mask}" if mask is not None and mask >= rows else f"{needed} rows"
         raise ValueError(
-            f"{draft!r} uses {what}, and {target!r} has an embedding of {rows} rows, while engines want as many in "
+            f"{draft!r} uses {excess}, and {target!r} has an embedding of {rows} rows, while engines want as many in "
             "both: train with mask_token_id set to a token of the target that no text holds"
         )

@@ -169,8 +169,8 @@ def _check_whole(file: GgufFile) -> None:
             type_name = NAMES.get(tensor.kind, f"number {tensor.kind}")
             known = ", ".join(NAMES[kind] for kind in KINDS)
             raise ValueError(
-                f"{str(file.path)!r}: the tensor {name!r} is of the type {type_name}, which is not supported: use a file of "
-                f"the types {known}, such as Q8_0 or Q4_K_M"
+                f"{str(file.path)!r}: the tensor {name!r} is of the type {type_name}, which is not supported: use a "
+                f"file of the types {known}, such as Q8_0 or Q4_K_M"
             )
         if tensor.shape[-1] % KINDS[tensor.kind].weights:
             raise ValueError(
