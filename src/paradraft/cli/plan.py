@@ -111,7 +111,7 @@ def plan(
         from paradraft.bench.summary import marked
         from paradraft.data.prompt_source import counted
         from paradraft.export.engines import lines
-        from paradraft.plan.acceptance import PARTS, asked_of
+        from paradraft.plan.acceptance import PARTS, arguments_of
         from paradraft.plan.plan import DRAFT, run_plan
         from paradraft.plan.report import plot, table
         from paradraft.plan.sizes import SIZES, SizeTask
@@ -121,7 +121,7 @@ def plan(
 
     found = None if acceptance is None else (read_result_file(acceptance, PARTS), acceptance.name)
     if found is not None:
-        asked = asked_of(*found)
+        asked = arguments_of(*found)
         sampling, max_new_tokens, num_prompts = asked.sampling, asked.max_new_tokens, asked.num_prompts
     options.use_threads(threads)
     texts = held_out_prompts(num_prompts, prompts, target, runtime.tokenizer)

@@ -254,21 +254,21 @@ def _measure(folder: Path, drafter: str, task: HandoffTask) -> Measured:
 
 def _launch(engine: str, drafter: str, target: str, draft: str, k: int) -> str:
     """The command, or for `transformers` the code, that starts the engine."""
-    quoted, folder = shlex.quote(target), shlex.quote(draft)
+    model, folder = shlex.quote(target), shlex.quote(draft)
     if engine == VLLM:
         config = json.dumps(vllm_fixed(k, drafter, draft))
-        return f"vllm serve {quoted} --speculative-config {shlex.quote(config)}"
+        return f"vllm serve {model} --speculative-config {shlex.quote(config)}"
     if engine == TENSORRT:
-        return f"trtllm-serve {quoted} --config {shlex.quote(f'{draft}/{TENSORRT_FILE}')}"
+        return f"trtllm-serve {model} --config {shlex.quote(f'{draft}/{TENSORRT_FILE}')}"
     if engine == SGLANG:
         return (
-            f"python -m sglang.launch_server --model-path {quoted} --speculative-algorithm STANDALONE "
+            f"python -m sglang.launch_server --model-path {model} --speculative-algorithm STANDALONE "
             f"--speculative-draft-model-path {folder} --speculative-num-steps {k} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {k + 1}"
         )
     if engine == GGUF:
         return (
-            f"paradraft generate --target {quoted} --drafter {drafter} --draft {shlex.quote(f'{draft}/{FILE}')} -k {k}\n"
+            f"paradraft generate --target {model} --drafter {drafter} --draft {shlex.quote(f'{draft}/{FILE}')} -k {k}\n"
             f"llama-server -m TARGET.gguf -md {shlex.quote(f'{draft}/{FILE}')} --spec-draft-n-max {k}"
         )
     return (

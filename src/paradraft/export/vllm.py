@@ -156,7 +156,8 @@ def _check_model(name: str, draft: str, target: str) -> None:
         check_rows_fit(config, load_tokenizer(draft), target_config.vocab_size, draft=draft, target=target)
         raise NeedsExportError(
             f"{draft!r} has an embedding of {config.vocab_size} rows and {target!r} one of "
-            f"{target_config.vocab_size}, and vLLM wants as many in both: run `paradraft export {draft} OUT --target {target} --to vllm`"
+            f"{target_config.vocab_size}, and vLLM wants as many in both: run `paradraft export {draft} OUT --target "
+            f"{target} --to vllm`"
         )
 
 

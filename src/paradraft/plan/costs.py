@@ -1,8 +1,8 @@
-"""How long rounds take, by batch size, kind of draft and its length: measured in real rounds on real prompts.
+"""Measures the time of a round by batch size, draft length and engine, in real rounds on real prompts.
 
-A round is timed as the decoding loop itself times it: what the drafter does, the target's pass over K + 1 tokens of
-each row with the verdict, and the rest. Lengths and kinds take turns, so that a slow moment of the machine and the
-growing text hit all of them alike. The first round after a change of length is not counted (docs/decisions.md, 28).
+The decoding loop's own clock is used: the drafter's time, the target's pass over K + 1 tokens of each row with the
+verdict, and the rest. Lengths and engines take turns, so that a slow moment of the machine and the growing text affect
+all of them alike. The first round after a change of length is not counted (docs/decisions.md, 28).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
 
 COUNTED = 2
-"""Rounds of one length that are counted before the next has its turn."""
+"""Counted rounds of a length before the next length has its turn."""
 VISITS = 5
-"""Least turns of every length."""
+"""Minimum number of turns of a length."""
 LEAST_TURNS = 2
-"""Least answers of every engine."""
+"""Minimum number of batches per engine."""
 LEAST_S = 5.0
-"""Seconds for which the rounds of a batch size are timed at least; of fast models a few answers say little."""
+"""Minimum seconds of timing per batch size, because a few answers of a fast model say little."""
 FUTILE = 20
-"""Answers in a row that may count nothing before it is given up, as long as there is not enough."""
+"""Consecutive batches without a counted round after which an engine that still lacks rounds fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,12 @@ class RoundTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one engine's rounds take with one batch size.
+    """Costs of an engine at a batch size.
 
     Args:
-        rounds: by the number of tokens drafted, a typical round.
-        prefill_s: reading the prompts, for the whole batch.
-        draft_prefill_s: what the first draft takes longer than others: the drafter reads the prompts.
+        rounds: a typical round by the number of drafted tokens.
+        prefill_s: the target's prefill of the whole batch.
+        draft_prefill_s: extra time of the first draft, in which the drafter reads the prompts.
     """
 
     rounds: dict[int, RoundTime]
@@ -68,11 +68,7 @@ class Costs:
 
 
 class Rotation(Fixed):
-    """Drafts every length in turn; `is_counted` says whether the round just asked for is worth its time.
-
-    Args:
-        ks: the lengths, at least one.
-    """
+    """Length policy that cycles through `ks`; `is_counted` says whether the current round's time counts."""
 
     def __init__(self, ks: tuple[int, ...]) -> None:
         super().__init__(ks[0])
@@ -82,16 +78,16 @@ class Rotation(Fixed):
 
     @property
     def is_counted(self) -> bool:
-        """Whether this is not the first round of a turn or of a batch."""
+        """Whether this round is not the first of a turn or of a batch."""
         return self._rounds > 1
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
-        """A new batch: its first round reads prompts."""
+        """Starts a batch, whose first round is a prefill."""
         super().start(tree, is_ragged=is_ragged)
         self._rounds = 0
 
     def next(self) -> list[int]:
-        """The length whose turn it is."""
+        """The length of the current turn."""
         if self._useful == COUNTED:
             self._turn += 1
             self._rounds = self._useful = 0
@@ -100,13 +96,13 @@ class Rotation(Fixed):
         return super().next()
 
     def count(self) -> None:
-        """The round was worth its time."""
+        """Counts the round."""
         self._useful += 1
 
 
 @dataclass(kw_only=True)
 class _Samples:
-    """What has been measured of one engine."""
+    """Measured times of an engine; `firsts` are lengths and draft seconds of first rounds."""
 
     rotation: Rotation
     rounds: dict[int, list[RoundTime]] = field(default_factory=lambda: defaultdict(list))
@@ -130,15 +126,14 @@ def measure_rounds(
     """Times the rounds of several engines on one target, in turns.
 
     Args:
-        engines: by name, an engine and the lengths it drafts; 0 for one that drafts nothing.
-        prompts: texts; batches begin with one after the other, and with the first again.
-        batch: rows decoded together, at least 1.
-        max_new_tokens: tokens of an answer; longer texts make slower passes. End-of-sequence tokens end none.
-        sampling: how tokens are chosen.
-        report: told what is going on.
+        engines: an engine and its draft lengths by name; length 0 for plain decoding.
+        prompts: texts; batches take them in order and start over at the end.
+        batch: batch size, at least 1.
+        max_new_tokens: tokens of an answer; longer texts make slower passes. End-of-sequence tokens are ignored.
+        report: receives progress messages.
 
     Returns:
-        The costs, by the engines' names. Prefill is the mean over all engines: it is the same work.
+        Costs by engine name. Prefill is the mean over all engines, because it is the same work.
 
     Raises:
         ValueError: a prompt does not fit into the model, or leaves no room for a draft.
@@ -170,50 +165,50 @@ def _batch_of(prompts: list[str], batch: int, turn: int) -> list[str]:
 def _decode(
     engine: Engine, samples: _Samples, prompts: list[str], limit: int, sampling: Sampling, rounds: int | None = None
 ) -> float:
-    """Decodes one batch until half of its rows have ended, or for some rounds; returns the seconds of its prefill."""
+    """Decodes a batch until half of its rows have ended, or for `rounds` rounds; returns the seconds of its prefill."""
     requests = requests_of(engine.target, prompts, 1, sampling)
     limit = min(limit, engine.target.capacity - max(len(request.tokens) for request in requests))
     requests = [replace(request, max_new_tokens=limit, eos_ids=frozenset()) for request in requests]
     generations = list(map(Generation, requests))
     rotation = samples.rotation
-    # Requests that have ended stay: the batch size is what is measured.
+    # Finished requests stay, because a fixed batch size is measured.
     batch = engine.new_batch(lengths=rotation, keeps_finished=True)
     with engine.in_round():
         batch.join(generations)
-    before, room, done, useful = batch.clock.stats, limit, 0, 0
+    last, room, done, counted = batch.clock.stats, limit, 0, 0
     while not batch.is_finished:
         with engine.in_round():
             output = batch.step()
         after = batch.clock.stats
-        taken = RoundTime(
-            draft_s=after.draft_s - before.draft_s,
-            verify_s=after.verify_s - before.verify_s,
-            other_s=after.other_s - before.other_s,
+        round_time = RoundTime(
+            draft_s=after.draft_s - last.draft_s,
+            verify_s=after.verify_s - last.verify_s,
+            other_s=after.other_s - last.other_s,
         )
         if not done:
-            samples.firsts.append((rotation.k, taken.draft_s))
+            samples.firsts.append((rotation.k, round_time.draft_s))
         elif rotation.is_counted and room > rotation.k:
             rotation.count()
-            samples.rounds[rotation.k].append(taken)
-            useful += 1
-        before, room, done = after, max(generation.room for generation in generations), done + 1
+            samples.rounds[rotation.k].append(round_time)
+            counted += 1
+        last, room, done = after, max(generation.room for generation in generations), done + 1
         if 2 * sum(output.finished) >= len(requests) or done == rounds:
             break
-    samples.futile = 0 if useful else samples.futile + 1
+    samples.futile = 0 if counted else samples.futile + 1
     if samples.futile >= FUTILE and not samples.are_enough:
         raise ValueError(
             f"after these prompts the model has room for {limit} tokens, too few to draft {rotation.k}: use shorter "
             "prompts or drafts"
         )
-    return before.prefill_s
+    return last.prefill_s
 
 
 def _costs(samples: _Samples, prefill_s: float) -> Costs:
     rounds = {
         k: RoundTime(
-            draft_s=typical([one.draft_s for one in samples.rounds[k]]),
-            verify_s=typical([one.verify_s for one in samples.rounds[k]]),
-            other_s=typical([one.other_s for one in samples.rounds[k]]),
+            draft_s=typical([round_time.draft_s for round_time in samples.rounds[k]]),
+            verify_s=typical([round_time.verify_s for round_time in samples.rounds[k]]),
+            other_s=typical([round_time.other_s for round_time in samples.rounds[k]]),
         )
         for k in samples.rotation.ks
     }
@@ -222,7 +217,7 @@ def _costs(samples: _Samples, prefill_s: float) -> Costs:
 
 
 def typical(values: list[float]) -> float:
-    """The mean without the smallest and the largest tenth: rounds differ, but one hiccup of the machine says nothing.
+    """The mean without the smallest and the largest tenth, so that a hiccup of the machine does not count.
 
     >>> typical([1.0] * 9 + [100.0])
     1.0

@@ -1,4 +1,4 @@
-"""`paradraft plan`: how many tokens to draft at each batch size, predicted from measured costs and known acceptance."""
+"""`paradraft plan`: the best K (or tree) for each batch size, predicted from measured costs and known acceptance."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from paradraft.sources.target_loading import load_target
 
 Report = Callable[[str], None]
 Checked = dict[tuple[int, Way], dict[str, Any]]
-"""What was measured, by batch size and way."""
+"""Measured figures by batch size and way."""
 DRAFT = "DRAFT"
-"""What stands for the draft model in the engines' lines where it has no name: that of the pocket family."""
+"""Placeholder for the pocket family's draft model in the configurations of engines."""
 
 
 def run_plan(
@@ -43,19 +43,17 @@ def run_plan(
     check_runs: int,
     report: Report,
 ) -> dict[str, Any]:
-    """Measures costs, predicts, chooses, and on request checks.
+    """Measures costs, predicts, chooses, and optionally checks the predictions.
 
     Args:
-        task: what to plan.
-        runtime: where and how models run.
-        known: what is known of the acceptance, from `known_of`; None measures it.
-        source: the name of the report it is from, for the record.
-        check_runs: how often the predictions are checked by a benchmark; 0 for not at all.
-        report: told what is going on.
+        known: acceptance by way, from `known_of`; None measures it.
+        source: name of the report that it is from, for the record.
+        check_runs: runs of the benchmark that checks the predictions; 0 for none.
+        report: receives progress messages.
 
     Returns:
-        Plain values: `machine`, `arguments`, `acceptance`, `costs_ms`, `predictions`, `chosen`,
-        `chains` (K by batch size), what `vllm` and `tensorrt_llm` are to be told, and `steadiness` of the machine.
+        JSON values: `machine`, `arguments`, `acceptance`, `costs_ms`, `predictions`, `chosen`, `chains` (K by batch
+        size), the configurations of `vllm` and `tensorrt_llm`, and `steadiness` of the machine.
 
     Raises:
         ValueError: a model cannot be loaded, or the prompts do not fit into it.
@@ -76,10 +74,11 @@ def run_plan(
     costs = _measure_costs(task, list(known), target, drafter, report, watch)
     predictions = _predictions(known, costs, fewest_rows=target.lm.min_rows)
     chosen = {batch: best(predictions, batch) for batch in task.batches}
-    chains = {batch: best([one for one in predictions if not one.way.tree], batch).way.k for batch in task.batches}
+    of_chains = [prediction for prediction in predictions if not prediction.way.tree]
+    chains = {batch: best(of_chains, batch).way.k for batch in task.batches}
     checked: Checked = {}
     if check_runs:
-        ways = {one.way for one in chosen.values()} | {Way(k=k) for k in chains.values()}
+        ways = {prediction.way for prediction in chosen.values()} | {Way(k=k) for k in chains.values()}
         ways.add(max(known, key=lambda way: (way.tree is None, way.k)))
         checked = _check(task, ways - {PLAIN}, target, drafter, runtime.dtype, check_runs, report)
         watch.look()
@@ -99,16 +98,21 @@ def run_plan(
         "acceptance": {
             way.name: {
                 "report": source,
-                "spec": one.spec,
-                "passes": one.passes(way.k),
-                "has_by_round": one.by_round is not None,
-                "is_synthetic": one.is_synthetic,
+                "spec": acceptance.spec,
+                "passes": acceptance.passes(way.k),
+                "has_by_round": acceptance.by_round is not None,
+                "is_synthetic": acceptance.is_synthetic,
             }
-            for way, one in known.items()
+            for way, acceptance in known.items()
         },
-        "costs_ms": {batch: {way.name: _in_ms(one, way.k) for way, one in of.items()} for batch, of in costs.items()},
-        "predictions": [_values(one, checked.get((one.batch, one.way))) for one in predictions],
-        "chosen": {batch: one.way.name for batch, one in chosen.items()},
+        "costs_ms": {
+            batch: {way.name: _in_ms(of_way, way.k) for way, of_way in of_batch.items()}
+            for batch, of_batch in costs.items()
+        },
+        "predictions": [
+            _values(prediction, checked.get((prediction.batch, prediction.way))) for prediction in predictions
+        ],
+        "chosen": {batch: prediction.way.name for batch, prediction in chosen.items()},
         "chains": chains,
         "vllm": vllm_config(chains, speculation.drafter, speculation.draft or DRAFT),
         "tensorrt_llm": tensorrt_config(chains, speculation.drafter, speculation.draft or DRAFT),
@@ -121,7 +125,7 @@ def _engine(task: Task, way: Way, target: Target, drafter: Drafter) -> Engine:
 
 
 def _measure_acceptance(task: Task, target: Target, drafter: Drafter, report: Report) -> dict[Way, Acceptance]:
-    """Lets every way answer all prompts once, in the largest batches."""
+    """Acceptance of every way on all prompts, in batches of the largest planned size."""
     known: dict[Way, Acceptance] = {}
     for way in ways_of(task, drafter.max_k):
         report(f"measuring the acceptance of {way.name}")
@@ -149,7 +153,7 @@ def _measure_acceptance(task: Task, target: Target, drafter: Drafter, report: Re
 def _measure_costs(
     task: Task, ways: list[Way], target: Target, drafter: Drafter, report: Report, watch: Watch
 ) -> dict[int, dict[Way, Costs]]:
-    """What every way's rounds take at every batch size, plain decoding's too."""
+    """Costs by batch size and way, plain decoding included."""
     chains = tuple(way.k for way in ways if way.tree is None)
     engines: dict[str, tuple[Engine, tuple[int, ...]]] = {PLAIN.name: (_engine(task, PLAIN, target, drafter), (0,))}
     if chains:
@@ -159,7 +163,7 @@ def _measure_costs(
             engines[way.name] = (_engine(task, way, target, drafter), (way.k,))
     costs = {}
     for batch in task.batches:
-        found = measure_rounds(
+        measured = measure_rounds(
             engines,
             task.prompts,
             batch=batch,
@@ -167,8 +171,8 @@ def _measure_costs(
             sampling=task.sampling,
             report=report,
         )
-        of_way = {way: found["chains" if way.tree is None else way.name] for way in ways}
-        costs[batch] = of_way | {PLAIN: found[PLAIN.name]}
+        of_way = {way: measured["chains" if way.tree is None else way.name] for way in ways}
+        costs[batch] = of_way | {PLAIN: measured[PLAIN.name]}
         watch.look()
     return costs
 
@@ -176,8 +180,8 @@ def _measure_costs(
 def _predictions(
     known: dict[Way, Acceptance], costs: dict[int, dict[Way, Costs]], *, fewest_rows: int
 ) -> list[Prediction]:
-    answers = {way: one.answers for way, one in known.items()}
-    passes: dict[Way, tuple[float, ...]] = {way: one.passes(way.k) for way, one in known.items()}
+    answers = {way: acceptance.answers for way, acceptance in known.items()}
+    passes: dict[Way, tuple[float, ...]] = {way: acceptance.passes(way.k) for way, acceptance in known.items()}
     # Plain decoding takes a pass for each token.
     answers[PLAIN] = passes[PLAIN] = next(iter(known.values())).answers
     return predict(passes, answers, costs, fewest_rows=fewest_rows)
@@ -186,46 +190,46 @@ def _predictions(
 def _check(
     task: Task, ways: set[Way], target: Target, drafter: Drafter, dtype: str, runs: int, report: Report
 ) -> Checked:
-    """What a benchmark of plain decoding and some ways measures, by batch size and way."""
-    asked = {(batch, way): task.method(way, batch, dtype) for batch in task.batches for way in {PLAIN, *ways}}
+    """Benchmarks plain decoding and some ways."""
+    methods = {(batch, way): task.method(way, batch, dtype) for batch in task.batches for way in {PLAIN, *ways}}
     nothing = NoDrafter()
     answerers = {
-        method: method.answerer(target, nothing if way == PLAIN else drafter) for (_, way), method in asked.items()
+        method: method.answerer(target, nothing if way == PLAIN else drafter) for (_, way), method in methods.items()
     }
     measured = measure(
         answerers, task.prompts, max_new_tokens=task.max_new_tokens, sampling=task.sampling, runs=runs,
         device=target.lm.device, report=report,
     )  # fmt: skip
-    speeds = {one.method: statistics.median(one.tokens_per_s) for one in measured}
+    speeds = {result.method: statistics.median(result.tokens_per_s) for result in measured}
     figures = summarize(measured, task.sampling)
     return {
         (batch, way): {
             "tokens_per_s": speeds[method],
             "tokens_per_pass": figures[method.spec]["acceptance_length"],
-            "speedup": speeds[method] / speeds[asked[batch, PLAIN]],
+            "speedup": speeds[method] / speeds[methods[batch, PLAIN]],
         }
-        for (batch, way), method in asked.items()
+        for (batch, way), method in methods.items()
     }
 
 
 def _in_ms(costs: Costs, k: int) -> dict[str, float]:
-    one = costs.rounds[k]
+    round_time = costs.rounds[k]
     return {
-        "draft": one.draft_s * 1e3,
-        "verify": one.verify_s * 1e3,
-        "rest": one.other_s * 1e3,
+        "draft": round_time.draft_s * 1e3,
+        "verify": round_time.verify_s * 1e3,
+        "rest": round_time.other_s * 1e3,
         "prefill": costs.prefill_s * 1e3,
         "draft_prefill": costs.draft_prefill_s * 1e3,
     }
 
 
-def _values(one: Prediction, measured: dict[str, Any] | None) -> dict[str, Any]:
-    """A prediction as plain values, with what was measured and the error of the speedup if it was checked."""
-    error = None if measured is None else one.speedup / measured["speedup"] - 1
-    return asdict(one) | {
-        "way": one.way.name,
-        "k": one.way.k,
-        "tree": one.way.tree,
+def _values(prediction: Prediction, measured: dict[str, Any] | None) -> dict[str, Any]:
+    """A prediction as JSON values, with the measured figures and the error of the speedup if it was checked."""
+    error = None if measured is None else prediction.speedup / measured["speedup"] - 1
+    return asdict(prediction) | {
+        "way": prediction.way.name,
+        "k": prediction.way.k,
+        "tree": prediction.way.tree,
         "measured": measured,
         "error": error,
     }

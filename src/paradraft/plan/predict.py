@@ -1,8 +1,8 @@
-"""Predicts the speed of a way to draft from what its rounds take and how many rounds its answers need.
+"""Predicts the speed of a way to draft from the time of its rounds and the number of rounds that its answers need.
 
 Rows of a batch step together, and answers need different numbers of rounds, so a batch takes as long as its slowest
-answer. Rows that have ended leave it in the loop's own steps (`decode.stops.are_enough`), and a smaller batch has the
-costs of a smaller batch, on straight lines between the sizes that were measured.
+answer. Finished rows leave by the loop's own compaction rule (`decode.batch.should_compact`), and the smaller batch has
+the costs of its size, interpolated linearly between the measured sizes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Way:
     """A way to draft.
 
     Args:
-        k: most tokens of a path; 0 drafts nothing.
-        tree: nodes to grow drafts to; None for chains.
+        k: maximum depth; 0 drafts nothing.
+        tree: node budget; None for chains.
     """
 
     k: int
@@ -29,7 +29,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """As the settings of a method.
+        """The way as settings of a benchmark's method.
 
         >>> Way(k=8, tree=12).name, Way(k=4).name, Way(k=0).name
         ('k=8:tree=12', 'k=4', 'plain')
@@ -40,7 +40,7 @@ class Way:
 
     @property
     def drafted(self) -> int:
-        """Most tokens of a draft."""
+        """Maximum number of tokens in a draft."""
         return self.k if self.tree is None else self.tree
 
 
@@ -49,15 +49,13 @@ PLAIN = Way(k=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a way to draft will come to in batches of one size.
+    """Predicted figures of a way at a batch size.
 
     Args:
-        batch: prompts answered together.
-        way: how drafts are made.
         total_s: for all answers, prefill included.
         tokens_per_s: emitted tokens per second.
         tokens_per_pass: emitted tokens per target pass.
-        speedup: against plain decoding in batches of the same size.
+        speedup: against plain decoding at the same batch size.
     """
 
     batch: int
@@ -75,19 +73,19 @@ def predict(
     *,
     fewest_rows: int,
 ) -> list[Prediction]:
-    """Predicts every way at every batch size that was measured.
+    """Predicts every way at every measured batch size.
 
     Args:
-        passes: for each way the target passes of each answer, in the order of batching; `PLAIN` is there.
-        answers: the tokens of these answers.
+        passes: by way, the target passes of each answer in the order of batching; must contain `PLAIN`.
+        answers: by way, the tokens of these answers.
         costs: by batch size and way; a way's rounds are those of its `k`.
-        fewest_rows: how few rows a batch of several may shrink to.
+        fewest_rows: the smallest size that compaction may shrink a larger batch to.
     """
-    found = []
+    predictions = []
     for batch in sorted(costs):
         totals = {way: total_s(passes[way], way, batch, costs, fewest_rows=fewest_rows) for way in passes}
         speeds = {way: sum(answers[way]) / total for way, total in totals.items()}
-        found += [
+        predictions += [
             Prediction(
                 batch=batch,
                 way=way,
@@ -98,52 +96,50 @@ def predict(
             )
             for way, total in totals.items()
         ]
-    return found
+    return predictions
 
 
 def total_s(
     passes: Sequence[float], way: Way, batch: int, costs: Mapping[int, Mapping[Way, Costs]], *, fewest_rows: int
 ) -> float:
-    """Seconds that all answers take in batches of one size; for the arguments see `predict`."""
+    """Seconds for all answers in batches of a size; for the arguments see `predict`."""
     round_s = {size: of_size[way].rounds[way.k].total_s for size, of_size in costs.items()}
     start_s = {size: of_size[way].prefill_s + of_size[way].draft_prefill_s for size, of_size in costs.items()}
     total = 0.0
-    for place in range(0, len(passes), batch):
-        group = passes[place : place + batch]
+    for first in range(0, len(passes), batch):
+        group = passes[first : first + batch]
         total += on_lines(start_s, len(group))
         total += sum(rounds * on_lines(round_s, size) for size, rounds in sizes(group, fewest_rows=fewest_rows))
     return total
 
 
 def sizes(passes: Sequence[float], *, fewest_rows: int) -> list[tuple[int, float]]:
-    """How many rows a batch has for how many rounds.
+    """Batch sizes after each compaction, and the rounds that each lasts.
 
     Four rows that need 10, 10, 20 and 40 rounds: two leave at once, then one, and the last goes on alone.
 
     >>> sizes([20, 10, 40, 10], fewest_rows=1)
     [(4, 10.0), (2, 10), (1, 20)]
     """
-    found: list[tuple[int, float]] = []
+    steps: list[tuple[int, float]] = []
     size, ended, before = len(passes), 0, 0.0
-    for end, number in sorted(Counter(passes).items()):
-        found.append((size, end - before))
-        before, ended = end, ended + number
+    for end, count in sorted(Counter(passes).items()):
+        steps.append((size, end - before))
+        before, ended = end, ended + count
         going = max(min(ended, size - fewest_rows), 0)
         if should_compact(going, size):
             size, ended = size - going, ended - going
-    return found
+    return steps
 
 
 def best(predictions: Sequence[Prediction], batch: int) -> Prediction:
-    """The fastest at a batch size; of equals the one that drafts least."""
-    return max((one for one in predictions if one.batch == batch), key=lambda one: (one.speedup, -one.way.drafted))
+    """The fastest way at a batch size; among equals the one that drafts least."""
+    of_batch = (prediction for prediction in predictions if prediction.batch == batch)
+    return max(of_batch, key=lambda prediction: (prediction.speedup, -prediction.way.drafted))
 
 
 def on_lines(known: Mapping[int, float], x: float) -> float:
-    """What lies at `x` on the straight lines between known points; beyond the first and the last, what they have.
-
-    Raises:
-        ValueError: nothing is known.
+    """Linear interpolation at `x` between known points, constant beyond the first and the last.
 
     >>> on_lines({1: 10.0, 3: 14.0}, 2), on_lines({1: 10.0, 3: 14.0}, 7)
     (12.0, 14.0)

@@ -1,7 +1,6 @@
-"""Answers decoded again with other trees of PPD, without a model: every round's guesses are known.
+"""Replays recorded answers with other PPD trees, without a model: every round's guesses are known.
 
-The trees are made for ranks that are independent of each other, from depth to depth and from round to round. In answers
-that are replayed, ranks occur together as they do.
+`best_trees` assumes that ranks are independent between depths and rounds; a replay keeps their real correlation.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from paradraft.sampling.sparse_tree import Accuracy, Path, StateTree, best_guesses, rate
 
 RANKS = 10
-"""Of the guesses of a place, the first so many are counted."""
+"""Number of guesses per depth that are counted."""
 Ranks = tuple[int, ...]
-"""By depth, which guess was right; `RANKS` where none of the first was, `UNKNOWN` after the answer's end."""
+"""By depth, the rank of the right guess; `RANKS` if none of the counted ones was, `UNKNOWN` after the answer's end."""
 UNKNOWN = -1
 
 
 def accuracy_of(answers: Sequence[Sequence[Ranks]]) -> list[list[float]]:
-    """How often each rank was right, by depth; as if each of them had been right a little once more.
+    """Share of rounds in which each rank was right, by depth, smoothed with one pseudo-round (1/2, 1/4, … by rank).
 
     Raises:
         ValueError: the answers are too short.
@@ -28,19 +27,19 @@ def accuracy_of(answers: Sequence[Sequence[Ranks]]) -> list[list[float]]:
     >>> accuracy_of([[(0, 1), (0, 0), (10, 0), (0, -1)]])[0][:2]
     [0.7, 0.05]
     """
-    ranks = [one for answer in answers for one in answer]
+    ranks = [of_round for answer in answers for of_round in answer]
     if not ranks:
         raise ValueError("no answer has two tokens: nothing can be counted, raise max_new_tokens")
     expected = [0.5 ** (rank + 1) for rank in range(RANKS)]
-    found = []
+    accuracy = []
     for depth in range(len(ranks[0])):
-        known = [one[depth] for one in ranks if one[depth] != UNKNOWN]
-        found.append([(known.count(rank) + expected[rank]) / (len(known) + 1) for rank in range(RANKS)])
-    return found
+        known = [of_round[depth] for of_round in ranks if of_round[depth] != UNKNOWN]
+        accuracy.append([(known.count(rank) + expected[rank]) / (len(known) + 1) for rank in range(RANKS)])
+    return accuracy
 
 
 def replayed(trees: Sequence[StateTree], answers: Sequence[Sequence[Ranks]]) -> float:
-    """Tokens a pass of decoding these answers with some trees, one for each state: every round's guesses are known."""
+    """Tokens per pass of decoding these answers with trees, one for each state (see `sparse_tree`)."""
     paths = [{(): tree.prompts[0]} | dict(zip(tree.guesses, tree.prompts[1:], strict=True)) for tree in trees]
     tokens = passes = 0
     for answer in answers:
@@ -55,7 +54,7 @@ def replayed(trees: Sequence[StateTree], answers: Sequence[Sequence[Ranks]]) -> 
 
 
 def _deepest(ranks: Ranks, paths: Mapping[Path, int]) -> Path:
-    """The longest path of right guesses that a tree has."""
+    """The longest path of right guesses in a tree."""
     path: Path = ()
     while len(path) < len(ranks) and (*path, ranks[len(path)]) in paths:
         path = (*path, ranks[len(path)])
@@ -63,14 +62,14 @@ def _deepest(ranks: Ranks, paths: Mapping[Path, int]) -> Path:
 
 
 def static_trees(accuracy: Accuracy, size: int, prompts: int, copies: int) -> list[StateTree]:
-    """The best trees that have as many prompt tokens after one guess as after any other (Fig. 8a, "static")."""
+    """The best trees with the same number of prompt tokens after every guess (Fig. 8a, "static")."""
     best: tuple[float, list[StateTree]] | None = None
-    for each in range(1, prompts + 1):
+    for prompts_per_guess in range(1, prompts + 1):
         trees = []
         for state in range(prompts + 1):
-            most = (size - copies * each) // (1 + copies * each)
+            most = (size - copies * prompts_per_guess) // (1 + copies * prompts_per_guess)
             guesses = best_guesses(accuracy, max(most, 0), depth=state)
-            trees.append(StateTree(guesses=guesses, prompts=(each,) * (len(guesses) + 1)))
+            trees.append(StateTree(guesses=guesses, prompts=(prompts_per_guess,) * (len(guesses) + 1)))
         if trees[0].size(copies) <= size and (best is None or rate(trees, accuracy) > best[0]):
             best = rate(trees, accuracy), trees
     assert best is not None
@@ -78,7 +77,7 @@ def static_trees(accuracy: Accuracy, size: int, prompts: int, copies: int) -> li
 
 
 def random_trees(size: int, prompts: int, copies: int, seed: int) -> list[StateTree]:
-    """Trees of a size whose guesses and prompt tokens stand anywhere (Fig. 8a, "random"); about half are guesses."""
+    """Trees of a size with random guesses and prompt tokens (Fig. 8a, "random"); about half are guesses."""
     generator, trees = random.Random(seed), []
     for state in range(prompts + 1):
         paths: list[Path] = [()]
@@ -88,10 +87,10 @@ def random_trees(size: int, prompts: int, copies: int, seed: int) -> list[StateT
             if children[parent] < RANKS:
                 paths.append((*parent, children[parent]))
                 children[parent] += 1
-        placed = [0] * len(paths)
+        counts = [0] * len(paths)
         for _ in range((size - len(paths) + 1) // copies):
-            free = [node for node, number in enumerate(placed) if number < prompts]
+            free = [node for node, count in enumerate(counts) if count < prompts]
             if free:
-                placed[generator.choice(free)] += 1
-        trees.append(StateTree(guesses=tuple(paths[1:]), prompts=tuple(placed)))
+                counts[generator.choice(free)] += 1
+        trees.append(StateTree(guesses=tuple(paths[1:]), prompts=tuple(counts)))
     return trees

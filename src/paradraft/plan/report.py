@@ -12,7 +12,7 @@ from paradraft.files import write_output
 from paradraft.plan.predict import PLAIN
 
 TITLE_CHARACTERS = 72
-"""Of a line of a picture's title, as many as there is room for."""
+"""Characters per line of a plot's title."""
 
 LEGEND = (
     "> the fastest of its batch size · plain: without a drafter (AR+) · k: tokens drafted per round · length: tokens "
@@ -23,8 +23,8 @@ CHECKED = " · checked: vs AR+ as measured · error: predicted / checked - 1"
 
 
 def table(plan: dict[str, Any], title: str) -> FoldingTable:
-    """For each batch size plain decoding, the fastest, and what was checked by a benchmark."""
-    is_checked = any(one["measured"] is not None for one in plan["predictions"])
+    """For each batch size: plain decoding, the fastest way, and the ways checked by a benchmark."""
+    is_checked = any(prediction["measured"] is not None for prediction in plan["predictions"])
     result = FoldingTable(
         title,
         [
@@ -35,21 +35,21 @@ def table(plan: dict[str, Any], title: str) -> FoldingTable:
         legend=[LEGEND + CHECKED * is_checked],
     )
     before = None
-    for one in shown(plan):
-        cost, measured = plan["costs_ms"][one["batch"]][one["way"]], one["measured"]
-        if before not in (None, one["batch"]):
+    for prediction in shown(plan):
+        cost, measured = plan["costs_ms"][prediction["batch"]][prediction["way"]], prediction["measured"]
+        if before not in (None, prediction["batch"]):
             result.add_section()
-        before = one["batch"]
-        way = ("> " if plan["chosen"][one["batch"]] == one["way"] else "  ") + one["way"]
-        drafts = measured is not None and one["k"]
-        checked = (f"{measured['speedup']:.2f}x", f"{one['error']:+.0%}") if drafts else ("-", "-")
+        before = prediction["batch"]
+        way = ("> " if plan["chosen"][prediction["batch"]] == prediction["way"] else "  ") + prediction["way"]
+        drafts = measured is not None and prediction["k"]
+        checked = (f"{measured['speedup']:.2f}x", f"{prediction['error']:+.0%}") if drafts else ("-", "-")
         result.add_row(
-            str(one["batch"]),
+            str(prediction["batch"]),
             way,
-            f"{one['tokens_per_pass']:.2f}",
+            f"{prediction['tokens_per_pass']:.2f}",
             "+".join(f"{cost[part]:.{int(cost[part] < 10)}f}" for part in ("draft", "verify", "rest")),
-            f"{one['tokens_per_s']:.0f}",
-            f"{one['speedup']:.2f}x",
+            f"{prediction['tokens_per_s']:.0f}",
+            f"{prediction['speedup']:.2f}x",
             *(checked if is_checked else ()),
             name=way.strip(),
         )
@@ -57,13 +57,13 @@ def table(plan: dict[str, Any], title: str) -> FoldingTable:
 
 
 def shown(plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """The predictions that the table has, plain decoding first at each batch size."""
-    found = [
-        one
-        for one in plan["predictions"]
-        if one["way"] in (PLAIN.name, plan["chosen"][one["batch"]]) or one["measured"] is not None
+    """The predictions in the table, plain decoding first at each batch size."""
+    rows = [
+        prediction
+        for prediction in plan["predictions"]
+        if prediction["way"] in (PLAIN.name, plan["chosen"][prediction["batch"]]) or prediction["measured"] is not None
     ]
-    return sorted(found, key=lambda one: (one["batch"], one["tree"] or 0, one["k"]))
+    return sorted(rows, key=lambda prediction: (prediction["batch"], prediction["tree"] or 0, prediction["k"]))
 
 
 def plot(plan: dict[str, Any], title: str, file: Path) -> None:
@@ -72,12 +72,18 @@ def plot(plan: dict[str, Any], title: str, file: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    batches = list(dict.fromkeys(one["batch"] for one in plan["predictions"]))
-    for number, batch in enumerate(batches):
-        of_batch, colour = [one for one in plan["predictions"] if one["batch"] == batch], f"C{number}"
-        chains = sorted((one for one in of_batch if one["tree"] is None), key=lambda one: one["k"])
-        trees = [one for one in of_batch if one["tree"] is not None]
-        checked = [one for one in of_batch if one["measured"] is not None]
+    batches = list(dict.fromkeys(prediction["batch"] for prediction in plan["predictions"]))
+    for index, batch in enumerate(batches):
+        of_batch, colour = (
+            [prediction for prediction in plan["predictions"] if prediction["batch"] == batch],
+            f"C{index}",
+        )
+        chains = sorted(
+            (prediction for prediction in of_batch if prediction["tree"] is None),
+            key=lambda prediction: prediction["k"],
+        )
+        trees = [prediction for prediction in of_batch if prediction["tree"] is not None]
+        checked = [prediction for prediction in of_batch if prediction["measured"] is not None]
         axes.plot(
             [o["k"] for o in chains], [o["speedup"] for o in chains], color=colour, marker=".", label=f"batch {batch}"
         )

@@ -1,12 +1,12 @@
-"""What drafting ahead (PEARL) would yield on machines that are not at hand: from the times of passes and acceptance.
+"""Simulates the speed of drafting ahead (PEARL) on other machines, from times of passes and acceptance rates.
 
 Rounds are a Markov chain. Drafting ahead with γ tokens (Liu et al. 2024, Algorithm 2), a round begins without a draft
 (pre-verify) or with the last γ - 1 tokens of a window (post-verify). It emits the target's own token and the accepted
-ones before it; if all were accepted and the target's own token is the first of the next window, the next round begins
-with the rest of that.
+tokens before it; if all were accepted and the target's own token is the first of the next window, the next round begins
+with the rest of that window.
 
-Acceptance is given as chances: c_i that the token i of a window is right if all before it are. Long answers are meant:
-that each begins with pre-verify is left out.
+Acceptance is a list of chances c_i: that token i of a window is right if all before it are. Answers are assumed to be
+long, so that each begins with pre-verify is neglected.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from operator import mul
 from paradraft.bench.synthetic import chances_of
 
 MOST_TOKENS = 64
-"""Windows up to this size are tried."""
+"""Largest window that is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """What the parts of a round take, in seconds.
+    """Seconds of the parts of a round.
 
     Args:
         target_s: a pass of the target over one token.
-        verify_s: one over a draft; None for the same.
+        verify_s: a pass of the target over a draft; None for `target_s`.
         draft_s: a drafted token of an autoregressive draft model.
-        window_s: a pass of a parallel drafter (PARD), any number of tokens; None for `draft_s`.
-        transport_s: from one side to the other and back.
-        rest_s: what a round takes besides.
-        contention: how many times as long passes take while the other side works too.
+        window_s: a pass of a parallel drafter (PARD), for any number of tokens; None for `draft_s`.
+        transport_s: round trip between the two sides.
+        rest_s: the rest of a round.
+        contention: factor, at least 1, on passes while the other side works too.
     """
 
     target_s: float
@@ -61,14 +61,14 @@ class Times:
         return self.target_s if self.verify_s is None else self.verify_s
 
     def drafting_s(self, tokens: int, *, is_parallel: bool) -> float:
-        """What a draft of so many tokens takes."""
+        """Seconds of a draft."""
         if is_parallel:
             return self.draft_s if self.window_s is None else self.window_s
         return tokens * self.draft_s
 
 
 def accepted(chances: Sequence[float]) -> float:
-    """The mean number of accepted tokens of a draft.
+    """Mean number of accepted tokens of a draft.
 
     >>> accepted([0.5, 0.5])
     0.75
@@ -77,7 +77,7 @@ def accepted(chances: Sequence[float]) -> float:
 
 
 def all_of(chances: Sequence[float]) -> float:
-    """The chance that all tokens of a draft are accepted; 1 for none."""
+    """The chance that all tokens of a draft are accepted; 1 for an empty draft."""
     return [1.0, *accumulate(chances, mul)][-1]
 
 
@@ -87,7 +87,7 @@ def plain_speed(times: Times) -> float:
 
 
 def speed_in_turn(times: Times, chances: Sequence[float], tokens: int, *, is_parallel: bool = False) -> float:
-    """Tokens per second of drafting and verifying in turn (VSD, or PARD), with K = `tokens`.
+    """Tokens per second of sequential speculative decoding (VSD, or PARD), with K = `tokens`.
 
     >>> round(speed_in_turn(Times(target_s=1.0, draft_s=0.1), [1.0] * 4, 4), 3)
     3.571
@@ -99,13 +99,13 @@ def speed_in_turn(times: Times, chances: Sequence[float], tokens: int, *, is_par
 def speed_ahead(
     times: Times, chances: Sequence[float], gamma: int, *, is_parallel: bool = False, overlap: str = "both"
 ) -> float:
-    """Tokens per second of drafting ahead.
+    """Tokens per second of drafting ahead (PEARL).
 
     Args:
-        times: of each side.
+        times: of both sides.
         chances: of at least `gamma` positions.
         gamma: tokens of a window, at least 2.
-        is_parallel: whether a window is one pass of the drafter.
+        is_parallel: whether the drafter drafts a window in one pass.
         overlap: as in `paradraft.engine.speculation.Speculation`.
 
     >>> times = Times(target_s=1.0, draft_s=0.2)
@@ -133,20 +133,21 @@ def speed_ahead(
     )
 
 
-def _reward(goes: float, stays: float, each: tuple[float, float]) -> float:
-    """The mean of a value over the rounds of two states: `goes` from the first to the second, which is kept by
-    `stays`."""
+def _reward(goes: float, stays: float, values: tuple[float, float]) -> float:
+    """The stationary mean of a value over two states.
+
+    `goes` is the chance of the step from the first to the second state, `stays` that of staying in the second.
+    """
     second = goes / (1.0 - stays + goes) if goes else 0.0
-    return (1.0 - second) * each[0] + second * each[1]
+    return (1.0 - second) * values[0] + second * values[1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """A method at its best.
+    """A method with its best K or γ.
 
     Args:
-        method: its name.
-        tokens: K, or γ, that yields most; None without a drafter.
+        tokens: the best K or γ; None without a drafter.
         tokens_per_s: emitted tokens per second.
         speedup: against plain decoding.
     """
@@ -158,15 +159,15 @@ class Simulated:
 
 
 def simulate(times: Times, rates: Sequence[float], parallel_rates: Sequence[float] | None = None) -> list[Simulated]:
-    """All methods, each with the number of tokens that yields most.
+    """All methods, each with its best K or γ.
 
     Args:
-        times: of each side.
-        rates: for each position the share of all drafts that are accepted that far, of an autoregressive draft model.
-        parallel_rates: the same of a parallel drafter; None leaves PARD out.
+        times: of both sides.
+        rates: for each position, the share of drafts of an autoregressive draft model that are accepted that far.
+        parallel_rates: the same for a parallel drafter; None leaves PARD out.
     """
     plain = plain_speed(times)
-    found = [Simulated(method="AR+", tokens=None, tokens_per_s=plain, speedup=1.0)]
+    methods = [Simulated(method="AR+", tokens=None, tokens_per_s=plain, speedup=1.0)]
     for name, shares, is_parallel in (("VSD", rates, False), ("PARD", parallel_rates, True)):
         if shares is None:
             continue
@@ -181,7 +182,7 @@ def simulate(times: Times, rates: Sequence[float], parallel_rates: Sequence[floa
         for method, speeds in ways.items():
             if speeds:
                 best = max(speeds, key=speeds.__getitem__)
-                found.append(
+                methods.append(
                     Simulated(method=method, tokens=best, tokens_per_s=speeds[best], speedup=speeds[best] / plain)
                 )
-    return found
+    return methods

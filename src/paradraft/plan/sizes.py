@@ -1,12 +1,12 @@
-"""`paradraft plan` for PPD: how large a pass should be on this machine, and where its prompt tokens stand.
+"""`paradraft plan` for PPD: the best size of a pass on this machine, and the tree of its prompt tokens.
 
-How often the guesses of each rank are right is counted in the target's own answers to held-out prompts: rounds with
-prompt tokens after the last committed token and no guesses, each of which is compared with the tokens that came later.
-Then rounds of every size are timed, and the size that yields most tokens a second is chosen (Chen et al. 2024, section
-4, "Hardware-awareness").
+The accuracy of each rank is counted in the target's own answers to held-out prompts: rounds with prompt tokens after
+the last committed token and no guesses, whose predictions are compared with the tokens that follow. Then rounds of
+every size are timed, and the size with the most tokens per second is chosen (Chen et al. 2024, section 4,
+"Hardware-awareness").
 
-Two predictions are reported: of the shares multiplied along each path, and of the answers [replayed](replay.py). The
-second one chooses.
+Two predictions are reported: accuracies multiplied along each path, and answers [replayed](replay.py). The second one
+decides.
 
 Shape letters: B rows of a batch, P prompt tokens, R ranks.
 """
@@ -50,27 +50,22 @@ from paradraft.tree import ABSENT
 from paradraft.verify import LOSSY, rule_name
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""What is tried where the user names no sizes."""
+"""Default sizes."""
 RANDOM = 10
-"""Random trees of a size, whose mean is reported."""
+"""Number of random trees per size, whose mean is reported."""
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeTask:
-    """What is planned.
+    """The models, sizes and answers to plan for.
 
     Args:
         target: Hugging Face id, folder, or "pocket".
         speculation: the drafter with its settings, its checkpoint and the verification rule.
-        sizes: of passes, in rising order.
-        prompts: texts; the first half calibrates, the second half checks.
-        max_new_tokens: most tokens of an answer.
-        sampling: how they are chosen.
-        source: where the prompts are from, see `paradraft.data.prompts.counted`.
-
-    Raises:
-        ValueError: there are fewer than two prompts.
+        sizes: of passes in tokens, in rising order.
+        prompts: at least two texts; the first half calibrates, the second half checks.
+        source: of the prompts, see `paradraft.data.prompts.counted`.
     """
 
     target: str
@@ -87,31 +82,31 @@ class SizeTask:
 
     @property
     def calibrating(self) -> list[str]:
-        """The prompts on whose answers guesses are counted."""
+        """The prompts on whose answers right guesses are counted."""
         return self.prompts[: len(self.prompts) // 2]
 
     @property
     def checking(self) -> list[str]:
-        """The prompts with which rounds are timed and predictions are checked."""
+        """The prompts on which rounds are timed and predictions are checked."""
         return self.prompts[len(self.prompts) // 2 :]
 
     def of_size(self, size: int) -> Speculation:
-        """The same with another size."""
+        """The speculation with another size."""
         name, settings = split_settings(self.speculation.drafter)
         kept = [setting for setting in settings if not setting.startswith("size=")]
         return replace(self.speculation, drafter=":".join([name, f"size={size}", *kept]), tree=None, lengths="fixed")
 
 
 class Observer(PpdDrafter):
-    """Drafts nothing, and notes what it would have guessed of the next places."""
+    """Drafts nothing, and records its guesses of the next tokens."""
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Forgets all notes."""
+        """Clears all records."""
         super().start(drafting, device)
         self._requests: list[int] = []
         self._lengths: list[int] = []
         self.notes: dict[int, list[tuple[int, list[list[int]]]]] = {}
-        """By request, for each round how many tokens there were, and the guesses `[P, R]` of the places after them."""
+        """By request id and round: committed length, and guesses `[P, R]` of the tokens at the positions after it."""
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """See `Drafter`."""
@@ -120,16 +115,15 @@ class Observer(PpdDrafter):
         self._lengths += [len(request.tokens) for request in requests]
 
     def commit(self, new: Committed) -> None:
-        """Notes the guesses."""
+        """Records the guesses."""
         super().commit(new)
         self._lengths = [
-            length + number
-            for length, number in zip(self._lengths, (new.tokens != ABSENT).sum(1).tolist(), strict=True)
+            length + count for length, count in zip(self._lengths, (new.tokens != ABSENT).sum(1).tolist(), strict=True)
         ]
-        found = self.candidates(RANKS).tokens.tolist()
+        guesses = self.candidates(RANKS).tokens.tolist()
         for row, request in enumerate(self._requests):
             if self._prompts.states[row]:
-                self.notes.setdefault(request, []).append((self._lengths[row], found[row]))
+                self.notes.setdefault(request, []).append((self._lengths[row], guesses[row]))
 
     def keep(self, rows: torch.Tensor) -> None:
         """See `Drafter`."""
@@ -139,19 +133,12 @@ class Observer(PpdDrafter):
 
 
 def count_ranks(task: SizeTask, target: Target, head: Head, prompts: int) -> list[list[Ranks]]:
-    """Which guesses are right, for each answer of the target after each of its tokens but the last.
-
-    Args:
-        task: the prompts and the sampling.
-        target: answers.
-        head: the checkpoint.
-        prompts: P.
-    """
+    """Ranks of the right guesses of the next `prompts` tokens, by answer and round (one per token except the last)."""
     size = prompts * head.setting("copies", int)
     observer = Observer(target, head, _config(task, size))
     observer.use([StateTree(guesses=(), prompts=(prompts,))] * (prompts + 1))
     engine = Engine(target, observer, task.of_size(size))
-    found: list[list[Ranks]] = []
+    answers: list[list[Ranks]] = []
     for request in requests_of(target, task.calibrating, task.max_new_tokens, task.sampling):
         batch = engine.new_batch()
         generation = Generation(request)
@@ -160,13 +147,13 @@ def count_ranks(task: SizeTask, target: Target, head: Head, prompts: int) -> lis
             while not batch.is_finished:
                 batch.step()
         text = request.tokens + generation.tokens
-        found.append([])
+        answers.append([])
         for length, guesses in observer.notes.get(request.id, ()):
             after = text[length : length + prompts]
             ranks = [_rank(guess, token) for guess, token in zip(guesses, after, strict=False)]
             if ranks:
-                found[-1].append((*ranks, *(UNKNOWN,) * (prompts - len(ranks))))
-    return found
+                answers[-1].append((*ranks, *(UNKNOWN,) * (prompts - len(ranks))))
+    return answers
 
 
 def _rank(guesses: list[int], token: int) -> int:
@@ -174,17 +161,15 @@ def _rank(guesses: list[int], token: int) -> int:
 
 
 def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: Report) -> dict[str, Any]:
-    """Calibrates, times, chooses, and on request checks.
+    """Calibrates, times, chooses, and optionally checks the choice.
 
     Args:
-        task: what to plan.
-        runtime: where and how models run.
-        check_runs: how often the choice is checked by a benchmark on other prompts; 0 for not at all.
-        report: told what is going on.
+        check_runs: runs of the benchmark on other prompts that checks the choice; 0 for none.
+        report: receives progress messages.
 
     Returns:
-        Plain values: `machine`, `arguments`, `accuracy`, `sizes` with what each is predicted to yield, `chosen`,
-        `plan`, which `paradraft.drafters.ppd` reads, `checked`, and `steadiness` of the machine.
+        JSON values: `machine`, `arguments`, `accuracy`, `sizes` with their predictions, `chosen`, `plan` for
+        `paradraft.drafters.ppd`, `checked`, and `steadiness` of the machine.
 
     Raises:
         ValueError: a model cannot be loaded, or the prompts do not fit into it.
@@ -271,8 +256,10 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
 
 
 def memory_of(target: Target, head: Head, size: int) -> dict[str, int]:
-    """Bytes of the model, of the prompt tokens in its dtype, and of what a pass of a size has beside plain decoding:
-    keys and values, and the activations that are there at a time: in float32, at most those of a layer and logits."""
+    """Bytes of the model, of the prompt tokens in its dtype, and of a pass's additions to plain decoding.
+
+    The additions are keys and values, and peak activations: float32, at most those of a layer and the logits.
+    """
     model = target.lm.model
     config, width = model.config, model.dtype.itemsize
     prompts = sum(weight.numel() for name, weight in head.weights.items() if name.startswith("prompts.")) * width
@@ -300,7 +287,7 @@ def _check(
     runs: int,
     report: Report,
 ) -> dict[str, float]:
-    """What a benchmark on the other prompts measures of the choice, and how far off the predictions are."""
+    """Benchmarks the choice on the other prompts, and the relative errors of its predictions."""
     plain = Method.parse(f"{AR}:batch=1", Speculation(), dtype=runtime.dtype)
     speculation = task.of_size(best["size"])
     chosen = Method.parse(f"{speculation.drafter}:batch=1", speculation, dtype=runtime.dtype)
@@ -309,7 +296,7 @@ def _check(
         answerers, task.checking, max_new_tokens=task.max_new_tokens, sampling=task.sampling, runs=runs,
         device=target.lm.device, report=report,
     )  # fmt: skip
-    speeds = {one.method: statistics.median(one.tokens_per_s) for one in measured}
+    speeds = {result.method: statistics.median(result.tokens_per_s) for result in measured}
     length = summarize(measured, task.sampling)[chosen.spec]["acceptance_length"]
     return {
         "tokens_per_pass": length,
@@ -320,16 +307,16 @@ def _check(
 
 
 def table(result: dict[str, Any], title: str) -> FoldingTable:
-    """All sizes, the chosen one marked."""
+    """A table of all sizes, with the chosen one marked."""
     legend = (
         "size: nodes of a pass, > the fastest · length: tokens per pass of the target, predicted; if ranks were "
         "independent; static: with as many prompt tokens after every guess; random: in the mean of random trees · "
         "round: ms · vs AR+: predicted, against plain decoding"
     )
     names = ("guesses", "prompt tokens", "length", "if independent", "static", "random", "round", "vs AR+")
-    found = FoldingTable(title, columns("size", *names), legend=[legend])
+    rows = FoldingTable(title, columns("size", *names), legend=[legend])
     for row in result["sizes"]:
-        found.add_row(
+        rows.add_row(
             ("> " if row["size"] == result["chosen"] else "  ") + str(row["size"]),
             "/".join(map(str, row["guesses"])),
             "/".join(map(str, row["prompts"])),
@@ -340,4 +327,4 @@ def table(result: dict[str, Any], title: str) -> FoldingTable:
             f"{row['round_ms']:.2f}",
             f"{row['speedup']:.2f}x",
         )
-    return found
+    return rows

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paradraft.bench.result_file import read_result_file
-from paradraft.plan.acceptance import PARTS, Acceptance, acceptances, asked_of
+from paradraft.plan.acceptance import PARTS, Acceptance, acceptances, arguments_of
 from paradraft.sampling_params import Sampling
 
 SEEN = Acceptance(
@@ -148,7 +148,7 @@ def test_files_that_are_no_reports(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=complaint):
             read_result_file(file, PARTS)
     with pytest.raises(ValueError, match=r"x\.json does not say what was asked for"):
-        asked_of({"arguments": {"target": "pocket"}}, "x.json")
+        arguments_of({"arguments": {"target": "pocket"}}, "x.json")
 
 
 def test_what_was_asked_for_is_read_back() -> None:
@@ -156,5 +156,5 @@ def test_what_was_asked_for_is_read_back() -> None:
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=3, logit_bias={5: -1.0})
     written = json.loads(json.dumps(sampling.__dict__))
     arguments = {"target": "t", "num_prompts": 4, "max_new_tokens": 9, "sampling": written}
-    asked = asked_of({"arguments": arguments}, "x.json")
+    asked = arguments_of({"arguments": arguments}, "x.json")
     assert (asked.target, asked.num_prompts, asked.max_new_tokens, asked.sampling) == ("t", 4, 9, sampling)
