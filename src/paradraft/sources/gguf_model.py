@@ -1,7 +1,7 @@
-"""A causal LM of a GGUF file: its config, and its weights as they are stored.
+"""Loads a causal LM from a GGUF file: its config, and its weights as they are stored.
 
-The rows of queries and keys of Llama files are in another order than those of `transformers`, as llama.cpp rotates
-neighbours; a permutation of rows is exact in every type of weights.
+Query and key rows of Llama files are ordered differently from `transformers`, because llama.cpp rotates neighbouring
+pairs; a permutation of rows is exact for every weight type.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paradraft.sources.stored_weights import Weight, assembled, lossless_dtype, 
 from paradraft.text.generation_config import SAMPLED
 
 CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-"""The architectures that are read, by their names in a file; Mistral's models are `llama` there."""
+"""Config classes by `general.architecture`; Mistral models are `llama` there."""
 PERMUTED = ("llama",)
 EMBEDDING, HEAD, ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
 QUERIES = "blk.0.attn_q.weight"
@@ -38,17 +38,17 @@ INNER = {
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-"""What the parts of a layer are called in a file and in `transformers`."""
+"""Names of a layer's parts in `transformers`, by their GGUF names."""
 SAMPLING = {
     "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"
 }  # fmt: skip
-"""What settings of `generation_config.json` are called in a file, after "general.sampling."."""
+"""Keys after "general.sampling." by the setting in `generation_config.json`."""
 LLAMA3_CONTEXTS = (8192, 4096, 16384, 32768)
-"""Context lengths before scaling that are tried for Llama 3's rotary embedding: files hold only its result."""
+"""Original context lengths tried for Llama 3's rotary embedding, because files store only the resulting factors."""
 
 
 def names_of(layers: int) -> Iterator[tuple[str, str]]:
-    """The names of all tensors that a model may have: in a file, and in `transformers`."""
+    """Names of all tensors that a model may have, as (GGUF, `transformers`)."""
     yield from OUTER.items()
     for layer in range(layers):
         for theirs, ours in INNER.items():
@@ -57,8 +57,7 @@ def names_of(layers: int) -> Iterator[tuple[str, str]]:
 
 
 def settings_of(config: PretrainedConfig) -> dict[str, int | float]:
-    """The settings of a model as a file has them, after the architecture's name; those that scale the rotary embedding
-    are not among them."""
+    """GGUF metadata of a config, by key without the architecture's prefix; without scaling of the rotary embedding."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
         "vocab_size": config.vocab_size,
@@ -77,17 +76,12 @@ def settings_of(config: PretrainedConfig) -> dict[str, int | float]:
 
 
 def has_few_bits(file: GgufFile) -> bool:
-    """Whether any weights of a file have few bits."""
+    """Whether any weights of a file are quantized."""
     return any(KINDS[tensor.kind].unpack is not None for tensor in file.tensors.values())
 
 
 def resident_bytes(file: GgufFile, itemsize: int) -> int:
-    """Bytes that the weights take in memory: those of few bits as many as in the file.
-
-    Args:
-        file: the header.
-        itemsize: bytes of a number in the dtype that the others are computed in.
-    """
+    """Bytes of the weights in memory: quantized ones as in the file, others at `itemsize` bytes per number."""
     return sum(
         tensor.size_bytes if KINDS[tensor.kind].unpack is not None else math.prod(tensor.shape) * itemsize
         for tensor in file.tensors.values()
@@ -95,16 +89,16 @@ def resident_bytes(file: GgufFile, itemsize: int) -> int:
 
 
 def stored_dtype(file: GgufFile) -> torch.dtype | None:
-    """The dtype of most weights; None if they have few bits."""
+    """The dtype of the largest tensor; None if it is quantized."""
     largest = max(file.tensors.values(), key=lambda tensor: tensor.size_bytes)
     return KINDS[largest.kind].dtype
 
 
 def config_of(name: str) -> PretrainedConfig:
-    """The config of a file's model.
+    """The config of a GGUF file's model.
 
     Raises:
-        ValueError: there is no such file, or it is of another architecture, or damaged.
+        ValueError: the file does not exist, has an unsupported architecture, or is damaged.
     """
     file = read_gguf(name)
     architecture = file.get("general.architecture", str)
@@ -128,15 +122,15 @@ def config_of(name: str) -> PretrainedConfig:
 
 
 class _Settings:
-    """The settings of a config, read from a file's metadata."""
+    """Reads the settings of a config from a file's metadata."""
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self._file, self._architecture = file, architecture
         self._name = str(file.path)
 
     def _find(self, key: str, kind: type[Any]) -> Any:
-        found = self._file.find(f"{self._architecture}.{key}", kind)
-        return shortest(found) if kind is float and found is not None else found
+        value = self._file.find(f"{self._architecture}.{key}", kind)
+        return shortest(value) if kind is float and value is not None else value
 
     def _get(self, key: str, kind: type[Any]) -> Any:
         self._file.get(f"{self._architecture}.{key}", kind)
@@ -148,7 +142,7 @@ class _Settings:
         return self._file.tensors[tensor].shape
 
     def common(self) -> dict[str, Any]:
-        """Sizes, and what the model computes between layers."""
+        """Sizes, norms, activation and dtype."""
         if (layers := self._get("block_count", int)) > len(self._file.tensors):
             raise ValueError(f"{self._name!r} has {layers} layers and {len(self._file.tensors)} tensors: it is damaged")
         if self._find("expert_count", int):
@@ -171,16 +165,16 @@ class _Settings:
         """Heads and rotary embedding."""
         hidden, heads = self._get("embedding_length", int), self._get("attention.head_count", int)
         size = self._find("attention.key_length", int) or (hidden // heads if heads else 0)
-        if (rows := self._shape(QUERIES)[0]) != heads * size:  # before anything of a head's size is computed
+        if (rows := self._shape(QUERIES)[0]) != heads * size:  # before the head size is used
             raise ValueError(
                 f"{self._name!r} has {rows} rows of queries, and its settings say {heads} heads of {size}: damaged"
             )
         for key in ("attention.value_length", "rope.dimension_count"):
-            if (found := self._find(key, int) or size) != size:
+            if (value := self._find(key, int) or size) != size:
                 raise ValueError(
-                    f"{self._name!r}: {key} is {found} and heads have {size} numbers: use a model's folder"
+                    f"{self._name!r}: {key} is {value} and heads have {size} numbers: use a model's folder"
                 )
-        found = {
+        settings = {
             "num_attention_heads": heads,
             "num_key_value_heads": self._find("attention.head_count_kv", int) or heads,
             "head_dim": size,
@@ -188,9 +182,9 @@ class _Settings:
         }
         if self._architecture == "llama":
             biases = [f"blk.0.attn_{part}.bias" in self._file.tensors for part in ("q", "k", "v", "output")]
-            found["attention_bias"] = any(biases)
-            found["mlp_bias"] = "blk.0.ffn_gate.bias" in self._file.tensors
-        return found
+            settings["attention_bias"] = any(biases)
+            settings["mlp_bias"] = "blk.0.ffn_gate.bias" in self._file.tensors
+        return settings
 
     def _rope(self, size: int) -> dict[str, Any]:
         theta = self._find("rope.freq_base", float) or 10000.0
@@ -212,7 +206,7 @@ class _Settings:
         raise ValueError(f"{self._name!r}: rope.scaling.type is {kind!r}, and only none, linear and yarn are read")
 
     def _llama3(self, theta: float, size: int) -> dict[str, Any]:
-        """The settings of which the file has the result: by what each frequency is divided."""
+        """Llama 3's rope settings, recovered from the stored divisors of the frequencies."""
         factors = numbers_of(self._file, ROPE).flatten().double()
         factor = float(factors.max())
         original = self._find("rope.scaling.original_context_length", int)
@@ -230,15 +224,15 @@ class _Settings:
 
     def tokens(self) -> dict[str, Any]:
         """Special tokens."""
-        rows, found = self._shape(EMBEDDING)[0], {}
+        rows, ids = self._shape(EMBEDDING)[0], {}
         for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
             token = self._file.find(f"tokenizer.ggml.{key}_token_id", int)
-            found[f"{role}_token_id"] = token if token is not None and token < rows else None
-        return found
+            ids[f"{role}_token_id"] = token if token is not None and token < rows else None
+        return ids
 
 
 def shortest(number: float) -> float:
-    """The decimal number with the fewest digits that is this float32 number: what the model's own config has.
+    """The shortest decimal that rounds to this float32 number, as in the model's own config.
 
     >>> shortest(9.999999974752427e-07)
     1e-06
@@ -250,15 +244,13 @@ def llama3_factors(
     theta: float, size: int, *, factor: float, low_freq_factor: float, high_freq_factor: float,
     original_max_position_embeddings: int, **_: object,
 ) -> Tensor:  # fmt: skip
-    """By what Llama 3 divides the frequencies of its rotary embedding: `[size / 2]`, in float64.
+    """Divisors `[size / 2]` of the frequencies of Llama 3's rotary embedding, in float64.
 
     Args:
-        theta: the base of the frequencies.
         size: of a head.
-        factor: by which the lowest are divided.
-        low_freq_factor: see `transformers`, for the others too.
-        high_freq_factor: of waves that are not stretched.
-        original_max_position_embeddings: tokens before stretching.
+        factor: divisor of the lowest frequencies.
+        high_freq_factor: of frequencies that are not scaled.
+        original_max_position_embeddings: context length before scaling.
     """
     frequencies = (1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)).double()
     turns = original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -267,55 +259,48 @@ def llama3_factors(
 
 
 def generation_config_of(name: str) -> GenerationConfig:
-    """How texts end, by the tokens that a file names and those that its vocabulary has, and how tokens are chosen.
+    """End tokens, named by the file or known in its vocabulary, and sampling settings.
 
     Raises:
-        ValueError: see `config_of`; or a setting of sampling is no number.
+        ValueError: see `config_of`; or a sampling setting is no number.
     """
     config, file = config_of(name), read_gguf(name, vocabulary=True)
     ends = [token for token in end_ids_of(file) if 0 <= token < config.vocab_size]
-    found = {
+    sampling = {
         ours: shortest(value)
         for ours, theirs in SAMPLING.items()
         if (value := file.find(f"general.sampling.{theirs}", float)) is not None
     }
-    if "top_k" in found:
-        found["top_k"] = int(found["top_k"])
+    if "top_k" in sampling:
+        sampling["top_k"] = int(sampling["top_k"])
     return GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=ends or None, pad_token_id=config.pad_token_id,
-        do_sample=found.get("temperature") != 0 if {*found} & {*SAMPLED} else None, **found,
+        do_sample=sampling.get("temperature") != 0 if {*sampling} & {*SAMPLED} else None, **sampling,
     )  # fmt: skip
 
 
 def numbers_of(file: GgufFile, tensor: str) -> Tensor:
-    """A tensor of numbers, in its own dtype.
-
-    Raises:
-        ValueError: it has few bits.
-    """
-    found = unpacked(file.tensors[tensor].kind, file.bytes_of(tensor))
-    if isinstance(found, Blocks):
+    """An unquantized tensor, in its own dtype; raises ValueError if it is quantized."""
+    weight = unpacked(file.tensors[tensor].kind, file.bytes_of(tensor))
+    if isinstance(weight, Blocks):
         raise ValueError(f"{str(file.path)!r}: the tensor {tensor} has few bits, where numbers belong")
-    return found.view(file.tensors[tensor].shape)
+    return weight.view(file.tensors[tensor].shape)
 
 
 def load(name: str, dtype: torch.dtype, *, attention: str) -> PreTrainedModel:
-    """The model of a file, on the CPU.
+    """Loads the model of a file on the CPU.
 
     Args:
-        name: of the file.
-        dtype: of activations, and of the weights that are numbers; float32 beside weights of few bits where bfloat16
-            would round one of those.
-        attention: `attn_implementation`.
+        dtype: of activations and unquantized weights; in quantized models float32 if bfloat16 would round one of these.
 
     Raises:
-        ValueError: see `config_of`; or a weight is missing, or has another shape.
+        ValueError: see `config_of`; or a weight is missing or has another shape.
     """
     file, config = read_gguf(name), config_of(name)
     theirs = {ours: their for their, ours in names_of(config.num_hidden_layers) if their in file.tensors}
     if has_few_bits(file):
-        plain = [each for each in theirs.values() if KINDS[file.tensors[each].kind].unpack is None]
-        dtype = lossless_dtype((numbers_of(file, each) for each in plain), dtype)
+        plain = [tensor for tensor in theirs.values() if KINDS[file.tensors[tensor].kind].unpack is None]
+        dtype = lossless_dtype((numbers_of(file, tensor) for tensor in plain), dtype)
 
     def read(ours: str) -> Weight | None:
         if ours not in theirs:
@@ -338,7 +323,7 @@ def load(name: str, dtype: torch.dtype, *, attention: str) -> PreTrainedModel:
 
 
 def row_order(heads: int, size: int) -> Tensor:
-    """Where each row of queries or keys, as `transformers` orders them, is in a Llama file.
+    """The index in a Llama file of each query or key row, in the order of `transformers`.
 
     >>> row_order(1, 6).tolist()
     [0, 2, 4, 1, 3, 5]
@@ -347,17 +332,15 @@ def row_order(heads: int, size: int) -> Tensor:
 
 
 def _stored(file: GgufFile, name: str, order: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A tensor of a file; one of few bits is unpacked when its parts are asked for.
+    """A tensor of a file; a quantized one is unpacked lazily.
 
     Args:
-        file: the header.
-        name: of the tensor.
-        order: of its rows; None for that of the file.
-        dtype: that products with few bits are in.
+        order: of its rows; None for the file's order.
+        dtype: of products with quantized weights.
     """
     tensor = file.tensors[name]
     if order is not None and len(order) != tensor.shape[0]:
-        order = None  # another shape than the config says, about which the caller complains
+        order = None  # the shape contradicts the config, which the caller reports
     if KINDS[tensor.kind].unpack is None:
         numbers = numbers_of(file, name)
         return numbers if order is None else numbers[order]
@@ -368,26 +351,20 @@ def _stored(file: GgufFile, name: str, order: Tensor | None, dtype: torch.dtype)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _StoredRows:
-    """Weights of few bits that are read and unpacked when their parts are asked for.
-
-    Args:
-        file: the header.
-        name: of the tensor.
-        order: of its rows; None for that of the file.
-    """
+    """Quantized weights that are read and unpacked on demand; see `_stored`."""
 
     file: GgufFile
     name: str
     order: Tensor | None
 
     def blocks(self, rows: list[int] | None = None) -> Blocks:
-        """The weights of some rows of the file, or of all."""
-        found = unpacked(self.file.tensors[self.name].kind, self.file.bytes_of(self.name, rows))
-        assert isinstance(found, Blocks)
-        return found
+        """Unpacks some rows, by their index in the file, or all."""
+        weights = unpacked(self.file.tensors[self.name].kind, self.file.bytes_of(self.name, rows))
+        assert isinstance(weights, Blocks)
+        return weights
 
     def __call__(self) -> Parts:
-        """The parts."""
+        """All parts."""
         return self._parts(None if self.order is None else self.order.tolist())
 
     def rows(self, outputs: Tensor) -> Parts:

@@ -1,9 +1,9 @@
-"""The tokenizer that a GGUF file describes, as one of `transformers`.
+"""Builds a `transformers` tokenizer from a GGUF file.
 
-A file has the tokens, and merges or scores, but of how text is split before only a name. For each name that is known
-here the split is that of the `tokenizer.json` files of its family; others are refused, since a text that is split
-otherwise is another prompt. Two kinds: BPE of bytes (GPT-2, Llama 3, Qwen, SmolLM, Mistral Nemo), and SentencePiece's
-BPE (Llama 2, Mistral 7B), where a text after a special token begins with a space, as in llama.cpp.
+A file has the tokens, and merges or scores, but only a name for the pre-tokenizer. Each known name has the
+pre-tokenizer of its family's `tokenizer.json`; other names are refused, because a text that is split differently is
+another prompt. Two kinds: byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM, Mistral Nemo), and SentencePiece's BPE (Llama
+2, Mistral 7B), where a text after a special token begins with a space, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from paradraft.formats.gguf import GgufFile
 from paradraft.text.vocabulary import of_one_family
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""What kinds of tokens there are (`tokenizer.ggml.token_type`)."""
+"""Kinds of tokens (`tokenizer.ggml.token_type`)."""
 ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<EOT>", "</s>",
 )  # fmt: skip
-"""Tokens that end a text wherever they are special, as in llama.cpp: a file names one end, chat models have several."""
+"""End tokens of any file in which they are special, as in llama.cpp: a file names one end, chat models have several."""
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,14 +39,14 @@ _HOW_TO = "name the tokenizer of the model that it was made of: --tokenizer FOLD
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a family splits text before it looks for tokens.
+    """Pre-tokenizer of a model family.
 
     Args:
         regex: of the pieces; None for that of GPT-2.
-        digits: whether each digit is a piece of its own.
-        composed: whether characters are composed first (NFC).
-        whole: whether a piece that is a token is not looked at further.
-        begins: whether texts begin with the BOS token where a file says nothing.
+        digits: whether each digit is a separate piece.
+        composed: whether text is normalised to NFC first.
+        whole: whether merges are skipped for a piece that is a token.
+        begins: whether texts begin with the BOS token by default.
     """
 
     regex: str | None = None
@@ -69,61 +69,44 @@ SPLITS = {
     "starcoder": Split(digits=True),
     "tekken": Split(regex=_TEKKEN, whole=True, begins=True),
 }
-"""By the name that stands in a file (`tokenizer.ggml.pre`)."""
+"""Pre-tokenizers by `tokenizer.ggml.pre`."""
 
 
 def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
-    """The tokenizer of a file that was read with its vocabulary.
-
-    Raises:
-        ValueError: it has none, or one of another kind.
-    """
+    """The tokenizer of a file read with its vocabulary; raises ValueError if it has none or an unsupported one."""
     return built(file.metadata, repr(str(file.path)))
 
 
 def check_same_tokens(file: GgufFile, others: Mapping[str, int], whose: str) -> None:
-    """Checks that a file's tokens are those of another model or tokenizer, however both split text.
-
-    Args:
-        file: read with its vocabulary.
-        others: the other tokens with their ids.
-        whose: they are, for the message.
-
-    Raises:
-        ValueError: it has none, or others.
-    """
+    """Raises ValueError unless a file read with its vocabulary has the tokens of another; pre-tokenizers may differ."""
     name = repr(str(file.path))
-    tokens, _ = vocabulary_of(_told(file.metadata), name)
+    tokens, _ = vocabulary_of(_fields(file.metadata), name)
     if not of_one_family(tokens, others):
         raise ValueError(f"{name} has other tokens than {whose}: use one of the same family")
 
 
-def _told(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says of its tokens, by the names after "tokenizer.ggml."."""
+def _fields(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata of the tokenizer, by the names after "tokenizer.ggml."."""
     return {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
 
 
 def built(metadata: Mapping[str, Any], name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that a file's metadata describes.
-
-    Args:
-        metadata: with the vocabulary.
-        name: of the file, for messages.
+    """Builds the tokenizer that a file's metadata, read with the vocabulary, describes.
 
     Raises:
-        ValueError: it describes none, or one of another kind.
+        ValueError: it describes none, or an unsupported one.
     """
-    told = _told(metadata)
-    tokens, kinds = vocabulary_of(told, name)
-    model, pre = told.get("model"), told.get("pre")
+    fields = _fields(metadata)
+    tokens, kinds = vocabulary_of(fields, name)
+    model, pre = fields.get("model"), fields.get("pre")
     if model == "gpt2":
         if pre not in SPLITS:
             raise ValueError(
                 f"{name} splits text as {pre!r} does, and only {', '.join(SPLITS)} are known here: {_HOW_TO}"
             )
-        begins, tokenizer = SPLITS[pre].begins, _bpe_of_bytes(name, tokens, _merges(told, name), SPLITS[pre])
+        begins, tokenizer = SPLITS[pre].begins, _bpe_of_bytes(name, tokens, _merges(fields, name), SPLITS[pre])
     elif model == "llama":
-        begins, tokenizer = True, _sentencepiece(tokens, told, name)
+        begins, tokenizer = True, _sentencepiece(tokens, fields, name)
     else:
         raise ValueError(f"{name} has a tokenizer of the kind {model!r}, which is not known here: {_HOW_TO}")
     for kind, is_special in ((CONTROL, True), (UNKNOWN, True), (USER_DEFINED, False)):
@@ -134,7 +117,7 @@ def built(metadata: Mapping[str, Any], name: str) -> PreTrainedTokenizerBase:
         ]
         (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(added)
     special = {
-        role: _named(tokens, told, key)
+        role: _named(tokens, fields, key)
         for role, key in (
             ("bos_token", "bos_token_id"),
             ("eos_token", "eos_token_id"),
@@ -142,7 +125,7 @@ def built(metadata: Mapping[str, Any], name: str) -> PreTrainedTokenizerBase:
             ("pad_token", "padding_token_id"),
         )
     }
-    if (bos := special["bos_token"]) is not None and told.get("add_bos_token", begins):
+    if (bos := special["bos_token"]) is not None and fields.get("add_bos_token", begins):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, tokens[bos])]
         )
@@ -153,49 +136,44 @@ def built(metadata: Mapping[str, Any], name: str) -> PreTrainedTokenizerBase:
     )  # fmt: skip
 
 
-def vocabulary_of(told: Mapping[str, Any], name: str) -> tuple[dict[str, int], list[int]]:
-    """The tokens of a file with their ids, those that only fill it up left out; and the kind of each id.
+def vocabulary_of(fields: Mapping[str, Any], name: str) -> tuple[dict[str, int], list[int]]:
+    """Ids of a file's tokens without padding tokens, and the kind of each id.
 
     Args:
-        told: its metadata, by the names after "tokenizer.ggml.".
-        name: of the file, for messages.
+        fields: metadata by the names after "tokenizer.ggml.".
 
     Raises:
-        ValueError: it has none, or its lists do not fit each other.
+        ValueError: it has no tokens, or lists of different lengths.
     """
-    tokens, kinds = told.get("tokens"), told.get("token_type")
+    tokens, kinds = fields.get("tokens"), fields.get("token_type")
     if not isinstance(tokens, list) or not tokens or any(type(token) is not str for token in tokens):
         raise ValueError(f"{name} has no tokenizer: {_HOW_TO}")
     kinds = [NORMAL] * len(tokens) if kinds is None else kinds
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise ValueError(f"{name} has {len(tokens)} tokens and the kinds of another number: it is damaged")
-    # Older files give other kinds to tokens that only fill the vocabulary up.
+    # Older files do not mark padding tokens as unused.
     is_used = [kind != UNUSED and tokens[index] != f"[PAD{index}]" for index, kind in enumerate(kinds)]
     return {token: index for index, token in enumerate(tokens) if is_used[index]}, kinds
 
 
 def named_ends_of(file: GgufFile) -> set[int]:
-    """The tokens that a file names as the end of a text; base models are those that do not name the end of a turn."""
-    told = _told(file.metadata)
-    return {told[key] for key in END_KEYS if type(told.get(key)) is int}
+    """The end tokens that a file names; a base model's file does not name an end of turn."""
+    fields = _fields(file.metadata)
+    return {fields[key] for key in END_KEYS if type(fields.get(key)) is int}
 
 
 def end_ids_of(file: GgufFile) -> list[int]:
-    """The tokens that end a text: those that a file names, and those of `ENDS` that are special in it.
-
-    Args:
-        file: read with its vocabulary.
-    """
-    told, found = _told(file.metadata), named_ends_of(file)
-    if "tokens" in told:
-        tokens, kinds = vocabulary_of(told, repr(str(file.path)))
-        found |= {tokens[token] for token in ENDS if token in tokens and kinds[tokens[token]] == CONTROL}
-    return sorted(found)
+    """The end tokens: those that a file names, and those of `ENDS` that are special in its vocabulary."""
+    fields, ends = _fields(file.metadata), named_ends_of(file)
+    if "tokens" in fields:
+        tokens, kinds = vocabulary_of(fields, repr(str(file.path)))
+        ends |= {tokens[token] for token in ENDS if token in tokens and kinds[tokens[token]] == CONTROL}
+    return sorted(ends)
 
 
-def _merges(told: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
-    found, merges = told.get("merges", []), list[tuple[str, str]]()
-    for merge in found if isinstance(found, list) else [None]:
+def _merges(fields: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
+    stored, merges = fields.get("merges", []), list[tuple[str, str]]()
+    for merge in stored if isinstance(stored, list) else [None]:
         left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
         if not (left and space and right):
             raise ValueError(f"{name} has a merge that is no pair of tokens: it is damaged")
@@ -203,16 +181,16 @@ def _merges(told: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
     return merges
 
 
-def _named(tokens: Mapping[str, int], told: Mapping[str, Any], key: str) -> str | None:
-    """The token whose id a file gives by a key, if there is one."""
-    wanted = told.get(key)
-    return next((token for token, index in tokens.items() if type(wanted) is int and index == wanted), None)
+def _named(tokens: Mapping[str, int], fields: Mapping[str, Any], key: str) -> str | None:
+    """The token whose id is the value of a key, if there is one."""
+    token_id = fields.get(key)
+    return next((token for token, index in tokens.items() if type(token_id) is int and index == token_id), None)
 
 
 def _with_model(name: str, tokens: dict[str, int], merges: list[tuple[str, str]], **settings: Any) -> Tokenizer:
     try:
         return Tokenizer(models.BPE(tokens, merges, **settings))
-    except Exception as error:  # of `tokenizers`, which has no class for it
+    except Exception as error:  # `tokenizers` has no class of its errors
         raise ValueError(f"{name} has a vocabulary that is damaged ({str(error).splitlines()[0]})") from None
 
 
@@ -230,15 +208,15 @@ def _bpe_of_bytes(name: str, tokens: dict[str, int], merges: list[tuple[str, str
     return tokenizer
 
 
-def _sentencepiece(tokens: dict[str, int], told: Mapping[str, Any], name: str) -> Tokenizer:
-    scores = told.get("scores")
+def _sentencepiece(tokens: dict[str, int], fields: Mapping[str, Any], name: str) -> Tokenizer:
+    scores = fields.get("scores")
     if not isinstance(scores, list) or len(scores) <= max(tokens.values(), default=0):
         raise ValueError(f"{name} has tokens without scores: {_HOW_TO}")
-    unknown = _named(tokens, told, "unknown_token_id")
+    unknown = _named(tokens, fields, "unknown_token_id")
     tokenizer = _with_model(
         name, tokens, merges_of(tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
-    has_prefix = told.get("add_space_prefix", True)
+    has_prefix = fields.get("add_space_prefix", True)
     spaces = normalizers.Replace(" ", _METASPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_METASPACE), spaces] if has_prefix else [spaces])
     steps = [decoders.Replace(_METASPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -247,15 +225,15 @@ def _sentencepiece(tokens: dict[str, int], told: Mapping[str, Any], name: str) -
 
 
 def merges_of(tokens: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece vocabulary, the best first: all pairs of tokens that make a token.
+    """The merges of a SentencePiece vocabulary, best first: all pairs of tokens that form a token.
 
     >>> merges_of({"a": 0, "b": 1, "ab": 2, "abb": 3, "bb": 4}, [0, 0, -1, -3, -2])
     [('a', 'b'), ('b', 'b'), ('ab', 'b'), ('a', 'bb')]
     """
-    found: list[tuple[float, int, int, str, str]] = []
+    scored: list[tuple[float, int, int, str, str]] = []
     for token, index in tokens.items():
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in tokens and right in tokens:
-                found.append((-scores[index], -len(left), -len(right), left, right))
-    return [(left, right) for *_, left, right in sorted(found, key=lambda merge: merge[:3])]
+                scored.append((-scores[index], -len(left), -len(right), left, right))
+    return [(left, right) for *_, left, right in sorted(scored, key=lambda merge: merge[:3])]

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, by name: a repository, or one of its GGUF files, which is fetched into the cache.
+"""Resolves names of Hugging Face models: a repository, or one of its GGUF files, which is downloaded into the cache.
 
 A GGUF file is named as for llama.cpp's `-hf`: `REPO:Q4_K_M` by its quantisation, or `REPO:FILE.gguf`.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-# Imported there and not exported; taking it from the client beneath would name another dependency.
+# Not exported there, but importing it from the HTTP client itself would add a dependency.
 from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]  # not exported
 from huggingface_hub.file_download import http_get, repo_folder_name
 from huggingface_hub.utils import WeakFileLock as WeakFileLock  # type: ignore[attr-defined]  # the same
@@ -24,7 +24,7 @@ from paradraft.formats.gguf import SUFFIX
 from paradraft.sources.loading_errors import first_sentence
 
 DEFAULT = "Q4_K_M"
-"""The quantisation of a repository that has only GGUF files, where none is named; without it the first file."""
+"""Default quantisation of a repository that has only GGUF files; if it is missing, the first file is used."""
 TIMEOUT_S = 10
 _OF_REPOSITORY = re.compile(r"([^/:\\]+/[^/:\\]+):(.+)")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
@@ -33,7 +33,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def names_gguf(name: str) -> bool:
-    """Whether a name asks for a GGUF file of a repository; a local file or folder of this name comes first.
+    """Whether a name has the form of a repository's GGUF file; an existing file or folder has priority over it.
 
     >>> names_gguf("Qwen/Qwen3-4B-GGUF:Q4_K_M"), names_gguf("Qwen/Qwen3-4B"), names_gguf("C:/models/a.gguf")
     (True, False, False)
@@ -41,23 +41,23 @@ def names_gguf(name: str) -> bool:
     return _OF_REPOSITORY.fullmatch(name) is not None
 
 
-@functools.cache  # a command asks for a model several times
+@functools.cache  # a command resolves a model several times
 def located(name: str) -> str:
-    """The model of a name that is no local one: a repository's id, or the path of its GGUF file in the hub's cache.
+    """Resolves a name that is not local to a repository id, or to the path of its GGUF file in the hub's cache.
 
-    A file is fetched if the cache lacks it; a download that was interrupted goes on where it stopped. Where the hub
-    cannot be reached, or `HF_HUB_OFFLINE` is set, the cache serves.
+    A file is downloaded if the cache lacks it; an interrupted download is resumed. If the hub cannot be reached, or
+    `HF_HUB_OFFLINE` is set, the cache is used.
 
     Args:
         name: `REPO`, `REPO:QUANTISATION` in any case, or `REPO:FILE.gguf`.
 
     Raises:
-        ValueError: there is no such repository or file, it may not be read, or it cannot be fetched.
+        ValueError: there is no such repository or file, it is not accessible, or the download fails.
     """
     match = _OF_REPOSITORY.fullmatch(name)
     repo, wanted = match.groups() if match else (name, None)
     try:
-        # Asked here first: `from_pretrained` would try for a minute where there is no network.
+        # Checked first, because `from_pretrained` retries for a minute without a network.
         if wanted is None and name and isinstance(try_to_load_from_cache(name, "config.json"), str):
             return name
         files, is_online = _files_of(repo, name)
@@ -79,7 +79,7 @@ def located(name: str) -> str:
 
 
 def _files_of(repo: str, name: str) -> tuple[list[str], bool]:
-    """The files of a repository, and whether the hub has listed them; else those that are in the cache."""
+    """The files of a repository and True if the hub lists them; else its cached GGUF files and False."""
     try:
         return [file.rfilename for file in HfApi().model_info(repo, timeout=TIMEOUT_S).siblings or []], True
     except RepositoryNotFoundError:
@@ -94,7 +94,7 @@ def _files_of(repo: str, name: str) -> tuple[list[str], bool]:
 
 
 def _cached_files(repo: str) -> list[str]:
-    """The GGUF files of a repository that are in the cache, in the revision that was fetched last."""
+    """The cached GGUF files of a repository, in the revision that was downloaded last."""
     try:
         revision = (_cache_of(repo) / "refs" / constants.DEFAULT_REVISION).read_text()
     except OSError:
@@ -108,7 +108,7 @@ def _cache_of(repo: str) -> Path:
 
 
 def is_model(file: str) -> bool:
-    """Whether a repository's file is a GGUF model: neither a projector of images nor a matrix of importances.
+    """Whether a repository's file is a GGUF model, not an image projector or an importance matrix.
 
     >>> is_model("a-Q4_K_M.gguf"), is_model("mmproj-F16.gguf"), is_model("imatrix.gguf"), is_model("config.json")
     (True, False, False, False)
@@ -122,20 +122,18 @@ def _has_only_gguf(files: list[str]) -> bool:
 
 
 def chosen(repo: str, files: list[str], wanted: str | None) -> str:
-    """The file of a repository that a name asks for.
+    """Selects the GGUF file of a repository.
 
     Args:
-        repo: its id.
-        files: all that it has.
-        wanted: a quantisation or a file, in any case; None for the default.
+        wanted: a quantisation or a file name, in any case; None for the default.
 
     Raises:
-        ValueError: there is no such file, there are several, or it is split into parts.
+        ValueError: no file matches, several do, or it is split into parts.
 
     >>> chosen("a/b", ["m-Q4_K_S.gguf", "m-Q4_K_M.gguf", "mmproj-F16.gguf"], "q4_k_m")
     'm-Q4_K_M.gguf'
     """
-    # Of a file in parts the first one is listed.
+    # Split files are listed by their first part.
     models = sorted(
         file for file in files if is_model(file) and (not (part := _PART.search(file)) or int(part[1]) == 1)
     )
@@ -165,7 +163,7 @@ def _named(repo: str, files: list[str]) -> str:
 
 
 def _is_of(file: str, quantisation: str) -> bool:
-    """Whether a file's name says that it is of a quantisation.
+    """Whether a file's name contains a quantisation.
 
     >>> _is_of("m.q4_k_m.gguf", "Q4_K_M"), _is_of("m-Q4_K_M.gguf", "Q4_K"), _is_of("m-IQ4_XS.gguf", "Q4_XS")
     (True, False, False)
@@ -174,7 +172,7 @@ def _is_of(file: str, quantisation: str) -> bool:
 
 
 def _fetched(repo: str, file: str, is_online: bool) -> str:
-    """The path of a file in the cache."""
+    """The path of a file in the cache, downloaded if needed and online."""
     try:
         if is_online:
             _download(repo, file)
@@ -188,28 +186,29 @@ def _fetched(repo: str, file: str, is_online: bool) -> str:
 
 
 def _download(repo: str, file: str) -> None:
-    """Fetches a file's content into the cache, where the hub's client finds it: its own downloads begin anew when they
-    were interrupted. Files that are too large for plain HTTP are left to it."""
+    """Downloads a file into the cache, where the hub's client expects it, because the client's own downloads do not
+    resume after an interruption. Files that are too large for plain HTTP are left to the client."""
     url = hf_hub_url(repo, file)
-    told = get_hf_file_metadata(url, timeout=TIMEOUT_S)
-    if told.etag is None or told.size is None or told.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
+    metadata = get_hf_file_metadata(url, timeout=TIMEOUT_S)
+    if metadata.etag is None or metadata.size is None or metadata.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
         return
-    content = _cache_of(repo) / "blobs" / told.etag
-    lock = Path(constants.HF_HUB_CACHE) / ".locks" / _cache_of(repo).name / f"{told.etag}.lock"  # as the client's own
+    content = _cache_of(repo) / "blobs" / metadata.etag
+    # The client's own lock file.
+    lock = Path(constants.HF_HUB_CACHE) / ".locks" / _cache_of(repo).name / f"{metadata.etag}.lock"
     for folder in (content.parent, lock.parent):
         folder.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
         if content.exists():
             return
-        part = content.with_name(f"{told.etag}.incomplete")
+        part = content.with_name(f"{metadata.etag}.incomplete")
         with part.open("ab") as stream:
-            if stream.tell() > told.size:
+            if stream.tell() > metadata.size:
                 stream.truncate(0)
             http_get(
-                url, stream, resume_size=part.stat().st_size, headers=build_hf_headers(), expected_size=told.size,
+                url, stream, resume_size=part.stat().st_size, headers=build_hf_headers(), expected_size=metadata.size,
                 displayed_filename=file,
             )  # fmt: skip
-        if _SHA256.fullmatch(told.etag) and file_digest(part) != told.etag:
+        if _SHA256.fullmatch(metadata.etag) and file_digest(part) != metadata.etag:
             part.unlink()
             raise OSError("it arrived damaged and was deleted")
         os.replace(part, content)

@@ -1,4 +1,4 @@
-"""From a name to a model: a Hugging Face id, a local folder, a GGUF file, the shipped "pocket" family, or a shape."""
+"""Loads models by name: a Hugging Face id, a local folder, a GGUF file, the shipped "pocket" family, or a shape."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from paradraft.text.generation_config import end_ids, suppressed_ids
 from paradraft.text.vocabulary import used_rows
 
 ATTENTION = "sdpa"
-"""The attention of every model that is loaded, whatever its config asks for: that could be code from the hub."""
+"""Attention of every loaded model; the config's choice is ignored, because it could be code from the hub."""
 
 
 def pocket_folder(role: str) -> Path:
@@ -45,9 +45,9 @@ def pocket_folder(role: str) -> Path:
 
 
 def locate(name: str, role: str) -> str:
-    """The folder, file or Hugging Face id of a model name; "pocket" depends on the role, a shape is its own.
+    """Resolves a model name to a folder, file, Hugging Face id or shape; "pocket" depends on the role.
 
-    A GGUF file of a Hugging Face repository, such as "REPO:Q4_K_M", is fetched if the cache lacks it.
+    A GGUF file of a Hugging Face repository, such as "REPO:Q4_K_M", is downloaded if the cache lacks it.
 
     Raises:
         ValueError: there is no such model.
@@ -75,10 +75,10 @@ def locate(name: str, role: str) -> str:
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """Loads the config of a causal LM, before anyone waits for its weights.
+    """Loads the config of a causal LM, and checks it before its weights are loaded.
 
     Raises:
-        ValueError: there is none, or it is not that of a supported causal LM.
+        ValueError: there is none, or the model is no supported causal LM.
     """
     check_has_weights(name)
     if is_gguf(name):
@@ -90,30 +90,21 @@ def load_config(name: str) -> PretrainedConfig:
         except KeyError as error:
             if "rope_parameters" not in str(error):
                 raise
-            raise ValueError(error.args[0]) from None  # a setting is missing, and nothing is damaged
+            raise ValueError(error.args[0]) from None  # a missing setting, not a damaged file
     check_architecture(config, name)
     return config
 
 
 def config_of(name: str) -> PretrainedConfig:
-    """The config of a causal LM or of a shape.
-
-    Raises:
-        ValueError: there is none, or it is not that of a supported causal LM.
-    """
+    """The config of a causal LM or of a shape; raises as `load_config`."""
     return shape_of(name).config() if is_shape(name) else load_config(name)
 
 
 def settled(runtime: Runtime, name: str, role: str = "target") -> Runtime:
-    """How and where a model runs, without "auto".
-
-    Args:
-        runtime: as it was asked for.
-        name: of the model.
-        role: of the model, as in `locate`.
+    """Resolves "auto" in a runtime's device and dtype for a model; `role` as in `locate`.
 
     Raises:
-        ValueError: there is no such model, or there is no such device or dtype for it.
+        ValueError: there is no such model, or the device or dtype is not available for it.
     """
     folder = locate(name, role)
     if is_in_few_bits(folder):
@@ -121,20 +112,20 @@ def settled(runtime: Runtime, name: str, role: str = "target") -> Runtime:
     if not {AUTO, STORED} & {runtime.device, runtime.dtype}:
         return runtime
     stored = None if is_shape(folder) or runtime.dtype not in (AUTO, STORED) else load_config(folder).dtype
-    found = getattr(torch, stored, stored) if isinstance(stored, str) else stored
-    if not isinstance(found, torch.dtype | None):
+    dtype = getattr(torch, stored, stored) if isinstance(stored, str) else stored
+    if not isinstance(dtype, torch.dtype | None):
         raise ValueError(
-            f"{name!r} has dtype {one_line(found)} in its config.json, which PyTorch does not have: write one such as "
+            f"{name!r} has dtype {one_line(dtype)} in its config.json, which PyTorch does not have: write one such as "
             '"bfloat16", or give another dtype than auto'
         )
-    return runtime.settled(found)
+    return runtime.settled(dtype)
 
 
 def is_in_few_bits(name: str) -> bool:
-    """Whether a model's weights are stored in few bits: a GGUF file, or a folder of GPTQ or AWQ.
+    """Whether a model's weights are stored quantized: a GGUF file, or a folder of GPTQ or AWQ.
 
     Raises:
-        ValueError: they are, in a way that is not read.
+        ValueError: they are, in an unsupported format.
     """
     if is_shape(name):
         return False
@@ -144,42 +135,40 @@ def is_in_few_bits(name: str) -> bool:
 
 
 def load_generation_config(name: str) -> GenerationConfig:
-    """Loads how a model's texts are generated, and which tokens end them; its config says so where it has no such file.
+    """Loads a model's generation config, or derives it from the model's config if there is no such file.
 
     Raises:
-        ValueError: as `load_config`, or it names tokens that are none.
+        ValueError: as `load_config`, or it names invalid token ids.
     """
     config = load_config(name)
     if is_gguf(name):
         return gguf_model.generation_config_of(name)
     with loading_of(f"model {name!r}"):
         try:
-            found = GenerationConfig.from_pretrained(name)
+            generation = GenerationConfig.from_pretrained(name)
         except OSError:
             if (Path(name) / "generation_config.json").exists():
                 raise  # it is there and cannot be read
-            found = GenerationConfig.from_model_config(config)
+            generation = GenerationConfig.from_model_config(config)
     for ids in (end_ids, suppressed_ids):
-        ids(found, name)  # raises ValueError
-    return found
+        ids(generation, name)  # raises ValueError
+    return generation
 
 
 def room(config: PretrainedConfig, capacity: int | None) -> int:
-    """Most tokens of a row, prompt included: the capacity asked for, or the model's own limit."""
+    """Maximum tokens of a row, prompt included: the requested capacity, or the model's limit."""
     return context_of(config) if capacity is None else capacity
 
 
 def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
-    """Loads the weights of a causal LM, ready for inference, as they are: a quantized dtype is that of `load_target`.
+    """Loads a causal LM for inference, without rounding its weights: `load_target` does that for int8 and int4.
 
     Args:
-        name: a folder or a Hugging Face id.
-        runtime: its device and dtype.
-        settings: further ones of `from_pretrained`.
+        settings: further arguments of `from_pretrained`.
 
     Raises:
         ValueError: there is no such model, it is no supported causal LM, its weights do not fit its config, or they are
-            stored in few bits where they are to be had in a dtype.
+            stored quantized and `runtime` requires a dtype.
     """
     if runtime.dtype in DTYPES and is_in_few_bits(name):
         raise ValueError(
@@ -189,10 +178,10 @@ def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
     runtime = settled(runtime, name)
     if is_gguf(name) or runtime.dtype == STORED:
         return _load_stored(name, runtime)
-    load_generation_config(name)  # `from_pretrained` takes one that cannot be read for one that is not there
+    load_generation_config(name)  # `from_pretrained` ignores a file that cannot be read
     logging.getLogger("transformers.modeling_utils").addFilter(is_no_table)
     with loading_of(f"model {name!r}"), without_bars():
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=runtime.computed_in,
             trust_remote_code=False,
@@ -201,15 +190,15 @@ def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
             output_loading_info=True,
             **experts_settings(runtime.computed_in, load_config(name)) | settings,
         )
-    others = [f"{key} has the shape {tuple(is_)}, not {tuple(wanted)}" for key, is_, wanted in found["mismatched_keys"]]
-    if wrong := sorted([*others, *(f"{key} is missing" for key in found["missing_keys"])]):
+    others = [f"{key} has the shape {tuple(is_)}, not {tuple(wanted)}" for key, is_, wanted in info["mismatched_keys"]]
+    if wrong := sorted([*others, *(f"{key} is missing" for key in info["missing_keys"])]):
         raise ValueError(f"model {name!r}: its weights do not fit its config.json, {some_of(wrong)}")
-    _warn_of_unused(found["unexpected_keys"], name)
+    _warn_of_unused(info["unexpected_keys"], name)
     return (model if settings else model.to(runtime.device)).eval()
 
 
 def _load_stored(name: str, runtime: Runtime) -> PreTrainedModel:
-    """Loads a GGUF file, or a folder whose weights are stored in few bits."""
+    """Loads a GGUF file, or a folder of GPTQ or AWQ."""
     if is_gguf(name):
         return gguf_model.load(name, runtime.computed_in, attention=ATTENTION).to(runtime.device)
     config = load_config(name)
@@ -227,15 +216,14 @@ def _warn_of_unused(weights: Iterable[str], name: str) -> None:
 
 
 def load_shard(name: str, runtime: Runtime, ranks: int) -> PreTrainedModel:
-    """Loads this process's share of each layer of a causal LM, by the plan that `transformers` has for it.
+    """Loads this process's tensor-parallel shard of a causal LM, by the plan that `transformers` has for it.
 
     Args:
-        name: a folder or a Hugging Face id.
         runtime: its dtype, and the kind of device.
-        ranks: how many processes `torchrun` has started; all must call this and compute every pass together.
+        ranks: number of processes that `torchrun` has started; all must call this and compute every pass together.
 
     Raises:
-        ValueError: it cannot be shared out among so many, or is on another kind of device than was asked for.
+        ValueError: the model cannot be sharded among `ranks`, or is on another kind of device than requested.
     """
     if is_shape(name):
         raise ValueError(f"{name!r}: tensor parallelism needs weights that are on disk")
@@ -258,11 +246,10 @@ def load_shard(name: str, runtime: Runtime, ranks: int) -> PreTrainedModel:
 
 
 def load_skeleton(name: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A causal LM, or a shape, without its weights, to count or to fill them: it has their shapes and takes no memory.
+    """A causal LM or shape on the meta device, whose weights can be counted or filled in.
 
     Args:
-        name: a folder, a Hugging Face id or a shape.
-        dtype: of the weights; by default what the config says.
+        dtype: of the weights; by default the config's.
 
     Raises:
         ValueError: there is no such model, or it is no supported causal LM.
@@ -276,58 +263,49 @@ def load_skeleton(name: str, dtype: torch.dtype | None = None) -> PreTrainedMode
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model.
-
-    Raises:
-        ValueError: there is none.
-    """
-    # Tokenizing a text longer than the model's limit is not an error here: the limit is checked, with a
-    # better message, where the text is used.
+    """Loads the tokenizer of a model; raises ValueError if there is none."""
+    # Silences the warning about texts longer than the model's limit, which is checked with a better message where the
+    # text is used.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     if is_gguf(name):
         return gguf_tokenizer(read_gguf(name, vocabulary=True))
     if not Path(name).is_dir() or (Path(name) / "config.json").is_file():
-        load_config(name)  # the tokenizer's class depends on it, so what is wrong would be said of the tokenizer
+        load_config(name)  # the tokenizer's class depends on it, so its errors would be reported as the tokenizer's
     with loading_of(f"the tokenizer of {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if tokenizer.get_vocab().keys() == {token.content for token in tokenizer.added_tokens_decoder.values()}:
-        # What `transformers` makes of a Qwen folder without the tokenizer's files.
+        # `transformers` returns such a tokenizer for a Qwen folder without tokenizer files.
         raise ValueError(f"cannot load the tokenizer of {name!r}: it has no tokens but special ones")
     return tokenizer
 
 
 def tokenizer_of(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model or of a shape.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The tokenizer of a model or of a shape; raises as `load_tokenizer`."""
     return id_tokenizer(folder) if is_shape(folder) else load_tokenizer(folder)
 
 
 def tokenizer_for(folder: str, named: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a target.
+    """The tokenizer for a target.
 
     Args:
-        folder: the target's folder, file or Hugging Face id, or a shape.
-        named: folder or Hugging Face id of another tokenizer; None for its own.
+        named: folder or Hugging Face id of another tokenizer; None for the target's own.
 
     Raises:
-        ValueError: there is none, or the one that is named has other tokens than the target.
+        ValueError: there is none, or the named tokenizer has other tokens than the target.
     """
     if named is None:
         return tokenizer_of(folder)
-    found = load_tokenizer(named if Path(named).is_dir() else locate(named, "target"))
-    if (used := used_rows(found)) > (rows := config_of(folder).vocab_size):
+    tokenizer = load_tokenizer(named if Path(named).is_dir() else locate(named, "target"))
+    if (used := used_rows(tokenizer)) > (rows := config_of(folder).vocab_size):
         raise ValueError(
             f"tokenizer {named!r} has {used} tokens, and {folder!r} an embedding of {rows} rows: name the tokenizer of "
             "the model that it was made of"
         )
     if is_gguf(folder):
-        check_same_tokens(read_gguf(folder, vocabulary=True), found.get_vocab(), f"tokenizer {named!r}")
-    return found
+        check_same_tokens(read_gguf(folder, vocabulary=True), tokenizer.get_vocab(), f"tokenizer {named!r}")
+    return tokenizer
 
 
 def tokens_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many ids of a target are tokens; further rows of its embedding only fill it up."""
+    """Number of ids of a target that are tokens; further rows of its embedding are padding."""
     return min(max(tokenizer.get_vocab().values()) + 1, int(config.vocab_size))

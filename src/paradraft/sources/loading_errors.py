@@ -1,4 +1,4 @@
-"""What goes wrong while `transformers` loads something, in one line; and what it prints, kept away."""
+"""One-line load errors; captures `transformers` output."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from paradraft.errors import is_out_of_memory
 
 @contextmanager
 def loading_of(what: str) -> Iterator[None]:
-    """Inside, what goes wrong becomes a ValueError of one line that names what is loaded."""
+    """Turns errors while loading `what` into ValueErrors with a one-line message; out of memory passes through."""
     try:
         yield
     except StrictDataclassError as error:
         raise ValueError(f"cannot load {what}: its config.json is wrong: {error.__cause__ or error}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load {what}: {first_sentence(error)}") from None
-    except Exception as error:  # at a damaged file `transformers` fails wherever it first meets something unexpected
+    except Exception as error:  # with a damaged file `transformers` fails at the first unexpected value, in any way
         if is_out_of_memory(error):
             raise
         problem = f"{type(error).__name__}: {first_sentence(error)}"
@@ -31,7 +31,7 @@ def loading_of(what: str) -> Iterator[None]:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Inside, `transformers` shows no bar for weights that are on disk; downloads keep theirs."""
+    """Hides the progress bar of `transformers` for weights on disk; downloads keep theirs."""
     was_shown, were_shown = hf_logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
     hf_logging.disable_progress_bar()  # those of downloads too
     if were_shown:
@@ -46,15 +46,15 @@ def without_bars() -> Iterator[None]:
 
 
 def is_no_table(record: logging.LogRecord) -> bool:
-    """Whether `transformers` says something else than its table of weights, which `load_model` says in a line."""
+    """Whether a record is not `transformers`' load report (a table), which `load_model` replaces by a line."""
     return "LOAD REPORT" not in record.getMessage()
 
 
 def some_of(problems: list[str]) -> str:
-    """The first of some problems, and how many more there are."""
+    """The first problem and the count of the others."""
     return problems[0] + (f", and {len(problems) - 1} more" if problems[1:] else "")
 
 
 def first_sentence(error: Exception) -> str:
-    """What an error says in its first line, or of what class it is."""
+    """The first line of an error's message, or its class if there is no message."""
     return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

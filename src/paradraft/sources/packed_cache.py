@@ -1,9 +1,8 @@
-"""Which files of packed weights leave the user's cache before a new one is written.
+"""Eviction of packed weight files from the user's cache before a new file is written.
 
-Those whose model is no longer where it was, and those that no process has read for `MOST_DAYS`; then, the one that was
-not read for longest first, as many as must go so that all together take at most `MOST_OF_DISK` of the disk and the new
-one has room. A process that has mapped a file keeps its numbers: what is deleted stays on the disk until no process
-has it mapped. Files of other names are never touched.
+Evicted are files whose model is gone, and files that no process has read for `MOST_DAYS`; then the least recently read,
+until all files take at most `MOST_OF_DISK` of the disk and the new file fits. A process that has mapped a deleted file
+keeps its data: the disk space is freed when no process maps it. Files with other names are never touched.
 """
 
 from __future__ import annotations
@@ -25,46 +24,42 @@ from paradraft.models.forward.cpu.build import is_private
 MOST_DAYS = 30
 MOST_OF_DISK = 0.25
 LEAST_FREE = 2**30
-"""Bytes of the disk that are left free."""
+"""Bytes of the disk that stay free."""
 SOURCE = "source"
-"""In a file's metadata: the folder or file of the model, or nothing where it has none."""
+"""Metadata key: the folder or file of the model; empty for a shape."""
 _NAME = re.compile(r"weights-[0-9a-f]{16}\.(safetensors|new)")
 _DAY_S = 24 * 60 * 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Other:
+class _CachedFile:
     path: Path
     size_bytes: int
     read_s: float
 
 
 def mark_as_read(path: Path) -> None:
-    """Notes that a file was read now: times of access are not kept on every disk."""
+    """Sets a file's modification time to now, because not every disk keeps access times."""
     with suppress(OSError):
         os.utime(path)
 
 
 def make_room(new: Path, needed_bytes: int) -> None:
-    """Deletes what is to leave the cache, where that can be done.
-
-    Args:
-        new: the file that is to be written; the one in its place stays until then.
-        needed_bytes: of it.
+    """Evicts files, but not an older version of `new`; only old and obsolete ones if `new` would not fit anyway.
 
     Raises:
         OSError: the cache cannot be read.
     """
     others = []
-    for other in sorted(_others(new), key=lambda found: found.read_s):
-        if time.time() - other.read_s > MOST_DAYS * _DAY_S or _is_of_nothing(other.path):
+    for other in sorted(_cached_files(new), key=lambda file: file.read_s):
+        if time.time() - other.read_s > MOST_DAYS * _DAY_S or _is_obsolete(other.path):
             _delete(other.path)
         else:
             others.append(other)
     disk = shutil.disk_usage(new.parent)
     most_bytes, kept_bytes = MOST_OF_DISK * disk.total - needed_bytes, sum(other.size_bytes for other in others)
     if disk.free + kept_bytes < needed_bytes + LEAST_FREE:
-        return  # it would be in vain
+        return  # evicting all files would not make enough room
     for other in others:
         if kept_bytes <= most_bytes and shutil.disk_usage(new.parent).free >= needed_bytes + LEAST_FREE:
             return
@@ -72,28 +67,28 @@ def make_room(new: Path, needed_bytes: int) -> None:
         kept_bytes -= other.size_bytes
 
 
-def _others(new: Path) -> Iterator[_Other]:
+def _cached_files(new: Path) -> Iterator[_CachedFile]:
     for path in new.parent.iterdir():
         if _NAME.fullmatch(path.name) and path.stem != new.stem and is_private(path):
             with suppress(OSError):  # another process has just deleted it
                 status = path.lstat()
-                yield _Other(path=path, size_bytes=status.st_size, read_s=status.st_mtime)
+                yield _CachedFile(path=path, size_bytes=status.st_size, read_s=status.st_mtime)
 
 
-def _is_of_nothing(path: Path) -> bool:
-    """Whether a file's model is gone, or it was begun by a process that has ended."""
+def _is_obsolete(path: Path) -> bool:
+    """Whether a file's model is gone, or the file was left unfinished by a process that has ended."""
     if path.suffix == ".new":
-        return True  # what is still being written is locked, see `_delete`
+        return True  # a file that is being written is locked, see `_delete`
     try:
         with safe_open(path, framework="pt") as opened:
             source = str((opened.metadata() or {}).get(SOURCE, ""))
     except (OSError, SafetensorError):
-        return False  # it is made anew when it is wanted, or grows old
+        return False  # it is rewritten at its model's next load, or evicted by age
     return bool(source) and not os.path.exists(source)
 
 
 def _delete(path: Path) -> None:
     with suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(stream.fileno()), path.lstat()):  # not one that another process has just begun
+        if os.path.samestat(os.fstat(stream.fileno()), path.lstat()):  # not replaced by another process meanwhile
             path.unlink()

@@ -1,12 +1,12 @@
-"""A model's packed weights of few bits in the user's cache, from where later processes map them into memory.
+"""Caches a model's packed quantized weights in a file of the user's cache, which later processes map into memory.
 
-A file is made after a model has been loaded for the first time, and holds all that its pass in C++ reads: the panels of
-its matrices, and its other weights and buffers. It is a safetensors file, so tensors are views of the mapping: nothing
-is read, rounded, packed or copied again, and several processes share the memory. One that is damaged, or was made of
-other weights or by other code, is made anew.
+The file is written after a model's first load, and holds everything that its C++ pass reads: the panels of its
+matrices, and its other weights and buffers. It is a safetensors file, so tensors are views of the mapping: nothing is
+read, rounded, packed or copied again, and processes share the memory. A file that is damaged, or was made from other
+weights or by other code, is rewritten.
 
-To delete `weights-*.safetensors` in the cache folder is safe at any time; `paradraft.sources.packed_cache` does it with
-those of models that are gone. `PARADRAFT_PACKED_FILES=0` neither reads nor writes such files.
+Deleting `weights-*.safetensors` in the cache folder is safe at any time; `paradraft.sources.packed_cache` evicts files
+of models that are gone. `PARADRAFT_PACKED_FILES=0` neither reads nor writes such files.
 """
 
 from __future__ import annotations
@@ -50,29 +50,28 @@ from paradraft.sources.packed_cache import LEAST_FREE, SOURCE, make_room, mark_a
 LOG = logging.getLogger(__name__)
 SETTING = "PARADRAFT_PACKED_FILES"
 FORMAT = 2
-"""The version of the files."""
+"""Version of the file format."""
 ALIGNMENT = 64
-"""Bytes of a line of a CPU's cache: tensors begin at a multiple of it, as those that torch allocates."""
+"""Bytes of a CPU's cache line: tensors are aligned to it, like those that torch allocates."""
 NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
     torch.uint8: "U8", torch.int8: "I8", torch.int64: "I64",
 }  # fmt: skip
-"""What safetensors calls dtypes."""
+"""Names of dtypes in safetensors."""
 
 
 class DamagedFileError(Exception):
-    """A file is not what was written, and why."""
+    """A file's content differs from what was written; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFile:
-    """Where the packed weights of a model are or will be.
+    """Location and cache key of a model's packed weights; the file may not exist yet.
 
     Args:
         path: in the user's cache; one for each model and dtype.
-        key: a digest of all that decides what is in it.
-        name: of the model, for messages.
-        source: where the model is; empty for a shape.
+        key: a digest of everything that determines the content.
+        source: path of the model; empty for a shape.
     """
 
     path: Path
@@ -82,61 +81,47 @@ class PackedFile:
 
     @classmethod
     def of(cls, name: str, config: PretrainedConfig, *, dtype: str, computed_in: torch.dtype) -> PackedFile | None:
-        """The file of a model on the CPU; None if there is to be none.
-
-        Args:
-            name: a folder, a file, a Hugging Face id or a shape.
-            config: the model's.
-            dtype: of the weights, as in `Runtime`.
-            computed_in: the dtype of activations.
+        """The file of a model on the CPU, by its weights' `dtype` as in `Runtime`; None if weights are not cached.
 
         Raises:
-            ValueError: the setting in the environment is unknown.
+            ValueError: the environment variable has an unknown value.
         """
         if (setting := os.environ.get(SETTING) or "1") not in ("0", "1"):
             raise ValueError(f"{SETTING}={setting!r}: use 0, for no files of packed weights in the cache, or 1")
-        if setting == "0" or (folder := cache_folder()) is None or (contents := _contents(name)) is None:
+        if setting == "0" or (folder := cache_folder()) is None or (fingerprint := _fingerprint(name)) is None:
             return None
         if not is_built():
             return None
-        place = repr((os.path.realpath(name) if os.path.exists(name) else name, dtype, instructions()))
+        identity = repr((os.path.realpath(name) if os.path.exists(name) else name, dtype, instructions()))
         versions = FORMAT, ROUNDING, library_key(), *(version(package) for package in ("torch", "transformers"))
-        key = repr((versions, dtype, str(computed_in), config.to_json_string(use_diff=False), contents))
-        path = folder / f"weights-{hashlib.sha256(place.encode()).hexdigest()[:16]}.safetensors"
-        source = "" if is_shape(name) else os.path.realpath(_place_of(name) or name)
+        key = repr((versions, dtype, str(computed_in), config.to_json_string(use_diff=False), fingerprint))
+        path = folder / f"weights-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.safetensors"
+        source = "" if is_shape(name) else os.path.realpath(_path_of(name) or name)
         return cls(path=path, key=hashlib.sha256(key.encode()).hexdigest(), name=name, source=source)
 
     def read(self, model: PreTrainedModel) -> str | None:
-        """Maps the weights of a model that has none.
-
-        Args:
-            model: on the meta device; it gets weights and buffers.
+        """Fills the weights and buffers of a model on the meta device with mapped tensors.
 
         Returns:
-            The `probe` of its pass; None if there is no such file, and nothing is changed.
+            The `probe` of its pass; None if there is no such file, and the model is unchanged.
         """
         if not is_private(self.path.parent, is_folder=True) or not is_private(self.path):
             return None
         try:
-            found = _mapped(self.path, self.key)
+            contents = _mapped(self.path, self.key)
         except (OSError, SafetensorError, DamagedFileError) as error:
             self._warn(f"the file of its packed weights is damaged and made anew ({self.path}: {error})")
             return None
-        if found is None:
+        if contents is None:
             return None
         mark_as_read(self.path)
-        description, tensors = found
+        description, tensors = contents
         _fill(model, description, tensors)
-        model.config.dtype = model.dtype  # what was loaded may have needed another than was asked for
+        model.config.dtype = model.dtype  # the original load may have needed another dtype than was requested
         return str(description["probe"])
 
     def write(self, model: PreTrainedModel, probe: str) -> None:
-        """Writes the weights of a model, if it has any of few bits and there is room for them, else says why not.
-
-        Args:
-            model: all of whose weights of few bits are packed.
-            probe: of its pass.
-        """
+        """Writes the weights of a model; warns if they do not fit, does nothing if it has no packed weights."""
         if (described := _described(model)) is None or not is_made(self.path.parent, "the packed weights are"):
             return
         description, tensors = described
@@ -157,40 +142,43 @@ class PackedFile:
             self._warn(f"its packed weights are not kept for the next start: {error}")
 
     def warn_of_other_logits(self) -> None:
-        """Says that what was read does not compute what it did when it was written."""
+        """Warns that the weights just read give other logits than when they were written."""
         self._warn(f"the file of its packed weights gives other logits than before and is made anew ({self.path})")
 
-    def _warn(self, what: str) -> None:
-        warnings.warn(f"{self.name}: {what}", stacklevel=4)
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"{self.name}: {message}", stacklevel=4)
 
 
-def _contents(name: str) -> str | None:
-    """What changes when the weights of a model do; None where that is not known."""
+def _fingerprint(name: str) -> str | None:
+    """A string that changes whenever a model's weights change; None if that cannot be determined."""
     if is_shape(name):
         return name
-    if (place := _place_of(name)) is None:
+    if (path := _path_of(name)) is None:
         return None
-    if (place / "adapter_config.json").exists():  # which names another model
+    if (path / "adapter_config.json").exists():  # an adapter of another model, whose files are elsewhere
         return None
-    files = [place] if place.is_file() else [file for pattern in READ for file in place.glob(pattern)]
+    files = [path] if path.is_file() else [file for pattern in READ for file in path.glob(pattern)]
     known = {}
     for file in map(os.path.realpath, files):
         status = os.stat(file)
-        # The time of the last change of its status is not kept by copies and archives, as that of its content is.
+        # The change time too, because copies and archives can preserve the modification time.
         known[file] = status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
     return repr(sorted(known.items()))
 
 
-def _place_of(name: str) -> Path | None:
-    """The folder or file of a model; None of a Hugging Face id that was not loaded before."""
-    if (place := Path(name)).exists():
-        return place
-    found = try_to_load_from_cache(name, "config.json")
-    return Path(found).parent if isinstance(found, str) else None
+def _path_of(name: str) -> Path | None:
+    """The folder or file of a model; None for a Hugging Face id that is not in the cache."""
+    if (path := Path(name)).exists():
+        return path
+    cached = try_to_load_from_cache(name, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _described(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """A model's tensors, and what makes weights of them; None if it has no packed weights of few bits, or others."""
+    """A description of a model's weights, and the tensors to rebuild them from.
+
+    None if it has no packed weights, or quantized weights that are not packed.
+    """
     tensors: dict[str, Tensor] = {}
     panels: dict[int, tuple[int, Panels]] = {}
     weights: dict[str, Any] = {}
@@ -202,9 +190,9 @@ def _described(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor
         elif not isinstance(weight, QuantizedTensor):
             tensors[name] = weight.detach()
         elif isinstance(rows := weight.source, PackedRows):
-            number, _ = panels.setdefault(id(rows.panels), (len(panels), rows.panels))
+            index, _ = panels.setdefault(id(rows.panels), (len(panels), rows.panels))
             weights[name] = {
-                "panels": number, "first": rows.first, "outputs": rows.count, "group": weight.group,
+                "panels": index, "first": rows.first, "outputs": rows.count, "group": weight.group,
                 "dtype": _name(weight.dtype),
             }  # fmt: skip
         else:
@@ -212,37 +200,39 @@ def _described(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor
     if not panels:
         return None
     tensors |= {name: buffer.detach() for name, buffer in model.named_buffers()}
-    for number, each in panels.values():
-        tensors[f"panels.{number}"] = each.numbers
-        if each.scales is not None:
-            tensors[f"scales.{number}"] = each.scales
-    shapes = [{"outputs": each.outputs, "inputs": each.inputs, "format": each.format} for _, each in panels.values()]
+    for index, matrix in panels.values():
+        tensors[f"panels.{index}"] = matrix.numbers
+        if matrix.scales is not None:
+            tensors[f"scales.{index}"] = matrix.scales
+    shapes = [
+        {"outputs": matrix.outputs, "inputs": matrix.inputs, "format": matrix.format} for _, matrix in panels.values()
+    ]
     return {"panels": shapes, "weights": weights}, tensors
 
 
 def _fill(model: PreTrainedModel, description: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     panels = [
         Panels(
-            outputs=each["outputs"],
-            inputs=each["inputs"],
-            numbers=tensors[f"panels.{number}"],
+            outputs=shape["outputs"],
+            inputs=shape["inputs"],
+            numbers=tensors[f"panels.{index}"],
             dtype=torch.int8,
-            scales=tensors.get(f"scales.{number}"),
-            format=Format(*each["format"][:2], *map(NumberKind, each["format"][2:])),
+            scales=tensors.get(f"scales.{index}"),
+            format=Format(*shape["format"][:2], *map(NumberKind, shape["format"][2:])),
         )
-        for number, each in enumerate(description["panels"])
+        for index, shape in enumerate(description["panels"])
     ]
-    made: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for name, _ in [*model.named_parameters(remove_duplicate=False)]:
         stored = description["weights"].get(name, {})
         if "same" in stored:
-            made[name] = made[stored["same"]]
+            parameters[name] = parameters[stored["same"]]
         elif stored:
-            made[name] = nn.Parameter(_rows_of(panels[stored["panels"]], stored), requires_grad=False)
+            parameters[name] = nn.Parameter(_rows_of(panels[stored["panels"]], stored), requires_grad=False)
         else:
-            made[name] = nn.Parameter(tensors[name])
+            parameters[name] = nn.Parameter(tensors[name])
         module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, made[name])
+        setattr(model.get_submodule(module), attribute, parameters[name])
     for name, _ in [*model.named_buffers()]:
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, tensors[name])
@@ -265,23 +255,23 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _mapped(file: Path, key: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """What `_write` wrote; None if it has another key.
+    """Description and mapped tensors of a file that `_write` wrote; None if it has another key.
 
     Raises:
-        DamagedFileError: it is something else.
-        OSError: it cannot be read.
+        DamagedFileError: the content has changed.
+        OSError: the file cannot be read.
         SafetensorError: it is cut off.
     """
     with safe_open(file, framework="pt") as opened:
-        told = opened.metadata() or {}
-        if not {"key", "description", "digest"} <= told.keys():
+        metadata = opened.metadata() or {}
+        if not {"key", "description", "digest"} <= metadata.keys():
             raise DamagedFileError("something is missing")
-        if told["key"] != key:
+        if metadata["key"] != key:
             return None
-        if told["digest"] != _digest(key, told["description"]):
+        if metadata["digest"] != _digest(key, metadata["description"]):
             raise DamagedFileError("its description has changed")
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
-    description = json.loads(told["description"])
+    description = json.loads(metadata["description"])
     if description["sums"] != _sums(tensors):
         raise DamagedFileError("its numbers have changed")
     return description, tensors
@@ -292,13 +282,13 @@ def _digest(key: str, description: str) -> str:
 
 
 def _sums(tensors: dict[str, Tensor]) -> list[Any]:
-    """What tells whether tensors are what they were, as fast as memory is read: against damage, not against malice."""
-    return [[name, _name(each.dtype), list(each.shape), _sum(each)] for name, each in sorted(tensors.items())]
+    """Checksums of tensors, as fast as memory is read: they detect damage, not tampering."""
+    return [[name, _name(tensor.dtype), list(tensor.shape), _sum(tensor)] for name, tensor in sorted(tensors.items())]
 
 
 def _sum(tensor: Tensor) -> int:
-    """The sum of a tensor's bytes as whole numbers of 64 bits, without what carries over."""
-    data = _bytes(tensor).numpy()  # whose sums take a tenth of the time of torch's
+    """The sum of a tensor's bytes as 64-bit integers, modulo 2**64."""
+    data = _bytes(tensor).numpy()  # NumPy's sum takes a tenth of torch's time
     whole = len(data) // 8 * 8
     return int(data[:whole].view(numpy.int64).sum()) ^ int(data[whole:].sum())
 
@@ -308,19 +298,19 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _write(stream: BinaryIO, key: str, source: str, description: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Writes a safetensors file without a copy of the tensors in memory, and waits until it is on the disk."""
+    """Writes a safetensors file without copying the tensors, and syncs it to the disk."""
     text = json.dumps(description | {"sums": _sums(tensors)})
     metadata = {"format": "pt", "key": key, SOURCE: source, "description": text, "digest": _digest(key, text)}
     header: dict[str, Any] = {"__metadata__": metadata}
-    # Those that would shift others away from a multiple of `ALIGNMENT` or of their numbers come last.
+    # Tensors that would misalign the next one, by `ALIGNMENT` or by item size, come last.
     ordered = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT != 0, -item[1].itemsize))
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    told = json.dumps(header).encode()
-    told += b" " * (-(8 + len(told)) % ALIGNMENT)
-    stream.write(len(told).to_bytes(8, "little") + told)
+    header_bytes = json.dumps(header).encode()
+    header_bytes += b" " * (-(8 + len(header_bytes)) % ALIGNMENT)
+    stream.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
     for _, tensor in ordered:
         stream.write(memoryview(_bytes(tensor).numpy()))  # type: ignore[arg-type]  # arrays are buffers
     stream.flush()
@@ -329,9 +319,9 @@ def _write(stream: BinaryIO, key: str, source: str, description: dict[str, Any],
 
 @contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO | None]:
-    """An empty new file of this user's alone; None while another process writes it.
+    """An empty, locked file that only this user can read; None while another process writes it.
 
-    It has a fixed name, so that what a process leaves that is killed is written over by the next one.
+    Its name is fixed, so that the leftover of a killed process is overwritten by the next one.
     """
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+b") as stream:
         try:
@@ -339,7 +329,7 @@ def _locked(path: Path) -> Iterator[BinaryIO | None]:
         except BlockingIOError:
             yield None
             return
-        if not _is_at(stream, path):  # the other process has just ended, and the file is in its place
+        if not _is_at(stream, path):  # the other process has just finished and moved the file
             yield None
             return
         stream.truncate(0)

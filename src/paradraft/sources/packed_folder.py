@@ -1,8 +1,8 @@
-"""Folders of models that GPTQ or AWQ has rounded to 4 bits: their packed weights, as they are stored.
+"""Loads folders of 4-bit GPTQ and AWQ models, with their packed weights as they are stored.
 
-Both have for a linear layer `qweight`, `qzeros` and `scales`, int32 numbers of 8 values each. A weight is
-`scale * (value - zero)`, which is `scale * value + offset` with an offset that float32 holds exactly. Where every zero
-is 8, as in symmetric GPTQ, there are no offsets.
+A linear layer has `qweight`, `qzeros` (int32, 8 values each) and `scales`. A weight is `scale * (value - zero)`, which
+is `scale * value + offset` with an offset that is exact in float32. If every zero is 8, as in symmetric GPTQ, there are
+no offsets.
 
 Shape letters: N outputs, K inputs, G groups of inputs.
 
@@ -30,26 +30,26 @@ from paradraft.sources.stored_weights import HEAD, Weight, assembled, lossless_d
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 METHODS = ("gptq", "awq")
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a number of AWQ's the value of each of 8 outputs is."""
+"""The position of each of 8 outputs in an int32 of AWQ."""
 _PACKED = ("qweight", "qzeros", "scales", "g_idx")
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Where older folders say how they are packed, instead of in their config.json, and by which method."""
+"""Files in which older folders describe their packing instead of in config.json, and the method."""
 _SKIPPED = "-:"
-"""Before the pattern of layers that GPTQModel leaves as they are."""
+"""Prefix of a pattern of layers that GPTQModel does not quantize."""
 _COMPUTED = "rotary_emb.inv_freq"
-"""What older folders hold of each layer, and is computed."""
+"""A buffer that older folders store per layer; it is recomputed."""
 _PER_NUMBER = 8
 _MIDDLE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """How weights are packed.
+    """Format of packed weights.
 
     Args:
         method: one of `METHODS`.
-        group: inputs of a group; -1 for all.
-        zeros_are_less: whether zeros are stored minus one, as the first format of GPTQ has them.
+        group: inputs per group; -1 for all.
+        zeros_are_less: whether zeros are stored minus one, as in the first format of GPTQ.
     """
 
     method: str
@@ -58,18 +58,10 @@ class Packing:
 
 
 def packing_of(config: PretrainedConfig, name: str) -> Packing | None:
-    """How a model's weights are packed; None if they are not.
-
-    Args:
-        config: the model's.
-        name: of the model, for messages.
-
-    Raises:
-        ValueError: they are packed or rounded otherwise.
-    """
-    if (told := _told_of(config, name)) is None:
+    """The format of a model's packed weights; None if they are not packed. Raises ValueError if it is unsupported."""
+    if (description := _description_of(config, name)) is None:
         return None
-    method, bits = told.get("quant_method"), told.get("bits", told.get("w_bit"))
+    method, bits = description.get("quant_method"), description.get("bits", description.get("w_bit"))
     method = getattr(method, "value", method)
     if method not in METHODS or bits != 4:
         how = f"by {method!r}" if method not in METHODS else f"to {bits!r} bits by {method!r}"
@@ -77,15 +69,15 @@ def packing_of(config: PretrainedConfig, name: str) -> Packing | None:
             f"{name!r} has weights that were rounded {how} (quantization_config), and only 4 bits of "
             f"{' and '.join(METHODS)} are read: use the model before that, or one of these, or a .gguf file"
         )
-    layout, layouts = _layout(told, method), ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
+    layout, layouts = _layout(description, method), ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
     if layout not in layouts:
         raise ValueError(f"{name!r} is packed by {method!r} as {layout!r}, and only {', '.join(layouts)} is read")
-    if others := [pattern for pattern in told.get("dynamic") or () if not pattern.startswith(_SKIPPED)]:
+    if others := [pattern for pattern in description.get("dynamic") or () if not pattern.startswith(_SKIPPED)]:
         raise ValueError(
             f"{name!r} has layers that are packed in another way than the others (dynamic, {others[0]!r}), which is "
             "not read: use a model whose layers are packed alike, or a .gguf file"
         )
-    group = told.get("group_size", told.get("q_group_size", -1))
+    group = description.get("group_size", description.get("q_group_size", -1))
     if type(group) is not int or not (group == -1 or (group > 0 and group % 32 == 0)):
         raise ValueError(f"{name!r}: group_size is {group!r} in its quantization_config: use a multiple of 32, or -1")
     if config.model_type not in ARCHITECTURES:
@@ -95,89 +87,82 @@ def packing_of(config: PretrainedConfig, name: str) -> Packing | None:
     return Packing(method=method, group=group, zeros_are_less=layout == "gptq")
 
 
-def _told_of(config: PretrainedConfig, name: str) -> dict[str, Any] | None:
-    """What a folder says of how it is packed: its config, or a file beside it in folders of older versions."""
-    told = getattr(config, "quantization_config", None)
-    if told is not None:
-        return dict(told if isinstance(told, Mapping) else vars(told))
+def _description_of(config: PretrainedConfig, name: str) -> dict[str, Any] | None:
+    """A folder's quantization config: in its config, or in a separate file in older folders."""
+    description = getattr(config, "quantization_config", None)
+    if description is not None:
+        return dict(description if isinstance(description, Mapping) else vars(description))
     for file, method in _FILES.items():
         if (path := Path(name) / file).is_file():
             try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-                return {"quant_method": method, **found}
+                stored = json.loads(path.read_text(encoding="utf-8"))
+                return {"quant_method": method, **stored}
             except (OSError, ValueError, TypeError) as error:
                 raise ValueError(f"cannot read {str(path)!r}: {str(error).splitlines()[0]}") from None
     return None
 
 
-def _layout(told: Mapping[str, Any], method: str) -> object:
-    """What the way is called in which numbers are packed: the keys differ with the version that wrote them."""
-    if told.get("is_marlin_format"):
+def _layout(description: Mapping[str, Any], method: str) -> object:
+    """The name of the packing layout, whose key depends on the version that wrote it."""
+    if description.get("is_marlin_format"):
         return "marlin"
     keys = ("version", "checkpoint_format", "format") if method == "awq" else ("checkpoint_format", "format")
-    found = next((told[key] for key in keys if told.get(key)), "gemm" if method == "awq" else "gptq")
-    return found.lower() if isinstance(found, str) else found
+    layout = next((description[key] for key in keys if description.get(key)), "gemm" if method == "awq" else "gptq")
+    return layout.lower() if isinstance(layout, str) else layout
 
 
 def load(
     name: str, config: PretrainedConfig, packing: Packing, dtype: torch.dtype, *, attention: str
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The model of a folder, on the CPU, without its generation config.
+    """Loads the model of a folder on the CPU, without its generation config.
 
     Args:
-        name: of the folder, or a Hugging Face id.
-        config: the model's.
-        packing: how its weights are packed.
-        dtype: of activations, and of the weights that are not packed; float32 where bfloat16 would round one of them.
-        attention: `attn_implementation`.
+        config: of the model; its `quantization_config` is deleted.
+        dtype: of activations and unpacked weights; float32 is used if bfloat16 would round one of these.
 
     Returns:
-        The model, and the names of weights that are not used.
+        The model, and the names of unused weights.
 
     Raises:
-        ValueError: a weight is missing, or does not fit.
+        ValueError: a weight is missing or does not fit.
     """
-    with _tensors_of(name) as found:
-        plain = [key for key in found if key.rpartition(".")[2] not in _PACKED and not key.endswith(_COMPUTED)]
-        dtype = lossless_dtype((found[key] for key in plain), dtype)
+    with _tensors_of(name) as tensors:
+        plain = [key for key in tensors if key.rpartition(".")[2] not in _PACKED and not key.endswith(_COMPUTED)]
+        dtype = lossless_dtype((tensors[key] for key in plain), dtype)
         used = set[str]()
 
         def read(key: str) -> Weight | None:
-            place = key.rpartition(".")[0]
-            if key in found:
+            layer = key.rpartition(".")[0]
+            if key in tensors:
                 used.add(key)
-                return found[key]
-            if key != f"{place}.weight" or f"{place}.qweight" not in found:
+                return tensors[key]
+            if key != f"{layer}.weight" or f"{layer}.qweight" not in tensors:
                 return None
-            used.update(f"{place}.{part}" for part in _PACKED)
-            parts = {part: found[f"{place}.{part}"] for part in _PACKED if f"{place}.{part}" in found}
+            used.update(f"{layer}.{part}" for part in _PACKED)
+            parts = {part: tensors[f"{layer}.{part}"] for part in _PACKED if f"{layer}.{part}" in tensors}
             try:
                 return blocks_of(parts, packing)
             except ValueError as error:
-                raise ValueError(f"{name!r}: {place} {error}") from None
+                raise ValueError(f"{name!r}: {layer} {error}") from None
 
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         model = assembled(config, read, name=name, dtype=dtype, attention=attention)
-        unused = [key for key in found if key not in used and not _is_nothing(key, found, config)]
+        unused = [key for key in tensors if key not in used and not _is_harmless(key, tensors, config)]
     return model, unused
 
 
-def _is_nothing(key: str, found: Mapping[str, Tensor], config: PretrainedConfig) -> bool:
-    """Whether a weight that no model reads changes nothing: AutoGPTQ gives all layers a bias."""
+def _is_harmless(key: str, tensors: Mapping[str, Tensor], config: PretrainedConfig) -> bool:
+    """Whether an unused weight would change nothing, such as the zero bias that AutoGPTQ gives all layers."""
     is_embedding = key == HEAD and config.tie_word_embeddings
-    return key.endswith(_COMPUTED) or is_embedding or (key.endswith(".bias") and not found[key].any())
+    return key.endswith(_COMPUTED) or is_embedding or (key.endswith(".bias") and not tensors[key].any())
 
 
 def blocks_of(parts: Mapping[str, Tensor], packing: Packing) -> Blocks:
-    """The weights of a linear layer.
-
-    Args:
-        parts: `qweight`, `qzeros`, `scales`, and `g_idx` `[K]` where there is one.
-        packing: how they are packed.
+    """Unpacks `qweight`, `qzeros`, `scales` and, optionally, `g_idx` `[K]` of a linear layer.
 
     Raises:
-        ValueError: they do not fit each other, or inputs are in another order than their groups.
+        ValueError: the parts do not fit each other, or inputs are not in the order of their groups.
     """
     if missing := [part for part in ("qweight", "qzeros", "scales") if part not in parts]:
         raise ValueError(f"has no {missing[0]}")
@@ -215,19 +200,19 @@ def blocks_of(parts: Mapping[str, Tensor], packing: Packing) -> Blocks:
 
 
 def _unpacked(numbers: Tensor) -> Tensor:
-    """The 8 values `[…, 8]` of each number `[…]`, the lowest 4 bits first."""
+    """The 8 values `[…, 8]` of each int32 `[…]`, the lowest 4 bits first."""
     return numbers[..., None] >> torch.arange(0, 4 * _PER_NUMBER, 4, dtype=torch.int32) & 15
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """The tensors of the files of a folder, each read when it is asked for."""
+    """The tensors of safetensors files by name, each read on access."""
 
     def __init__(self, files: list[Any]) -> None:
         self._files = {key: file for file in files for key in file.keys()}  # noqa: SIM118  # of safetensors
 
     def __getitem__(self, key: str) -> Tensor:
-        found: Tensor = self._files[key].get_tensor(key)
-        return found
+        tensor: Tensor = self._files[key].get_tensor(key)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

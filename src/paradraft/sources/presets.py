@@ -1,7 +1,7 @@
-"""Known models by their shape alone: the config of one, with random weights, made where it will run.
+"""Shapes of known models: their configs with random weights, made on the device where they run.
 
-What a pass costs does not depend on what the weights say, so a shape can be timed without a
-download. Its text is noise. A shape has no texts either: its tokenizer writes token ids as numbers.
+The cost of a pass does not depend on the weights' values, so a shape can be timed without a download. Its text is
+noise: its tokenizer writes token ids as numbers.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ _CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What decides the cost of a model's passes.
+    """The sizes that determine the cost of a model's passes.
 
     Args:
-        architecture: "llama", "qwen2" or "qwen3".
         hidden: width of the hidden states.
         intermediate: width inside an MLP.
-        layers: how many.
-        heads: query heads of a layer.
-        kv_heads: its key/value heads.
+        heads: query heads per layer.
+        kv_heads: key/value heads per layer.
         head_dim: width of a head.
         rows: of the embedding.
-        tokens: how many of them the family's tokenizer uses.
-        tied: whether the embedding is the output head too.
-        positions: most tokens of a text.
+        tokens: rows that the family's tokenizer uses.
+        tied: whether the embedding is also the output head.
+        positions: maximum tokens of a text.
     """
 
     architecture: str
@@ -62,12 +60,10 @@ class Shape:
         return min(self.tokens, self.rows - 1)
 
     def config(self, *, positions: int | None = None) -> PretrainedConfig:
-        """The config of `transformers`; frequencies of the rotary embedding are left as they are, they cost nothing.
+        """The config of `transformers`, with default rotary frequencies, which do not affect the cost.
 
-        It ends no text and names a mask token, so that the shape can be a target and any draft model.
-
-        Args:
-            positions: most tokens of a text; by default the model's own.
+        It has no end tokens and names a mask token, so that the shape can be a target and any draft model. `positions`
+        limits the tokens of a text; by default the model's own limit holds.
         """
         return _CONFIGS[self.architecture](
             vocab_size=self.rows,
@@ -110,15 +106,11 @@ SHAPES = {
     "tiny-target": _shape("llama", 96, 104, 512, True, 32, 48, 2, 4, 2, 8),
     "tiny-draft": _shape("llama", 96, 100, 512, True, 16, 24, 1, 2, 2, 8),
 }
-"""Published configs by name; the pocket family's; and two that a test can run."""
+"""Published configs by name, the pocket family's, and two that are small enough for tests."""
 
 
 def shape_of(name: str) -> Shape:
-    """The shape of a name such as "shape:llama-3.1-8b".
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The shape of a name such as "shape:llama-3.1-8b"; raises ValueError if there is no such shape."""
     if name.removeprefix(PREFIX) not in SHAPES:
         raise ValueError(f"unknown shape {name!r}: use {PREFIX} and one of {', '.join(SHAPES)}")
     return SHAPES[name.removeprefix(PREFIX)]
@@ -128,25 +120,23 @@ def random_model(name: str, *, dtype: torch.dtype, device: str, positions: int |
     """A model of a shape with random weights, the same for the same name, dtype and device.
 
     Args:
-        name: such as "shape:llama-3.1-8b".
-        dtype: of the weights; they are made in it, and take no more memory than that.
-        device: where they are made.
-        positions: most tokens of a text; by default the model's own.
+        dtype: in which the weights are made, so that peak memory is theirs.
+        positions: maximum tokens of a text; by default the model's.
 
     Raises:
         ValueError: there is no such shape.
     """
-    place = torch.device(device)
-    gpus = [place.index or 0] if place.type == "cuda" else []
+    torch_device = torch.device(device)
+    gpus = [torch_device.index or 0] if torch_device.type == "cuda" else []
     config = shape_of(name).config(positions=positions)
-    with torch.random.fork_rng(devices=gpus), place:
+    with torch.random.fork_rng(devices=gpus), torch_device:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return model.eval()
 
 
 def id_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a shape: numbers with spaces between them are the token ids, all but the mask token's.
+    """The tokenizer of a shape: numbers separated by spaces are token ids, without the mask token's.
 
     >>> tokenizer = id_tokenizer("shape:tiny-target")
     >>> tokenizer("7 42 95")["input_ids"], tokenizer.decode([7, 42]), max(tokenizer.get_vocab().values())

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are rounded one matrix at a time, so that they are never in memory as a whole."""
+"""Reads and quantizes a checkpoint one matrix at a time, so that it is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ from paradraft.models.quantized import GROUP, Format, NumberKind, Parts, Quantiz
 
 
 def files_of(name: str, model: PreTrainedModel) -> dict[str, Path] | None:
-    """The file of each of a model's weights, if these and no others are there, in safetensors, under their names.
-
-    Args:
-        name: a folder, or a Hugging Face id that was loaded before.
-        model: on the meta device.
+    """The safetensors file of each weight of a model on the meta device.
 
     Returns:
-        None if `transformers` is to read them, which knows of other names and formats.
+        None if the files do not contain exactly the model's weights, with its names and shapes: then `transformers`
+        must read them, because it knows other names and formats.
     """
     if Path(name).is_file():  # GGUF
         return None
-    found = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
-    folder = Path(found).parent if isinstance(found, str) else Path(name)
+    cached = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
+    folder = Path(cached).parent if isinstance(cached, str) else Path(name)
     if (folder / "adapter_config.json").exists() or getattr(model.config, "quantization_config", None) is not None:
         return None
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -42,24 +39,18 @@ def files_of(name: str, model: PreTrainedModel) -> dict[str, Path] | None:
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118  # it is no dict
                     files[key], shapes[key] = file, opened.get_slice(key).get_shape()
-    except Exception:  # whatever is wrong with them, `transformers` says it
+    except Exception:  # `transformers` reports the problem
         return None
     if any(not key.startswith("model.rotary_emb.") for key, _ in model.named_buffers()):
         return None
     wanted = {key: list(weight.shape) for key, weight in model.named_parameters()}
     if model.config.tie_word_embeddings:
-        shapes.pop("lm_head.weight", None)  # the embedding is the head, whatever is there
+        shapes.pop("lm_head.weight", None)  # unused, because the embedding is the head
     return files if shapes == wanted else None
 
 
 def fill(model: PreTrainedModel, files: dict[str, Path], *, bits: int) -> None:
-    """Gives a model its weights; those of linear layers are read and rounded when they are packed.
-
-    Args:
-        model: on the meta device, in the dtype of its activations.
-        files: of each weight.
-        bits: as in `round_linears`.
-    """
+    """Fills in the weights of a model on the meta device; linear layers are read and rounded lazily, when packed."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = head.weight is embedding.weight
     for prefix, module in model.named_modules():
@@ -79,7 +70,7 @@ def fill(model: PreTrainedModel, files: dict[str, Path], *, bits: int) -> None:
 
 
 def _read(file: Path, key: str, dtype: torch.dtype) -> Tensor:
-    # Opened for each, so that what was read of the file leaves the memory with the tensor.
+    # Opened per tensor, so that the file's mapped pages are freed with the tensor.
     with safe_open(file, framework="pt") as opened:
         return opened.get_tensor(key).to(dtype)
 

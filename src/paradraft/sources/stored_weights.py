@@ -1,4 +1,4 @@
-"""A model whose weights are taken one by one from a file, as they are stored there: those of few bits stay so."""
+"""Assembles a model from the weights of a file, one by one; quantized weights stay quantized."""
 
 from __future__ import annotations
 
@@ -15,40 +15,32 @@ from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import AUTO, STORED, Runtime
 
 Weight = Blocks | Tensor
-"""Of few bits, or numbers; a `QuantizedTensor` is of few bits that are not read yet."""
+"""Quantized or plain weights; a `QuantizedTensor` is read lazily."""
 HEAD = "lm_head.weight"
 
 
 def quantized(blocks: Blocks, dtype: torch.dtype) -> QuantizedTensor:
-    """Weights of few bits, whose products are in a dtype."""
+    """Quantized weights whose products have a dtype."""
     return QuantizedTensor(
         blocks.values, blocks.scales, blocks.offsets, bits=blocks.bits, group=blocks.group, dtype=dtype
     )
 
 
 def lossless_dtype(numbers: Iterable[Tensor], wanted: torch.dtype) -> torch.dtype:
-    """What passes compute in beside weights of few bits: float32 where bfloat16 would round one of the other weights.
-
-    Args:
-        numbers: those weights.
-        wanted: bfloat16 or float32.
+    """The dtype for passes with quantized weights: `wanted`, or float32 if that would round one of the plain weights.
 
     >>> lossless_dtype([torch.tensor([0.5, 3.0])], torch.bfloat16), lossless_dtype([torch.tensor(0.1)], torch.bfloat16)
     (torch.bfloat16, torch.float32)
     """
-    is_exact = all(torch.equal(each.to(wanted).float(), each.float()) for each in numbers)
+    is_exact = all(torch.equal(weight.to(wanted).float(), weight.float()) for weight in numbers)
     return wanted if is_exact else torch.float32
 
 
 def settled_as_stored(runtime: Runtime, name: str) -> Runtime:
-    """How a model runs whose weights are stored in few bits, without "auto".
-
-    Args:
-        runtime: as it was asked for.
-        name: of the model, for messages.
+    """Resolves "auto" in the runtime of a model whose weights are stored quantized; `name` is for messages.
 
     Raises:
-        ValueError: another dtype was asked for, or another device than CPUs.
+        ValueError: another dtype, or another device than a CPU, was requested.
     """
     if runtime.dtype not in (AUTO, STORED):
         raise ValueError(
@@ -71,17 +63,14 @@ def assembled(
     dtype: torch.dtype,
     attention: str,
 ) -> PreTrainedModel:
-    """Builds a model of the weights of a file.
+    """Builds a model from the weights of a file.
 
     Args:
-        config: the model's.
-        read: what gives the weight of a name, as `transformers` has it; None if there is none.
-        name: of the model, for messages.
-        dtype: of activations, and of the weights that are numbers.
-        attention: `attn_implementation`.
+        read: returns the weight of a `transformers` name; None if there is none.
+        dtype: of activations and plain weights.
 
     Raises:
-        ValueError: a weight is missing, has another shape than the config says, or has few bits where it may not.
+        ValueError: a weight is missing, contradicts the config's shape, or is quantized where it must not be.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -97,28 +86,30 @@ def assembled(
     return model.eval().requires_grad_(False)
 
 
-def _put(model: PreTrainedModel, key: str, found: Weight | None, *, name: str, dtype: torch.dtype) -> None:
-    place, _, last = key.rpartition(".")
-    module = model.get_submodule(place)
-    shape = getattr(module, last).shape
-    if found is None:
+def _put(model: PreTrainedModel, key: str, stored: Weight | None, *, name: str, dtype: torch.dtype) -> None:
+    parent, _, attribute = key.rpartition(".")
+    module = model.get_submodule(parent)
+    shape = getattr(module, attribute).shape
+    if stored is None:
         raise ValueError(f"model {name!r}: its weights do not fit its config, {key} is missing")
-    weight = quantized(found, dtype) if isinstance(found, Blocks) else found
+    weight = quantized(stored, dtype) if isinstance(stored, Blocks) else stored
     weight = weight if isinstance(weight, QuantizedTensor) else weight.to(dtype)
     if weight.shape != shape:
         raise ValueError(
             f"model {name!r}: its weights do not fit its config, {key} has the shape {tuple(weight.shape)}, not "
             f"{tuple(shape)}"
         )
-    if isinstance(weight, QuantizedTensor) and not (isinstance(module, nn.Linear | nn.Embedding) and last == "weight"):
+    if isinstance(weight, QuantizedTensor) and not (
+        isinstance(module, nn.Linear | nn.Embedding) and attribute == "weight"
+    ):
         raise ValueError(f"model {name!r}: {key} has few bits, which only matrices of weights may have")
-    setattr(module, last, nn.Parameter(weight, requires_grad=False))
+    setattr(module, attribute, nn.Parameter(weight, requires_grad=False))
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Makes anew the modules that compute what they hold: those of the angles of rotary embeddings."""
-    for place, module in list(model.named_modules()):
+    """Recreates modules with computed buffers: the frequencies of rotary embeddings."""
+    for path, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            parent, _, last = place.rpartition(".")
-            setattr(model.get_submodule(parent), last, type(module)(model.config))
+            parent, _, attribute = path.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, type(module)(model.config))
     assert not any(part.is_meta for part in (*model.parameters(), *model.buffers()))

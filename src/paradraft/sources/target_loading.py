@@ -1,7 +1,7 @@
-"""Targets, and causal LMs with their caches: weights in the precision, and in the places, that were asked for.
+"""Loads targets, and causal LMs with their KV caches, in the requested precision and on the requested devices.
 
-Weights of few bits on a CPU come from the file that an earlier load has written, or are read and rounded one matrix at
-a time, so that the checkpoint is never in memory as a whole.
+Quantized weights on a CPU come from the packed file that an earlier load has written, or are read and rounded one
+matrix at a time, so that the checkpoint is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -55,16 +55,15 @@ LOG = logging.getLogger(__name__)
 
 
 def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks: int = 1) -> Target:
-    """Loads the model whose text is produced, and its tokenizer.
+    """Loads the target and its tokenizer.
 
     Args:
-        name: a folder, a Hugging Face id, "pocket" or a shape.
-        runtime: how it runs; where, unless there are stages.
-        stages: where its layers are, if they are shared out.
-        ranks: how many processes share each of its layers, this one among them (tensor parallelism).
+        runtime: how it runs; its device is ignored with stages.
+        stages: devices of its layers (pipeline); empty for one device.
+        ranks: number of processes that share each layer, this one included (tensor parallelism).
 
     Raises:
-        ValueError: there is no such model, or it cannot be served.
+        ValueError: there is no such model, or it cannot run like this.
     """
     folder, runtime = locate(name, "target"), settled(runtime, name)
     tokenizer = tokenizer_for(folder, runtime.tokenizer)
@@ -85,19 +84,19 @@ def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks
     else:
         lm = load_lm(folder, runtime, vocab_size, runtime.capacity)
     target = Target(lm, tokenizer, _named_ends(folder, lm.model, tokenizer))
-    _obey(lm.model, target, name)
+    _apply_generation_config(lm.model, target, name)
     return target
 
 
 def _named_ends(folder: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that a model's files name as the end of its texts; what a GGUF file's vocabulary has is not named."""
+    """The end tokens that a model's files name, without those known only from a GGUF file's vocabulary."""
     if is_gguf(folder):
         return frozenset(named_ends_of(read_gguf(folder)))
     return end_ids(model.generation_config) | {tokenizer.eos_token_id} - {None}
 
 
-def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
-    """Does what a model's generation config asks for, and warns of what is ignored."""
+def _apply_generation_config(model: PreTrainedModel, target: Target, name: str) -> None:
+    """Applies a model's generation config to the target, and warns of settings that are ignored."""
     config = model.generation_config
     target.lm.forbid(suppressed_ids(config))
     if (ignored := complaint(config)) is not None:
@@ -119,16 +118,14 @@ def _obey(model: PreTrainedModel, target: Target, name: str) -> None:
 
 
 def load_lm(folder: str, runtime: Runtime, vocab_size: int, capacity: int | None) -> CausalLM:
-    """Loads a causal LM with its cache; weights of few bits on a CPU from the file that an earlier load has written.
+    """Loads a causal LM with its KV cache; quantized weights on a CPU from the packed file of an earlier load.
 
     Args:
-        folder: a folder, a file, a Hugging Face id or a shape.
-        runtime: how it runs.
-        vocab_size: how many ids are tokens.
-        capacity: most tokens of a row; None for the model's limit.
+        vocab_size: number of ids that are tokens.
+        capacity: maximum tokens of a row; None for the model's limit.
 
     Raises:
-        ValueError: there is no such model, or it cannot be had like this.
+        ValueError: there is no such model, or it cannot run like this.
     """
     runtime = settled(runtime, folder)
     LOG.info("%s: reading", Path(folder).name)
@@ -146,13 +143,13 @@ def load_lm(folder: str, runtime: Runtime, vocab_size: int, capacity: int | None
 
 
 def _packs_few_bits(config: PretrainedConfig, runtime: Runtime) -> bool:
-    """Whether a model may run in C++ with weights of few bits."""
+    """Whether a model may run in C++ with quantized weights."""
     is_on_cpu, has_few_bits = torch.device(runtime.device).type == "cpu", runtime.dtype in (*QUANTIZED, STORED)
     return has_few_bits and is_on_cpu and runtime.compiled is not False and not has_experts(config)
 
 
 def _skeleton(folder: str, runtime: Runtime) -> PreTrainedModel:
-    """A model without weights, and with all else that it has when it is loaded."""
+    """A model on the meta device with its generation config."""
     model = load_skeleton(folder, runtime.computed_in)
     if not is_shape(folder):
         model.generation_config = load_generation_config(folder)
@@ -160,16 +157,16 @@ def _skeleton(folder: str, runtime: Runtime) -> PreTrainedModel:
 
 
 def _rounded_when_packed(folder: str, runtime: Runtime) -> PreTrainedModel | None:
-    """A model whose weights are read and rounded when its pass in C++ packs them; None where that does not serve."""
-    if (found := _read_in_pieces(folder, runtime)) is None:
+    """A model whose weights are read and rounded when its C++ pass packs them; None if that is not possible."""
+    if (pieces := _read_in_pieces(folder, runtime)) is None:
         return None
-    model, files = found
+    model, files = pieces
     fill(model, files, bits=QUANTIZED[runtime.dtype])
     return model if can_serve(model) else None
 
 
 def _read_in_pieces(folder: str, runtime: Runtime) -> tuple[PreTrainedModel, dict[str, Path]] | None:
-    """A model without weights, and the file of each; None if they are not rounded, or are read as a whole."""
+    """A model on the meta device, and the file of each weight; None if they are not rounded matrix by matrix."""
     if is_shape(folder) or runtime.dtype not in QUANTIZED or not _packs_few_bits(config_of(folder), runtime):
         return None
     if not is_built():
@@ -209,16 +206,11 @@ def causal_lm_of(
     ranks: int = 1,
     probe: str | None = None,
 ) -> CausalLM:
-    """A model with its cache.
+    """A loaded model with its KV cache.
 
     Args:
-        model: loaded.
-        vocab_size: how many ids are tokens.
-        runtime: how it runs.
-        capacity: most tokens of a row; None for the model's limit.
-        stages: the parts of the model, if its layers are shared out.
-        ranks: how many processes share each of its layers.
-        probe: of its pass in C++ when its weights were packed; see `CausalLM`.
+        capacity: maximum tokens of a row; None for the model's limit.
+        probe: of its C++ pass when its weights were packed; see `CausalLM`.
     """
     return CausalLM(
         model,
@@ -235,14 +227,10 @@ def causal_lm_of(
 
 
 def weights_bytes(name: str, runtime: Runtime) -> float:
-    """How much memory a model's weights take while it is loaded.
+    """Bytes of memory for a model's weights while it is loaded.
 
-    Those that are rounded count with their few bits where they are read one matrix at a time, as later loads map as
-    much; where they are read as a whole, all their bits count.
-
-    Args:
-        name: a folder, a file, a Hugging Face id or a shape.
-        runtime: its device and dtype.
+    Rounded weights count with their few bits if they are read one matrix at a time, because later loads map the same
+    amount; if they are read as a whole, they count at full precision.
 
     Raises:
         ValueError: there is no such model, or it is no supported causal LM.
@@ -250,8 +238,8 @@ def weights_bytes(name: str, runtime: Runtime) -> float:
     itemsize = runtime.computed_in.itemsize
     if is_gguf(name):
         return gguf_model.resident_bytes(read_gguf(name), itemsize)
-    if (found := _read_in_pieces(name, runtime)) is not None:
-        return _rounded_bytes(found[0], QUANTIZED[runtime.dtype])
+    if (pieces := _read_in_pieces(name, runtime)) is not None:
+        return _rounded_bytes(pieces[0], QUANTIZED[runtime.dtype])
     model = load_skeleton(name)
     numbers = sum(weight.numel() for weight in model.parameters())
     if runtime.dtype != STORED or not is_in_few_bits(name):
@@ -261,7 +249,7 @@ def weights_bytes(name: str, runtime: Runtime) -> float:
 
 
 def _rounded_bytes(model: PreTrainedModel, bits: int) -> float:
-    """The memory of a model that is rounded one matrix at a time, with the largest matrix as it is read and rounded."""
+    """Bytes of a model that is rounded one matrix at a time, plus the largest matrix while it is read and rounded."""
     head, total, largest = model.get_output_embeddings(), 0.0, 0
     for layer, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
