@@ -48,7 +48,6 @@ def vllm_fixed(k: int, drafter: str, draft: str) -> dict[str, Any] | None:
     Args:
         k: tokens drafted per round, at every batch size.
         drafter: paradraft's name, with or without settings.
-        draft: the draft model.
     """
     name, _ = split_settings(drafter)
     methods: dict[str, dict[str, Any]] = {

@@ -43,9 +43,7 @@ def check_can_write(config: PretrainedConfig, dtype: str, name: str) -> None:
     """Checks that a model can be written, before its weights are loaded.
 
     Args:
-        config: of the model.
         dtype: of its matrices, one of `TYPES`.
-        name: of the model, for messages.
 
     Raises:
         ValueError: dtype, architecture or YaRN settings are unsupported, or the `gguf` package is not installed.
@@ -79,9 +77,7 @@ def write_gguf(
     """Writes a model that `check_can_write` accepts.
 
     Args:
-        file: to write.
         model: on the CPU; its config may declare mask tokens.
-        tokenizer: of the model.
         generation: its end tokens are written.
         dtype: of the matrices, one of `TYPES`.
         name: for `general.name`.

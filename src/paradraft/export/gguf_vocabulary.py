@@ -29,9 +29,7 @@ def metadata_of(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> dic
     """The GGUF metadata of a byte-level BPE tokenizer.
 
     Args:
-        tokenizer: byte-level BPE.
         rows: of the embedding; ids after the last token are padded and marked as unused.
-        name: of the model, for messages.
 
     Raises:
         ValueError: it is of another kind, or llama.cpp has no name for its pre-tokenizer.
@@ -62,12 +60,7 @@ def metadata_of(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> dic
 
 
 def split_of(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, Any], name: str) -> str:
-    """The name of a tokenizer's pre-tokenizer: the first one with which a GGUF file gives the same tokens.
-
-    Args:
-        tokenizer: to compare with.
-        metadata: the rest of its GGUF metadata.
-        name: of the model, for messages.
+    """The name of a tokenizer's pre-tokenizer: the first with which its GGUF `metadata` gives the same tokens.
 
     Raises:
         ValueError: no known name fits.

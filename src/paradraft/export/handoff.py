@@ -63,7 +63,6 @@ class Measured:
     """Acceptance of the exported folder in paradraft's own loop, greedily.
 
     Args:
-        prompts: number of answers.
         length: tokens per pass of the target.
         by_position: for each draft position, the share of its drafted tokens that was accepted.
         is_lossless: whether all texts are those of plain decoding.
@@ -83,10 +82,8 @@ class Handoff:
         engine: one of `ENGINES`.
         drafter: how the engine drafts with it: "pard", "medusa", "eagle", or "autoregressive" for an ordinary draft
             model.
-        k: tokens drafted per round.
         launch: the command or code that starts the engine.
         notes: further sentences for the card.
-        measured: its acceptance; None if it was not measured.
     """
 
     engine: str
@@ -113,13 +110,10 @@ def hand_off(
     Args:
         draft: a PARD model, an ordinary draft model, or for vLLM a drafter on the target's states that it supports: a
             folder, a Hugging Face id, or "pocket".
-        target: the model that it drafts for.
         engine: one of `ENGINES`.
         out: the folder to write; empty or not existing.
-        k: tokens drafted per round.
         prompts: to measure the acceptance on; empty skips the measurement.
         max_new_tokens: of an answer in the measurement.
-        runtime: of the measurement.
 
     Raises:
         ValueError: the engine cannot serve it, its vocabulary is not the target's, or `out` is not empty.

@@ -78,14 +78,7 @@ def needs_output_head(head: Head) -> bool:
 
 
 def write_for_vllm(new: Path, head: Head, target: PretrainedConfig, output_head: Tensor | None) -> None:
-    """Writes a checkpoint in vLLM's format.
-
-    Args:
-        new: an existing folder.
-        head: a checkpoint that `check_head` accepts.
-        target: config of the target.
-        output_head: of the target, if the checkpoint `needs_output_head`.
-    """
+    """Writes a checkpoint in vLLM's format; `output_head` is the target's, if the checkpoint `needs_output_head`."""
     if head.config["model_type"] == "eagle":
         weights = {BODY + name: weight for name, weight in head.weights.items()}
         config = mistral_like(target, head.setting("num_hidden_layers", int)).to_dict()

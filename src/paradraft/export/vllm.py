@@ -37,13 +37,10 @@ class NeedsExportError(ValueError):
 
 
 def installed_python(named: Path | None) -> Path | None:
-    """The Python of vLLM's environment; None if vLLM is not installed.
-
-    Args:
-        named: the user's choice; None for `DEFAULT_PYTHON`.
+    """The Python of vLLM's environment, by default `DEFAULT_PYTHON`; None if vLLM is not installed.
 
     Raises:
-        ValueError: the user's choice does not exist.
+        ValueError: the Python that the user named does not exist.
     """
     if named is not None and not named.is_file():
         raise ValueError(f"--vllm-python {str(named)!r}: there is no such file; name the Python of vLLM's environment")
@@ -67,8 +64,6 @@ def speculative_config(
     """The value of vLLM's `--speculative-config`; None without a drafter.
 
     Args:
-        speculation: drafter, draft model and K.
-        target: folder or Hugging Face id.
         chosen: K by batch size, instead of the speculation's K.
 
     Raises:
@@ -105,9 +100,6 @@ def check_draft(name: str, draft: str, target: str, k: int) -> None:
 
     Args:
         name: of the drafter, one of `ROLES`.
-        draft: folder or Hugging Face id.
-        target: folder or Hugging Face id.
-        k: maximum of tokens drafted per round.
 
     Raises:
         ValueError: it cannot: a model has no weights; the draft model names no mask token or several, has another
@@ -164,18 +156,7 @@ def _check_model(name: str, draft: str, target: str) -> None:
 def check_rows_fit(
     config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, rows: int, *, draft: str, target: str
 ) -> None:
-    """Checks that a draft model's embedding can be padded or cut to the target's rows.
-
-    Args:
-        config: of the draft model.
-        tokenizer: of the draft model.
-        rows: of the target's embedding.
-        draft: name of the draft model, for messages.
-        target: name of the target, for messages.
-
-    Raises:
-        ValueError: its tokens use more rows.
-    """
+    """Raises ValueError if a draft model's tokens need more embedding rows than the target has."""
     mask, used = declared_mask_id(config), used_rows(tokenizer)
     needed = max(used, 0 if mask is None else mask + 1)
     if rows < min(needed, config.vocab_size):

@@ -63,7 +63,6 @@ class GgufFile:
     Args:
         state: size and modification time in ns when the header was read.
         metadata: by key; arrays are lists.
-        tensors: by name.
     """
 
     path: Path
@@ -72,11 +71,7 @@ class GgufFile:
     tensors: Mapping[str, StoredTensor]
 
     def find(self, key: str, kind: type[T]) -> T | None:
-        """A metadata value, None if the key is missing; an int is accepted where a float is expected.
-
-        Raises:
-            ValueError: the value has another type.
-        """
+        """A metadata value, None if missing; raises ValueError for another type, except an int instead of a float."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -87,11 +82,7 @@ class GgufFile:
         return value
 
     def get(self, key: str, kind: type[T]) -> T:
-        """A required metadata value.
-
-        Raises:
-            ValueError: it is missing, or of another type.
-        """
+        """A required metadata value; raises ValueError if it is missing or of another type."""
         if (value := self.find(key, kind)) is None:
             raise ValueError(f"{str(self.path)!r} has no {key}: it is no whole model, get the file again")
         return value
@@ -128,10 +119,7 @@ def is_gguf(name: str) -> bool:
 
 
 def read_gguf(name: str, *, vocabulary: bool = False) -> GgufFile:
-    """Reads the header of a GGUF file.
-
-    Args:
-        vocabulary: keep the lists of tokens and merges in the metadata too.
+    """Reads the header of a GGUF file; with `vocabulary` the metadata includes the lists of tokens and merges.
 
     Raises:
         ValueError: the file does not exist, is no GGUF file, has an unsupported version or type, or is damaged.

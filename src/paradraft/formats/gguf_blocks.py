@@ -80,8 +80,6 @@ class Kind:
     """A weight type.
 
     Args:
-        size_bytes: bytes per block.
-        weights: weights per block.
         unpack: turns bytes `[N, C, size_bytes]` into `Blocks`; None for floating-point types.
         dtype: of a floating-point type.
     """
@@ -214,15 +212,7 @@ def row_bytes(kind: int, weights: int) -> int:
 
 
 def unpacked(kind: int, raw: Tensor) -> Blocks | Tensor:
-    """Unpacks weights of a type in `KINDS`.
-
-    Args:
-        kind: ggml's type id.
-        raw: bytes `[N, bytes of a row]`.
-
-    Returns:
-        `Blocks`; for floating-point types the tensor `[N, K]`.
-    """
+    """Unpacks bytes `[N, bytes of a row]` of a type in `KINDS`; floating-point types give the tensor `[N, K]`."""
     stored = KINDS[kind]
     if stored.unpack is None:
         assert stored.dtype is not None

@@ -35,8 +35,6 @@ class TargetIdentity:
     """Shape and weights digest that identify a target.
 
     Args:
-        hidden_size: D.
-        num_hidden_layers: number of layers.
         vocab_size: rows of its output head.
         weights: see `paradraft.digests.weights_digest`; None for random weights, which have no files.
     """
@@ -82,25 +80,14 @@ class Head:
     name: str = ""
 
     def setting(self, key: str, kind: type[S], *allowed: S) -> S:
-        """A setting of the config; an int must be at least 1.
-
-        Args:
-            allowed: its values; any by default.
-
-        Raises:
-            ValueError: it is missing or not allowed.
-        """
+        """A setting; raises ValueError if it is missing, an int below 1, or not among `allowed` (default: any)."""
         value = self.config.get(key)
         if type(value) is not kind or (allowed and value not in allowed) or (type(value) is int and value < 1):
             raise ValueError(f"draft {self.name!r}: {key} in its config.json is {value!r}: train it again")
         return value
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """A weight of the required shape.
-
-        Raises:
-            ValueError: it is missing, or has another shape.
-        """
+        """A weight; raises ValueError if it is missing or has another shape."""
         weight = self.weights.get(name)
         if weight is None or weight.shape != shape:
             problem = "is missing" if weight is None else f"has the shape {tuple(weight.shape)}, not {shape}"
@@ -121,7 +108,6 @@ def read_head(name: str, kind: str, config: PretrainedConfig) -> Head:
     Args:
         name: a folder with a `config.json`, or a Hugging Face id.
         kind: the drafter's name, which `model_type` must equal.
-        config: of the target.
 
     Raises:
         ValueError: it is of another drafter or for another target, or damaged.
@@ -132,11 +118,7 @@ def read_head(name: str, kind: str, config: PretrainedConfig) -> Head:
 
 
 def read_checkpoint(name: str, kind: str | None = None) -> Head:
-    """Reads a checkpoint of a drafter (None: of any) without checking its target.
-
-    Raises:
-        ValueError: it is of another drafter, or damaged.
-    """
+    """Reads a checkpoint of a drafter (None: of any), not checking its target; raises ValueError as `read_head`."""
     with _reading(name, kind):
         config, target = _read_config(name, kind)
         weights = {key.removeprefix(BODY): weight for key, weight in load_file(file_of(name, WEIGHTS)).items()}
@@ -144,11 +126,7 @@ def read_checkpoint(name: str, kind: str | None = None) -> Head:
 
 
 def read_identity(name: str, kind: str) -> TargetIdentity | None:
-    """The target of a checkpoint, from its config alone; None if the checkpoint has another format.
-
-    Raises:
-        ValueError: as `read_checkpoint`.
-    """
+    """The target in a checkpoint's config; None if it has another format. Raises ValueError as `read_checkpoint`."""
     with _reading(name, kind):
         config = json.loads(file_of(name, CONFIG).read_bytes())
         return _read_config(name, kind)[1] if isinstance(config, dict) and TARGET in config else None

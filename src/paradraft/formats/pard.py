@@ -23,12 +23,7 @@ and draft without the head: they read all weights next to `config.json`, and non
 def check_ends_nothing(
     masks: range, ends: Collection[int | None], tokenizer: PreTrainedTokenizerBase, name: str
 ) -> None:
-    """Raises ValueError if a mask token is an end token: a mask is never sampled, so answers would not end.
-
-    Args:
-        ends: the end tokens.
-        name: of the PARD model, for the message.
-    """
+    """Raises ValueError if a mask token is an end token: a mask is never sampled, so answers would not end."""
     if ending := [token for token in masks if token in ends]:
         raise ValueError(
             f"{name}: its mask token {ending[0]} ({tokenizer.convert_ids_to_tokens(ending[0])}) ends a text "
@@ -55,10 +50,7 @@ def mask_token_id(model_config: PretrainedConfig, name: str) -> int:
 
 
 def declared_mask_id(model_config: PretrainedConfig) -> int | None:
-    """The mask token id in a model's config; None if there is none.
-
-    Raises:
-        ValueError: it is no integer.
+    """The mask token id in a model's config; None if there is none. Raises ValueError if it is no integer.
 
     Example:
         >>> declared_mask_id(PretrainedConfig(pard_token=7)), declared_mask_id(PretrainedConfig())

@@ -22,7 +22,6 @@ class Acceptance:
     """Measured acceptance of a method.
 
     Args:
-        spec: of the method, as in the report.
         k: maximum depth of its drafts.
         tree: node budget; None for chains.
         length: emitted tokens per target pass.
@@ -117,8 +116,6 @@ def acceptances(
     others belong to another drafter. Adaptive length policies say nothing about a fixed length, so they are left out.
 
     Args:
-        report: a result of `paradraft bench`.
-        name: of the report, for messages.
         drafter: its name, with or without settings.
 
     Raises:

@@ -39,7 +39,6 @@ class RoundTime:
     Args:
         draft_s: everything the drafter does before the target's pass.
         verify_s: the target's pass and the verdict.
-        other_s: the rest.
     """
 
     draft_s: float
@@ -128,9 +127,7 @@ def measure_rounds(
     Args:
         engines: an engine and its draft lengths by name; length 0 for plain decoding.
         prompts: texts; batches take them in order and start over at the end.
-        batch: batch size, at least 1.
         max_new_tokens: tokens of an answer; longer texts make slower passes. End-of-sequence tokens are ignored.
-        report: receives progress messages.
 
     Returns:
         Costs by engine name. Prefill is the mean over all engines, because it is the same work.

@@ -49,7 +49,6 @@ def run_plan(
         known: acceptance by way, from `known_of`; None measures it.
         source: name of the report that it is from, for the record.
         check_runs: runs of the benchmark that checks the predictions; 0 for none.
-        report: receives progress messages.
 
     Returns:
         JSON values: `machine`, `arguments`, `acceptance`, `costs_ms`, `predictions`, `chosen`, `chains` (K by batch

@@ -18,13 +18,8 @@ ADVICE = "name a file that `paradraft plan --json` wrote for a drafter that draf
 def read_chains(file: Path, target: str, speculation: Speculation) -> dict[int, int]:
     """Reads a plan's K by batch size, 0 where no draft pays.
 
-    Args:
-        file: the plan.
-        target: must be the plan's.
-        speculation: its drafter and draft model must be the plan's.
-
     Raises:
-        ValueError: the file cannot be read, is no plan, or is a plan for other models.
+        ValueError: the file cannot be read, is no plan, or is one for another target, drafter or draft model.
     """
     try:
         plan = json.loads(file.read_bytes())

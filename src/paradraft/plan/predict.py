@@ -53,7 +53,6 @@ class Prediction:
 
     Args:
         total_s: for all answers, prefill included.
-        tokens_per_s: emitted tokens per second.
         tokens_per_pass: emitted tokens per target pass.
         speedup: against plain decoding at the same batch size.
     """

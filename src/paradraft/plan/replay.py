@@ -21,9 +21,6 @@ UNKNOWN = -1
 def accuracy_of(answers: Sequence[Sequence[Ranks]]) -> list[list[float]]:
     """Share of rounds in which each rank was right, by depth, smoothed with one pseudo-round (1/2, 1/4, … by rank).
 
-    Raises:
-        ValueError: the answers are too short.
-
     >>> accuracy_of([[(0, 1), (0, 0), (10, 0), (0, -1)]])[0][:2]
     [0.7, 0.05]
     """

@@ -32,7 +32,6 @@ class Times:
         draft_s: a drafted token of an autoregressive draft model.
         window_s: a pass of a parallel drafter (PARD), for any number of tokens; None for `draft_s`.
         transport_s: round trip between the two sides.
-        rest_s: the rest of a round.
         contention: factor, at least 1, on passes while the other side works too.
     """
 
@@ -102,10 +101,8 @@ def speed_ahead(
     """Tokens per second of drafting ahead (PEARL).
 
     Args:
-        times: of both sides.
         chances: of at least `gamma` positions.
         gamma: tokens of a window, at least 2.
-        is_parallel: whether the drafter drafts a window in one pass.
         overlap: as in `paradraft.engine.speculation.Speculation`.
 
     >>> times = Times(target_s=1.0, draft_s=0.2)
@@ -148,7 +145,6 @@ class Simulated:
 
     Args:
         tokens: the best K or γ; None without a drafter.
-        tokens_per_s: emitted tokens per second.
         speedup: against plain decoding.
     """
 
@@ -162,7 +158,6 @@ def simulate(times: Times, rates: Sequence[float], parallel_rates: Sequence[floa
     """All methods, each with its best K or γ.
 
     Args:
-        times: of both sides.
         rates: for each position, the share of drafts of an autoregressive draft model that are accepted that far.
         parallel_rates: the same for a parallel drafter; None leaves PARD out.
     """

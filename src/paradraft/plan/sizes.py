@@ -165,7 +165,6 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
 
     Args:
         check_runs: runs of the benchmark on other prompts that checks the choice; 0 for none.
-        report: receives progress messages.
 
     Returns:
         JSON values: `machine`, `arguments`, `accuracy`, `sizes` with their predictions, `chosen`, `plan` for

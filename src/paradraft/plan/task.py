@@ -112,13 +112,7 @@ def known_of(task: Task, report: dict[str, Any], name: str, dtype: str) -> dict[
 
 
 def doubts(task: Task, known: dict[Way, Acceptance], report: dict[str, Any], name: str) -> list[str]:
-    """Warnings about differences between a report and the task, which may be intended or mistakes.
-
-    Args:
-        known: from `known_of`.
-        report: a result of `paradraft bench`.
-        name: of the report, for messages.
-    """
+    """Warnings about differences between a report and the task, which may be intended or mistakes."""
     warnings = []
     if (target := report["arguments"]["target"]) != task.target:
         warnings.append(f"{name} is about target {target}, not {task.target}")
@@ -134,14 +128,7 @@ def doubts(task: Task, known: dict[Way, Acceptance], report: dict[str, Any], nam
 
 
 def ways_of(task: Task, max_k: int | None = None) -> list[Way]:
-    """The ways to try without a report.
-
-    Args:
-        max_k: the drafter's maximum K; None for no limit.
-
-    Raises:
-        ValueError: the task has a longer chain.
-    """
+    """The ways to try without a report; raises ValueError for a chain longer than the drafter's `max_k`, if any."""
     if task.ks is not None and max_k is not None and max(task.ks) > max_k:
         raise ValueError(f"k={max(task.ks)}: this drafter drafts at most {max_k} tokens per round")
     ks, trees = task.ks, task.trees
