@@ -1,9 +1,8 @@
-"""The file of answers: whole lines only, each answer once, whatever kills the run.
+"""Append-only JSONL file of answers: complete lines only, each answer once, even if the run is killed.
 
-Lines are appended and never changed. A line that a kill tore is cut off by the next run, which asks
-for what is missing. The settings that decide the text stand beside the file, in
-`<file>.settings.json`, and are written before the first answer; a run with other settings is refused.
-A lock, `<file>.lock`, keeps a second run away; it goes with the process that holds it.
+The next run cuts off an incomplete last line and answers the missing questions. The settings that decide the text
+are written to `<file>.settings.json` before the first answer; a run with other settings is refused. The lock
+`<file>.lock` excludes a second run and ends with the process that holds it.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from filelock import FileLock, Timeout
 from paradraft.data.questions import ID
 
 SYNC_S = 1.0
-"""How often what was written is forced to the disk: a power cut may cost the answers of this time, a kill none."""
+"""Interval between two fsyncs: a power cut may lose the answers of this interval, a kill loses none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a file of answers holds.
+    """Content of a file of answers.
 
     Args:
-        done: the ids of its answers.
-        size_bytes: of its whole lines.
+        done: ids of its answers.
+        size_bytes: size of its complete lines.
     """
 
     done: frozenset[str]
@@ -39,20 +38,20 @@ class Contents:
 
 
 class AnswerFile:
-    """A file of answers that this process alone may append to, while it is entered.
+    """File of answers that only this process may append to inside the `with` block.
 
     Args:
         file: where the answers go.
-        settings: what decides their text, for JSON.
-        asked: the ids of all questions of this run.
+        settings: the settings that decide the text, for JSON.
+        ids: of all questions of this run.
     """
 
-    def __init__(self, file: Path, settings: Mapping[str, object], asked: Set[str]) -> None:
+    def __init__(self, file: Path, settings: Mapping[str, object], ids: Set[str]) -> None:
         self.file = file
         self.done: frozenset[str] = frozenset()
-        """The ids of the answers that were there on entering."""
+        """Ids of the answers that the file held on entering."""
         self._settings = settings
-        self._asked = asked
+        self._ids = ids
         self._lock = FileLock(f"{file}.lock", blocking=False)
         self._synced_s = time.monotonic()
         self._stream: BinaryIO
@@ -68,7 +67,7 @@ class AnswerFile:
         except Timeout:
             raise ValueError(f"{self.file} is being written by another run: wait for it, or stop it") from None
         try:
-            contents = read_answers(self.file, self._settings, self._asked)
+            contents = read_answers(self.file, self._settings, self._ids)
             self.done = contents.done
             if not contents.size_bytes:
                 _write_settings(self.file, self._settings)
@@ -80,7 +79,7 @@ class AnswerFile:
         return self
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line; when this returns, a kill cannot take it away."""
+        """Writes one line, which survives a kill once this returns."""
         self._stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._stream.flush()
         if time.monotonic() - self._synced_s > SYNC_S:
@@ -90,7 +89,7 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Forces everything to the disk and gives the lock back."""
+        """Calls fsync and releases the lock."""
         try:
             with self._stream:
                 self._stream.flush()
@@ -99,17 +98,17 @@ class AnswerFile:
             self._lock.release()
 
 
-def read_answers(file: Path, settings: Mapping[str, object], asked: Set[str]) -> Contents:
-    """Reads which answers a file holds, and changes nothing.
+def read_answers(file: Path, settings: Mapping[str, object], ids: Set[str]) -> Contents:
+    """Reads which answers a file, which need not exist, holds; changes nothing.
 
     Args:
-        file: need not exist.
-        settings: those of this run.
-        asked: the ids of all questions of this run.
+        file: of answers.
+        settings: of this run.
+        ids: of all questions of this run.
 
     Raises:
         ValueError: the file cannot be written, is not a file of answers, was written with other settings, or
-            holds an answer to what is not asked.
+            answers a question that this run does not have.
     """
     if (file.exists() and not file.is_file()) or not file.parent.is_dir():
         raise ValueError(f"{str(file)!r} cannot be written: it is no file, or in a folder that does not exist")
@@ -118,19 +117,19 @@ def read_answers(file: Path, settings: Mapping[str, object], asked: Set[str]) ->
     _compare(file, _read_settings(file), settings)
     done, size = set(), 0
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for line_number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 break
             try:
-                found = str(json.loads(line)[ID])
+                answer_id = str(json.loads(line)[ID])
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{file}, line {number} is not an answer of this command: remove it") from None
-            if found not in asked:
+                raise ValueError(f"{file}, line {line_number} is not an answer of this command: remove it") from None
+            if answer_id not in ids:
                 raise ValueError(
-                    f"{file}, line {number} answers what is not asked now: use the same prompts and at least as many "
-                    "samples, or name another --out"
+                    f"{file}, line {line_number} answers what is not asked now: use the same prompts and at least as "
+                    "many samples, or name another --out"
                 )
-            done.add(found)
+            done.add(answer_id)
             size += len(line)
     return Contents(done=frozenset(done), size_bytes=size)
 

@@ -1,9 +1,8 @@
-"""The training samples that conversations become: what the assistant says is learnt.
+"""Training samples from conversations; the assistant's turns are the labels.
 
-The chat template says what the target reads before a turn, up to the generation prompt, and what it writes after
-that. Some templates write a turn otherwise once others follow: Qwen3's leaves out what the model thought before. So a
-turn is taken as it is while no other follows. It continues the sample before it if the target reads that very sample
-there, and begins a sample of its own if not.
+The chat template gives the prompt of a turn, up to the generation prompt, and the tokens of the turn. Some templates
+render a turn differently once others follow: Qwen3's drops earlier reasoning. So each turn is rendered as the last
+one. It extends the previous sample if its prompt begins with that sample, and starts a new sample otherwise.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from paradraft.text.chat_template import CLOCK, ChatTemplate, Message, names, te
 from paradraft.text.tokenization import encode_continuation
 
 DATE = "date_string"
-"""What templates call the date that they write instead of asking the clock, if it is given."""
+"""Template variable with the date; templates that know it call the clock only if it is not set."""
 CLOCK_CALL = re.compile(CLOCK + r"""\(\s*(['"])(.*?)\1\s*\)""")
-"""How they ask it: in a form that stands in the template."""
+"""A template's call of the clock, with its strftime format as group 2."""
 
 
 def dated(template: ChatTemplate, date_string: str | None, day: date | None) -> ChatTemplate:
-    """A chat template that writes the same date every day; the very same one if it writes none.
+    """Returns a chat template that writes a fixed date; `template` itself if it writes none.
 
-    Llama 3.2's template writes today's date, so the same data would be other tokens tomorrow.
+    Llama 3.2's template writes today's date, so the same data would give other tokens tomorrow.
 
     Args:
-        template: as the model has it.
-        date_string: what stands for the date, in whatever form the template asks for it.
-        day: what is today where no `date_string` is given; None for the day that it is.
+        template: of the model.
+        date_string: written as the date, whatever format the template wants.
+        day: today's date if there is no `date_string`; None for the actual day.
     """
     if not template.tokenizer.chat_template:
         return template
-    written = template.tokenizer.get_chat_template()
+    source = template.tokenizer.get_chat_template()
     variables = dict(template.variables)
-    if date_string is not None and names(written, DATE):
+    if date_string is not None and names(source, DATE):
         variables[DATE] = date_string
 
     def written_date(call: re.Match[str]) -> str:
@@ -46,32 +45,32 @@ def dated(template: ChatTemplate, date_string: str | None, day: date | None) -> 
             return json.dumps(date_string, ensure_ascii=False)
         return call[0] if day is None else json.dumps(day.strftime(call[2]), ensure_ascii=False)
 
-    # `transformers` hands no functions over to a template, so the calls of its clock are replaced by what they return.
-    fixed = CLOCK_CALL.sub(written_date, written)
-    if fixed == written and variables == template.variables:
+    # `transformers` passes no functions to a template, so the calls of its clock are replaced by their results.
+    rendered = CLOCK_CALL.sub(written_date, source)
+    if rendered == source and variables == template.variables:
         return template
-    return replace(template, written=fixed, variables=variables)
+    return replace(template, written=rendered, variables=variables)
 
 
 Turn = tuple[list[int], list[int]]
-"""The tokens that the target reads, and those that it writes after them."""
+"""The tokens of the prompt and of the answer."""
 
 
 def conversation_samples(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> list[Sample]:
-    """The samples of a conversation; none where the assistant says nothing.
+    """Makes the samples of a conversation; none if the assistant says nothing.
 
     Args:
         messages: at least one, each with a role and a content: a text, or a list of parts of type text.
-        template: the model's. If it marks the assistant's tokens, its marks are the labels, and an end after them.
-        is_cut: whether the last turn was cut, if it is the assistant's.
+        template: of the model. If it marks the assistant's tokens, the labels are these and an end token after them.
+        is_cut: whether the last turn, if it is the assistant's, was cut by a length limit.
 
     Raises:
-        ValueError: there is no chat template; or a message (named by number) has no role, is not all text, or is
-            not written by the template as the target would write it.
+        ValueError: there is no chat template; or a message (named by its index, from 1) has no role, is not all
+            text, or is not rendered by the template as the target would write it.
     """
     if not template.tokenizer.chat_template:
         raise ValueError("the model has no chat template, so conversations cannot be read")
-    messages = [text_message(message, number) for number, message in enumerate(messages, start=1)]
+    messages = [text_message(message, index) for index, message in enumerate(messages, start=1)]
     is_cut = is_cut and messages[-1]["role"] == "assistant"
     if template.has_marks:
         return [_marked(messages, template, is_cut=is_cut)]
@@ -79,21 +78,21 @@ def conversation_samples(messages: list[Message], template: ChatTemplate, *, is_
 
 
 def _turns(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> Iterator[Turn]:
-    for number, message in enumerate(messages, start=1):
+    for length, message in enumerate(messages, start=1):
         if message["role"] != "assistant":
             continue
-        if number == 1:  # it was not asked for
+        if length == 1:  # it was not asked for
             yield template.tokens(messages[:1], ask=False), []
             continue
-        prompt = template.tokens(messages[: number - 1], ask=True)
-        if is_cut and number == len(messages):
-            yield prompt, _as_it_came(message, template)
+        prompt = template.tokens(messages[: length - 1], ask=True)
+        if is_cut and length == len(messages):
+            yield prompt, _unrendered(message, template)
         else:
-            yield prompt, _answer(messages[:number], prompt, template)
+            yield prompt, _answer(messages[:length], prompt, template)
 
 
 def _joined(turns: Iterable[Turn]) -> list[Sample]:
-    """As few samples as there may be.
+    """Joins turns into as few samples as possible.
 
     >>> [list(sample.tokens) for sample in _joined([([1, 2], [3]), ([1, 2, 3, 4], [5]), ([1, 4], [6])])]
     [[1, 2, 3, 4, 5], [1, 4, 6]]
@@ -109,50 +108,47 @@ def _joined(turns: Iterable[Turn]) -> list[Sample]:
 
 
 def _answer(messages: list[Message], prompt: list[int], template: ChatTemplate) -> list[int]:
-    """What the template puts after the prompt of the last message."""
-    who, instead = f"message {len(messages)}: the chat template", "give prompt and response instead of messages"
-    whole, asked = template.tokens(messages, ask=False), template.text(messages[:-1], ask=True)
-    written = template.text(messages, ask=False)
+    """Tokens that the template puts after the prompt of the last message."""
+    subject, fix = f"message {len(messages)}: the chat template", "give prompt and response instead of messages"
+    whole, prompt_text = template.tokens(messages, ask=False), template.text(messages[:-1], ask=True)
+    whole_text = template.text(messages, ask=False)
     is_prefix = whole[: len(prompt)] == prompt
-    if not is_prefix and not written.startswith(asked):
-        raise ValueError(f"{who} does not write it after the prompt of its turn: {instead}")
-    text = written.removeprefix(asked)
+    if not is_prefix and not whole_text.startswith(prompt_text):
+        raise ValueError(f"{subject} does not write it after the prompt of its turn: {fix}")
+    text = whole_text.removeprefix(prompt_text)
     if _without_spaces(messages[-1]["content"]) not in _without_spaces(text):
-        raise ValueError(f"{who} leaves out a part of it, such as what the model thought: {instead}")
+        raise ValueError(f"{subject} leaves out a part of it, such as what the model thought: {fix}")
     if not is_prefix:
-        # A token of the whole text spans the end of the prompt and the answer's first characters, such as its spaces.
-        # Whoever is asked has read the prompt's own tokens, and goes on after them.
+        # A token of the whole text spans the end of the prompt and the first characters of the answer, such as spaces.
+        # The target has read the tokens of the prompt alone, and continues after these.
         return encode_continuation(text, template.tokenizer)
     return whole[len(prompt) :]
 
 
-def _as_it_came(message: Message, template: ChatTemplate) -> list[int]:
-    # The template would put an end of turn after what was cut.
+def _unrendered(message: Message, template: ChatTemplate) -> list[int]:
+    # The template would add an end of turn, which a cut answer does not have.
     return encode_continuation(message["content"], template.tokenizer)
 
 
 def _marked(messages: list[Message], template: ChatTemplate, *, is_cut: bool) -> Sample:
-    """Labels what the template marks, the ends of its turns, and the turn that was cut."""
+    """Labels the tokens that the template marks, the ends of their turns, and the turn that was cut."""
     tokens: list[int] = []
     is_label: list[bool] = []
     if rendered := messages[:-1] if is_cut else messages:
         tokens, marks = template.marked(rendered, ask=is_cut)
         is_label = _with_ends(tokens, marks, template.end_ids)
-    answer = _as_it_came(messages[-1], template) if is_cut else []
+    answer = _unrendered(messages[-1], template) if is_cut else []
     return Sample(tokens=tokens + answer, is_label=is_label + [True] * len(answer))
 
 
 def _with_ends(tokens: list[int], marks: list[bool], end_ids: Collection[int]) -> list[bool]:
-    """The marks, and the ends right after them, which some templates leave out though the target writes them.
+    """Adds the end tokens right after marked ones: some templates do not mark them, though the target writes them.
 
     >>> _with_ends([5, 0, 6, 0, 7], [False, False, True, False, False], end_ids={0})
     [False, False, True, True, False]
     """
     ends = [token in end_ids for token in tokens]
-    return [
-        is_marked or (place > 0 and ends[place] and marks[place - 1] and not ends[place - 1])
-        for place, is_marked in enumerate(marks)
-    ]
+    return [is_marked or (i > 0 and ends[i] and marks[i - 1] and not ends[i - 1]) for i, is_marked in enumerate(marks)]
 
 
 def _without_spaces(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The training samples of a run, from text and conversations; what a record becomes stands in `tokenized.py`."""
+"""Loads the training samples of a run from text and conversations; `tokenized.py` handles a single record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paradraft.data.tokenized import Long, Tokenization, Tokenized
 from paradraft.text.chat_template import ChatTemplate, check_variables
 
 NAMED = 5
-"""How many samples a complaint names."""
+"""Most samples that a warning or error names."""
 
 
 def load_samples(
@@ -37,28 +37,27 @@ def load_samples(
     seed: int = 0,
     cache: TokenCache | None = None,
 ) -> list[Sample]:
-    """Reads all sources; samples have at most `max_length` tokens.
+    """Reads and tokenizes all sources.
 
-    Warns if the ends of answers, or whole answers, are not learnt because they are too long, or if pieces begin in the
-    middle of an answer.
+    Warns if labels are lost because samples are too long, or if pieces begin in the middle of an answer.
 
     Args:
-        sources: files, or Hugging Face datasets, with their part of the mix if they have one.
-        tokenizer: the model's, with its chat template.
+        sources: files or Hugging Face datasets, optionally with their part of the mix.
+        tokenizer: of the model, with its chat template.
         max_length: most tokens of a sample.
-        long: what becomes of longer ones, see `Tokenization`.
-        columns: what the sources call the names in `paradraft.data.records`, if otherwise.
+        long: how longer ones are cut, see `Tokenization`.
+        columns: the sources' names for the columns of `paradraft.data.records`.
         chat_template_kwargs: variables of the chat template.
-        date_string: what the template writes as today's date, if it writes one.
-        day: what it takes for today otherwise; None for the day that it is.
+        date_string: written by the template as today's date.
+        day: today's date if there is no `date_string`; None for the actual day.
         end_ids: tokens that end a turn, besides the tokenizer's end-of-text.
-        skip_unlabelled: leave samples out in which nothing is a label.
-        seed: of the choice where a source is to give at most so many samples.
-        cache: where the tokens of large sources are kept; by default beside the cache of `datasets`.
+        skip_unlabelled: skip samples without labels instead of raising.
+        seed: of the choice of `most` samples of a source.
+        cache: of the tokens of large sources; by default next to the cache of `datasets`.
 
     Raises:
-        ValueError: a source does not exist or cannot be read, a record is broken (named by number), samples
-            have nothing to learn, or the chat template does not know a variable.
+        ValueError: a source does not exist or cannot be read, a record (named by its index, from 1) is broken,
+            samples have no label, or the chat template does not know a variable.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the model's tokenizer has no end-of-text token, so the end of a text cannot be learned")
@@ -73,14 +72,14 @@ def load_samples(
     has_talks = False
     mix = list(map(as_source, sources))
     for source in mix:
-        own: list[Sample] = []
-        for found in tokenized_records(source.path, how, cache or TokenCache(), day=day):
-            has_talks = has_talks or found.is_talk
-            own += found.samples
-            cuts.note(found)
-            if found.is_unlabelled:
-                unlabelled.append(found.place)
-        samples += share(own, source, seed)
+        source_samples: list[Sample] = []
+        for record in tokenized_records(source.path, how, cache or TokenCache(), day=day):
+            has_talks = has_talks or record.is_talk
+            source_samples += record.samples
+            cuts.note(record)
+            if record.is_unlabelled:
+                unlabelled.append(record.place)
+        samples += share(source_samples, source, seed)
     if unlabelled and not skip_unlabelled:
         raise ValueError(
             f"nothing is a label in {len(unlabelled)} samples ({_some(unlabelled)}): remove them, or set "
@@ -102,16 +101,10 @@ def load_samples(
 
 @dataclass(kw_only=True)
 class _Cuts:
-    """What is lost because samples are too long.
+    """Counts what is lost because samples are too long; the counts are those of `Tokenized`.
 
     Args:
-        max_length: most tokens of a sample.
-        samples: how many there are.
-        truncated: how many of them are truncated and have labels left.
-        labels: of all samples.
-        lost: labels that are truncated away.
-        empty: places of samples that are truncated and have no label left.
-        headless: pieces that begin after the beginning of a record with a prompt or turns.
+        empty: locations of samples that have no label left once truncated.
     """
 
     max_length: int
@@ -123,7 +116,6 @@ class _Cuts:
     headless: int = 0
 
     def note(self, record: Tokenized) -> None:
-        """Counts what became of one record."""
         self.samples += record.wholes
         self.truncated += record.truncated
         self.labels += record.labels
@@ -132,24 +124,23 @@ class _Cuts:
         self.headless += record.headless
 
     def warnings(self) -> list[str]:
-        """One line for each thing that is lost."""
-        found = []
+        lines = []
         if self.truncated:
-            found.append(
+            lines.append(
                 f"{self.truncated} of {self.samples} samples are longer than max_length={self.max_length} and were "
                 f"truncated, {self.lost / self.labels:.1%} of all labels are lost: raise max_length if memory allows"
             )
         if self.empty:
-            found.append(
+            lines.append(
                 f"{len(self.empty)} samples were left out, because their prompt alone fills max_length="
                 f"{self.max_length} ({_some(self.empty)}): raise max_length if memory allows"
             )
         if self.headless:
-            found.append(
+            lines.append(
                 f"long=split: {self.headless} pieces begin in the middle of a conversation or an answer, without what "
                 "the target read before; raise max_length, or set long=truncate"
             )
-        return found
+        return lines
 
 
 def _some(places: list[str]) -> str:

@@ -1,8 +1,7 @@
-"""Answers from an OpenAI-compatible endpoint, such as vLLM's: bounded concurrency, retries.
+"""Client for OpenAI-compatible endpoints, such as vLLM's: bounded concurrency, retries.
 
 `/completions` continues a text, `/chat/completions` answers a conversation through the server's chat template.
-Servers differ in their errors and in what they list; what is read here is what vLLM, SGLang, llama.cpp and OpenAI
-have in common.
+Only the fields that vLLM, SGLang, llama.cpp and OpenAI have in common are read.
 """
 
 from __future__ import annotations
@@ -29,16 +28,11 @@ RESERVED = frozenset(
     {"model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed"}
     | {"n", "best_of", "stream", "echo", "stop", "stop_token_ids", "ignore_eos"}
 )
-"""Fields that are set here, or would give other answers than are read here."""
+"""Request fields that this module sets, or that would change the form of the response."""
 
 
 class RefusedError(Exception):
-    """The server will not answer this, however often it is asked.
-
-    Args:
-        status: of the response.
-        reason: the server's words.
-    """
+    """The server rejects this request; a retry would not help."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"status {status}: {reason}")
@@ -55,10 +49,10 @@ def request_of(
     fields: Mapping[str, Any],
     chat_template_kwargs: Mapping[str, Any],
 ) -> tuple[str, dict[str, Any]]:
-    """Path and body of the request for one turn.
+    """Returns path and body of the request for one turn.
 
-    Temperature and top-p are always sent. Top-k and min-p, which not every server knows, are sent if
-    they change something; the variables of the chat template, if there are any and it is used.
+    Temperature and top-p are always sent; top-k and min-p, which not every server knows, only if they have an
+    effect; the variables of the chat template only with conversations.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -79,11 +73,11 @@ def request_of(
 
 
 def answer_of(response: httpx2.Response) -> Answer:
-    """The answer in a response with status 200.
+    """Reads the answer from a response with status 200.
 
     Raises:
-        RefusedError: there is none, or something else than the model or the limit ended it.
-        ValueError: the server takes the reasoning out of the text, so that training would not see it.
+        RefusedError: there is none, or neither the model nor the length limit ended it.
+        ValueError: the server strips the reasoning from the text, so training would not see it.
     """
     try:
         body = response.json()
@@ -106,7 +100,7 @@ def answer_of(response: httpx2.Response) -> Answer:
 
 
 def models_of(response: httpx2.Response) -> list[str] | None:
-    """The names in a list of models; None if it is none."""
+    """Names in the response of `/models`; None if it is not a list of models."""
     try:
         return [str(model["id"]) for model in response.json()["data"]]
     except (ValueError, KeyError, TypeError):
@@ -114,7 +108,7 @@ def models_of(response: httpx2.Response) -> list[str] | None:
 
 
 def complaint_of(response: httpx2.Response) -> str:
-    """What the server says about an error, in a line.
+    """Error message of a response, in one line.
 
     >>> complaint_of(httpx2.Response(400, json={"error": {"message": "too long"}}))
     'too long'
@@ -122,16 +116,16 @@ def complaint_of(response: httpx2.Response) -> str:
     try:
         body = response.json()
         error = body.get("error", body)
-        words = error if isinstance(error, str) else error.get("message") or error.get("detail")
+        message = error if isinstance(error, str) else error.get("message") or error.get("detail")
     except (ValueError, AttributeError):
-        words = None
-    return _short(str(words or response.text or response.reason_phrase))
+        message = None
+    return _short(str(message or response.text or response.reason_phrase))
 
 
 def retry_after_s(response: httpx2.Response) -> float:
-    """How many seconds the server asks to wait; 0 if it asks for nothing.
+    """Seconds to wait according to the header `Retry-After`; 0 without it.
 
-    Source: RFC 9110, section 10.2.3: a number of seconds or a date.
+    Source: RFC 9110, section 10.2.3: a count of seconds or a date.
 
     >>> retry_after_s(httpx2.Response(429, headers={"Retry-After": "3"}))
     3.0
@@ -144,47 +138,47 @@ def retry_after_s(response: httpx2.Response) -> float:
             seconds = parsedate_to_datetime(value).timestamp() - time.time()
         except ValueError:
             return 0.0
-    return max(0.0, seconds)  # in this order, what is not a number becomes 0 too
+    return max(0.0, seconds)  # in this order, NaN becomes 0 too
 
 
 def _short(text: str) -> str:
-    words = " ".join(text.split())
-    return words if len(words) <= 200 else f"{words[:200]} …"
+    line = " ".join(text.split())
+    return line if len(line) <= 200 else f"{line[:200]} …"
 
 
 BACKOFF_S, MOST_BACKOFF_S = 1.0, 60.0
-"""The wait before the first retry, doubled before each further one, and its limit."""
+"""Wait before the first retry, doubled before each further one, and its maximum."""
 CONNECT_S = 20.0
 FEWEST_IN_A_ROW = 8
-"""How many questions in a row may stay without an answer, if fewer are asked at a time."""
+"""Failures in a row after which the endpoint counts as down, if `concurrency` is smaller."""
 PASSING = frozenset({408, 409, 425, 429})
-"""Besides 5xx, the statuses that another try may not get."""
+"""Statuses, besides 5xx, after which a retry may succeed."""
 FATAL = frozenset({401, 402, 404, 405})
-"""What every question would get: no key, no money, no such model or address."""
+"""Statuses that every request would get: no key, no money, no such model or address."""
 TOO_LONG = frozenset({400, 413, 422})
-"""What servers say to a conversation that has grown beyond the model's room."""
+"""Statuses for a conversation that exceeds the context length."""
 SENT = ("temperature", "top_k", "top_p", "min_p", "seed")
-"""The settings of `Sampling` that requests have."""
+"""The settings of `Sampling` that are sent."""
 
 
 class SilentError(Exception):
-    """The endpoint did not answer; another time it may."""
+    """The endpoint did not answer; a later run may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Asks `/chat/completions` for conversations and `/completions` for prompts.
+    """Sends conversations to `/chat/completions` and prompts to `/completions`.
 
     Args:
-        url: up to and with the version, such as "http://localhost:8000/v1".
-        model: the name that the endpoint knows it by.
-        sampling: temperature, top-k, top-p, min-p and seed; each turn gets a seed of its own.
+        url: up to and including the version, such as "http://localhost:8000/v1".
+        model: name of the model at the endpoint.
+        sampling: temperature, top-k, top-p, min-p and seed; the seed of each turn is derived from it.
         max_new_tokens: of a turn.
         concurrency: most requests at a time.
-        retries: how often a request is sent again after an error that may pass.
-        timeout_s: most seconds of a request.
+        retries: of a request after a transient error.
+        timeout_s: of a request.
         api_key: sent as a bearer token.
-        fields: further fields of every request, such as a server's own sampling settings.
+        fields: further fields of every request, such as sampling settings that only this server has.
         chat_template_kwargs: variables of the server's chat template, sent with conversations.
 
     Raises:
@@ -224,12 +218,12 @@ class Endpoint:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What decides the text of the answers; the address does not, a server may move."""
+        """Settings that decide the text of the answers; not the address, because a server may move."""
         sampling = {name: getattr(self.sampling, name) for name in SENT}
         return {
             "model": self.model,
             "max_new_tokens": self.max_new_tokens,
-            # Answers of former versions have no such setting, which counts as None.
+            # Files of former versions lack this setting, which counts as None.
             "chat_template_kwargs": dict(self.chat_template_kwargs) or None,
             **sampling,
             "fields": dict(self.fields),
@@ -255,35 +249,34 @@ class Endpoint:
         known = models_of(response)
         if known is None:
             raise ValueError(f"endpoint {self.url} does not list its models: is it OpenAI-compatible?")
-        # Behind a colon some servers take the name of an adapter, which they do not list.
+        # After a colon some servers take the name of an adapter, which they do not list.
         if not {self.model, self.model.partition(":")[0]} & set(known):
             raise ValueError(f"endpoint {self.url} has no model {self.model!r}: it has {', '.join(known) or 'none'}")
 
     def answer(self, questions: list[Question], take: Callable[[Outcome], None]) -> None:
-        """Asks for all of them; an outcome is taken as soon as it is there.
+        """Answers all questions and passes each outcome to `take` at once.
 
-        When many questions in a row stay without an answer, the endpoint is taken to be down and the
-        others are not asked.
+        After many failures in a row the endpoint counts as down, and the remaining questions are not sent.
 
         Raises:
-            ValueError: the endpoint says what it would say to every question.
+            ValueError: an error that every request would get.
         """
         asyncio.run(self._answer_all(questions, take))
 
     async def _answer_all(self, questions: list[Question], take: Callable[[Outcome], None]) -> None:
-        most_in_a_row = max(self.concurrency, FEWEST_IN_A_ROW)
-        in_a_row = 0
-        left = iter(questions)
+        most_failures = max(self.concurrency, FEWEST_IN_A_ROW)
+        failures = 0
+        remaining = iter(questions)
 
         async def work(client: httpx2.AsyncClient) -> None:
-            nonlocal in_a_row
-            while in_a_row < most_in_a_row and (question := next(left, None)) is not None:
+            nonlocal failures
+            while failures < most_failures and (question := next(remaining, None)) is not None:
                 try:
                     outcome = await self._outcome(client, question)
-                    in_a_row = 0
+                    failures = 0
                 except SilentError as error:
                     outcome = Outcome(question=question, failure=str(error))
-                    in_a_row += 1
+                    failures += 1
                 take(outcome)
 
         limits = httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
@@ -308,7 +301,7 @@ class Endpoint:
         return Outcome(question=question, answers=tuple(answers))
 
     async def _ask(self, client: httpx2.AsyncClient, prompt: str | list[Message], seed: int) -> Answer:
-        """One turn; `RefusedError` and `SilentError` say that there is none."""
+        """Answers one turn; raises `RefusedError` or `SilentError` if there is no answer."""
         path, body = request_of(
             prompt, model=self.model, sampling=self.sampling, seed=seed, max_new_tokens=self.max_new_tokens,
             fields=self.fields, chat_template_kwargs=self.chat_template_kwargs,
@@ -346,9 +339,9 @@ class Endpoint:
 
 
 def _backoffs_s(retries: int) -> Iterator[float]:
-    """Longer and longer waits, each with its own luck, so that requests that failed together do not return together."""
-    for number in range(retries):
-        yield min(BACKOFF_S * 2 ** min(number, 30), MOST_BACKOFF_S) * random.uniform(0.5, 1.0)
+    """Exponential backoff with jitter, so that requests that failed together are not retried together."""
+    for retry in range(retries):
+        yield min(BACKOFF_S * 2 ** min(retry, 30), MOST_BACKOFF_S) * random.uniform(0.5, 1.0)
 
 
 def _reason(error: httpx2.RequestError) -> str:

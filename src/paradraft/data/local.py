@@ -1,4 +1,4 @@
-"""Answers from the target in this process, in batches, with a drafter or without."""
+"""Generates answers with the target in this process, in batches, with or without a drafter."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from paradraft.text.chat_template import ChatTemplate, Message, check_variables
 from paradraft.text.tokenization import encode_prompt
 
 WINDOW = 32
-"""Prompts are sorted by length within this many batches, so that a file that is half done is like the whole."""
+"""Prompts are sorted by length within this many batches, so that a half-written file is like the complete one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InProcess:
-    """Lets an engine answer.
+    """Answers questions with an engine.
 
-    The drafter and the batch size change the speed and not the answers, so they are not among the
-    settings.
+    Drafter and batch size change the speed but not the answers, so they are not among the settings.
 
     Args:
         engine: with the match rule.
-        target: its name, for the settings.
-        sampling: for all turns; each gets a seed of its own.
+        target: name of the target, for the settings.
+        sampling: for all turns; the seed of each turn is derived from it.
         max_new_tokens: of a turn.
-        batch_size: most questions answered together.
+        batch_size: maximum batch size.
         chat_template_kwargs: variables of the chat template.
 
     Raises:
-        ValueError: a number is below 1, or the chat template does not know a variable.
+        ValueError: a limit is below 1, or the chat template does not know a variable.
     """
 
     engine: Engine
@@ -57,7 +56,7 @@ class InProcess:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What decides the text of the answers."""
+        """Settings that decide the text of the answers."""
         target = self.engine.target
         sampling = {name: value for name, value in asdict(self.sampling).items() if name != "processors"}
         return {
@@ -65,14 +64,14 @@ class InProcess:
             "dtype": _weights(target.lm.model),
             "capacity": target.capacity,
             "max_new_tokens": self.max_new_tokens,
-            # Answers of former versions have no such setting, which counts as None.
+            # Files of former versions lack this setting, which counts as None.
             "chat_template_kwargs": dict(self.chat_template_kwargs) or None,
             **sampling,
             "digest of the target": _digest(self.engine),
         }
 
     def check(self, questions: list[Question]) -> None:
-        """Raises ValueError, naming the line, for the first question that the model cannot be asked."""
+        """Raises ValueError, naming the line, for the first question that the model cannot answer."""
         checked = ""
         for question in questions:
             if question.place == checked:
@@ -90,28 +89,30 @@ class InProcess:
                 raise ValueError(f"{question.place}: {error}") from None
 
     def answer(self, questions: list[Question], take: Callable[[Outcome], None]) -> None:
-        """Answers batch by batch; an outcome is taken as soon as its batch is done."""
+        """Answers batch by batch and passes each outcome to `take` once its batch is done."""
         for batch in _batches(questions, self.batch_size):
             for outcome in self._outcomes(batch):
                 take(outcome)
 
     def _outcomes(self, batch: list[Question]) -> list[Outcome]:
         answers: list[list[Answer]] = [[] for _ in batch]
-        while asked := self._asked(batch, answers):
-            seeds = [batch[row].seed(self.sampling.seed, len(answers[row])) for row in asked]
+        while prompts := self._prompts(batch, answers):
+            seeds = [batch[row].seed(self.sampling.seed, len(answers[row])) for row in prompts]
             results = self.engine.generate(
-                list(asked.values()),
+                list(prompts.values()),
                 max_new_tokens=self.max_new_tokens,
                 sampling=[replace(self.sampling, seed=seed) for seed in seeds],
                 batch_size=self.batch_size,
             )
-            for row, result in zip(asked, results, strict=True):
+            for row, result in zip(prompts, results, strict=True):
                 reason = LENGTH if result.finish_reason == "length" else EOS
                 answers[row].append(Answer(text=result.text, finish_reason=reason, tokens=len(result.tokens)))
-        return [Outcome(question=asked, answers=tuple(turns)) for asked, turns in zip(batch, answers, strict=True)]
+        return [
+            Outcome(question=question, answers=tuple(turns)) for question, turns in zip(batch, answers, strict=True)
+        ]
 
-    def _asked(self, batch: list[Question], answers: list[list[Answer]]) -> dict[int, list[int]]:
-        """The next tokens of each row that has another turn, and room for it."""
+    def _prompts(self, batch: list[Question], answers: list[list[Answer]]) -> dict[int, list[int]]:
+        """The prompt, by row, of the next turn; without rows that have no other turn, or no room for it."""
         prompts = [next_prompt(question, turns) for question, turns in zip(batch, answers, strict=True)]
         tokens = {row: self._tokens(prompt) for row, prompt in enumerate(prompts) if prompt is not None}
         room = self.engine.target.capacity - self.max_new_tokens
@@ -130,7 +131,7 @@ class InProcess:
 
 
 def _batches(questions: list[Question], batch_size: int) -> Iterator[list[Question]]:
-    """Questions of like length together, because a batch takes as long as its longest row."""
+    """Groups questions by length, because a batch takes as long as its longest row."""
 
     def size(question: Question) -> tuple[int, int]:
         messages = question.record.get("messages", [])
@@ -144,18 +145,18 @@ def _batches(questions: list[Question], batch_size: int) -> Iterator[list[Questi
 
 
 def _weights(model: PreTrainedModel) -> str:
-    """The dtype of a model's weights, and how those of its head are stored if they are quantized."""
+    """Dtype of a model's weights, and the storage of its head if that is quantized."""
     head = model.get_output_embeddings().weight
     dtype = str(head.dtype).removeprefix("torch.")
     return dtype if len(stored_parts(head)) == 1 else f"{dtype}, {type(head).__name__}"
 
 
 def _digest(engine: Engine) -> str:
-    """Tells targets of one name apart: by some of all weights, the chat template and the end tokens."""
+    """Digest of a sample of all weights, the chat template and the end tokens: tells targets of one name apart."""
     target = engine.target
     digest = hashlib.sha256(f"{target.tokenizer.chat_template} {sorted(target.eos_ids)}".encode())
     for parameter in target.lm.model.parameters():
         for part in stored_parts(parameter.detach()):
-            some = part.flatten()[:: max(part.numel() // 64, 1)]
-            digest.update(some.cpu().double().numpy().tobytes())
+            sampled = part.flatten()[:: max(part.numel() // 64, 1)]
+            digest.update(sampled.cpu().double().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Mixes of data: how much of each source a run learns."""
+"""Data mix: share and weight of each source in a training run."""
 
 from __future__ import annotations
 
@@ -35,16 +35,13 @@ class Source(BaseModel):
 PLAIN, MIXED = "file", "mixed"
 Entry = Annotated[
     Annotated[Path, Tag(PLAIN)] | Annotated[Source, Tag(MIXED)],
-    Discriminator(lambda given: MIXED if isinstance(given, (dict, Source)) else PLAIN),
+    Discriminator(lambda entry: MIXED if isinstance(entry, (dict, Source)) else PLAIN),
 ]
-"""What a recipe's `data` lists: sources, and those with a part of their own."""
+"""An entry of a recipe's `data`: a path, or a source with its part of the mix."""
 
 
 def as_source(entry: Path | Source) -> Source:
-    """A source with its part of the mix: all of it, once in each epoch, if nothing else is said.
-
-    The source "pocket" is the text that is shipped.
-    """
+    """Turns an entry into a source, by default taken whole once per epoch; "pocket" is the shipped text."""
     source = entry if isinstance(entry, Source) else Source(path=entry)
     if str(source.path) == POCKET:
         return source.model_copy(update={"path": pocket_folder("text.jsonl")})
@@ -52,7 +49,7 @@ def as_source(entry: Path | Source) -> Source:
 
 
 def share(samples: list[Sample], source: Source, seed: int) -> list[Sample]:
-    """What a run learns of a source's samples, in their order, each with its weight.
+    """Selects the samples that a run learns from a source, in their order, each with its weight.
 
     >>> samples = [Sample(tokens=[i, 0], is_label=[True] * 2) for i in range(9)]
     >>> [sample.tokens[0] for sample in share(samples, Source(path="some.txt", most=3), seed=0)]
@@ -66,35 +63,34 @@ def share(samples: list[Sample], source: Source, seed: int) -> list[Sample]:
 
 
 def taken_in(weights: torch.Tensor, epoch: int, seed: int) -> torch.Tensor:
-    """Which samples an epoch takes, as indices: of those of weight w, w times as many as there are, and at least one.
+    """Indices of the samples of an epoch: of n samples with weight w, round(w * n), and at least one.
 
-    Each epoch goes on where the one before it ended, so that the samples of one weight are taken equally often, but for
-    one time.
+    Each epoch continues where the last one ended, so that the counts of samples of equal weight differ by at most one.
 
     Args:
         weights: `[n]` of the samples.
         epoch: from 0.
-        seed: of the order in which the samples of a weight take turns.
+        seed: of the order of samples of equal weight.
 
     >>> weights = torch.tensor([1.0, 1.0, 0.5, 0.5, 2.0])
     >>> [taken_in(weights, epoch, seed=0).tolist() for epoch in range(2)]
     [[0, 1, 2, 4, 4], [0, 1, 3, 4, 4]]
     """
-    found = []
+    indices = []
     for weight in weights.unique().tolist():
         alike = (weights == weight).nonzero()[:, 0]
-        number = max(round(weight * len(alike)), 1)
-        turns = torch.arange(epoch * number, (epoch + 1) * number) % len(alike)
+        count = max(round(weight * len(alike)), 1)
+        turns = torch.arange(epoch * count, (epoch + 1) * count) % len(alike)
         order = torch.randperm(len(alike), generator=torch.Generator().manual_seed(seed))
-        found.append(alike[order[turns]])
-    return torch.cat(found).sort().values
+        indices.append(alike[order[turns]])
+    return torch.cat(indices).sort().values
 
 
 def epoch_size(samples: list[Sample]) -> int:
-    """How many samples an epoch takes."""
+    """Number of samples that an epoch takes."""
     return len(taken_in(weights_of(samples), 0, seed=0))
 
 
 def weights_of(samples: list[Sample]) -> torch.Tensor:
-    """The weights of samples, `[n]`."""
+    """`[n]` weights of samples."""
     return torch.tensor([sample.weight for sample in samples], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Where prompts come from, as results and titles say it."""
+"""Names of prompt sources in results and titles."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from paradraft.wording import number_of
 STDIN = "-"
 """The file that is the standard input."""
 DEFAULT = "Python functions to complete, held-out modules of the pocket family"
-"""What is asked where a command that measures is given no prompts; also how a result names them."""
+"""Name of the default prompts of commands that measure."""
 PIPE = "a pipe"
-"""What a result calls a file that has no name, as in `--prompts <(…)`."""
+"""Name of a file without a name, as in `--prompts <(…)`."""
 RANDOM = "random tokens"
-"""What a model with random weights is asked."""
+"""Name of the prompts of a model with random weights."""
 
 
-def counted(number: int, source: str | None) -> str:
-    """How many prompts, and what they are, for a title.
+def counted(count: int, source: str | None) -> str:
+    """Count and source of prompts, for a title.
 
     Args:
-        number: of prompts.
-        source: `DEFAULT`, `RANDOM`, `PIPE`, a file, or None if that is not known.
+        count: of prompts.
+        source: `DEFAULT`, `RANDOM`, `PIPE`, a file, or None if unknown.
 
     >>> [counted(8, source) for source in (DEFAULT, RANDOM, None)]
     ['8 Python functions to complete', '8 random prompts', '8 prompts']
@@ -31,10 +31,10 @@ def counted(number: int, source: str | None) -> str:
     ['8 prompts of mine.jsonl', '8 prompts from stdin', '8 prompts from a pipe']
     """
     if source == DEFAULT:
-        return f"{number_of(number, 'Python function')} to complete"
+        return f"{number_of(count, 'Python function')} to complete"
     if source == RANDOM:
-        return number_of(number, "random prompt")
-    prompts = number_of(number, "prompt")
+        return number_of(count, "random prompt")
+    prompts = number_of(count, "prompt")
     if source is None:
         return prompts
     if source in (STDIN, PIPE):

@@ -1,6 +1,6 @@
-"""Prompt files: one JSON object per line, with a prompt or a conversation; further keys are passed through.
+"""Prompt files: one JSON object per line, with a prompt or a conversation; further keys are kept.
 
-`{"prompt": "some text"}` is continued as it is; `{"messages": [{"role": "user", "content": "some text"}]}` is asked
+`{"prompt": "some text"}` is continued as it is; `{"messages": [{"role": "user", "content": "some text"}]}` goes
 through the model's chat template.
 """
 
@@ -21,47 +21,42 @@ EXAMPLE = '{"prompt": "some text"}'
 
 
 def read_prompts(file: Path) -> list[dict[str, Any]]:
-    """Reads a prompt file, once, so that it may be a pipe too; "-" is the standard input.
+    """Reads a prompt file once, so it may be a pipe; "-" is the standard input.
 
     Raises:
         ValueError: the file does not exist, is a folder or a device, is empty or is not UTF-8, or a line (named by
-            number) is no JSON object, has half a character in it, or has neither a prompt nor messages that can be
+            its number) is no JSON object, has a lone surrogate, or has neither a prompt nor messages that can be
             answered.
     """
     records = []
-    for place, record in _records(file):
+    for location, record in _records(file):
         if "messages" in record and "prompt" not in record:
             try:
                 check_questions(record["messages"])
             except ValueError as error:
-                raise ValueError(f"{place}: {error}") from None
+                raise ValueError(f"{location}: {error}") from None
         elif not isinstance(record.get("prompt"), str) or not record["prompt"]:
-            raise ValueError(f'{place}: expected {EXAMPLE} or {{"messages": […]}}')
+            raise ValueError(f'{location}: expected {EXAMPLE} or {{"messages": […]}}')
         records.append(record)
     return records
 
 
-def first_prompts(file: Path, number: int | None, usual: int) -> list[dict[str, Any]]:
-    """The first prompts of a file.
-
-    Args:
-        file: as of `read_prompts`.
-        number: how many; None for `usual`, or for all where the file has fewer.
-        usual: how many where the user has not said it.
+def first_prompts(file: Path, count: int | None, usual: int) -> list[dict[str, Any]]:
+    """Reads the first `count` prompts of a file; by default `usual`, or all if the file has fewer.
 
     Raises:
-        ValueError: as `read_prompts`; or the file has fewer than `number`.
+        ValueError: as `read_prompts`; or the file has fewer than `count`.
     """
     records = read_prompts(file)
-    if number is None:
+    if count is None:
         return records[:usual]
-    if not 1 <= number <= len(records):
-        raise ValueError(f"num_prompts={number}: use 1 to {len(records)}, which is how many {file.name} has")
-    return records[:number]
+    if not 1 <= count <= len(records):
+        raise ValueError(f"num_prompts={count}: use 1 to {len(records)}, which is how many {file.name} has")
+    return records[:count]
 
 
 def as_conversations(records: Sequence[Mapping[str, Any]], system: str | None = None) -> list[dict[str, Any]]:
-    """Prompts as a user asks them in a chat; conversations stay as they are.
+    """Turns prompts into conversations with one user turn; keeps conversations as they are.
 
     >>> as_conversations([{"prompt": "Why?"}], "Be brief.")[0]["messages"]
     [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Why?'}]
@@ -74,7 +69,7 @@ def as_conversations(records: Sequence[Mapping[str, Any]], system: str | None = 
 
 
 def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON objects of a file, each with the name of its place, such as "prompts.jsonl, line 3"."""
+    """Yields the JSON objects of a file, each with its location, such as "prompts.jsonl, line 3"."""
     is_stdin = str(file) == STDIN
     if not is_stdin and not (file.is_file() or file.is_fifo()):
         state = "is neither a file nor a pipe" if file.exists() else "does not exist"
@@ -86,12 +81,12 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not text.strip():
         source = "standard input" if is_stdin else f"prompt file {str(file)!r}"
         raise ValueError(f"{source} is empty")
-    # Not splitlines(): JSON strings may hold U+2028 and its like as they are.
-    for number, line in enumerate(text.split("\n"), start=1):
+    # Not splitlines(): JSON strings may contain U+2028 and similar characters unescaped.
+    for line_number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        place = f"{file}, line {number}"
-        yield place, read_object(line, place, EXAMPLE)
+        location = f"{file}, line {line_number}"
+        yield location, read_object(line, location, EXAMPLE)
 
 
 def texts_of(
@@ -99,11 +94,11 @@ def texts_of(
     tokenizer: Callable[[], PreTrainedTokenizerBase],
     variables: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """What a model reads of each record: its prompt, or its conversation up to where the answer begins.
+    """Prompt text of each record; conversations are rendered up to the generation prompt.
 
     Args:
         records: as `read_prompts` returns them.
-        tokenizer: gives the model's; asked for only if there are conversations.
+        tokenizer: loads the model's; called only if there are conversations.
         variables: of the chat template.
 
     Raises:

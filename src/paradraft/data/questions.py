@@ -1,12 +1,11 @@
-"""What is to be answered: the records of a source, each as often as samples of it are wanted.
+"""Questions: the records of a source, each once per sample.
 
-A record is `{"prompt": …}` or `{"messages": […]}`; its further keys are kept. Conversations in other shapes,
-and a question alone, become messages. In a conversation the assistant's turns are answered anew, one after
-the other: each sees the new answers before it. If the conversation ends with the user's turn, that is
-answered too.
+A record is `{"prompt": …}` or `{"messages": […]}`; its further keys are kept. Conversations in other formats,
+and a single question, become messages. The assistant's turns of a conversation are regenerated one after the other:
+each sees the new answers before it. A final turn of the user is answered too.
 
-An answer is known by its `answer_id`, which says what the record was and not where it stood: the source may
-grow or be sorted between two runs.
+The `answer_id` of an answer depends on the content of the record and not on its line, so that the source may grow or
+be sorted between two runs.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from paradraft.text.chat_template import Message
 
 ID = "answer_id"
 EOS, LENGTH = "eos", "length"
-"""The finish reasons: the target ended the answer, or the limit cut it."""
+"""Finish reasons: the target ended the answer, or the limit cut it."""
 ROLES = ("system", "user", "assistant")
 OTHER_SHAPES = ("conversations", "conversation", "user", "assistant")
-"""Keys that give way to the messages that are made of them."""
+"""Keys that are replaced by messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A record, to be answered once.
+    """A record to answer once.
 
     Args:
-        place: where it stands, such as file and line, for messages.
+        place: file and line of the record, for error messages.
         record: with a prompt or with messages.
-        id: tells apart the records by what is in them, repetitions of a record, and the samples of each.
+        id: digest of the record, index among equal records, and index of the sample.
     """
 
     place: str
@@ -45,7 +44,7 @@ class Question:
     id: str
 
     def seed(self, seed: int, turn: int) -> int:
-        """The seed of one turn, below 2**31: a function of the run's seed and of the question alone.
+        """Seed of a turn, below 2**31: depends on the run's seed, the question and the turn only.
 
         >>> Question(place="", record={}, id="a.0.0").seed(7, 0)
         1810909255
@@ -61,7 +60,7 @@ class Answer:
     Args:
         text: without the end token.
         finish_reason: `EOS` or `LENGTH`.
-        tokens: how many tokens it has, the end token among them.
+        tokens: count, including the end token.
     """
 
     text: str
@@ -70,16 +69,16 @@ class Answer:
 
 
 def read_questions(source: Path, samples: int, columns: Mapping[str, str] | None = None) -> list[Question]:
-    """Reads what is to be answered.
+    """Reads the questions of a source.
 
     Args:
         source: JSONL, JSON, Parquet or a Hugging Face dataset, as `rows` reads them.
-        samples: how many answers each record gets.
-        columns: what the source calls the names in `paradraft.data.records`, if otherwise.
+        samples: answers per record.
+        columns: the source's names for the columns of `paradraft.data.records`.
 
     Raises:
-        ValueError: as `rows`; or a record (named by number) has no prompt, a conversation that cannot be
-            answered, or a value that cannot be written; or there is no record; or samples is below 1.
+        ValueError: as `rows`; or a record (named by its index, from 1) has no prompt, a conversation that cannot
+            be answered, or a value that cannot be written; or there is no record; or samples is below 1.
     """
     if samples < 1:
         raise ValueError(f"samples={samples}: ask for at least 1 answer per prompt")
@@ -100,10 +99,10 @@ def read_questions(source: Path, samples: int, columns: Mapping[str, str] | None
 
 
 def _record(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """What stands in a row, with a prompt or with messages that can be answered."""
+    """Turns a row into a record with a prompt, or with messages, that can be answered."""
     record = object_of(renamed(row, columns))
     if not record.keys() & {"prompt", "messages"}:
-        # What the assistant said does not matter, so a question alone is a conversation too.
+        # The assistant's text is not used, so a single question is a conversation too.
         messages = conversation_of({"assistant": "", **record})
         if messages is not None:
             kept = {key: value for key, value in record.items() if key not in OTHER_SHAPES}
@@ -114,7 +113,7 @@ def _record(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any
 
 
 def next_prompt(question: Question, answers: Sequence[Answer]) -> str | list[Message] | None:
-    """What the target is asked after these answers: a text, a conversation, or nothing more."""
+    """Returns the next prompt after these answers: a text, a conversation, or None at the end."""
     if "prompt" in question.record:
         return None if answers else str(question.record["prompt"])
     turns = turns_of(question.record["messages"])
@@ -124,9 +123,9 @@ def next_prompt(question: Question, answers: Sequence[Answer]) -> str | list[Mes
 
 
 def record_of(question: Question, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The record of training data: the question's with the answers in it, at least one.
+    """Inserts the answers, at least one, into the question's record, which makes it training data.
 
-    A conversation ends with the last answer, so after a turn that was cut there is none.
+    A conversation ends with the last answer, so nothing follows a turn that was cut.
     """
     last = answers[-1]
     if "prompt" in question.record:
@@ -138,25 +137,25 @@ def record_of(question: Question, answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def turns_of(messages: list[Message]) -> list[int]:
-    """The places of the answers in a conversation.
+    """Indices of the answers in a conversation.
 
     >>> turns_of([{"role": "user"}, {"role": "assistant"}, {"role": "user"}])
     [1, 3]
     """
-    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     return turns if messages[-1]["role"] == "assistant" else [*turns, len(messages)]
 
 
 def _with_answers(messages: list[Message], answers: Sequence[Answer]) -> list[Message]:
-    """The conversation with its first turns answered; the later ones stay as they are."""
+    """Replaces the first turns of the assistant; the later ones stay as they are."""
     result = [*messages, {}]
-    for place, answer in zip(turns_of(messages), answers, strict=False):
-        result[place] = {"role": "assistant", "content": answer.text}
+    for i, answer in zip(turns_of(messages), answers, strict=False):
+        result[i] = {"role": "assistant", "content": answer.text}
     return result
 
 
 def _problem(record: dict[str, Any]) -> str | None:
-    """Why a record cannot be answered."""
+    """Reason why a record cannot be answered; None if it can."""
     if "text" in record:
         return 'it has a key "text", which training would read instead of the answer: rename it'
     if ("prompt" in record) == ("messages" in record):
@@ -168,14 +167,14 @@ def _problem(record: dict[str, Any]) -> str | None:
     if not isinstance(messages, list) or not messages:
         return f"messages is {messages!r}: give a list of messages"
     roles: list[object] = []
-    for number, message in enumerate(messages, start=1):
+    for index, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            return f"message {number} has none of the roles {', '.join(ROLES)}"
+            return f"message {index} has none of the roles {', '.join(ROLES)}"
         if not isinstance(message.get("content"), str):
-            return f"message {number} has no content that is text"
+            return f"message {index} has no content that is text"
         if message["role"] == "assistant" and "user" not in roles:
-            return f"message {number} is the assistant's, before the user said anything: remove it"
+            return f"message {index} is the assistant's, before the user said anything: remove it"
         if message["role"] == "assistant" and roles[-1] == "assistant":
-            return f"message {number} is the assistant's like the one before it: join the two"
+            return f"message {index} is the assistant's like the one before it: join the two"
         roles.append(message["role"])
     return None if "user" in roles else "the conversation has no user turn"

@@ -1,7 +1,4 @@
-"""Records, to train on or to be answered: where they come from and what their keys mean.
-
-Sources are text, JSONL, JSON, Parquet, and Hugging Face datasets.
-"""
+"""Reads records, to train on or to answer, from text, JSONL, JSON, Parquet and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -23,71 +20,71 @@ from paradraft.sources.hub import HTTPError
 from paradraft.text.chat_template import Message
 
 
-def read_object(text: str, place: str, example: str) -> dict[str, Any]:
-    """Reads a JSON object whose texts can be tokenized, sent and written.
+def read_object(text: str, location: str, example: str) -> dict[str, Any]:
+    """Parses a JSON object whose texts can be tokenized, sent and written.
 
     Args:
-        text: what the user wrote.
-        place: where, for the complaint.
-        example: an object as it is expected there.
+        text: the user's JSON.
+        location: such as file and line, for error messages.
+        example: a valid object, for error messages.
 
     Raises:
-        ValueError: it is no JSON object, or has half a character or a number in it that is none.
+        ValueError: it is no JSON object, or contains a lone surrogate, NaN or infinity.
     """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not JSON ({error})") from None
-    return checked_object(found, place, example)
+        raise ValueError(f"{location}: not JSON ({error})") from None
+    return checked_object(value, location, example)
 
 
-def checked_object(found: object, place: str, example: str) -> dict[str, Any]:
-    """Returns a value that was read from JSON, if it is an object whose texts can be tokenized, sent and written.
+def checked_object(value: object, location: str, example: str) -> dict[str, Any]:
+    """Checks that a value read from JSON is an object whose texts can be tokenized, sent and written, and returns it.
 
     Args:
-        found: the value.
-        place: where it stands, for the complaint.
-        example: an object as it is expected there.
+        value: read from JSON.
+        location: such as file and line, for error messages.
+        example: a valid object, for error messages.
 
     Raises:
-        ValueError: it is no object, or has half a character or a number in it that is none.
+        ValueError: it is no object, or contains a lone surrogate, NaN or infinity.
     """
-    if not isinstance(found, dict):
-        raise ValueError(f"{place}: expected a JSON object such as {example}")
+    if not isinstance(value, dict):
+        raise ValueError(f"{location}: expected a JSON object such as {example}")
     try:
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{place}: not valid text ({error.reason})") from None
+        raise ValueError(f"{location}: not valid text ({error.reason})") from None
     except ValueError:
-        raise ValueError(f"{place}: not JSON, which has no NaN and no infinity: write null") from None
-    return found
+        raise ValueError(f"{location}: not JSON, which has no NaN and no infinity: write null") from None
+    return value
 
 
 def object_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON object of a row, the same in every run.
+    """Converts a row to a JSON object, the same in every run.
 
-    Dates, durations, decimals and UUIDs become texts, bytes base64, NumPy's arrays and numbers Python's, and what is
-    no finite number null.
+    Dates, durations, decimals and UUIDs become texts, bytes base64, NumPy arrays and scalars lists and numbers, and
+    NaN and infinity null.
 
     Raises:
-        ValueError: a value is nothing of that, such as an image.
+        ValueError: a value has another type, such as an image.
 
     Example:
         >>> object_of({"prompt": "a", "on": date(2026, 11, 21), "score": float("nan"), "raw": [b"ab"]})
         {'prompt': 'a', 'on': '2026-11-21', 'score': None, 'raw': ['YWI=']}
     """
-    found = {}
+    converted = {}
     for key, value in row.items():
         try:
             text = json.dumps(value, default=_in_json)
         except TypeError as error:
             raise ValueError(f"{key!r} cannot be written as JSON: {error}; name the columns that you want") from None
-        found[key] = json.loads(text, parse_constant=lambda _: None)
-    return found
+        converted[key] = json.loads(text, parse_constant=lambda _: None)
+    return converted
 
 
 def _in_json(value: object) -> object:
-    """What stands in JSON for a value that it does not know; the text of any other object may hold its address."""
+    """Encodes types that JSON lacks; raises for others, because their `str` may contain a memory address."""
     if isinstance(value, date | time | timedelta | Decimal | UUID):
         return str(value)
     if isinstance(value, bytes):
@@ -98,12 +95,12 @@ def _in_json(value: object) -> object:
 
 
 COLUMNS = ("text", "prompt", "response", "messages", "user", "assistant", "finish_reason")
-"""The names that a record's values may have."""
+"""Names of a record's columns."""
 SHARE_GPT = {"human": "user", "gpt": "assistant"}
 
 
 def check_columns(columns: Mapping[str, object]) -> None:
-    """Raises ValueError if `columns` does not say by which names a source calls `COLUMNS`."""
+    """Raises ValueError if `columns` does not map names in `COLUMNS` to names of the source."""
     for ours, theirs in columns.items():
         if ours not in COLUMNS:
             raise ValueError(f"columns: {ours!r} is none of {', '.join(COLUMNS)}")
@@ -112,10 +109,10 @@ def check_columns(columns: Mapping[str, object]) -> None:
 
 
 def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The values that `columns` names, and no others; the whole record where it names none.
+    """Keeps only the columns that `columns` names, renamed; the whole record if it names none.
 
     Raises:
-        ValueError: one of them is not there.
+        ValueError: a column is missing.
     """
     for theirs in columns.values():
         if theirs not in record:
@@ -124,10 +121,10 @@ def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, 
 
 
 def conversation_of(record: Mapping[str, Any]) -> list[Message] | None:
-    """The messages of a record, in any of the forms below; None if there are none.
+    """Messages of a record, in any of the formats below; None if it has none.
 
-    A conversation may be written as `messages`, as ShareGPT does (`conversations`), as AMD's training data do
-    (`conversation`, one object for each turn of both), or as one turn.
+    The formats: `messages`; ShareGPT's `conversations`; `conversation` of AMD's training data, one object per
+    exchange; and a single exchange, `user` and `assistant`.
 
     >>> conversation_of({"user": "a", "assistant": "b"})
     [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
@@ -155,28 +152,28 @@ def conversation_of(record: Mapping[str, Any]) -> list[Message] | None:
 
 
 def _is_exchange(turn: object) -> bool:
-    """Whether this is a question with its answer, or a question alone, as AMD's training data write them."""
+    """Whether this is a question with or without its answer in the format of AMD's training data."""
     return isinstance(turn, dict) and "human" in turn and turn.keys() <= {"human", "assistant"}
 
 
 Record = dict[str, Any]
 TABLES = {".jsonl", ".json", ".parquet"}
-"""Suffixes of files that hold many records."""
+"""Suffixes of files with many records."""
 NOT_TEXT = {*TABLES, ".ndjson", ".csv", ".tsv", ".arrow", ".gz", ".zst", ".zip", ".xz"}
-"""Suffixes of files whose characters are no text to learn; those of `TABLES` are here for other spellings."""
+"""Suffixes of files that are not plain text; includes `TABLES` to catch other spellings, such as `.JSON`."""
 RECORD_KEYS = {"text", "prompt", "response", "messages", "conversation", "conversations", "user", "assistant"}
-"""Keys by which a JSON object is known as a record, and not as a wrapper around a list of records."""
+"""Keys that tell a record from a JSON object that wraps a list of records."""
 
 
 def records(source: Path, what: str) -> Iterator[tuple[str, Record]]:
-    """Reads one source, record by record.
+    """Reads the records of a source for training.
 
     Args:
         source: as of `rows`; any other file is one text.
-        what: what it is for, for complaints: "training data".
+        what: purpose of the source, such as "training data", for error messages.
 
     Yields:
-        What to call the record in a complaint, and the record.
+        Location of the record, for error messages, and the record.
 
     Raises:
         ValueError: as `rows`.
@@ -191,21 +188,21 @@ def records(source: Path, what: str) -> Iterator[tuple[str, Record]]:
 
 
 def rows(source: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
-    """Reads one source that holds records.
+    """Reads the records of a source that is a table.
 
     Args:
-        source: a `.jsonl`, `.json` or `.parquet` file, or a pipe of JSONL; what is no file is a Hugging Face dataset:
+        source: a `.jsonl`, `.json` or `.parquet` file, or a pipe of JSONL; otherwise a Hugging Face dataset:
             `name`, `name:split` (`train` by default) or `name/configuration:split`. A `.json` file holds an array of
             records, an object with one array of records in it, or a record in each line.
-        what: what it is for, for complaints.
-        example: a line of JSONL, for complaints.
+        what: purpose of the source, for error messages.
+        example: a line of JSONL, for error messages.
 
     Yields:
-        What to call the record in a complaint, and the record.
+        Location of the record, for error messages, and the record.
 
     Raises:
-        ValueError: the source does not exist, is another file or cannot be read, a record is no JSON object, or an
-            object has several arrays that may be the records.
+        ValueError: the source does not exist, has another format or cannot be read, a record is no JSON object, or
+            an object has several arrays that may be the records.
     """
     if source.is_fifo():
         yield from _lines(source, what, example)
@@ -225,10 +222,10 @@ def rows(source: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
 def _lines(file: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
     try:
         with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
+            for line_number, line in enumerate(lines, start=1):
                 if line.strip():
-                    place = f"{file}, line {number}"
-                    yield place, read_object(line, place, example)
+                    location = f"{file}, line {line_number}"
+                    yield location, read_object(line, location, example)
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} {str(file)!r} is not UTF-8 text ({error.reason})") from None
 
@@ -239,17 +236,17 @@ def _json(file: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} {str(file)!r} is not UTF-8 text ({error.reason})") from None
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        # Many published `.json` files have a record in each line. Only those begin with a line that is whole.
+        # Many published `.json` files are JSONL. Only in these the first line is valid JSON.
         first = next((line for line in text.split("\n") if line.strip()), "")
         if not _is_json(first):
             raise ValueError(f"{what} {str(file)!r} is not JSON ({error})") from None
         yield from _lines(file, what, example)
         return
-    for number, record in enumerate(_inside(found, f"{what} {str(file)!r}"), start=1):
-        place = f"{file}, record {number}"
-        yield place, checked_object(record, place, example)
+    for index, record in enumerate(_records_in(content, f"{what} {str(file)!r}"), start=1):
+        location = f"{file}, record {index}"
+        yield location, checked_object(record, location, example)
 
 
 def _is_json(text: str) -> bool:
@@ -260,40 +257,36 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _inside(found: object, file: str) -> list[object]:
-    """The records of what a JSON file holds.
+def _records_in(content: object, file: str) -> list[object]:
+    """Records in the value of a JSON file.
 
-    >>> _inside({"version": 1, "data": [{"text": "a"}, {"text": "b"}]}, "the file")
+    >>> _records_in({"version": 1, "data": [{"text": "a"}, {"text": "b"}]}, "the file")
     [{'text': 'a'}, {'text': 'b'}]
-    >>> _inside({"messages": [{"role": "user", "content": "a"}]}, "the file")
+    >>> _records_in({"messages": [{"role": "user", "content": "a"}]}, "the file")
     [{'messages': [{'role': 'user', 'content': 'a'}]}]
 
     Raises:
         ValueError: it is an object with several arrays that may be the records.
     """
-    if isinstance(found, list):
-        return found
-    if not isinstance(found, dict) or found.keys() & RECORD_KEYS:
-        return [found]
+    if isinstance(content, list):
+        return content
+    if not isinstance(content, dict) or content.keys() & RECORD_KEYS:
+        return [content]
     arrays = [
         key
-        for key, value in found.items()
+        for key, value in content.items()
         if isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
     ]
     if len(arrays) > 1:
         raise ValueError(f"{file} has records under {', '.join(arrays)}: write those that you want as .jsonl")
-    return list(found[arrays[0]]) if arrays else [found]
+    return list(content[arrays[0]]) if arrays else [content]
 
 
 def content_digest(source: Path, what: str) -> str | None:
-    """SHA-256 of what a source holds, as on this disk; None where it is held in memory alone.
-
-    Args:
-        source: as of `records`.
-        what: what it is for, for complaints.
+    """SHA-256 of a source's files on this disk; None if it is in memory only.
 
     Raises:
-        ValueError: it does not exist or cannot be read.
+        ValueError: the source does not exist or cannot be read.
     """
     if source.is_file():
         return file_digest(source)
@@ -313,7 +306,7 @@ def _hub_dataset(source: Path, what: str) -> Any:
 
 
 def _check_hub(path: str, what: str) -> None:
-    # Asked once: `load_dataset` would try for half a minute where there is no network.
+    # One request: `load_dataset` would retry for half a minute without a network.
     from datasets.config import HF_DATASETS_CACHE
 
     if (Path(HF_DATASETS_CACHE) / path.replace("/", "___")).is_dir():
@@ -330,8 +323,8 @@ def _check_hub(path: str, what: str) -> None:
 
 
 def _numbered(name: str, rows: Any) -> Iterator[tuple[str, Record]]:
-    for number, row in enumerate(rows, start=1):
-        yield f"{name} {number}", {key: value for key, value in row.items() if value is not None}
+    for index, row in enumerate(rows, start=1):
+        yield f"{name} {index}", {key: value for key, value in row.items() if value is not None}
 
 
 def _loaded(path: str, what: str, configuration: str | None = None, **settings: str) -> Any:

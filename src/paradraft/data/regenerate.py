@@ -1,7 +1,7 @@
-"""Lets the target answer prompts itself: a drafter is trained on text that its target wrote.
+"""Regenerates answers with the target (self-distillation): a drafter is trained on text that its target wrote.
 
-Who answers is an `Answerer`: the engine of this process, or an endpoint. What is common to both
-stands here: which questions are left, and that every outcome is written as soon as it is there.
+An `Answerer`, the engine of this process or an endpoint, generates the answers. This module selects the questions
+without an answer and writes each outcome at once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from paradraft.data.questions import Answer, Question, next_prompt, record_of
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one question.
+    """Result of one question.
 
     Args:
-        question: which.
+        question: that was answered.
         answers: of its turns; fewer than it has if there was no room for the next; none if it failed.
-        failure: why there is no answer.
+        failure: error message, if there is no answer.
     """
 
     question: Question
@@ -35,31 +35,31 @@ class Outcome:
 
 
 class Answerer(Protocol):
-    """Who answers."""
+    """Generates answers."""
 
     @property
     def settings(self) -> dict[str, object]:
-        """What decides the text of the answers; a file holds answers of one kind only."""
+        """Settings that decide the text of the answers; all answers of a file share them."""
 
     def check(self, questions: list[Question]) -> None:
-        """Raises ValueError if these cannot be asked; called before the first of them is."""
+        """Raises ValueError if these cannot be answered; called before the first one is."""
 
     def answer(self, questions: list[Question], take: Callable[[Outcome], None]) -> None:
-        """Gives `take` one outcome for every question that was asked, in any order."""
+        """Passes one outcome for every answered or failed question to `take`, in any order."""
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a run has come.
+    """Progress of a run.
 
     Args:
-        total: answers that were asked for.
-        before: how many of them were there when the run began.
-        written: how many this run wrote.
-        shortened: how many of those are conversations that end early for want of room.
+        total: answers requested.
+        before: of these, answers that existed before the run.
+        written: answers that this run wrote.
+        shortened: of these, conversations that end early for lack of room.
         tokens: of the written answers.
         failed: questions without an answer.
-        started_s: when answering began, of `time.monotonic`.
+        started_s: start of the run, by `time.monotonic`.
     """
 
     total: int
@@ -72,7 +72,7 @@ class Progress:
 
     @property
     def missing(self) -> int:
-        """How many answers are not there."""
+        """Answers still missing."""
         return self.total - self.before - self.written
 
 
@@ -82,24 +82,24 @@ def regenerate(
     """Answers the questions that the file has no answer to, and appends the answers.
 
     Args:
-        answerer: who answers.
-        questions: all that shall be in the file in the end.
+        answerer: generates the answers.
+        questions: all that the complete file answers.
         out: the file of answers; see `AnswerFile`.
-        report: called at the beginning and after every outcome.
+        report: called at the start and after every outcome.
 
     Returns:
-        What was done; whoever failed is not in the file, and the same call asks for them again.
+        Counts of the run. Failed questions are not in the file; the same call retries them.
 
     Raises:
-        ValueError: as `read_answers` and `AnswerFile`, or the answerer cannot be asked.
+        ValueError: as `read_answers` and `AnswerFile`, or the answerer cannot be used.
     """
-    settings, asked = answerer.settings, frozenset(question.id for question in questions)
-    # Read before the lock is taken too, so that a mistake leaves no file behind.
-    done = read_answers(out, settings, asked).done
-    if left := [question for question in questions if question.id not in done]:
-        answerer.check(left)
-    with AnswerFile(out, settings, asked) as file:
-        progress = Progress(total=len(asked), before=len(file.done))
+    settings, ids = answerer.settings, frozenset(question.id for question in questions)
+    # Read before locking too, so that an error leaves no lock file.
+    done = read_answers(out, settings, ids).done
+    if missing := [question for question in questions if question.id not in done]:
+        answerer.check(missing)
+    with AnswerFile(out, settings, ids) as file:
+        progress = Progress(total=len(ids), before=len(file.done))
 
         def take(outcome: Outcome) -> None:
             if outcome.failure:
@@ -111,7 +111,7 @@ def regenerate(
                 progress.tokens += sum(answer.tokens for answer in outcome.answers)
             report(progress)
 
-        if left := [question for question in questions if question.id not in file.done]:
+        if missing := [question for question in questions if question.id not in file.done]:
             report(progress)
-            answerer.answer(left, take)
+            answerer.answer(missing, take)
     return progress

@@ -1,4 +1,4 @@
-"""Training samples: their tokens, which of them are predicted, and the split into training and held-out samples."""
+"""Training samples: tokens, labels, and the split into training and held-out set."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Tokens, and which of them are to be predicted.
+    """Tokens, and which of them are labels.
 
-    Both are kept as arrays, of 32-bit integers and of bytes: a list takes eight times as much, gigabytes for a large
-    data set. Views of such memory are kept as they are, so that samples of a file that is mapped take none.
+    Both are stored as arrays, of 32-bit integers and of bytes: lists take eight times as much, gigabytes for a large
+    data set. Memory views are kept as they are, so that samples of a memory-mapped file take no memory.
 
     Args:
         tokens: at least two token ids.
-        is_label: for each token whether it is a label.
-        group: samples of one group are pieces of one record, or answers to one prompt.
-        weight: how many times an epoch takes it.
+        is_label: whether each token is a label.
+        group: shared by pieces of one record and by answers to one prompt.
+        weight: times that an epoch takes the sample.
     """
 
     tokens: Sequence[int]
@@ -29,21 +29,21 @@ class Sample:
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.is_label)
         for name, kind in (("tokens", "i"), ("is_label", "b")):
-            given = getattr(self, name)
-            if isinstance(given, memoryview):
-                assert given.format == kind
+            values = getattr(self, name)
+            if isinstance(values, memoryview):
+                assert values.format == kind
             else:
-                object.__setattr__(self, name, array(kind, given))
+                object.__setattr__(self, name, array(kind, values))
 
 
 def group_of(record: Sample) -> int:
-    """The group of all that is made of a record, whose first sample this is: by its prompt; where all is learnt by all.
+    """Group of all samples of a record, from its first sample: a hash of the prompt, or of all tokens without one.
 
     >>> answers = [Sample(tokens=[5, 6, answer], is_label=[False, False, True]) for answer in (7, 8)]
     >>> group_of(answers[0]) == group_of(answers[1])
     True
     """
-    first = next((place for place, flag in enumerate(record.is_label) if flag), 0)
+    first = next((i for i, flag in enumerate(record.is_label) if flag), 0)
     return hash(tuple(record.tokens[: first or None]))
 
 
@@ -53,7 +53,7 @@ def is_longer(whole: Sample, max_length: int) -> bool:
 
 
 def truncated(whole: Sample, max_length: int, *, group: int) -> Iterable[Sample]:
-    """The beginning of a sample, up to its last label in it; none where there is no label in it.
+    """Truncates a sample to `max_length` and its last label there; returns nothing if it has no label there.
 
     >>> whole = Sample(tokens=[5, 6, 7, 8, 9, 1], is_label=[False, True, True, True, True, False])
     >>> [list(piece.tokens) for piece in truncated(whole, 3, group=0)]
@@ -64,8 +64,9 @@ def truncated(whole: Sample, max_length: int, *, group: int) -> Iterable[Sample]
 
 
 def pieces(whole: Sample, max_length: int, *, group: int) -> Iterable[Sample]:
-    """Pieces of a sample that have a label, up to its last one; they overlap by one token, or a piece's first token
-    would belong to no group.
+    """Splits a sample, up to its last label, into pieces that have a label.
+
+    Pieces overlap by one token, because the first token of a piece is never predicted.
 
     >>> whole = Sample(tokens=[5, 6, 7, 8, 9, 1], is_label=[False, True, True, True, True, False])
     >>> [list(piece.tokens) for piece in pieces(whole, 3, group=0)]
@@ -79,49 +80,49 @@ def pieces(whole: Sample, max_length: int, *, group: int) -> Iterable[Sample]:
 
 
 def _last_label(whole: Sample) -> int:
-    """The place of the last label; 0 where there is none."""
-    return max((place for place, flag in enumerate(whole.is_label) if flag), default=0)
+    """Index of the last label; 0 without labels."""
+    return max((i for i, flag in enumerate(whole.is_label) if flag), default=0)
 
 
 SHARE, MOST = 20, 64
-"""By default one sample in so many is measured on, and at most so many."""
+"""Default size of the held-out set: one in `SHARE` samples, at most `MOST`."""
 LARGE = 10
-"""A text or prompt with more than one in so many of all samples is never kept out."""
+"""A group with more than one in `LARGE` of all samples is never held out."""
 
 
 def hold_out(samples: list[Sample], wanted: int | None) -> tuple[list[Sample], list[Sample]]:
-    """Chooses samples to measure on.
+    """Splits samples into training and held-out set.
 
-    Samples of one `group` go to the same side; those of a group that is kept out which are not wanted are dropped.
-    Where groups are too few for that, or too large, as in a single long text, each sample stands for itself.
+    Samples of one `group` go to the same side; surplus samples of a held-out group are dropped. If there are too few
+    groups for that, or too large ones, as in a single long text, each sample is a group.
 
     Args:
         samples: all, in the order of the data.
-        wanted: how many to measure on; by default one in `SHARE`, at most `MOST`.
+        wanted: size of the held-out set; by default one in `SHARE`, at most `MOST`.
 
     Returns:
-        The samples to learn, and those to measure on, of different groups first.
+        Training samples, and held-out samples, those of different groups first.
 
     Raises:
-        ValueError: nothing would be left to learn.
+        ValueError: no training sample would be left.
     """
-    number = min(len(samples) // SHARE, MOST) if wanted is None else wanted
-    if number >= len(samples):
-        raise ValueError(f"held_out={number} leaves nothing to learn of {len(samples)} samples: hold out fewer")
-    chosen = _spread(_groups(samples), number) or _spread([[index] for index in range(len(samples))], number)
-    # Each group begins with another of its samples, because texts begin alike.
+    size = min(len(samples) // SHARE, MOST) if wanted is None else wanted
+    if size >= len(samples):
+        raise ValueError(f"held_out={size} leaves nothing to learn of {len(samples)} samples: hold out fewer")
+    chosen = _spread(_groups(samples), size) or _spread([[index] for index in range(len(samples))], size)
+    # The n-th group starts with its n-th sample, because texts begin alike.
     ranked = sorted(
-        ((place - nth) % len(group), index) for nth, group in enumerate(chosen) for place, index in enumerate(group)
+        ((i - nth) % len(group), index) for nth, group in enumerate(chosen) for i, index in enumerate(group)
     )
     out = {index for _, index in ranked}
     return (
         [sample for index, sample in enumerate(samples) if index not in out],
-        [samples[index] for _, index in ranked[:number]],
+        [samples[index] for _, index in ranked[:size]],
     )
 
 
 def _groups(samples: list[Sample]) -> list[list[int]]:
-    """The indices of each group that is not too large."""
+    """Sample indices of each group that is not too large."""
     groups: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.group, []).append(index)
@@ -129,8 +130,9 @@ def _groups(samples: list[Sample]) -> list[list[int]]:
 
 
 def _spread(groups: list[list[int]], number: int) -> list[list[int]]:
-    """Groups with at least `number` samples, far from each other in the data: one in `SHARE`, or more if it takes more,
-    but not all; none if that is not enough.
+    """Chooses evenly spaced groups with at least `number` samples in total.
+
+    Takes one group in `SHARE`, more if needed, but never all; returns none if that is not enough.
 
     >>> _spread([[0], [1], [2], [3], [4], [5]], 2)
     [[1], [4]]
@@ -139,10 +141,10 @@ def _spread(groups: list[list[int]], number: int) -> list[list[int]]:
     """
     count = min(number, max(len(groups) // SHARE, 1))
     while count < len(groups):
-        chosen = [groups[round((place + 0.5) * len(groups) / count - 0.5)] for place in range(count)]
-        found = sum(map(len, chosen))
-        if found >= number:
+        chosen = [groups[round((i + 0.5) * len(groups) / count - 0.5)] for i in range(count)]
+        total = sum(map(len, chosen))
+        if total >= number:
             return chosen
-        # As many as it takes if the others are as large; one by one it would take as long as there are groups.
-        count = max(count + 1, count * number // max(found, 1))
+        # Estimated from the mean size so far; adding groups one by one would take quadratic time.
+        count = max(count + 1, count * number // max(total, 1))
     return []

@@ -1,9 +1,9 @@
-"""Tokenizes large sources once, in many processes, and keeps the tokens from start to start.
+"""Token cache: tokenizes large sources once, in parallel processes, and keeps the tokens on disk.
 
-What is kept has a name made of all that decides it (`_identity`). It appears as a whole or not at all, with the digests
-of its files, which every start checks. Of several processes that want the same one tokenizes, and the others wait for
-it and read what it has written. Small sources are tokenized in the process that asks: other processes take longer to
-begin.
+The name of an entry is the digest of everything that decides the tokens (`_identity`). Entries are written atomically,
+with the digests of their files, which every start checks. If several processes want the same entry, one tokenizes; the
+others wait and read its result. Small sources are tokenized in the calling process, because starting processes takes
+longer.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ except ImportError:  # there is none on Windows
 
 WHAT = "training data"
 SMALL_BYTES = 2**22
-"""Of files up to this size the tokens are made in less time than it takes to start processes."""
+"""Files up to this size are tokenized in less time than it takes to start processes."""
 BATCH = 200
-"""Records that a process tokenizes before it looks whether another has found a broken one."""
+"""Records that a process tokenizes before it checks whether another process met a broken one."""
 SHARE = 500
-"""Records that are worth a process."""
+"""Fewest records per process."""
 FIRST, FIRST_BYTES = 20, 2**16
-"""So many records, if they are no larger, are tokenized while the records are read: most mistakes are in all records,
-and are then said at once."""
+"""The first `FIRST` records, up to `FIRST_BYTES` each, are tokenized while the records are read: most mistakes are in
+all records, and are then reported at once."""
 MANIFEST, RECORDS, TOKENS = "manifest.json", "records.arrow", "tokens.arrow"
 CODE = ("data/chat.py", "data/records.py", "data/samples.py", "data/token_table.py", "data/tokenized.py",
         "text/chat_template.py", "text/tokenization.py")  # fmt: skip
-"""The files of this package that decide on tokens."""
+"""Source files of this package that decide the tokens."""
 VERSIONS = ("paradraft", "transformers", "tokenizers", "jinja2")
 RAW = pa.schema([("place", pa.string()), ("record", pa.large_binary())])
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCache:
-    """Where tokens are kept, and how they are made.
+    """Settings of the token cache.
 
     Args:
-        folder: that holds them; None for one inside the cache of `datasets`.
-        processes: that tokenize; None for one on each CPU.
-        small_bytes: files up to this size are tokenized anew in every start.
+        folder: of the cache; None for one inside the cache of `datasets`.
+        processes: that tokenize; None for one per CPU.
+        small_bytes: files up to this size are not cached.
     """
 
     folder: Path | None = None
@@ -78,21 +78,21 @@ class TokenCache:
 def tokenized_records(
     source: Path, how: Tokenization, cache: TokenCache, *, day: date | None = None
 ) -> Iterator[Tokenized]:
-    """What becomes of the records of a source, in their order.
+    """Tokenizes the records of a source, in their order, or reads their tokens from the cache.
 
-    Warns if tokens that were kept are damaged, and if new ones cannot be kept.
+    Warns if a cache entry is damaged or cannot be written.
 
     Args:
         source: a file, or a Hugging Face dataset.
-        how: what they become.
-        cache: where they are kept.
-        day: what the chat template takes for today; None for the day that it is.
+        how: settings of the tokenization.
+        cache: settings of the cache.
+        day: today's date for the chat template; None for the actual day.
 
     Raises:
         ValueError: the source does not exist or cannot be read, or the next record is broken.
     """
     is_small = source.is_file() and source.stat().st_size <= cache.small_bytes
-    is_small = is_small or not _is_text(str(source))  # Arrow could not name its records
+    is_small = is_small or not _is_text(str(source))  # Arrow could not store the locations of its records
     digest = None if is_small else content_digest(source, WHAT)
     if digest is None:
         yield from _plain(source, how)
@@ -129,8 +129,8 @@ def _is_text(name: str) -> bool:
 
 
 def _plain(source: Path, how: Tokenization) -> Iterator[Tokenized]:
-    for place, row in records(source, WHAT):
-        yield tokenized(place, row, how)
+    for location, row in records(source, WHAT):
+        yield tokenized(location, row, how)
 
 
 def _default_folder() -> Path:
@@ -145,22 +145,22 @@ def _cpus() -> int:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Waits until no other process is in here with the same file."""
+    """Holds an exclusive lock on a file."""
     if fcntl is None:
         with FileLock(file):
             yield
         return
-    # No `flock`, which `FileLock` takes: the processes that `datasets` forks would hold it too, and its manager goes on
-    # for ever when the process that began it is killed.
+    # Not `flock`, which `FileLock` uses: the processes that `datasets` forks would hold it too, and their manager runs
+    # for ever if its parent is killed.
     with file.open("w") as stream:
         fcntl.lockf(stream, fcntl.LOCK_EX)
         yield
 
 
 def _identity(source: Path, digest: str, how: Tokenization, day: date | None) -> dict[str, Any]:
-    """All that decides on the tokens of a source; and its name, which complaints say."""
+    """Everything that decides the tokens of a source, and its name, which is part of error messages."""
     template, package = how.template, Path(__file__).parent.parent
-    written = str(template.written or template.tokenizer.chat_template)
+    template_source = str(template.written or template.tokenizer.chat_template)
     identity = {
         "source": str(source),
         "sha256": digest,
@@ -168,32 +168,32 @@ def _identity(source: Path, digest: str, how: Tokenization, day: date | None) ->
         "template": template.written or template.tokenizer.chat_template,
         "variables": dict(template.variables),
         "end_ids": sorted(template.end_ids),
-        # Where a day is given, the template has it already, unless it asks the clock in a way of its own.
-        "day": date.today().isoformat() if day is None or CLOCK in written else None,
+        # A `day` is already rendered into the template, unless that calls the clock in an unknown form.
+        "day": date.today().isoformat() if day is None or CLOCK in template_source else None,
         "columns": list(how.columns.items()),
         "max_length": how.max_length,
         "long": how.long,
         "versions": {name: version(name) for name in VERSIONS} | {"python": sys.version.split()[0]},
         "code": [file_digest(package / name) for name in CODE],
     }
-    read: dict[str, Any] = json.loads(json.dumps(identity))
-    return read
+    as_json: dict[str, Any] = json.loads(json.dumps(identity))
+    return as_json
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of all that a tokenizer writes when it is saved."""
+    """SHA-256 of the files of a saved tokenizer."""
     with TemporaryDirectory() as folder:
         try:
             tokenizer.save_pretrained(folder)
-        except Exception as error:  # the library in Rust raises nothing else, where the disk is full
+        except Exception as error:  # the Rust library raises nothing more specific if the disk is full
             raise OSError(f"its tokenizer cannot be written to {folder}: {error}") from None
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
-        told = [type(tokenizer).__qualname__, *(f"{file.name} {file_digest(file)}" for file in files)]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+        lines = [type(tokenizer).__qualname__, *(f"{file.name} {file_digest(file)}" for file in files)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _kept(entry: Path, identity: dict[str, Any]) -> pa.Table | None:
-    """The tokens that are kept; None if there are none. Damaged ones are deleted, with a warning."""
+    """Reads a cache entry; None if there is none. Deletes a damaged one, with a warning."""
     if not entry.exists():
         return None
     try:
@@ -213,18 +213,18 @@ def _kept(entry: Path, identity: dict[str, Any]) -> pa.Table | None:
 def _make(
     entry: Path, identity: dict[str, Any], source: Path, how: Tokenization, processes: int
 ) -> tuple[pa.Table, ValueError | None]:
-    """Tokenizes a source in several processes and keeps the tokens.
+    """Tokenizes a source in several processes and writes the cache entry.
 
     Returns:
-        The tokens, and why the source cannot be read to its end; nothing is kept then.
+        The tokens, and the error at which reading the source ended; then no entry is written.
     """
     unfinished = entry.with_name(f"{entry.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     unfinished.mkdir()
     try:
         with sigterm_raises():
-            number, mistake = _write_records(unfinished / RECORDS, source, how)
-            files = _tokenize(unfinished, source, how, max(min(processes, number // SHARE), 1)) if number else []
+            count, mistake = _write_records(unfinished / RECORDS, source, how)
+            files = _tokenize(unfinished, source, how, max(min(processes, count // SHARE), 1)) if count else []
             (unfinished / RECORDS).unlink()
             if mistake is not None:
                 return read_table(files), mistake
@@ -240,54 +240,54 @@ def _write_records(file: Path, source: Path, how: Tokenization) -> tuple[int, Va
     """Writes the records of a source for other processes to read.
 
     Returns:
-        How many there are, and why the source cannot be read to its end.
+        The count of records, and the error at which reading the source ended.
 
     Raises:
         ValueError: one of the first records is broken.
     """
     mistakes: list[ValueError] = []
-    found = _readable(source, how, mistakes)
-    number = 0
+    readable = _readable(source, how, mistakes)
+    count = 0
     with pa.OSFile(str(file), "wb") as stream, pa.ipc.new_stream(stream, RAW) as writer:
-        while some := list(islice(found, BATCH)):
-            packed = [_packed(place, record) for place, record in some]
-            for (place, record), written in islice(zip(some, packed, strict=True), max(FIRST - number, 0)):
-                if len(written) <= FIRST_BYTES:
-                    tokenized(place, record, how)
-            number += len(some)
-            writer.write_batch(pa.record_batch([[place for place, _ in some], packed], schema=RAW))
-    return number, mistakes[0] if mistakes else None
+        while batch := list(islice(readable, BATCH)):
+            pickles = [_pickled(location, record) for location, record in batch]
+            for (location, record), pickled in islice(zip(batch, pickles, strict=True), max(FIRST - count, 0)):
+                if len(pickled) <= FIRST_BYTES:
+                    tokenized(location, record, how)
+            count += len(batch)
+            writer.write_batch(pa.record_batch([[location for location, _ in batch], pickles], schema=RAW))
+    return count, mistakes[0] if mistakes else None
 
 
-def _packed(place: str, record: Record) -> bytes:
+def _pickled(location: str, record: Record) -> bytes:
     try:
         return pickle.dumps(record)
     except RecursionError:
-        raise ValueError(f"{place}: it is nested too deep to be read") from None
+        raise ValueError(f"{location}: it is nested too deep to be read") from None
 
 
 def _readable(source: Path, how: Tokenization, mistakes: list[ValueError]) -> Iterator[tuple[str, Record]]:
-    """The records of a source, without what no sample is made of; `mistakes` gets why it cannot be read to its end."""
+    """Yields records without unused values; appends the error at which reading ended to `mistakes`."""
     used = set(how.columns.values()) or {*RECORD_KEYS, "finish_reason"}
     try:
-        for place, record in records(source, WHAT):
-            yield place, {key: value if key in used else None for key, value in record.items()}
+        for location, record in records(source, WHAT):
+            yield location, {key: value if key in used else None for key, value in record.items()}
     except ValueError as error:
         mistakes.append(error)
 
 
 def _tokenize(folder: Path, source: Path, how: Tokenization, processes: int) -> list[Path]:
-    """Writes the tokens of the records in a folder, and returns the files in their order.
+    """Tokenizes the records in a folder and returns the files of tokens in their order.
 
     Raises:
-        ValueError: a process has died.
+        ValueError: a process died.
     """
     from datasets import Dataset, Features
 
-    read = Dataset.from_file(str(folder / RECORDS))
+    raw = Dataset.from_file(str(folder / RECORDS))
     tokenize = partial(_tokenized_batch, how=how, folder=folder, parent=os.getpid())
     try:
-        made = read.map(
+        tokens = raw.map(
             tokenize,
             batched=True,
             batch_size=BATCH,
@@ -302,12 +302,12 @@ def _tokenize(folder: Path, source: Path, how: Tokenization, processes: int) -> 
         )
     except RecursionError:
         raise ValueError(f"{WHAT} {str(source)!r}: a record or the chat template is nested too deep") from None
-    except RuntimeError as error:  # a process has died
+    except RuntimeError as error:  # a process died
         raise ValueError(
             f"{WHAT} {str(source)!r} cannot be tokenized in {processes} processes ({error}): free memory, or start on "
             "fewer CPUs, as with taskset"
         ) from None
-    return [Path(file["filename"]) for file in made.cache_files]
+    return [Path(file["filename"]) for file in tokens.cache_files]
 
 
 def _is_running(process: int) -> bool:
@@ -321,17 +321,17 @@ def _is_running(process: int) -> bool:
 def _tokenized_batch(
     batch: dict[str, list[Any]], indices: list[int], how: Tokenization, folder: Path, parent: int
 ) -> pa.Table:
-    """Tokenizes some records, up to the first broken one in the source that any process has found."""
+    """Tokenizes a batch of records; ends at the first broken one that any process has met."""
     if not _is_running(parent):
-        os._exit(1)  # it was killed, and nobody waits
+        os._exit(1)  # it was killed, so the result is not needed
     broken = "broken-"
     if any(int(file.name.removeprefix(broken)) < indices[0] for file in folder.glob(f"{broken}*")):
         return SCHEMA.empty_table()
-    found: list[Tokenized] = []
-    for index, place, record in zip(indices, batch["place"], batch["record"], strict=True):
+    done: list[Tokenized] = []
+    for index, location, record in zip(indices, batch["place"], batch["record"], strict=True):
         try:
-            found.append(tokenized(place, pickle.loads(record), how))
+            done.append(tokenized(location, pickle.loads(record), how))
         except ValueError as error:
             (folder / f"{broken}{index}").touch()
-            return table_of(found, str(error))
-    return table_of(found)
+            return table_of(done, str(error))
+    return table_of(done)

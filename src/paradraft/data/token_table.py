@@ -1,4 +1,4 @@
-"""Tokenized records as an Arrow table, a row for each record, which a file holds and processes map into memory."""
+"""Arrow table of tokenized records, one row per record; its files are memory-mapped."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SCHEMA = pa.schema(
         ("error", pa.string()),
     ]
 )
-"""Of each record the tokens of all its samples, one after the other, and how many each sample has; or, instead of all
-that, what is wrong with it."""
+"""A row holds the concatenated tokens of a record's samples, and the length of each sample; or, instead, the error
+message of a broken record."""
 
 
 def table_of(records: list[Tokenized], error: str | None = None) -> pa.Table:
-    """The table of some records, and after them what is wrong with the next one."""
+    """Makes the table of some records, with the error of the next record as the last row."""
     tokens = [b"".join(bytes(memoryview(s.tokens)) for s in record.samples) for record in records]  # type: ignore[arg-type]
     labels = [b"".join(bytes(memoryview(s.is_label)) for s in record.samples) for record in records]  # type: ignore[arg-type]
     columns = {
@@ -50,33 +50,33 @@ def table_of(records: list[Tokenized], error: str | None = None) -> pa.Table:
 
 
 def _lists(parts: list[bytes], kind: pa.DataType) -> pa.Array:
-    """A list of numbers for each part, from the bytes of these numbers."""
+    """Makes an array of lists from the bytes of each list."""
     size = kind.bit_width // 8
     offsets = pa.array(accumulate((len(part) // size for part in parts), initial=0), pa.int32())
-    together = b"".join(parts)
-    numbers = pa.Array.from_buffers(kind, len(together) // size, [None, pa.py_buffer(together)])
+    joined = b"".join(parts)
+    numbers = pa.Array.from_buffers(kind, len(joined) // size, [None, pa.py_buffer(joined)])
     return pa.ListArray.from_arrays(offsets, numbers)
 
 
 def read_table(files: Iterable[Path]) -> pa.Table:
-    """The table that some files hold one after the other; it stays in the files, and is mapped into memory.
+    """Concatenates the tables of some files, memory-mapped.
 
     Raises:
-        ValueError: a file holds no such table.
+        ValueError: a file has other columns.
     """
-    found = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
-    if any(not table.schema.equals(SCHEMA) for table in found):
+    tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
+    if any(not table.schema.equals(SCHEMA) for table in tables):
         raise ValueError("other columns")
-    return pa.concat_tables([SCHEMA.empty_table(), *(table.replace_schema_metadata() for table in found)])
+    return pa.concat_tables([SCHEMA.empty_table(), *(table.replace_schema_metadata() for table in tables)])
 
 
 def _memory(lists: pa.ListArray) -> Any:
-    """The numbers of all lists, one after the other, where they are."""
+    """View of the concatenated lists, without a copy."""
     return memoryview(lists.flatten().to_numpy())
 
 
 def records_of(table: pa.Table) -> Iterator[Tokenized]:
-    """The records of a table. The tokens of their samples stay in the table.
+    """Yields the records of a table; their tokens are views of the table.
 
     Raises:
         ValueError: the next record is broken.
@@ -84,17 +84,19 @@ def records_of(table: pa.Table) -> Iterator[Tokenized]:
     for batch in table.to_batches():
         columns = {name: batch.column(name) for name in SCHEMA.names}
         tokens, labels = (_memory(columns[name]) for name in ("tokens", "is_label"))
-        told = {name: column.to_pylist() for name, column in columns.items() if name not in ("tokens", "is_label")}
-        stops = accumulate(chain.from_iterable(lengths or () for lengths in told["lengths"]))
+        values = {name: column.to_pylist() for name, column in columns.items() if name not in ("tokens", "is_label")}
+        stops = accumulate(chain.from_iterable(lengths or () for lengths in values["lengths"]))
         start = 0
-        for row, error in enumerate(told["error"]):
+        for row, error in enumerate(values["error"]):
             if error is not None:
                 raise ValueError(error)
             samples = []
-            for _ in told["lengths"][row]:
+            for _ in values["lengths"][row]:
                 stop = next(stops)
-                samples.append(Sample(tokens=tokens[start:stop], is_label=labels[start:stop], group=told["group"][row]))
+                samples.append(
+                    Sample(tokens=tokens[start:stop], is_label=labels[start:stop], group=values["group"][row])
+                )
                 start = stop
             yield Tokenized(
-                place=told["place"][row], samples=samples, **{name: told[name][row] for name in (*FLAGS, *COUNTS)}
+                place=values["place"][row], samples=samples, **{name: values[name][row] for name in (*FLAGS, *COUNTS)}
             )

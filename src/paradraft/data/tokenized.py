@@ -1,14 +1,14 @@
-"""What becomes of a record: its samples, and what of them is lost because they are too long.
+"""Tokenizes a record into training samples, and counts what is lost because samples are too long.
 
 A record is `{"text": …}`, `{"prompt": …, "response": …}`, `{"messages": [{"role": …, "content": …}, …]}`,
 the same with ShareGPT's names (`conversations`, `from`, `value`) or AMD's (`conversation`, `human`,
-`assistant`), or `{"user": …, "assistant": …}`, one turn of a conversation. Of text every token is a label;
-of a prompt and its response only the response is, and the end-of-text after it; of a conversation the
-assistant's turns, all of them, as the model's chat template marks them, and their ends. A record that says
-`"finish_reason": "length"` was cut: nothing is learnt after its response or its last turn.
+`assistant`), or `{"user": …, "assistant": …}`, a single exchange. The labels are: of text every token; of a prompt
+and its response the response and the end-of-text after it; of a conversation all turns of the assistant, as the
+model's chat template renders them, and their end tokens. A record with `"finish_reason": "length"` was cut: there is
+no label after its response or its last turn.
 
-A sample with more than `max_length` tokens is truncated or split. Split pieces of an answer begin in the middle of it,
-without the prompt that the target read there, so only plain text is split unless the recipe says so.
+A sample with more than `max_length` tokens is truncated or split. The pieces of an answer begin in the middle of it,
+without the prompt that the target read there, so by default only plain text is split.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Long = Literal["auto", "truncate", "split"]
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenization:
-    """How records become samples.
+    """Settings by which records become samples.
 
     Args:
         template: the chat template, with the model's tokenizer.
         max_length: most tokens of a sample.
-        long: what becomes of longer ones: "truncate" keeps the beginning, "split" cuts into pieces that overlap by one
-            token, "auto" splits plain text and truncates what has a prompt or turns.
-        columns: what the source calls the names in `paradraft.data.records`, if otherwise.
+        long: treatment of longer ones: "truncate" keeps the beginning, "split" cuts into pieces that overlap by one
+            token, "auto" splits plain text and truncates records with a prompt or turns.
+        columns: the source's names for the columns of `paradraft.data.records`.
     """
 
     template: ChatTemplate
@@ -49,19 +49,19 @@ class Tokenization:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenized:
-    """What becomes of a record.
+    """A tokenized record.
 
     Args:
-        place: what to call it in a complaint.
+        place: file and line of the record, for error messages.
         samples: of at most `max_length` tokens, each with a label.
         is_talk: whether it is a conversation.
-        is_unlabelled: whether nothing of it is a label, however long samples may be.
-        wholes: how many samples it had before they were cut.
-        labels: of these.
-        truncated: how many of them are truncated and have labels left.
-        lost: labels that are truncated away.
-        empty: how many of them are truncated and have no label left.
-        headless: pieces that begin after the beginning of a record with a prompt or turns.
+        is_unlabelled: whether it has no label, whatever the maximum length.
+        wholes: count of samples before cutting.
+        labels: count of their labels.
+        truncated: samples that were truncated and have labels left.
+        lost: labels that were truncated away.
+        empty: samples that were truncated and have no label left.
+        headless: pieces of a record with a prompt or turns that lack its beginning.
     """
 
     place: str
@@ -80,24 +80,24 @@ def tokenized(place: str, row: Record, how: Tokenization) -> Tokenized:
     """Tokenizes a record.
 
     Args:
-        place: what to call it in a complaint.
-        row: the record, as the source has it.
-        how: what it becomes.
+        place: file and line of the record, for error messages.
+        row: the record, with the source's column names.
+        how: settings of the tokenization.
 
     Raises:
-        ValueError: it is broken.
+        ValueError: the record is broken.
     """
     try:
         record = renamed(row, how.columns)
-        found = _from_record(record, how.template)
+        wholes = _from_record(record, how.template)
     except (ValueError, TypeError, KeyError, TemplateError) as error:
         raise ValueError(f"{place}: {error}") from None
-    group = group_of(found[0]) if found else 0
+    group = group_of(wholes[0]) if wholes else 0
     is_plain = isinstance(record.get("text"), str)
     splits = is_plain if how.long == "auto" else how.long == "split"
     parts: list[Sample] = []
     shortened, lost, empty, headless = 0, 0, 0, 0
-    for whole in found:
+    for whole in wholes:
         cut = list((pieces if splits else truncated)(whole, how.max_length, group=group))
         parts += cut
         if not is_longer(whole, how.max_length):
@@ -113,9 +113,9 @@ def tokenized(place: str, row: Record, how: Tokenization) -> Tokenized:
         place=place,
         samples=parts,
         is_talk=not _is_text(record),
-        is_unlabelled=not parts and not any(any(whole.is_label[1:]) for whole in found),
-        wholes=len(found),
-        labels=sum(sum(whole.is_label) for whole in found),
+        is_unlabelled=not parts and not any(any(whole.is_label[1:]) for whole in wholes),
+        wholes=len(wholes),
+        labels=sum(sum(whole.is_label) for whole in wholes),
         truncated=shortened,
         lost=lost,
         empty=empty,
@@ -124,7 +124,7 @@ def tokenized(place: str, row: Record, how: Tokenization) -> Tokenized:
 
 
 def _is_text(record: Mapping[str, Any]) -> bool:
-    """Whether a record, which can be read, is no conversation; a table has a null for what a row has not."""
+    """Whether a valid record is no conversation; in a table, missing values are null."""
     return any(all(isinstance(record.get(key), str) for key in keys) for keys in (("text",), ("prompt", "response")))
 
 
@@ -152,6 +152,6 @@ def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBas
 
 
 def _ended(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """With one end-of-text after it, which may stand in the text already."""
+    """Appends an end-of-text unless there is one."""
     end = [tokenizer.eos_token_id]
     return tokens if tokens[-1:] == end else tokens + end
