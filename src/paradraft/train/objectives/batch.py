@@ -1,8 +1,8 @@
-"""The batch of a training step: which samples it has, and the rows that they become.
+"""Training batches: sampling by (seed, step), COD, packing and padding.
 
-Which samples a step sees is a function of (seed, step), so that a resumed run continues exactly. COD drops rows,
-packing joins samples, filling makes lengths equal. Memory is that of the kept rows, about 3.4 for each token at the
-defaults, never K: which row sees which is computed on the device, from three numbers each.
+The samples of a step depend on (seed, step) only, so that a resumed run continues exactly. COD drops rows, packing
+joins samples, padding makes lengths equal. Memory grows with the kept rows, about 3.4 per token at the defaults
+instead of K: the attention mask is computed on the device, from position, depth and document of each row.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paradraft.train.objectives.losses import IGNORED
 from paradraft.train.objectives.rows import FILLING, Rows, conditional_drop
 
 WINDOW = 32
-"""Steps over which samples of like length are brought together."""
+"""Steps within which samples are sorted by length."""
 
 
 class BatchSampler:
-    """Goes through all samples once in every epoch, or as often as they weigh, each time in another random order.
+    """Orders the samples of each epoch at random; a sample occurs as often as its weight says.
 
-    Samples of like length come in one step, so that little is filled up: each epoch is shuffled,
-    sorted by length within windows of some steps, and the steps of a window are shuffled again.
+    To save padding, samples of similar length share a step: each epoch is shuffled, sorted by length within windows of
+    `WINDOW` steps, and the steps of a window are shuffled again.
 
     Args:
-        samples: what to order.
+        samples: of the training set.
         per_step: samples of a step.
         seed: of the shuffling.
     """
@@ -45,23 +45,23 @@ class BatchSampler:
         self._order: list[int] = []
 
     def samples_of(self, step: int) -> list[Sample]:
-        """The samples of a step; the last step of an epoch ends with the first samples of the next."""
+        """Samples of a step; the last step of an epoch is completed with the first samples of the next."""
         chosen = []
         for index in range(step * self._per_step, (step + 1) * self._per_step):
-            epoch, place = divmod(index, self._per_epoch)
+            epoch, i = divmod(index, self._per_epoch)
             if epoch != self._epoch:
                 self._epoch, self._order = epoch, self._order_of(epoch)
-            chosen.append(self._samples[self._order[place]])
+            chosen.append(self._samples[self._order[i]])
         return chosen
 
     def _order_of(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self._seed * 7919 + epoch)
         order: list[int] = []
         taken = taken_in(self._weights, epoch, self._seed)
-        for places in torch.randperm(len(taken), generator=generator).split(WINDOW * self._per_step):
-            window = taken[places]
+        for indices in torch.randperm(len(taken), generator=generator).split(WINDOW * self._per_step):
+            window = taken[indices]
             steps = window[self._lengths[window].argsort(stable=True)].split(self._per_step)
-            # The rest of a window stays at its end, or all later steps would be cut across two lengths.
+            # An incomplete step stays at the end of its window, or all later steps would mix two lengths.
             whole = len(steps) if len(steps[-1]) == self._per_step else len(steps) - 1
             for step in [*torch.randperm(whole, generator=generator).tolist(), *range(whole, len(steps))]:
                 order += steps[step].tolist()
@@ -70,15 +70,15 @@ class BatchSampler:
 
 @dataclass(frozen=True, kw_only=True)
 class Drop:
-    """COD's settings, as in `conditional_drop`, and the mask token.
+    """Settings of COD, as in `conditional_drop`, and the mask token.
 
     Args:
-        k: depths.
+        k: count of depths.
         r: share of rows kept from depth to depth.
         r_min: least share.
-        mask_id: the mask token; None where k is 1 and no row holds one.
-        masks: how many ids from `mask_id` on serve the depths from 1 on; the last serves all deeper ones.
-        reads_first: whether there are rows of the first token of a sample, and of masks after it.
+        mask_id: the mask token; None if k is 1.
+        masks: count of mask ids from `mask_id` on, one for each depth from 1 on; the last serves all deeper ones.
+        reads_first: whether the first token of a sample, and masks after it, become rows.
     """
 
     k: int
@@ -89,7 +89,7 @@ class Drop:
     reads_first: bool = True
 
     def tokens(self, real: Tensor, depth: Tensor) -> Tensor:
-        """What rows read: the real token at depth 0, masks after it.
+        """Input ids of rows: the real token at depth 0, masks below.
 
         >>> real, depth = torch.tensor([7, 8, 7, 8]), torch.tensor([0, 1, 2, 3])
         >>> Drop(k=4, r=1.0, r_min=1.0, mask_id=90).tokens(real, depth).tolist()
@@ -105,12 +105,12 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """The samples of a batch as they were, for a teacher to read: each without its last token.
+    """The samples of a batch, each without its last token, for a teacher to read.
 
     Args:
-        tokens: `[S, N]` token ids, filled up on the right with 0; N is the longest's length.
-        positions: `[S, N]` place of each token in its sample.
-        documents: `[S, N]` which of the packed samples, or `FILLING`.
+        tokens: `[S, N]` token ids, padded on the right with 0.
+        positions: `[S, N]` position of each token in its sample.
+        documents: `[S, N]` index of the packed sample, or `FILLING`.
     """
 
     tokens: Tensor
@@ -120,16 +120,16 @@ class Texts:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBatch:
-    """Rows of several samples, filled up to the same number.
+    """Rows of several samples, padded to the same length.
 
     Args:
         tokens: `[S, R]` input ids: the real token, or the mask.
         positions: `[S, R]` position ids.
-        depths: `[S, R]` depths.
-        documents: `[S, R]` which of the packed samples, or `FILLING`.
+        depths: `[S, R]`.
+        documents: `[S, R]` index of the packed sample, or `FILLING`.
         labels: `[S, R]` the next token, or `IGNORED`.
-        places: `[S, R]` which token of `texts` each row predicts after.
-        texts: the samples themselves.
+        places: `[S, R]` index in `texts` of the token after which each row predicts.
+        texts: the samples.
     """
 
     tokens: Tensor
@@ -142,77 +142,70 @@ class TrainingBatch:
 
     @property
     def rows(self) -> Rows:
-        """Who is where, for the attention rule."""
+        """Coordinates of the rows, for the attention mask."""
         return Rows(position=self.positions, depth=self.depths, document=self.documents)
 
     def labels_by_depth(self, k: int) -> Tensor:
-        """`[k]` how many rows of each depth have a label."""
+        """`[k]` rows with a label, by depth."""
         return torch.bincount(self.depths[self.labels != IGNORED], minlength=k)
 
     def before(self) -> Tensor:
-        """`[S * R]` for each row the index, among all rows, of the one before it in its chain: one depth and one place
-        less. For real tokens and filling rows anything."""
+        """`[S * R]` index, among all rows, of the previous row in each row's chain: position and depth smaller by one.
+        Undefined for real tokens and padding."""
         (S, R), N, K = self.depths.shape, self.texts.tokens.shape[1], int(self.depths.max()) + 1
         samples = torch.arange(S, device=self.depths.device)[:, None]
-        keys = ((samples * N + self.places) * K + self.depths).flatten()  # of each row; unique, but for filling rows
+        keys = ((samples * N + self.places) * K + self.depths).flatten()  # of each row; unique, except for padding
         row_of = torch.zeros(S * N * K, dtype=torch.long, device=keys.device)
         is_row = self.documents.flatten() != FILLING
         row_of[keys[is_row]] = torch.arange(S * R, device=keys.device)[is_row]
         return row_of[(keys - K - 1).clamp(min=0)]
 
     def to(self, device: torch.device) -> TrainingBatch:
-        """The same on another device."""
+        """Copies the batch to a device."""
         texts = Texts(**{name: tensor.to(device) for name, tensor in vars(self.texts).items()})
         mine = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return TrainingBatch(**mine, texts=texts)
 
 
 def collate(groups: list[list[Sample]], drop: Drop, generators: list[list[torch.Generator]]) -> TrainingBatch:
-    """Drops rows by COD and puts the rest side by side.
-
-    Args:
-        groups: S lists of samples; the samples of a list are packed one after the other.
-        drop: what to drop.
-        generators: for each sample the source of its random choice, so that it does not depend on the
-            samples beside it.
-    """
+    """Drops rows by COD, packs the samples of each group and pads the groups; see `Trainee.collate`."""
     joined = [_pack(samples, drop, sources) for samples, sources in zip(groups, generators, strict=True)]
     fill = {"documents": FILLING, "labels": IGNORED}
-    rows = {name: _side_by_side([each[0][name] for each in joined], fill.get(name, 0)) for name in joined[0][0]}
-    texts = {name: _side_by_side([each[1][name] for each in joined], fill.get(name, 0)) for name in joined[0][1]}
+    rows = {name: _padded([each[0][name] for each in joined], fill.get(name, 0)) for name in joined[0][0]}
+    texts = {name: _padded([each[1][name] for each in joined], fill.get(name, 0)) for name in joined[0][1]}
     return TrainingBatch(**rows, texts=Texts(**texts))
 
 
 def _pack(
     samples: list[Sample], drop: Drop, generators: list[torch.Generator]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The rows and the texts of samples one after the other, by the names of `TrainingBatch` and `Texts`."""
+    """Returns rows and texts of packed samples, by the fields of `TrainingBatch` and `Texts`."""
     rows: list[dict[str, Tensor]] = []
     texts: list[dict[str, Tensor]] = []
-    before = 0
+    offset = 0
     for document, (sample, generator) in enumerate(zip(samples, generators, strict=True)):
-        # Copied: torch warns of memory that it may not write to, such as that of a file that is mapped.
+        # Copied: torch warns of read-only memory, such as that of a memory-mapped file.
         real = torch.from_numpy(np.array(sample.tokens, dtype=np.int64))
         is_label = torch.from_numpy(np.array(sample.is_label, dtype=np.bool_))
         n = len(real) - 1
         kept = conditional_drop(n, k=drop.k, r=drop.r, r_min=drop.r_min, generator=generator, may_draft=is_label[1:])
-        at, depth = kept.position, kept.depth
+        position, depth = kept.position, kept.depth
         if not drop.reads_first and bool((is_later := kept.anchor > 0).any()):
-            at, depth = at[is_later], depth[is_later]
+            position, depth = position[is_later], depth[is_later]
         rows.append(
             {
-                "tokens": drop.tokens(real[at], depth),
-                "positions": at,
+                "tokens": drop.tokens(real[position], depth),
+                "positions": position,
                 "depths": depth,
-                "documents": torch.full_like(at, document),
-                "labels": torch.where(is_label[at + 1], real[at + 1], IGNORED),
-                "places": before + at,
+                "documents": torch.full_like(position, document),
+                "labels": torch.where(is_label[position + 1], real[position + 1], IGNORED),
+                "places": offset + position,
             }
         )
-        everywhere = torch.arange(n)
-        document_n = torch.full_like(everywhere, document)
-        texts.append({"tokens": real[:-1], "positions": everywhere, "documents": document_n})
-        before += n
+        positions = torch.arange(n)
+        document_n = torch.full_like(positions, document)
+        texts.append({"tokens": real[:-1], "positions": positions, "documents": document_n})
+        offset += n
     return _joined(rows), _joined(texts)
 
 
@@ -220,13 +213,12 @@ def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _side_by_side(rows: list[Tensor], filling: int) -> Tensor:
+def _padded(rows: list[Tensor], filling: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=filling)
 
 
 def pack(samples: list[Sample], room: int) -> list[list[int]]:
-    """Which samples go one after the other so that few groups of at most `room` tokens are filled: the longest first,
-    each into the first group it fits in.
+    """Packs samples into few groups of at most `room` tokens, by first-fit decreasing; returns their indices.
 
     >>> pack([Sample(tokens=[0] * n, is_label=[True] * n) for n in (4, 9, 3, 6)], room=10)
     [[1], [3, 0], [2]]
@@ -235,10 +227,10 @@ def pack(samples: list[Sample], room: int) -> list[list[int]]:
     used: list[int] = []
     for index in sorted(range(len(samples)), key=lambda i: -len(samples[i].tokens)):
         size = len(samples[index].tokens)
-        place = next((g for g, taken in enumerate(used) if taken + size <= room), len(groups))
-        if place == len(groups):
+        target = next((g for g, taken in enumerate(used) if taken + size <= room), len(groups))
+        if target == len(groups):
             groups.append([])
             used.append(0)
-        groups[place].append(index)
-        used[place] += size
+        groups[target].append(index)
+        used[target] += size
     return groups

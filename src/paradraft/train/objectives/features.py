@@ -1,6 +1,6 @@
-"""What a target computes of the texts, kept for when they come again.
+"""Cache of the target's hidden states of training texts, for the next epoch.
 
-Shape letters: S groups of samples, N tokens of the longest, X numbers of a token's states.
+Shape letters: S groups of samples, N tokens of the longest, X size of a token's states (layers * D).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from paradraft.train.objectives.teacher import Teacher
 
 
 class FeatureCache:
-    """The states of the texts that were read last, in the host's memory and nowhere else.
+    """LRU cache of hidden states in host memory.
 
     Args:
-        target: computes them.
-        layers: whose states, as in `Teacher.states`.
-        most_bytes: that are kept; 0 keeps none. What was used last stays longest.
+        target: computes the states.
+        layers: as in `Teacher.states`.
+        most_bytes: capacity; 0 disables the cache.
     """
 
     def __init__(self, target: Teacher, layers: Sequence[int], most_bytes: int) -> None:
@@ -31,7 +31,7 @@ class FeatureCache:
         self._bytes = 0
 
     def states(self, texts: Texts) -> Tensor:
-        """`[S, N, X]` of the texts of a batch; those that are not known are read in one pass."""
+        """Returns `[S, N, X]` states of a batch's texts; computes the missing ones in one pass."""
         if not self._most:
             return self._target.states(texts, self._layers)
         lengths = (texts.documents != FILLING).sum(1).tolist()
@@ -39,8 +39,8 @@ class FeatureCache:
         unknown = [group for group, key in enumerate(keys) if key not in self._kept]
         new: dict[bytes, Tensor] = {}
         if unknown:
-            few = Texts(**{name: tensor[unknown] for name, tensor in vars(texts).items()})
-            for group, states_NX in zip(unknown, self._target.states(few, self._layers), strict=True):
+            missing = Texts(**{name: tensor[unknown] for name, tensor in vars(texts).items()})
+            for group, states_NX in zip(unknown, self._target.states(missing, self._layers), strict=True):
                 new[keys[group]] = states_NX[: lengths[group]]
         known = [new[key] if key in new else self._kept[key] for key in keys]
         for key, states_nX in zip(keys, known, strict=True):
@@ -59,6 +59,6 @@ class FeatureCache:
 
 
 def _key(texts: Texts, group: int, length: int) -> bytes:
-    """By what a group of packed samples is known again."""
-    told = torch.stack([texts.tokens[group, :length], texts.documents[group, :length]])
-    return told.cpu().numpy().tobytes()
+    """Cache key of a group of packed samples."""
+    key = torch.stack([texts.tokens[group, :length], texts.documents[group, :length]])
+    return key.cpu().numpy().tobytes()

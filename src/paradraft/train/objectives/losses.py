@@ -1,7 +1,7 @@
-"""The losses of parallel drafters: how far each row's prediction is off, and how rows are weighed.
+"""Losses of parallel drafters: the loss of each row, and the weights of rows.
 
-A row either learns the token of the text (cross-entropy, An et al. 2025, Eq. 8) or what a teacher
-expects there: a divergence of its own distribution q from the teacher's p.
+A row learns either the token of the text (cross-entropy, An et al. 2025, Eq. 8) or the teacher's distribution: the
+loss is a divergence of the drafter's q from the teacher's p.
 
 Shape letters: R rows, V vocabulary, K depths.
 """
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
-"""The label of a row that has nothing to learn."""
+"""The label of a row without loss."""
 IMPOSSIBLE = -1e4
 """A logit so low that its probability is 0, and its products with 0 are 0 and not NaN."""
 Reduction = Literal["per_depth", "token_mean"]
@@ -24,29 +24,28 @@ Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variat
 
 
 def cross_entropy(logits_RV: Tensor, labels_R: Tensor) -> Tensor:
-    """`[R]` surprise in nats at the tokens of the text."""
+    """`[R]` cross-entropy in nats with the tokens of the text."""
     return F.cross_entropy(logits_RV.float(), labels_R, reduction="none")
 
 
 def divergence(logits_RV: Tensor, teacher_RV: Tensor, kind: Divergence) -> Tensor:
-    """How far q is from the teacher's p, for each row; 0 where they agree.
+    """`[R]` divergence of the drafter's q from the teacher's p; 0 where they agree.
 
-    - "forward_kl": KL(p ‖ q) in nats (Hinton et al. 2015); q covers all that the teacher may say.
-    - "reverse_kl": KL(q ‖ p); q keeps to what the teacher says most.
+    - "forward_kl": KL(p ‖ q) in nats (Hinton et al. 2015); mode-covering.
+    - "reverse_kl": KL(q ‖ p); mode-seeking.
     - "jensen_shannon": the mean of the KLs of p and q from their mixture; at most log 2.
-    - "total_variation": half the sum of |p - q|: the share of drafts that the rejection rule refuses
+    - "total_variation": half the sum of |p - q|: the share of drafts that the rejection rule rejects
       (Leviathan et al. 2023, Corollary 3.6).
 
-    Tokens that are never chosen, to which the teacher gives nothing, are not compared. The drafter's surprise
-    that it is none of them, -log q(the others), is added to each and has no bound: our decoding never drafts
-    them, but engines draft whatever is likeliest, and what no loss holds down drifts up. With "forward_kl" the
-    sum is the KL over all tokens.
+    Tokens that decoding never chooses, to which the teacher gives probability 0, are not compared. Instead
+    -log q(all other tokens), which is unbounded, is added to each divergence: our decoding never drafts these tokens,
+    but other engines draft the likeliest token, and logits without a loss drift up. With "forward_kl" the sum is the
+    KL over all tokens.
 
     Args:
-        logits_RV: `[R, V]` the drafter's logits.
-        teacher_RV: `[R, V]` the teacher's logits; at most `IMPOSSIBLE` for tokens that are never
-            chosen in decoding.
-        kind: which divergence.
+        logits_RV: of the drafter.
+        teacher_RV: logits of the teacher; at most `IMPOSSIBLE` for tokens that decoding never chooses.
+        kind: of divergence.
     """
     p_RV = teacher_RV.float().clamp(min=IMPOSSIBLE).log_softmax(1)
     if kind == "forward_kl":
@@ -65,9 +64,9 @@ def divergence(logits_RV: Tensor, teacher_RV: Tensor, kind: Divergence) -> Tenso
 
 
 class _ForwardKl(torch.autograd.Function):
-    """KL(p ‖ q) of each row, from logits `[R, V]` and log p `[R, V]`, which is not learnt.
+    """KL(p ‖ q) of each row, from logits `[R, V]` and constant log p `[R, V]`.
 
-    The slope is q - p; left to itself, autograd walks over a dozen tensors of this size for it.
+    The gradient is q - p; autograd alone would go through a dozen tensors of this size.
     """
 
     @staticmethod
@@ -78,9 +77,9 @@ class _ForwardKl(torch.autograd.Function):
         return torch.linalg.vecdot(p_RV, log_p_RV) - torch.linalg.vecdot(p_RV, log_q_RV)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         log_q_RV, p_RV = ctx.saved_tensors
-        return log_q_RV.exp().sub_(p_RV).mul_(slopes[0][:, None]).to(ctx.dtype), None
+        return log_q_RV.exp().sub_(p_RV).mul_(gradients[0][:, None]).to(ctx.dtype), None
 
 
 def _kl(log_a_RV: Tensor, log_b_RV: Tensor) -> Tensor:
@@ -88,16 +87,13 @@ def _kl(log_a_RV: Tensor, log_b_RV: Tensor) -> Tensor:
 
 
 def row_weights(labels_K: Tensor, reduction: Reduction, importance_K: Tensor) -> Tensor:
-    """What one row of each depth weighs in the loss, so that the loss is the weighted sum over all rows.
+    """`[K]` weight of a row of each depth, so that the loss is the weighted sum over all rows; all 0 without labels.
 
     Args:
-        labels_K: `[K]` rows that have a label, at each depth, in the whole step.
+        labels_K: rows with a label at each depth in the whole step.
         reduction: "per_depth" averages within each depth, then over the depths, as Eq. 8 does;
             "token_mean" averages over all rows, so that depths with fewer rows weigh less.
-        importance_K: `[K]` what each depth weighs in that average.
-
-    Returns:
-        `[K]` weights; all 0 when there is no label.
+        importance_K: weight of each depth in that average.
 
     >>> row_weights(torch.tensor([4, 2, 0]), "per_depth", torch.ones(3)).tolist()
     [0.125, 0.25, 0.0]
@@ -105,6 +101,6 @@ def row_weights(labels_K: Tensor, reduction: Reduction, importance_K: Tensor) ->
     [0.125, 0.125, 0.0]
     """
     is_there_K = (labels_K > 0).float()
-    each_K = importance_K / labels_K.clamp(min=1) if reduction == "per_depth" else importance_K
+    weights_K = importance_K / labels_K.clamp(min=1) if reduction == "per_depth" else importance_K
     total = (importance_K * (is_there_K if reduction == "per_depth" else labels_K)).sum()
-    return each_K * is_there_K / total.clamp(min=torch.finfo(torch.float32).tiny)
+    return weights_K * is_there_K / total.clamp(min=torch.finfo(torch.float32).tiny)

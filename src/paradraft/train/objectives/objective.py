@@ -1,7 +1,7 @@
-"""The loss of a batch of rows, in pieces: no tensor of all rows' logits is ever whole.
+"""The loss of a batch of rows, computed in chunks, so that the logits of all rows are never in memory at once.
 
 Shape letters: S groups of samples, R rows of a batch, M rows that have a label, m some of them, D
-width of the model, P places of the texts, E width of the teacher, K depths, V vocabulary.
+width of the model, P tokens of the texts, E width of the teacher, K depths, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from paradraft.train.objectives.rows import attention_mask
 from paradraft.train.objectives.teacher import Teacher
 
 LOGITS = 2**26
-"""Most logits that are in memory at a time: 256 MB in float32, and as much again for each step of the loss."""
+"""Most logits in memory at a time: 256 MB in float32, and as much again for each step of the loss."""
 
 
 class Objective(nn.Module):
-    """The loss of a causal LM that reads all rows in one pass, as one module, so that whatever spreads models over
-    devices can wrap it.
+    """A causal LM that reads all rows in one pass, and its loss, as one module that DDP and FSDP can wrap.
 
     Args:
         model: the drafter in training.
-        teacher: whose probabilities to learn; None learns the tokens of the text.
-        kind: how to compare with the teacher.
-        previous: tells masks the tokens before them; None if none does.
-        unused: ids that are no tokens, which it does not correct: engines that do not know it must not draft them.
-        chain_weight: rows weigh the probability of the tokens before them to this power; needs a teacher if not 0.
+        teacher: its distribution is learnt; without one the tokens of the text.
+        kind: of divergence from the teacher.
+        previous: the previous-token head.
+        unused: ids that are no tokens, which the head does not correct: engines without it must not draft them.
+        chain_weight: rows are weighted by the probability of the tokens before them to this power; needs a teacher.
         bf16: compute in bf16; losses are computed in float32.
-        logits: most logits in memory at a time; more are computed again in the backward pass.
+        logits: most logits in memory at a time; more are recomputed in the backward pass.
     """
 
     def __init__(
@@ -60,23 +59,15 @@ class Objective(nn.Module):
         self.kind = kind
         self.bf16 = bf16
         self.chunk = max(logits // model.config.vocab_size, 1)
-        self._teacher = (teacher,)  # hidden from `nn.Module`: it is not trained, saved or spread
+        self._teacher = (teacher,)  # in a tuple, hidden from `nn.Module`: it is not trained, saved or sharded
 
     @property
     def teacher(self) -> Teacher | None:
-        """The teacher, or None."""
+        """The frozen teacher, if any."""
         return self._teacher[0]
 
     def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
-        """One training pass.
-
-        Args:
-            batch: what to learn.
-            weights_K: `[K]` what a row of each depth weighs, from `row_weights`.
-
-        Returns:
-            The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly.
-        """
+        """Returns the sum of the rows' losses, weighted by depth, and `[K]` rows of each depth predicted correctly."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
             hidden_SRD = self.model.model(
                 input_ids=batch.tokens,
@@ -100,9 +91,9 @@ class Objective(nn.Module):
             )
 
     def _logits(self, states: Tensor) -> Tensor:
-        """The logits `[m, V]` of some rows, of states `[m, D]`, or `[m, 2 D]` corrected and as they were.
+        """`[m, V]` logits from states `[m, D]`, or `[m, 2 D]`: corrected and uncorrected.
 
-        Those of ids that are no tokens have the probability that an engine without the head gives to them.
+        Unused ids keep the probability that an engine without the previous-token head gives them.
         """
         lm_head = self.model.lm_head
         if self.previous is None:
@@ -126,7 +117,7 @@ class Objective(nn.Module):
 
 
 def _log_sum(logits_mV: Tensor, is_used_V: Tensor) -> Tensor:
-    """`[m, 1]` the logarithm of the sum over tokens."""
+    """`[m, 1]` logsumexp over the used tokens."""
     return logits_mV[:, is_used_V].float().logsumexp(1, keepdim=True)
 
 
@@ -142,28 +133,28 @@ def loss_of_rows(
     read_SNE: Tensor | None = None,
     chain_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of all rows that have a label.
+    """Sums the losses of all rows that have a label.
 
     Args:
-        hidden_SRD: `[S, R, D]` what the drafter computed for each row.
+        hidden_SRD: the drafter's states of all rows.
         batch: the rows.
-        weights_K: `[K]` what a row of each depth weighs.
-        head: turns hidden states `[m, D]` of rows of depths `[m]` into logits `[m, V]`.
-        teacher: whose probabilities to learn; None learns the tokens of the text.
-        kind: how to compare with the teacher.
-        chunk: most rows whose logits are in memory at a time; with more rows than that, logits are computed again in
-            the backward pass.
-        read_SNE: `[S, N, E]` what the teacher has read of the texts; it reads them if this is not given.
+        weights_K: weight of a row of each depth.
+        head: turns states `[m, D]` of rows of depths `[m]` into logits `[m, V]`.
+        teacher: see `Objective`.
+        kind: of divergence from the teacher.
+        chunk: most rows whose logits are in memory at a time; with more rows, logits are recomputed in the backward
+            pass.
+        read_SNE: the teacher's states of the texts, if known.
         chain_weight: see `Objective`.
 
     Returns:
-        The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly.
+        The weighted sum, and `[K]` rows of each depth predicted correctly.
     """
 
     def compare(
         hidden_mD: Tensor, depths_m: Tensor, labels_m: Tensor, read_PE: Tensor | None, which_m: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The loss of each row, and whether its likeliest token is the label."""
+        """Returns the loss of each row, and whether its likeliest token is the label."""
         logits_mV = head(hidden_mD, depths_m)
         right_m = logits_mV.detach().gather(1, labels_m[:, None])[:, 0] >= logits_mV.detach().amax(-1)
         if teacher is None or read_PE is None:
@@ -173,12 +164,12 @@ def loss_of_rows(
 
     if teacher is not None and read_SNE is None:
         read_SNE = teacher.read(batch.texts)
-    order_M = _labelled_by_place(batch)
+    order_M = _labelled_in_text_order(batch)
     losses, right = [], []
     for rows_m in order_M.split(chunk):
         labels_m, depths_m = batch.labels.flatten()[rows_m], batch.depths.flatten()[rows_m]
-        read = _read(None if teacher is None else read_SNE, batch, rows_m)
-        inputs = hidden_SRD.flatten(0, 1)[rows_m], depths_m, labels_m, *read
+        states = _teacher_states(None if teacher is None else read_SNE, batch, rows_m)
+        inputs = hidden_SRD.flatten(0, 1)[rows_m], depths_m, labels_m, *states
         if len(order_M) > chunk:
             loss_m, right_m = checkpoint(compare, *inputs, use_reentrant=False)
         else:
@@ -195,20 +186,22 @@ def loss_of_rows(
     return (weights_M * torch.cat(losses)).sum(), right_K
 
 
-def _labelled_by_place(batch: TrainingBatch) -> Tensor:
-    """`[M]` indices, into all rows, of those that have a label, in the order of the texts: rows of several depths that
-    predict the same token come together, so that the teacher's head runs once for them."""
+def _labelled_in_text_order(batch: TrainingBatch) -> Tensor:
+    """`[M]` indices of the rows with a label, in text order: rows of several depths that predict the same token are
+    adjacent, so that the teacher's head runs once for them."""
     rows_M = (batch.labels.flatten() != IGNORED).nonzero()[:, 0]
     group_M = rows_M // batch.labels.shape[1]
-    place_M = group_M * batch.texts.tokens.shape[1] + batch.places.flatten()[rows_M]
-    return rows_M[place_M.argsort(stable=True)]
+    token_M = group_M * batch.texts.tokens.shape[1] + batch.places.flatten()[rows_M]
+    return rows_M[token_M.argsort(stable=True)]
 
 
-def _read(read_SNE: Tensor | None, batch: TrainingBatch, rows_m: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """`[P, E]` what the teacher read at the places of some rows, each once; `[m]` which of them each row asks for."""
+def _teacher_states(
+    read_SNE: Tensor | None, batch: TrainingBatch, rows_m: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns `[P, E]`, the teacher's distinct states for some rows, and `[m]`, the index of each row's state."""
     if read_SNE is None:
         return None, None
     group_m = rows_m // batch.labels.shape[1]
-    place_m = group_m * batch.texts.tokens.shape[1] + batch.places.flatten()[rows_m]
-    place_P, which_m = place_m.unique(return_inverse=True)
-    return read_SNE.flatten(0, 1)[place_P], which_m
+    token_m = group_m * batch.texts.tokens.shape[1] + batch.places.flatten()[rows_m]
+    token_P, which_m = token_m.unique(return_inverse=True)
+    return read_SNE.flatten(0, 1)[token_P], which_m

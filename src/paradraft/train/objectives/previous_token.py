@@ -1,7 +1,7 @@
-"""Trains a head that gives each mask the token before it (`paradraft.drafters.parts.previous_token`), and rows by how
-likely these tokens are.
+"""Trains the previous-token head (`paradraft.drafters.parts.previous_token`), and weights rows by the probability of
+the tokens before them.
 
-The tokens between a row's anchor and itself are those of the text, as if they had been drafted.
+The tokens between a row's anchor and the row are those of the text, as if they had been drafted.
 
 Shape letters: S groups of samples, N tokens of the longest, R rows, m some of them, D width of the model, X the head's
 rank, E width of the teacher.
@@ -19,11 +19,11 @@ from paradraft.train.objectives.teacher import Teacher
 
 
 def corrected(head: PreviousTokenHead, hidden_SRD: Tensor, batch: TrainingBatch, embeddings_SND: Tensor) -> Tensor:
-    """The states of all rows, those of masks after the tokens before them.
+    """Adds the head's corrections to the states of masks; the states of real tokens stay.
 
     Args:
-        head: what corrects.
-        hidden_SRD: what the drafter computed for each row.
+        head: computes the corrections.
+        hidden_SRD: states of all rows.
         batch: the rows.
         embeddings_SND: of the texts' tokens.
     """
@@ -32,14 +32,14 @@ def corrected(head: PreviousTokenHead, hidden_SRD: Tensor, batch: TrainingBatch,
     before, places = batch.before(), (samples * N + batch.places).flatten()
     depths = batch.depths.masked_fill(batch.documents == FILLING, 0).flatten()
     hidden, tokens_PX = hidden_SRD.flatten(0, 1), head.token(embeddings_SND.flatten(0, 1))
-    number_of = torch.empty_like(before)  # which of the rows of its depth a row is
+    index_of = torch.empty_like(before)  # index of a row among the rows of its depth
     masks, memories = [], []
     memory_mX = None
     for depth in range(1, int(depths.max()) + 1):
         rows_m = (depths == depth).nonzero()[:, 0]
-        number_of[rows_m] = torch.arange(len(rows_m), device=rows_m.device)
+        index_of[rows_m] = torch.arange(len(rows_m), device=rows_m.device)
         read_mX = head.state(hidden[rows_m]) + tokens_PX[places[rows_m]]
-        memory_mX = head.remember(read_mX, None if memory_mX is None else memory_mX[number_of[before[rows_m]]])
+        memory_mX = head.remember(read_mX, None if memory_mX is None else memory_mX[index_of[before[rows_m]]])
         masks.append(rows_m)
         memories.append(memory_mX)
     if not memories:
@@ -50,22 +50,22 @@ def corrected(head: PreviousTokenHead, hidden_SRD: Tensor, batch: TrainingBatch,
 
 @torch.no_grad()
 def chain_probabilities(teacher: Teacher, read_SNE: Tensor, batch: TrainingBatch) -> Tensor:
-    """For each row the probability `[S, R]` that the teacher gives to the tokens between its anchor and itself; 1 for
-    real tokens.
+    """`[S, R]` probability that the teacher gives to the tokens between each row's anchor and the row; 1 for real
+    tokens.
 
     A mask's prediction counts in decoding only if all tokens before it were accepted (An et al. 2026, PARD-2).
 
     Args:
-        teacher: whose probabilities.
-        read_SNE: what it has read of the texts.
+        teacher: of the run.
+        read_SNE: the teacher's states of the texts.
         batch: the rows.
     """
     S, N = batch.texts.tokens.shape
-    surprises = torch.zeros(S, N, device=read_SNE.device)
+    nats = torch.zeros(S, N, device=read_SNE.device)
     for group in range(S):
         logits_NV = teacher.expects(read_SNE[group], teacher.model.config.vocab_size)
         labels_N = batch.texts.tokens[group].roll(-1)
-        surprises[group] = torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none")
-    before = torch.nn.functional.pad(surprises.cumsum(1), (1, 0)).double().flatten()
-    at = batch.places + torch.arange(S, device=read_SNE.device)[:, None] * (N + 1)
-    return (before[at - batch.depths] - before[at]).exp().float()
+        nats[group] = torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none")
+    before = torch.nn.functional.pad(nats.cumsum(1), (1, 0)).double().flatten()
+    index = batch.places + torch.arange(S, device=read_SNE.device)[:, None] * (N + 1)
+    return (before[index - batch.depths] - before[index]).exp().float()

@@ -1,16 +1,15 @@
-"""Training rows of parallel drafters, which row may attend to which, and COD, which drops most of them.
+"""Training rows of parallel drafters, their attention mask, and COD (conditional drop).
 
 A sample of tokens becomes rows (position, depth). A row of depth 0 is the real token at its position. A row of depth
 i is the mask token at its position, i steps after its *anchor*, the last real token it sees: anchor = position -
-depth. Every row predicts the token after its position. In PARD a chain of rows with one anchor is what a draft pass
-looks like after that anchor (An et al. 2025, section 3.2.1 and Fig. 4); ParallelSpec and PPD share the rule.
+depth. Every row predicts the token after its position. In PARD the chain of rows with one anchor equals a draft pass
+after that anchor (An et al. 2025, section 3.2.1 and Fig. 4); ParallelSpec and PPD share the rule.
 
-All rows of K depths would be K times the tokens. Later depths matter less, so COD (conditional drop, section 3.2.2,
-Alg. 1) keeps only N * max(r^i, r_min) rows of depth i (Eq. 9-11; the paper counts depths from 1, we from 0). A row is
-kept only if the row before it in its chain, (position - 1, depth - 1), was kept: then every kept row finds all its
-keys.
+K depths give K times as many rows as tokens. Later depths matter less, so COD (section 3.2.2, Alg. 1) keeps only
+N * max(r^i, r_min) rows of depth i (Eq. 9-11; the paper counts depths from 1, we from 0). A row is kept only if the
+previous row of its chain, (position - 1, depth - 1), was kept: then every kept row has all its keys.
 
-Shape letters: R rows; `…` stands for no axis or one for the batch.
+Shape letters: R rows; `…` is an optional batch axis.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
 
 FILLING = -1
-"""The document of rows that only fill a batch up."""
+"""The document index of padding rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of one sample, of several packed one after the other, or of a batch.
+    """The rows of a sample, of several packed samples, or of a batch.
 
     Args:
         position: `[…, R]` index of the row's token in its sample.
         depth: `[…, R]` 0 for real tokens, i for the i-th mask after its anchor.
-        document: `[…, R]` which of the packed samples the row is of, or `FILLING`.
+        document: `[…, R]` index of the packed sample, or `FILLING`.
     """
 
     position: Tensor
@@ -48,32 +47,32 @@ class Rows:
 
     @staticmethod
     def of_sample(position: Tensor, depth: Tensor) -> Rows:
-        """The rows `[R]` of a sample that stands alone."""
+        """Rows `[R]` of a single sample."""
         return Rows(position=position, depth=depth, document=torch.zeros_like(position))
 
     @property
     def anchor(self) -> Tensor:
-        """`[…, R]` position of the last real token each row sees."""
+        """`[…, R]` position of the last real token that each row sees."""
         return self.position - self.depth
 
 
 def may_attend(
     anchor: Tensor, depth: Tensor, document: Tensor, other_position: Tensor, other_depth: Tensor, other_document: Tensor
 ) -> Tensor:
-    """The rule, for a row and another: the real tokens up to the anchor, and the masks of the anchor up to itself."""
+    """Whether a row attends to another: it sees real tokens up to its anchor, and its chain's masks up to itself."""
     real = (other_depth == 0) & (other_position <= anchor)
     same_chain = (other_position - other_depth == anchor) & (other_depth <= depth)
     return (document == other_document) & (real | same_chain)
 
 
 PAIRS = 2**24
-"""Pairs of rows that the rule is asked for at a time."""
+"""Pairs of rows for which the mask is computed at a time."""
 
 
 def attention_rule(rows: Rows) -> Tensor:
-    """Which rows (first index) attend to which (second index), as `[…, R, R]` booleans.
+    """`[…, R, R]` boolean attention mask: whether a row (first index) attends to another (second index).
 
-    Rows that only fill a batch see each other, so that no softmax is over nothing.
+    Padding rows see each other, so that no softmax is empty.
 
     Worked example: three tokens and the masks (1, 1), after token 0, and (2, 2), after it.
 
@@ -90,16 +89,16 @@ def attention_rule(rows: Rows) -> Tensor:
     R = rows.position.shape[-1]
     others = [row[..., None, :] for row in (rows.position, rows.depth, rows.document)]
     sees = torch.empty(*rows.position.shape, R, dtype=torch.bool, device=rows.position.device)
-    # The rule makes half a dozen matrices on its way, so it is asked for some rows at a time.
+    # The rule needs half a dozen temporary matrices, so it is applied in blocks of rows.
     block = max(PAIRS // max(rows.position.numel(), 1), 1)
-    for some in (slice(start, start + block) for start in range(0, R, block)):
-        own = (row[..., some, None] for row in (rows.anchor, rows.depth, rows.document))
-        sees[..., some, :] = may_attend(*own, *others)
+    for queries in (slice(start, start + block) for start in range(0, R, block)):
+        own = (row[..., queries, None] for row in (rows.anchor, rows.depth, rows.document))
+        sees[..., queries, :] = may_attend(*own, *others)
     return sees
 
 
 def mask_function(rows: Rows) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The rule as `flex_attention` asks for it: a function of batch, head, query and key indices; rows are `[S, R]`."""
+    """Mask function for `flex_attention`, of batch, head, query and key indices; rows are `[S, R]`."""
     position, depth, document = rows.position, rows.depth, rows.document
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -112,22 +111,22 @@ def mask_function(rows: Rows) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tens
 def conditional_drop(
     n: int, *, k: int, r: float, r_min: float, generator: torch.Generator, may_draft: Tensor | None = None
 ) -> Rows:
-    """Draws the rows of a sample.
+    """Draws the rows of a sample by COD.
 
     Args:
-        n: positions that have a next token to predict, at least 1.
-        k: depths, 0 to k - 1; as many tokens as a draft pass predicts.
-        r: share of rows that each depth keeps of the one before, in (0, 1].
+        n: positions with a next token to predict, at least 1.
+        k: count of depths, 0 to k - 1, and of tokens that a draft pass predicts.
+        r: share of rows that each depth keeps of the previous one, in (0, 1].
         r_min: least share that a depth keeps of the positions that masks may follow, in [0, 1].
         generator: source of the random choice.
-        may_draft: `[n]` whether masks may stand after each position; everywhere by default. Only the
-            positions before an answer's tokens need them: nothing is drafted inside a prompt.
+        may_draft: `[n]` whether masks may follow each position; by default all. Only positions before an answer's
+            tokens need masks: nothing is drafted inside a prompt.
 
     Returns:
         Rows ordered by depth, then position.
 
     Worked example: 8 positions, 3 depths, r = 0.5. Depth 0 keeps all 8, depth 1 keeps 4 of the 7
-    rows that stand after a kept one, depth 2 keeps 2 of those that stand after these 4.
+    rows that follow a kept one, depth 2 keeps 2 of those that follow these 4.
 
     >>> rows = conditional_drop(8, k=3, r=0.5, r_min=0.2, generator=torch.Generator().manual_seed(0))
     >>> rows.position[rows.depth == 0].tolist()
@@ -151,16 +150,12 @@ def conditional_drop(
 
 
 FLEX = "flex_attention"
-"""The implementation that skips whole blocks of rows which see nothing of each other. On a CPU it has no backward
-pass; SDPA with a dense mask is its twin there."""
+"""The attention implementation that skips masked blocks. It has no backward pass on CPUs; SDPA with a dense mask
+computes the same there."""
 
 
 def attention_mask(rows: Rows, model: PreTrainedModel) -> Tensor | BlockMask:
-    """The mask of a pass over rows `[S, R]`.
-
-    Returns:
-        A block mask for flex_attention; else `[S, 1, R, R]`, see `as_mask`.
-    """
+    """Attention mask of rows `[S, R]`: a block mask for flex_attention; else `[S, 1, R, R]`, see `as_mask`."""
     implementation = model.config._attn_implementation
     if implementation == FLEX:
         S, R = rows.position.shape
@@ -169,22 +164,22 @@ def attention_mask(rows: Rows, model: PreTrainedModel) -> Tensor | BlockMask:
 
 
 def as_mask(sees_SQR: Tensor, model: PreTrainedModel) -> Tensor:
-    """The mask `[S, 1, Q, R]` of a pass, of which row sees which: booleans, or numbers that are added to the scores.
+    """Attention mask `[S, 1, Q, R]` from `[S, Q, R]` booleans: boolean, or additive.
 
-    Eager attention would take booleans for 0 and 1. SDPA makes numbers of them itself, the same as here, but every
-    layer its own, and keeps them for the backward pass; on CPUs, where masks are large, all layers get one.
+    Eager attention would take booleans for 0 and 1. SDPA converts booleans itself, but in every layer, and keeps each
+    result for the backward pass; on CPUs, where masks are large, all layers share one additive mask.
     """
     sees, implementation = sees_SQR[:, None], model.config._attn_implementation
     if implementation == "eager":
-        return _added(sees, model.dtype, torch.finfo(model.dtype).min)
+        return _additive(sees, model.dtype, torch.finfo(model.dtype).min)
     if implementation == "sdpa" and sees.device.type == "cpu":
         in_autocast = torch.is_autocast_enabled("cpu")
-        return _added(sees, torch.get_autocast_dtype("cpu") if in_autocast else model.dtype, -torch.inf)
+        return _additive(sees, torch.get_autocast_dtype("cpu") if in_autocast else model.dtype, -torch.inf)
     return sees
 
 
-def _added(sees: Tensor, dtype: torch.dtype, hidden: float) -> Tensor:
-    """0 where something is seen, and `hidden` elsewhere."""
+def _additive(sees: Tensor, dtype: torch.dtype, hidden: float) -> Tensor:
+    """Additive mask: 0 where a row is seen, `hidden` elsewhere."""
     return torch.where(
         sees, torch.zeros((), dtype=dtype, device=sees.device), torch.full((), hidden, dtype=dtype, device=sees.device)
     )

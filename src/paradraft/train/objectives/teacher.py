@@ -1,7 +1,6 @@
-"""The model whose probabilities a drafter learns instead of single tokens.
+"""Teacher: the frozen model whose distribution a drafter learns (distillation).
 
-It runs beside the drafter on the same texts; what it expects is computed for a few rows at a time
-and never stored.
+It reads the same texts as the drafter; its logits are computed for a few rows at a time and never stored.
 
 Shape letters: S groups of samples, N tokens of the longest, M rows, D its width, V rows of the
 drafter's embedding.
@@ -31,13 +30,13 @@ from paradraft.train.objectives.rows import Rows, attention_mask
 
 
 class Teacher:
-    """A causal LM that says what it expects after each token of the texts.
+    """A frozen causal LM that computes hidden states and logits of the texts.
 
     Args:
         model: with the drafter's tokenizer.
-        vocab_size: ids from here on are never chosen in decoding, so they get no probability.
-        mask_id: the drafter's mask token, if it has one; it is never chosen either.
-        masks: how many ids from there on are masks.
+        vocab_size: decoding never chooses ids from here on, so they get probability 0.
+        mask_id: the drafter's mask token, if any; it gets probability 0 too.
+        masks: count of mask ids from `mask_id` on.
     """
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int, mask_id: int | None, masks: int = 1) -> None:
@@ -49,15 +48,7 @@ class Teacher:
 
     @torch.no_grad()
     def read(self, texts: Texts, cache: Cache | None = None) -> Tensor:
-        """Reads the texts of a batch.
-
-        Args:
-            texts: of the batch.
-            cache: takes their keys and values.
-
-        Returns:
-            `[S, N, D]` last hidden states, for `expects`.
-        """
+        """Returns `[S, N, D]` last hidden states of a batch's texts, for `expects`; fills the KV cache if given."""
         hidden: Tensor = self.model.model(
             input_ids=texts.tokens,
             attention_mask=attention_mask(_rows(texts), self.model),
@@ -69,33 +60,21 @@ class Teacher:
 
     @torch.no_grad()
     def states(self, texts: Texts, layers: Sequence[int]) -> Tensor:
-        """Reads the texts of a batch.
-
-        Args:
-            texts: of the batch.
-            layers: whose states are wanted, named as in `paradraft.models.forward.Forward`.
-
-        Returns:
-            `[S, N, layers * D]` the states of these layers side by side.
-        """
+        """Returns `[S, N, layers * D]` states of a batch's texts; layers as in `paradraft.models.forward.Forward`."""
         if list(layers) == [FINAL_NORM]:
             return self.read(texts)
-        settings = {"attention_mask": attention_mask(_rows(texts), self.model), "position_ids": texts.positions}
+        kwargs = {"attention_mask": attention_mask(_rows(texts), self.model), "position_ids": texts.positions}
         body: Any = self.model.model
-        found = layer_by_layer(body, body.embed_tokens(texts.tokens), settings)
-        return torch.cat([found[layer] for layer in layers], dim=-1)
+        by_layer = layer_by_layer(body, body.embed_tokens(texts.tokens), kwargs)
+        return torch.cat([by_layer[layer] for layer in layers], dim=-1)
 
     @torch.no_grad()
     def expects(self, hidden_MD: Tensor, width: int) -> Tensor:
-        """What comes next after some places of the texts.
+        """Returns `[M, V]` float32 logits of the next token; `IMPOSSIBLE` for tokens that decoding never chooses.
 
         Args:
-            hidden_MD: `[M, D]` their hidden states. Rows of several depths ask for the same place: give
-                each place once.
-            width: V of the drafter's logits.
-
-        Returns:
-            `[M, V]` logits in float32; `IMPOSSIBLE` where decoding never chooses.
+            hidden_MD: last hidden states. Rows of several depths share a state: pass each state once.
+            width: V, the size of the drafter's logits.
         """
         logits = logits_of(self.model, hidden_MD)[:, : self.vocab_size].float()
         logits = F.pad(logits, (0, width - self.vocab_size), value=IMPOSSIBLE)
@@ -105,12 +84,11 @@ class Teacher:
 
 
 def _rows(texts: Texts) -> Rows:
-    """Texts are rows without masks."""
     return Rows(position=texts.positions, depth=torch.zeros_like(texts.positions), document=texts.documents)
 
 
 def teacher_folder(name: str) -> str:
-    """The folder or Hugging Face id of a teacher.
+    """Folder or Hugging Face id of a teacher.
 
     Raises:
         ValueError: there is no such model.
@@ -121,7 +99,7 @@ def teacher_folder(name: str) -> str:
 
 @contextmanager
 def _as_teacher() -> Iterator[None]:
-    """Lets a mistake say that it is about the teacher."""
+    """Prefixes errors with "teacher: "."""
     try:
         yield
     except ValueError as error:
@@ -142,15 +120,15 @@ def load_teacher(
 
     Args:
         name: a Hugging Face id, a folder, or "pocket".
-        tokenizer: the drafter's.
-        mask_id: the drafter's mask token, if it has one.
-        masks: how many ids from there on are masks.
-        longest: most tokens of a sample.
-        largest: token id of the samples.
+        tokenizer: of the drafter.
+        mask_id: see `Teacher`.
+        masks: see `Teacher`.
+        longest: tokens of the longest sample.
+        largest: largest token id of the samples.
         runtime: device and dtype.
 
     Raises:
-        ValueError: there is no such model, its tokens are others, it has no row for one of the samples', or its
+        ValueError: there is no such model, its vocabulary differs, its embedding lacks a token of the samples, or its
             context is too short.
     """
     folder = teacher_folder(name)

@@ -13,7 +13,7 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.train.drafters.pard import add_mask_token
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.losses import IGNORED
-from paradraft.train.objectives.objective import Objective, _labelled_by_place
+from paradraft.train.objectives.objective import Objective, _labelled_in_text_order
 from paradraft.train.objectives.teacher import Teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.decoding import prefilled
@@ -54,7 +54,7 @@ def test_training_predicts_what_decoding_computes(kind: str, r: float, packed: b
     lm = CausalLM(model, vocab_size=ROWS, compiled=False)
     batch = batch_of(r, k, packed=packed)
     logits, _ = predictions(model, batch)
-    order = _labelled_by_place(batch)
+    order = _labelled_in_text_order(batch)
     group = order // batch.labels.shape[1]
     text = batch.documents.flatten()[order] if packed else group
     places = [tensor.flatten()[order].tolist() for tensor in (batch.positions, batch.depths, batch.labels)]
@@ -101,7 +101,7 @@ def test_rows_are_counted_by_depth() -> None:
     with torch.no_grad():
         _, right = Objective(model)(batch, torch.ones(4))
     logits, _ = predictions(model, batch)
-    order = _labelled_by_place(batch)
+    order = _labelled_in_text_order(batch)
     hits = logits.argmax(-1) == batch.labels.flatten()[order]
     expected = [int(hits[batch.depths.flatten()[order] == depth].sum()) for depth in range(4)]
     assert right.tolist() == expected
