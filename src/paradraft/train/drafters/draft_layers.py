@@ -1,8 +1,8 @@
-"""What the trainings of drafters with decoder layers of their own share; see `paradraft.drafters.parts.draft_layers`.
+"""Shared training of drafters with their own decoder layers; see `paradraft.drafters.parts.draft_layers`.
 
 Rows are PARD's (`rows.py`): ParallelSpec's group of a token and its masks (section 4.1, Fig. 3) is the chain of rows
-with one anchor, so a group is hidden from all others, and COD with r = 1 is the paper's training. A row reads what the
-drafter will read at its place: the real token and the state from which the target predicted it, or a mask.
+with one anchor, so a group is hidden from all others, and COD with r = 1 is the paper's training. A row has the inputs
+that the drafter has at its position: the real token and the state from which the target predicted it, or a mask.
 
 Shape letters as in `heads.py`.
 """
@@ -42,7 +42,7 @@ from paradraft.train.trainee import RunData
 
 
 class LayersRecipe(HeadRecipe):
-    """Settings of every training of decoder layers that read the target's states."""
+    """Settings of trainings of decoder layers on the target's states."""
 
     layers: int = Field(default=1, ge=1, description="decoder layers of the target's shape")
     init: Literal["first", "last", "random"] = Field(
@@ -66,7 +66,7 @@ class LayersRecipe(HeadRecipe):
 
 
 class ParallelRecipe(LayersRecipe):
-    """Settings of drafters that draft with masks."""
+    """Settings of trainings of decoder layers that draft with masks."""
 
     PARTS = (
         *LayersRecipe.PARTS,
@@ -93,12 +93,12 @@ class ParallelRecipe(LayersRecipe):
 
 
 class LayersObjective(HeadObjective):
-    """Decoder layers in training, and their loss. A subclass says what they read.
+    """Decoder layers in training, and their loss. A subclass computes their inputs, `vectors`.
 
     Args:
-        target: whose states they read.
-        recipe: the run.
-        on_gpu: decides on the attention, if the recipe does not.
+        target: the frozen target.
+        recipe: of the run.
+        on_gpu: decides the attention implementation if the recipe does not.
         bf16: see `HeadObjective`.
         mistral: whether the layers are Mistral's, see `layers_like`.
     """
@@ -107,7 +107,7 @@ class LayersObjective(HeadObjective):
         self, target: Teacher, recipe: LayersRecipe, *, on_gpu: bool, bf16: bool = False, mistral: bool = False
     ) -> None:
         super().__init__(target, recipe, bf16=bf16)
-        theirs: Any = target.model.model
+        base: Any = target.model.model
         model = layers_like(target.model.config, recipe.layers, dtype=torch.float32, mistral=mistral)
         recipe.set_up_passes(model, on_gpu=on_gpu)
         body: Any = model.model
@@ -115,12 +115,12 @@ class LayersObjective(HeadObjective):
             torch.manual_seed(recipe.seed)
             body.apply(model._init_weights)
         if recipe.init != "random":
-            copied = theirs.layers[: recipe.layers] if recipe.init == "first" else theirs.layers[-recipe.layers :]
-            for own, layer in zip(body.layers, copied, strict=True):
-                names = own.state_dict().keys()  # Mistral's have not all that the target's may have
+            source = base.layers[: recipe.layers] if recipe.init == "first" else base.layers[-recipe.layers :]
+            for own, layer in zip(body.layers, source, strict=True):
+                names = own.state_dict().keys()  # Mistral's layers lack some weights that the target's may have
                 own.load_state_dict({name: weight for name, weight in layer.state_dict().items() if name in names})
         if recipe.final_norm:
-            body.norm.load_state_dict(theirs.norm.state_dict())
+            body.norm.load_state_dict(base.norm.state_dict())
         else:
             body.norm = nn.Identity()
         model.requires_grad_(True)
@@ -130,20 +130,20 @@ class LayersObjective(HeadObjective):
         self.fuse = None if len(recipe.target_layers) == 1 else last_of(target, len(recipe.target_layers))
         rank = recipe.previous_token_rank if isinstance(recipe, ParallelRecipe) and recipe.k > 1 else 0
         self.previous = new_head(target.model, rank, seed=recipe.seed) if rank else None
-        self._model = (model,)  # hidden: of its parameters only the layers' and the norm's are trained
+        self._model = (model,)  # hidden from `nn.Module`: only parameters of its layers and norm are trained
 
     def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
-        """What the layers read, `[S, R, D]`.
+        """Returns `[S, R, D]` inputs of the layers.
 
         Args:
             batch: the rows.
-            embeddings_SRD: of the tokens of real rows; for masks anything.
-            states_SRD: for each row the state from which its anchor was predicted.
+            embeddings_SRD: of real tokens; undefined for masks.
+            states_SRD: states from which the rows' anchors were predicted.
         """
         raise NotImplementedError
 
     def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
-        """What the layers return for each row."""
+        """Returns the layers' output for each row."""
         (model,) = self._model
         dtype = next(self.layers[0].parameters()).dtype
         embed = self.target.model.get_input_embeddings()
@@ -159,7 +159,7 @@ class LayersObjective(HeadObjective):
         return corrected(self.previous, hidden_SRD, batch, embed(batch.texts.tokens).to(dtype))
 
     def _fused(self, read_SNX: Tensor) -> Tensor:
-        """The states of all layers as one, `[S, N, D]`."""
+        """`[S, N, D]` states of all target layers, joined by a linear layer."""
         if self.fuse is None:
             return read_SNX
         states = read_SNX.chunk(len(self.target_layers), dim=-1)
@@ -169,22 +169,24 @@ class LayersObjective(HeadObjective):
     def loss(
         self, hidden_SRD: Tensor, batch: TrainingBatch, read_SND: Tensor, weights_K: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Of every row that has a label, how far its state is from the target's, and the loss of its token.
+        """EAGLE's loss (ParallelSpec, Eq. 4): SmoothL1 regression of the target's state, and the loss of the token.
 
-        EAGLE's loss (ParallelSpec, Eq. 4): SmoothL1 weighs 1, the tokens 0.1 as in the official code. Eq. 4 takes the
-        tokens of the text for these; with `loss: forward_kl` it is the target's distribution, as in EAGLE's code.
+        Weights are 1 and 0.1 as in the official code. Eq. 4 uses the tokens of the text; `loss: forward_kl` uses the
+        target's distribution, as EAGLE's code does.
         """
-        tokens, right_K = super().loss(hidden_SRD, batch, read_SND, weights_K)
+        classification, right_K = super().loss(hidden_SRD, batch, read_SND, weights_K)
         if not self.regression:
-            return self.classification * tokens, right_K
+            return self.classification * classification, right_K
         index_SRD = batch.places[:, :, None].expand_as(hidden_SRD)
-        apart = smooth_l1_loss(hidden_SRD.float(), read_SND.gather(1, index_SRD).float(), reduction="none").mean(-1)
+        regression_SR = smooth_l1_loss(
+            hidden_SRD.float(), read_SND.gather(1, index_SRD).float(), reduction="none"
+        ).mean(-1)
         weights_SR = weights_K[batch.depths] * (batch.labels != IGNORED)
-        return self.classification * tokens + self.regression * (weights_SR * apart).sum(), right_K
+        return self.classification * classification + self.regression * (weights_SR * regression_SR).sum(), right_K
 
 
 def sum_of_inputs(target: Teacher, *, bias: bool = True) -> nn.Linear:
-    """A linear layer that joins embedding and state. It begins as their sum, the embedding scaled to a state's size."""
+    """Linear layer that joins embedding and state, initialized to their sum, the embedding scaled to a state's size."""
     width, ratio = target.model.config.hidden_size, embedding_scale(target)
     joined = nn.Linear(2 * width, width, bias=bias)
     with torch.no_grad():
@@ -195,7 +197,7 @@ def sum_of_inputs(target: Teacher, *, bias: bool = True) -> nn.Linear:
 
 
 def last_of(target: Teacher, layers: int) -> nn.Linear:
-    """A linear layer that joins the states of several layers. It begins as those of the last one."""
+    """Linear layer that joins the states of several layers, initialized to select the last one."""
     width = target.model.config.hidden_size
     fused = nn.Linear(layers * width, width, bias=False)
     with torch.no_grad():
@@ -205,12 +207,12 @@ def last_of(target: Teacher, layers: int) -> nn.Linear:
 
 
 class Masks(nn.Module):
-    """The embeddings of the masks, and what they have for a state.
+    """Trained embeddings, and optionally the state, of masks.
 
     Args:
-        recipe: the run.
-        target: a mask begins as the mean of its embeddings.
-        reads_states: whether states are read at all.
+        recipe: of the run.
+        target: masks are initialized to the mean of its embeddings.
+        reads_states: whether the drafter reads states.
     """
 
     def __init__(self, recipe: ParallelRecipe, target: Teacher, *, reads_states: bool = True) -> None:
@@ -223,10 +225,10 @@ class Masks(nn.Module):
         self.state = nn.Parameter(torch.zeros_like(mean_D)) if is_learned else None
 
     def forward(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings and states, those of masks in place of what masks do not have."""
+        """Returns embeddings and states, with the trained ones for masks."""
         is_mask_SR1 = (batch.depths > 0)[:, :, None]
-        which_SR = (batch.depths - 1).clamp(min=0, max=len(self.embeddings) - 1)
-        embeddings_SRD = torch.where(is_mask_SR1, self.embeddings[which_SR], embeddings_SRD)
+        index_SR = (batch.depths - 1).clamp(min=0, max=len(self.embeddings) - 1)
+        embeddings_SRD = torch.where(is_mask_SR1, self.embeddings[index_SR], embeddings_SRD)
         if self.state is not None:
             states_SRD = torch.where(is_mask_SR1, self.state, states_SRD)
         return embeddings_SRD, states_SRD
@@ -242,16 +244,16 @@ def layers_trainee(
     for_vllm: bool = False,
     settings: Callable[[Teacher], dict[str, Any]] = lambda target: {},
 ) -> HeadTrainee:
-    """Loads the target, once it is known that the run fits into memory, and what is trained beside it.
+    """Checks the settings and the memory, then loads the target and builds the trainee.
 
     Args:
-        drafter: the name of the drafter.
-        recipe: the run.
-        data: what else is known of it.
-        build: makes the objective of the target.
+        drafter: name of the drafter.
+        recipe: of the run.
+        data: of the run.
+        build: makes the objective from the target.
         joined: whether a linear layer joins embeddings and states.
         for_vllm: whether the layers are Mistral's, and never read the first token of a text; see `EagleRecipe`.
-        settings: what the config of the checkpoint says besides, of the target.
+        settings: further entries of the checkpoint's config, from the target.
 
     Raises:
         ValueError: the target cannot be used, or there is not enough memory.
@@ -265,7 +267,7 @@ def layers_trainee(
         raise ValueError(f"target_layers={recipe.target_layers}: name each layer once")
     shape = layers_like(config, recipe.layers, dtype=torch.float32, device="meta", mistral=for_vllm)
     trained = memory.parameters_of(shape) + joined * 2 * config.hidden_size**2
-    # What the rows after the real token read is not looked up by an id.
+    # Rows of depth 1 and deeper are not embedded by id, so any mask id will do.
     drop = Drop(
         k=recipe.depths, r=1.0, r_min=1.0, mask_id=None if recipe.depths == 1 else 0, reads_first=not for_vllm
     )  # fmt: skip
@@ -277,7 +279,7 @@ def layers_trainee(
     kept = memory.kept_by_layers(recipe, shape.config, bf16=data.bf16) + 4.0 * 6 * config.hidden_size
     needed = check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=rows, attended_per_token=rows)
     objective = build(frozen_target(recipe, data)).to(data.device)
-    told = {
+    head_config = {
         "hidden_size": config.hidden_size,
         "num_hidden_layers": recipe.layers,
         "k": recipe.k,
@@ -286,9 +288,9 @@ def layers_trainee(
         "target_layers": recipe.target_layers,
     }
     if for_vllm:
-        told |= {"for_vllm": True}
+        head_config |= {"for_vllm": True}
     if isinstance(recipe, ParallelRecipe):
-        told |= {"distinct_masks": recipe.distinct_masks}
+        head_config |= {"distinct_masks": recipe.distinct_masks}
         if objective.previous is not None:
-            told |= {"previous_token_rank": recipe.previous_token_rank}
-    return HeadTrainee(drafter, recipe, objective, told | settings(objective.target), drop, needed)
+            head_config |= {"previous_token_rank": recipe.previous_token_rank}
+    return HeadTrainee(drafter, recipe, objective, head_config | settings(objective.target), drop, needed)

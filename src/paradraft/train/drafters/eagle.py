@@ -1,7 +1,8 @@
 """EAGLE training: a layer learns the target's next state, and the token after it (Li et al. 2024, section 3.2).
 
-The loss of a token is Eq. 4 of ParallelSpec (`LayersObjective.loss`). Training gives the layer the target's states, and
-drafting its own from the second token on; with `own_steps`, training does so too (Li et al. 2025, EAGLE-3).
+The loss of a token is Eq. 4 of ParallelSpec (`LayersObjective.loss`). In training the layer reads the target's states;
+in drafting it reads its own outputs from the second token on. With `own_steps`, training does the same (training-time
+test; Li et al. 2025, EAGLE-3).
 
 Shape letters as in `heads.py`.
 """
@@ -61,7 +62,7 @@ class EagleRecipe(LayersRecipe):
 
     @property
     def depths(self) -> int:
-        """As many as tokens in a row that are learnt."""
+        """Consecutive tokens that are learnt."""
         return self.own_steps
 
     @property
@@ -71,13 +72,9 @@ class EagleRecipe(LayersRecipe):
 
 
 class Eagle(LayersObjective):
-    """A linear layer and decoder layers in training.
+    """EAGLE's linear layer and decoder layers in training; see `LayersObjective`.
 
-    Args:
-        target: whose states they read.
-        recipe: the run.
-        on_gpu: see `LayersObjective`; passes with a cache have SDPA everywhere.
-        bf16: see `HeadObjective`.
+    Passes with a KV cache (`own_steps`) use SDPA, also on GPUs.
     """
 
     def __init__(self, target: Teacher, recipe: EagleRecipe, *, on_gpu: bool, bf16: bool = False) -> None:
@@ -87,15 +84,15 @@ class Eagle(LayersObjective):
         self.fc = sum_of_inputs(target, bias=not recipe.for_vllm)
 
     def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
-        """Embedding and state, joined."""
+        """Joins embedding and state."""
         joined: Tensor = self.fc(torch.cat([embeddings_SRD, states_SRD], dim=-1))
         return joined
 
     def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
-        """What the layers return for each row; rows of one depth after the other.
+        """Returns the layers' output for each row, computed depth by depth.
 
-        A row of depth i stands for a drafted token: it reads the text's token, and what the layers returned for the row
-        before it in its chain. So drafting is trained as it is done (Li et al. 2025, EAGLE-3, section 3.2).
+        A row of depth i simulates a drafted token: it reads the text's token, and the layers' output for the previous
+        row of its chain, as in drafting (Li et al. 2025, EAGLE-3, section 3.2).
         """
         if not batch.depths.any():
             return super().hidden(batch, read_SNX)
@@ -105,17 +102,17 @@ class Eagle(LayersObjective):
         embeddings_SRD = embed(batch.texts.tokens.gather(1, batch.places)).to(dtype)
         states_SRD = states_before(batch, self._fused(read_SNX)).to(dtype)
         sees_SRR, before_SR = attention_rule(batch.rows), batch.before().view(S, R)
-        returned_XD = torch.zeros_like(states_SRD).flatten(0, 1)
+        outputs_XD = torch.zeros_like(states_SRD).flatten(0, 1)
         samples_S1 = torch.arange(S, device=before_SR.device)[:, None]
-        keys_SY, are_there_SY = before_SR[:, :0], batch.labels[:, :0] == IGNORED
+        keys_SY, is_real_SY = before_SR[:, :0], batch.labels[:, :0] == IGNORED
         cache = DynamicCache()
         for depth in range(int(batch.depths.max()) + 1):
-            rows_SM, are_there_SM = _rows_of(batch, depth)
-            own_SMD = returned_XD[before_SR.gather(1, rows_SM)].to(dtype)
-            states_SMD = own_SMD if depth else gathered(states_SRD, rows_SM)
+            rows_SM, is_real_SM = _rows_of(batch, depth)
+            drafted_SMD = outputs_XD[before_SR.gather(1, rows_SM)].to(dtype)
+            states_SMD = drafted_SMD if depth else gathered(states_SRD, rows_SM)
             keys_SY = torch.cat([keys_SY, rows_SM], dim=1)
-            are_there_SY = torch.cat([are_there_SY, are_there_SM], dim=1)
-            sees_SMY = sees_SRR[samples_S1[:, :, None], rows_SM[:, :, None], keys_SY[:, None]] & are_there_SY[:, None]
+            is_real_SY = torch.cat([is_real_SY, is_real_SM], dim=1)
+            sees_SMY = sees_SRR[samples_S1[:, :, None], rows_SM[:, :, None], keys_SY[:, None]] & is_real_SY[:, None]
             hidden_SMD = model.model(
                 inputs_embeds=self.vectors(batch, gathered(embeddings_SRD, rows_SM), states_SMD),
                 attention_mask=as_mask(sees_SMY, model),
@@ -123,23 +120,22 @@ class Eagle(LayersObjective):
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
-            which = (samples_S1 * R + rows_SM)[are_there_SM]
-            returned_XD = returned_XD.index_copy(0, which, hidden_SMD[are_there_SM].to(returned_XD.dtype))
-        return returned_XD.view(S, R, -1)
+            index_m = (samples_S1 * R + rows_SM)[is_real_SM]
+            outputs_XD = outputs_XD.index_copy(0, index_m, hidden_SMD[is_real_SM].to(outputs_XD.dtype))
+        return outputs_XD.view(S, R, -1)
 
 
 def _rows_of(batch: TrainingBatch, depth: int) -> tuple[Tensor, Tensor]:
-    """`[S, M]` which rows of each group have a depth, and whether there is one: groups with fewer are filled up with
-    their first row."""
-    is_its_SR = (batch.depths == depth) & (batch.documents != FILLING)
-    most = int(is_its_SR.sum(1).max())
-    rows_SM = (~is_its_SR).long().argsort(dim=1, stable=True)[:, :most]
-    are_there_SM = is_its_SR.gather(1, rows_SM)
-    return rows_SM.masked_fill(~are_there_SM, 0), are_there_SM
+    """Indices `[S, M]` of each group's rows of a depth, and whether each is real: shorter lists are padded with 0."""
+    has_depth_SR = (batch.depths == depth) & (batch.documents != FILLING)
+    most = int(has_depth_SR.sum(1).max())
+    rows_SM = (~has_depth_SR).long().argsort(dim=1, stable=True)[:, :most]
+    is_real_SM = has_depth_SR.gather(1, rows_SM)
+    return rows_SM.masked_fill(~is_real_SM, 0), is_real_SM
 
 
 def build(recipe: EagleRecipe, data: RunData) -> HeadTrainee:
-    """Loads the target, once it is known that the run fits into memory.
+    """Checks the memory, then loads the target.
 
     Raises:
         ValueError: the target cannot be used, or there is not enough memory.

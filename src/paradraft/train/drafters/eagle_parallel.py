@@ -1,4 +1,4 @@
-"""The training of ParallelSpec inside EAGLE (Xiao et al. 2024, section 4.3): the sum of EAGLE's losses over each group.
+"""EAGLE with parallel drafting (ParallelSpec; Xiao et al. 2024, section 4.3): sums EAGLE's loss over each group.
 
 The loss of a row is that of `LayersObjective`, Eq. 4.
 
@@ -26,14 +26,7 @@ class EagleParallelRecipe(ParallelRecipe):
 
 
 class EagleParallel(LayersObjective):
-    """A linear layer, decoder layers and masks in training.
-
-    Args:
-        target: whose states they read.
-        recipe: the run.
-        on_gpu: see `LayersObjective`.
-        bf16: see `HeadObjective`.
-    """
+    """EAGLE's linear layer and decoder layers, and masks, in training; see `LayersObjective`."""
 
     def __init__(self, target: Teacher, recipe: EagleParallelRecipe, *, on_gpu: bool, bf16: bool = False) -> None:
         super().__init__(target, recipe, on_gpu=on_gpu, bf16=bf16)
@@ -41,13 +34,13 @@ class EagleParallel(LayersObjective):
         self.masks = Masks(recipe, target)
 
     def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
-        """Embedding and state, joined."""
+        """Joins embedding and state."""
         joined: Tensor = self.fc(torch.cat(self.masks(batch, embeddings_SRD, states_SRD), dim=-1))
         return joined
 
 
 def build(recipe: EagleParallelRecipe, data: RunData) -> HeadTrainee:
-    """Loads the target, once it is known that the run fits into memory.
+    """Checks the memory, then loads the target.
 
     Raises:
         ValueError: the target cannot be used, or there is not enough memory.

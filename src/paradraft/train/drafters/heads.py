@@ -1,6 +1,6 @@
-"""What the trainings of drafters that read their target's hidden states share: the recipe, the frozen target, the loss.
+"""Shared training of drafters on the target's hidden states: recipe, frozen target, loss.
 
-The target reads the texts in the same process, pass by pass; none of its states is stored.
+The target reads the texts of each batch in the same process; its states are not stored on disk.
 
 Shape letters: S groups of samples, N tokens of the longest, R rows, m some of them, D the target's hidden size,
 V vocabulary, K depths.
@@ -38,11 +38,11 @@ from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import RunData
 
 DECAY = 0.8
-"""Medusa's λ_k is its k-th power in the official code; a factor for all heads changes nothing."""
+"""Base of Medusa's λ_k = 0.8^k in the official code; a common factor of all heads has no effect."""
 
 
 class HeadRecipe(Recipe):
-    """Settings of every training of a drafter on the target's states."""
+    """Settings of trainings on the target's states."""
 
     model: str = Field(description="the target whose states the drafter reads: a Hugging Face id, a folder, or pocket")
     k: int = Field(default=8, ge=1, description="most tokens that are drafted in a round")
@@ -66,12 +66,12 @@ class HeadRecipe(Recipe):
 
     @property
     def depths(self) -> int:
-        """As many as tokens that are drafted."""
+        """K, the tokens drafted."""
         return self.k
 
     @property
     def measured_with(self) -> str | None:
-        """The target that decodes held-out prompts: the one whose states are read, or the same in another place."""
+        """The target that decodes held-out prompts: `target`, which must be a copy of `model`, or else `model`."""
         return self.model if self.target is None else self.target
 
 
@@ -85,25 +85,26 @@ class MedusaWeights(HeadRecipe):
 
     @property
     def weights_by_depth(self) -> list[float]:
-        """λ, by depth."""
+        """λ by depth."""
         return self.depth_weights or [DECAY**depth for depth in range(self.depths)]
 
 
 class HeadObjective(nn.Module):
-    """The loss of a drafter on the states of a frozen target. A subclass holds what is trained, and computes `hidden`;
-    it may set `target_layers`, whose states it reads.
+    """A drafter in training on the states of a frozen target, and its loss.
+
+    A subclass holds the trained weights and computes `hidden`; it may set `target_layers`, whose states it reads.
 
     Args:
         target: the frozen target.
-        recipe: the run.
+        recipe: of the run.
         bf16: compute in bf16; losses are computed in float32.
-        logits: most logits in memory at a time; more are computed again in the backward pass.
+        logits: most logits in memory at a time; more are recomputed in the backward pass.
     """
 
     def __init__(self, target: Teacher, recipe: HeadRecipe, *, bf16: bool = False, logits: int = LOGITS) -> None:
         super().__init__()
         self.target_layers = [FINAL_NORM]
-        self._target = (target,)  # hidden from `nn.Module`: it is not trained, saved or spread
+        self._target = (target,)  # in a tuple, hidden from `nn.Module`: it is not trained, saved or sharded
         self._cached_bytes = round(recipe.feature_cache_gb * 1e9)
         self.kind: Divergence | None = None if recipe.loss == "cross_entropy" else recipe.loss
         self.bf16 = bf16
@@ -120,20 +121,20 @@ class HeadObjective(nn.Module):
         return FeatureCache(self.target, list(layers), self._cached_bytes)
 
     def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
-        """What the drafter computes for each row, `[S, R, D]`, for `head`.
+        """Returns the drafter's states `[S, R, D]` of all rows, the input of `head`.
 
         Args:
             batch: the rows.
-            read_SNX: of the texts the target's states of `target_layers`, side by side.
+            read_SNX: the target's states of the texts after `target_layers`, concatenated.
         """
         raise NotImplementedError
 
     def head(self, hidden_mD: Tensor, depths_m: Tensor) -> Tensor:
-        """Logits `[m, V]` of some rows of depths `[m]`; by default of the target's own head."""
+        """Returns logits `[m, V]` of rows of depths `[m]`; by default by the target's head."""
         return logits_of(self.target.model, hidden_mD)
 
     def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
+        """Returns the weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
             layers = list(dict.fromkeys([*self.target_layers, FINAL_NORM]))
             states = self._features.states(batch.texts).chunk(len(layers), dim=-1)
@@ -143,7 +144,7 @@ class HeadObjective(nn.Module):
     def loss(
         self, hidden_SRD: Tensor, batch: TrainingBatch, read_SND: Tensor, weights_K: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What `forward` returns, of what `hidden` returned."""
+        """Returns the result of `forward` from the states of `hidden`."""
         return loss_of_rows(
             hidden_SRD,
             batch,
@@ -157,45 +158,40 @@ class HeadObjective(nn.Module):
 
 
 def states_before(batch: TrainingBatch, read_SND: Tensor) -> Tensor:
-    """For each row, the state from which its anchor was predicted, `[S, R, D]`: zeros for the first token of a text.
+    """`[S, R, D]` states from which the rows' anchors were predicted; zeros for the first token of a text.
 
-    That is what decoding knows when it drafts: the anchor is the last committed token, and the target has read all
-    before it.
-
-    Args:
-        batch: the rows.
-        read_SND: states of the texts.
+    Drafting has the same states: the anchor is the last committed token, and the target has read all tokens before it.
     """
     before_SR = batch.places - batch.depths - 1
-    is_there_SR = batch.positions > batch.depths
+    has_state_SR = batch.positions > batch.depths
     index_SRD = before_SR.clamp(min=0)[:, :, None].expand(-1, -1, read_SND.shape[2])
-    return torch.where(is_there_SR[:, :, None], read_SND.gather(1, index_SRD), 0.0)
+    return torch.where(has_state_SR[:, :, None], read_SND.gather(1, index_SRD), 0.0)
 
 
 def embedding_scale(target: Teacher) -> float:
-    """How many times larger the target's last states are than its embeddings, which beside them would hardly count."""
+    """Ratio of sizes of the target's last states and its embeddings, which unscaled would hardly count in a sum."""
     embeddings, states = sizes_of(target.model)
     return states / embeddings
 
 
 def by_depth(parts: list[Tensor], batch: TrainingBatch, like_SRD: Tensor) -> Tensor:
-    """One tensor `[S, R, D]` of what was computed for the rows of each depth, `[m, D]` in their order."""
-    together_SRD = torch.zeros_like(like_SRD, dtype=parts[0].dtype)
+    """Merges tensors `[m, D]`, one for the rows of each depth in their order, into `[S, R, D]`."""
+    merged_SRD = torch.zeros_like(like_SRD, dtype=parts[0].dtype)
     for depth, part in enumerate(parts):
-        together_SRD = together_SRD.masked_scatter((batch.depths == depth)[:, :, None], part)
-    return together_SRD
+        merged_SRD = merged_SRD.masked_scatter((batch.depths == depth)[:, :, None], part)
+    return merged_SRD
 
 
 class HeadTrainee:
-    """A drafter on a target's states in training, see `Trainee`.
+    """The `Trainee` of a drafter on the target's states.
 
     Args:
-        drafter: its name.
-        recipe: the run.
-        objective: what is trained.
-        config: what of the recipe the checkpoint's config holds.
-        drop: which rows samples become.
-        needed: the memory that it takes.
+        drafter: name of the drafter.
+        recipe: of the run.
+        objective: the trained weights and the loss.
+        config: entries of the checkpoint's config.
+        drop: settings of the rows.
+        needed: memory estimate.
     """
 
     def __init__(
@@ -218,7 +214,7 @@ class HeadTrainee:
         self._drop = drop
 
     def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> TrainingBatch:
-        """The rows of some samples: for each token, as the last committed one, those that it is drafted after."""
+        """See `Trainee`; every token serves as anchor, that is, as the last committed token of a draft."""
         return collate(groups, self._drop, generators)
 
     def check_target(self, name: str, target: Target, runtime: Runtime) -> None:
@@ -242,8 +238,7 @@ class HeadTrainee:
 
 
 def begin_with(objective: HeadObjective, drafter: str, start: str) -> None:
-    """Copies the weights of a checkpoint into those in training that have the same name and shape; all others begin as
-    they would without it.
+    """Copies the weights of a checkpoint that match by name and shape; all others keep their initial values.
 
     Raises:
         ValueError: it cannot be read, is of another target, or has none of these weights.
@@ -254,27 +249,22 @@ def begin_with(objective: HeadObjective, drafter: str, start: str) -> None:
         raise ValueError(f"start: {error}") from None
     head.target.check(TargetIdentity.of(objective.target.model.config), start)
     own = objective.state_dict()
-    known = {
+    matching = {
         name: own[name] for name, weight in head.weights.items() if name in own and own[name].shape == weight.shape
     }
-    if not known:
+    if not matching:
         raise ValueError(
             f"start={start!r} has no weights that fit: name a drafter of the same size (layers, heads, prompt tokens)"
         )
-    for name, weight in known.items():
+    for name, weight in matching.items():
         weight.copy_(head.weights[name])
 
 
 def frozen_target(recipe: HeadRecipe, data: RunData, *, nf4: bool = False) -> Teacher:
-    """Loads the target whose states are read.
-
-    Args:
-        recipe: the run.
-        data: what else is known of it.
-        nf4: whether its matrices are stored in 4 bits.
+    """Loads the frozen target, with `nf4` its matrices in 4 bits.
 
     Raises:
-        ValueError: it cannot be loaded, or has no room for the samples.
+        ValueError: it cannot be loaded, or its context or vocabulary is too small for the samples.
     """
     device, dtype = "cpu" if nf4 else str(data.device), "bfloat16" if data.bf16 else "float32"
     model = load_model(locate(recipe.model, "target"), Runtime(device=device, dtype=dtype))
@@ -297,19 +287,19 @@ def check_memory(
     attended_per_token: float = 1.0,
     nf4: bool = False,
 ) -> memory.Estimate:
-    """Estimates the memory that a run takes, before any weights are loaded.
+    """Estimates the memory of a run, before any weights are loaded.
 
     Args:
-        recipe: the run.
-        data: what else is known of it.
-        trained: parameters in training.
-        kept: bytes that a row keeps for the backward pass.
-        rows_per_token: training rows for each token of a sample.
-        attended_per_token: how many of them one attention mask is about.
+        recipe: of the run.
+        data: of the run.
+        trained: count of trained parameters.
+        kept: activation bytes per row.
+        rows_per_token: training rows per token of a sample.
+        attended_per_token: rows per token in the attention mask.
         nf4: whether the target's matrices are stored in 4 bits.
 
     Raises:
-        ValueError: the device has not so much.
+        ValueError: the device has too little memory.
     """
     cached, host = recipe.feature_cache_gb, psutil.virtual_memory().total / 1e9
     if cached > host:

@@ -1,4 +1,4 @@
-"""Hydra training: heads that also read the tokens before their own, those of the text (Ankner et al. 2024, section 3).
+"""Hydra training: sequentially dependent heads, which also read the text's tokens (Ankner et al. 2024, section 3).
 
 The loss is Medusa's (ParallelSpec, Eq. 2), with the same weights.
 
@@ -32,13 +32,7 @@ class HydraRecipe(MedusaWeights):
 
 
 class HydraHeads(HeadObjective):
-    """K heads in training, and their loss; they begin as the target's own head.
-
-    Args:
-        target: whose states they read.
-        recipe: the run.
-        bf16: see `HeadObjective`.
-    """
+    """K heads in training, initialized to the target's own head; see `HeadObjective`."""
 
     def __init__(self, target: Teacher, recipe: HydraRecipe, *, bf16: bool = False) -> None:
         super().__init__(target, recipe, bf16=bf16)
@@ -49,18 +43,18 @@ class HydraHeads(HeadObjective):
             nn.init.zeros_(parameter)
 
     def hidden(self, batch: TrainingBatch, read_SND: Tensor) -> Tensor:
-        """What the head of each row's depth makes of the state before its anchor, and of the tokens from there."""
+        """Applies the head of each row's depth to the state before its anchor, and to the tokens from the anchor on."""
         states_SRD = states_before(batch, read_SND)
         embed = self.target.model.get_input_embeddings()
         vectors_SND = self.scale * embed(batch.texts.tokens).to(states_SRD.dtype)
         sample_SR = torch.arange(len(batch.places), device=batch.places.device)[:, None].expand_as(batch.places)
         parts = []
         for depth, block in enumerate(self.blocks):
-            is_its_SR = batch.depths == depth
+            has_depth_SR = batch.depths == depth
             sample_m, anchor_m, states_mD = (
-                sample_SR[is_its_SR],
-                (batch.places - depth)[is_its_SR],
-                states_SRD[is_its_SR],
+                sample_SR[has_depth_SR],
+                (batch.places - depth)[has_depth_SR],
+                states_SRD[has_depth_SR],
             )
             tokens = [vectors_SND[sample_m, anchor_m + step] for step in range(depth + 1)]
             parts.append(states_mD + silu(block(torch.cat([states_mD, *tokens], dim=1))))
@@ -68,7 +62,7 @@ class HydraHeads(HeadObjective):
 
 
 def build(recipe: HydraRecipe, data: RunData) -> HeadTrainee:
-    """Loads the target, once it is known that the run fits into memory.
+    """Checks the memory, then loads the target.
 
     Raises:
         ValueError: the target cannot be used, or there is not enough memory.

@@ -1,7 +1,7 @@
 """Medusa training: K heads learn the tokens after the next one from the target's last state (Cai et al. 2024, 2.2.1).
 
-Loss: the cross-entropy of head k with the token k + 1 places on, weighted by λ_k (ParallelSpec, Eq. 2). The papers give
-no λ; the official code has 0.8^k, which is the default here.
+Loss: the cross-entropy of head k with the token k + 1 positions ahead, weighted by λ_k (ParallelSpec, Eq. 2). The
+papers give no λ; the default is 0.8^k as in the official code.
 
 Shape letters as in `heads.py`.
 """
@@ -40,12 +40,7 @@ class MedusaRecipe(MedusaWeights):
 
 
 class Block(nn.Module):
-    """The residual blocks of one head: h + SiLU(A h + b), which begin as no change.
-
-    Args:
-        layers: how many.
-        width: D.
-    """
+    """Residual blocks of a head, h + SiLU(A h + b), initialized to the identity; `width` is D."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -54,20 +49,14 @@ class Block(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, states: Tensor) -> Tensor:
-        """States `[…, D]` of states `[…, D]`."""
+        """Maps states `[…, D]` to `[…, D]`."""
         for layer in self.layers:
             states = states + silu(layer(states))
         return states
 
 
 class MedusaHeads(HeadObjective):
-    """K heads in training, and their loss.
-
-    Args:
-        target: whose states they read.
-        recipe: the run.
-        bf16: see `HeadObjective`.
-    """
+    """K heads in training; see `HeadObjective`."""
 
     def __init__(self, target: Teacher, recipe: MedusaRecipe, *, bf16: bool = False) -> None:
         super().__init__(target, recipe, bf16=bf16)
@@ -80,14 +69,14 @@ class MedusaHeads(HeadObjective):
             self.lm_heads.append(own)
 
     def hidden(self, batch: TrainingBatch, read_SND: Tensor) -> Tensor:
-        """What the head of each row's depth makes of the state before the row's anchor."""
+        """Applies the head of each row's depth to the state before the row's anchor."""
         states_SRD = states_before(batch, read_SND)
-        # Every head must have a gradient in every process, so each is called, if for no row.
+        # Every head must have a gradient in every process, so each is called, even for no row.
         parts = [block(states_SRD[batch.depths == depth]) for depth, block in enumerate(self.blocks)]
         return by_depth(parts, batch, states_SRD)
 
     def head(self, hidden_mD: Tensor, depths_m: Tensor) -> Tensor:
-        """Logits of the target's head, or of those of each row's depth."""
+        """Returns logits by the target's head, or by the heads of the rows' depths."""
         if not self.lm_heads:
             return super().head(hidden_mD, depths_m)
         parts = [own(hidden_mD[depths_m == depth]) for depth, own in enumerate(self.lm_heads)]
@@ -103,7 +92,7 @@ def _parameters(recipe: MedusaRecipe, config: PretrainedConfig) -> int:
 
 
 def build(recipe: MedusaRecipe, data: RunData) -> HeadTrainee:
-    """Loads the target, once it is known that the run fits into memory; the heads begin as the target's own.
+    """Checks the memory, then loads the target; the heads are initialized to its own.
 
     Raises:
         ValueError: the target cannot be used, or there is not enough memory.

@@ -1,6 +1,6 @@
-"""The training of ParallelSpec inside Medusa (Xiao et al. 2024, section 4.3): Eq. 3, the real token's term included.
+"""Medusa with parallel drafting (ParallelSpec; Xiao et al. 2024, section 4.3): Eq. 3, including the real token's term.
 
-λ_k is not in the paper: 0.8^k as for Medusa, and 1 for the real token, as Eq. 3 has it.
+The paper does not give λ_k: 0.8^k as for Medusa, and 1 for the real token, as in Eq. 3.
 
 Shape letters as in `heads.py`.
 """
@@ -36,14 +36,7 @@ class MedusaParallelRecipe(MedusaWeights, ParallelRecipe):
 
 
 class MedusaParallel(LayersObjective):
-    """Decoder layers and masks in training.
-
-    Args:
-        target: whose embeddings and states they read.
-        recipe: the run.
-        on_gpu: see `LayersObjective`.
-        bf16: see `HeadObjective`.
-    """
+    """Decoder layers and masks in training; see `LayersObjective`."""
 
     def __init__(self, target: Teacher, recipe: MedusaParallelRecipe, *, on_gpu: bool, bf16: bool = False) -> None:
         super().__init__(target, recipe, on_gpu=on_gpu, bf16=bf16)
@@ -52,14 +45,14 @@ class MedusaParallel(LayersObjective):
         self.masks = Masks(recipe, target, reads_states=self.reads_states)
 
     def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
-        """The embedding, and the state if it is read."""
+        """Adds the scaled embedding to the state, if states are read."""
         embeddings_SRD, states_SRD = self.masks(batch, embeddings_SRD, states_SRD)
         scaled_SRD = self.scale * embeddings_SRD
         return scaled_SRD + states_SRD if self.reads_states else scaled_SRD
 
 
 def build(recipe: MedusaParallelRecipe, data: RunData) -> HeadTrainee:
-    """Loads the target, once it is known that the run fits into memory.
+    """Checks the memory, then loads the target.
 
     Raises:
         ValueError: the target cannot be used, or there is not enough memory.

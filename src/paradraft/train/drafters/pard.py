@@ -1,4 +1,4 @@
-"""PARD training: turns a causal LM into one that also predicts at mask tokens (An et al. 2025, section 3.2)."""
+"""PARD training: adapts a causal LM to predict at mask tokens too (An et al. 2025, section 3.2)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from paradraft.train.recipe import Part, Recipe
 from paradraft.train.trainee import RunData
 
 ORDINARY_K = 4
-"""Tokens per round when an ordinary draft is measured."""
+"""K when an ordinary draft is measured."""
 
 
 class Lora(BaseModel):
@@ -136,24 +136,24 @@ class PardRecipe(Recipe):
 
     @property
     def depths(self) -> int:
-        """As many as tokens that one draft pass predicts."""
+        """K, the tokens that one draft pass predicts."""
         return self.k
 
     @property
     def masks(self) -> int:
-        """How many mask tokens there are."""
+        """Number of mask tokens."""
         return max(self.k - 1, 1) if self.distinct_masks else 1
 
     @property
     def divergence(self) -> Divergence | None:
-        """How to compare with the teacher; None learns the tokens of the text."""
+        """Divergence from the teacher; None learns the tokens of the text."""
         if self.loss is None:
             return None if self.teacher is None else "forward_kl"
         return None if self.loss == "cross_entropy" else self.loss
 
     @property
     def measured_with(self) -> str | None:
-        """The target that decodes held-out prompts: the one that is named, or else the teacher."""
+        """The target that decodes held-out prompts: `target`, or else the teacher."""
         return self.teacher if self.target is None else self.target
 
     def decoded_with(self, name: str) -> tuple[str, int]:
@@ -162,12 +162,12 @@ class PardRecipe(Recipe):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `Recipe`. The class is left out: runs began with this recipe before there were others."""
+        """See `Recipe`. Excludes the class, because the first runs, before other recipes existed, did not record it."""
         return {key: value for key, value in super().identity.items() if key != "recipe"}
 
 
 def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed: int) -> PeftModel:
-    """Puts adapters into a model, in place; all else is frozen but the embeddings of the masks, which are new.
+    """Adds adapters to a model, in place, and freezes all other weights except the embeddings of the masks.
 
     Raises:
         ValueError: the model has no layers of these names.
@@ -181,7 +181,7 @@ def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed:
     )
     try:
         with torch.random.fork_rng(), warnings.catch_warnings():
-            # peft still asks for the property by the name that `transformers` has given up.
+            # peft still uses a property name that `transformers` has deprecated.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             torch.manual_seed(seed)
             return cast(PeftModel, get_peft_model(model, config))
@@ -191,13 +191,13 @@ def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed:
 
 @dataclass(frozen=True, kw_only=True)
 class InitialDrafter:
-    """A drafter that has learnt nothing yet, in float32.
+    """A drafter before training, in float32.
 
     Args:
-        model: what is trained.
-        adapted: the same with its adapters, if it has any.
-        masks: its mask tokens; none in an ordinary draft.
-        previous: its head that tells masks the tokens before them, if it has one.
+        model: the trained model.
+        adapted: the model with its adapters, if any.
+        masks: mask tokens; none in an ordinary draft.
+        previous: previous-token head, if any.
     """
 
     model: PreTrainedModel
@@ -207,7 +207,7 @@ class InitialDrafter:
 
 
 def initial_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> InitialDrafter:
-    """Loads a recipe's model and makes it ready to learn.
+    """Loads a recipe's model, and adds mask tokens, adapters and previous-token head.
 
     Raises:
         ValueError: it cannot be loaded, or mask token or adapters do not fit it.
@@ -217,10 +217,10 @@ def initial_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, devi
 
 
 def drafter_skeleton(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> InitialDrafter:
-    """What `initial_drafter` would train, without its weights.
+    """Makes the drafter of `initial_drafter` without weights.
 
     Raises:
-        ValueError: as `initial_drafter`, but for what is wrong with the weights.
+        ValueError: as `initial_drafter`, except for errors in the weights.
     """
     model = load_skeleton(locate(recipe.model, "draft"))
     return _ready(model, recipe, tokenizer, on_gpu=device.startswith("cuda"))
@@ -237,7 +237,7 @@ def _ready(
         masks = range(first, first + recipe.masks)
     else:
         masks = range(0)
-        forget_masks(model.config)  # a PARD model that learns without masks is none any more
+        forget_masks(model.config)  # a PARD model trained without masks becomes an ordinary draft
     setattr(model.config, TRAINED_LENGTH, recipe.max_length)
     adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, list(masks), seed=recipe.seed)
     recipe.set_up_passes(model, on_gpu=on_gpu)
@@ -245,7 +245,7 @@ def _ready(
 
 
 def _previous(model: PreTrainedModel, recipe: PardRecipe) -> PreviousTokenHead | None:
-    """The head that a recipe wants: the model's own if it has one of that rank, else a new one."""
+    """Previous-token head of a recipe: the model's own if it has the wanted rank, else a new one."""
     rank = recipe.previous_token_rank
     own = None if recipe.k == 1 or rank == 0 else load_head(model.config)
     if recipe.k == 1 or rank == 0 or (rank is None and own is None):
@@ -257,14 +257,14 @@ def _previous(model: PreTrainedModel, recipe: PardRecipe) -> PreviousTokenHead |
 
 
 class PardTrainee:
-    """A draft model that learns to predict at mask tokens; with k = 1 an ordinary draft.
+    """The `Trainee` of a PARD draft model; with k = 1 of an ordinary draft.
 
     Args:
-        recipe: the run.
-        tokenizer: the draft's.
-        drafter: what learns.
-        objective: its loss.
-        needed: the memory that it takes.
+        recipe: of the run.
+        tokenizer: of the draft.
+        drafter: in training.
+        objective: model and loss.
+        needed: memory estimate.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class PardTrainee:
         self._tokenizer = tokenizer
 
     def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> TrainingBatch:
-        """The rows that COD keeps of samples, see `Trainee`."""
+        """Makes the rows that COD keeps; see `Trainee`."""
         recipe = self._recipe
         mask_id = self.masks[0] if self.masks else None
         drop = Drop(k=recipe.k, r=recipe.r, r_min=recipe.r_min, mask_id=mask_id, masks=recipe.masks)
@@ -299,24 +299,20 @@ class PardTrainee:
         load_draft_lm(locate(self._recipe.model, "draft"), target, runtime)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Writes the draft as an ordinary Hugging Face folder in bf16, adapters merged; see `formats/pard.py`."""
+        """Writes the draft as a Hugging Face folder in bf16, with merged adapters; see `formats/pard.py`."""
         new = initial_drafter(self._recipe, self._tokenizer, "cpu")
         Objective(new.model, previous=new.previous).load_state_dict(weights)
         model = new.model if new.adapted is None else cast(PreTrainedModel, new.adapted.merge_and_unload())
         cool(model, new.previous, self._recipe.draft_temperature)
-        beside = {} if new.previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(new.previous, model.config)}
-        save_model(folder, model.to(torch.bfloat16).eval(), self._tokenizer, beside)
+        extra_files = {} if new.previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(new.previous, model.config)}
+        save_model(folder, model.to(torch.bfloat16).eval(), self._tokenizer, extra_files)
 
 
 @torch.no_grad()
 def cool(model: PreTrainedModel, previous: PreviousTokenHead | None, temperature: float) -> None:
-    """Divides a drafter's logits by a temperature, in place: in the weights of its final norm, so that every engine
-    drafts so.
+    """Divides a drafter's logits by a temperature above 0, by scaling its final norm, so that every engine uses it.
 
-    Args:
-        model: the drafter.
-        previous: its head, which then reads larger states, and corrects larger ones.
-        temperature: above 0.
+    The previous-token head, which reads and corrects the scaled states, is rescaled to match.
     """
     body: Any = model.model
     offset = 1.0 if model.config.model_type == "gemma3_text" else 0.0  # its norms multiply by 1 + weight
@@ -327,7 +323,7 @@ def cool(model: PreTrainedModel, previous: PreviousTokenHead | None, temperature
 
 
 def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
-    """Loads what a recipe trains, once it is known that it fits into memory.
+    """Checks the memory, then loads model and teacher.
 
     Raises:
         ValueError: model or teacher cannot be used, the settings do not fit them, or there is not enough memory.
@@ -351,22 +347,29 @@ def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
 
 
 def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
-    """The memory that a run takes; ValueError if the device has not so much. No weights are loaded."""
+    """Estimates the memory of a run without loading weights; ValueError if the device has too little."""
     drafter = drafter_skeleton(recipe, data.tokenizer, str(data.device))
     model, beside = drafter.model, 0 if drafter.previous is None else memory.parameters_of(drafter.previous)
-    others = [] if recipe.teacher is None else [load_skeleton(teacher_folder(recipe.teacher))]
-    weights = memory.weight_bytes(recipe, memory.parameters_of(model) + beside, data, frozen=others)
+    teachers = [] if recipe.teacher is None else [load_skeleton(teacher_folder(recipe.teacher))]
+    weights = memory.weight_bytes(recipe, memory.parameters_of(model) + beside, data, frozen=teachers)
     groups, longest = memory.largest_pass(recipe, data)
     rows = memory.rows_of(longest, k=recipe.k, r=recipe.r, r_min=recipe.r_min)
     needed = memory.estimate(
-        recipe, model, weights=weights, rows=rows, passes=groups, bf16=data.bf16, is_taught=bool(others), beside=beside
+        recipe,
+        model,
+        weights=weights,
+        rows=rows,
+        passes=groups,
+        bf16=data.bf16,
+        is_taught=bool(teachers),
+        beside=beside,
     )
     needed.check(data.device)
     return needed
 
 
 def _check_samples(recipe: PardRecipe, data: RunData, drafter: InitialDrafter) -> None:
-    """Raises ValueError if samples hold the mask token, or one without a row, or do not fit into the model."""
+    """Raises ValueError if samples contain a mask token or an id outside the embedding, or exceed the context."""
     masks = list(drafter.masks)
     if any(np.isin(sample.tokens, masks).any() for sample in data.samples):
         raise ValueError(f"the mask token {drafter.masks[0]} occurs in the data: choose another mask_token_id")
@@ -394,26 +397,22 @@ def _load_teacher(name: str, data: RunData, drafter: InitialDrafter) -> Teacher:
 def add_mask_token(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_id: int | None = None, *, masks: int = 1
 ) -> int:
-    """Chooses the mask token and makes its embedding the mean of all others.
+    """Chooses the mask token, sets its embedding to the mean of all others, and returns its id.
 
-    One id serves all depths. A model that already names one keeps it. Otherwise an id that no text
-    uses is taken (`free_id`), or a special token that the model has never learnt to say (`unsaid_id`),
-    and where there is none, a row is added. The id is written into the model's config as `pard_token`,
-    `mask_token_id` and `spd_type`, which engines read.
+    By default one id serves all depths. A model that already has a mask token keeps it. Otherwise it is an id that no
+    text uses (`free_id`), a special token that the model never learnt to output (`unsaid_id`), or an added row. The
+    id is written into the model's config as `pard_token`, `mask_token_id` and `spd_type`, which engines read.
 
     Args:
         model: changed in place.
-        tokenizer: tells which rows are in use.
-        mask_id: take this id instead.
-        masks: ids from there on that serve one depth each, the last all deeper ones. The config says how
-            many as `pard_masks`, which only paradraft reads.
+        tokenizer: shows which rows are in use.
+        mask_id: the id to use instead.
+        masks: count of mask ids from there on, one for each depth; the last serves all deeper ones. Only paradraft
+            reads the count, `pard_masks` in the config.
 
     Raises:
-        ValueError: `mask_id` is outside the embedding, a text or the end of texts, or so many masks find no room after
-            the tokenizer's last id.
-
-    Returns:
-        The mask token's id.
+        ValueError: `mask_id` is outside the embedding, or has a text, or ends texts; or there are too few free rows
+            after the tokenizer's last id.
     """
     known = declared_mask_id(model.config)
     rows, used = model.get_input_embeddings().weight.shape[0], used_rows(tokenizer)
@@ -423,10 +422,10 @@ def add_mask_token(
         raise ValueError(f"mask_token_id={mask_id} is {text!r}, which could then not be said: use an id without a text")
     chosen = known if mask_id is None else mask_id
     if chosen is None:
-        taken = role_ids(model.config, model.generation_config)
-        chosen = free_id(tokenizer, rows, taken)
+        reserved = role_ids(model.config, model.generation_config)
+        chosen = free_id(tokenizer, rows, reserved)
         if chosen is None:
-            chosen = unsaid_id(tokenizer, model.get_output_embeddings().weight, taken)
+            chosen = unsaid_id(tokenizer, model.get_output_embeddings().weight, reserved)
     if chosen is None:
         chosen = max(rows, used)
         resize(model, chosen + 1, used)

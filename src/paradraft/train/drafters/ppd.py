@@ -1,12 +1,13 @@
-"""PPD training: the embeddings of prompt tokens, of a frozen model (Chen et al. 2024, section 3).
+"""PPD training: trains embeddings of prompt tokens for a frozen model (Chen et al. 2024, section 3).
 
-The i-th prompt token after a text's token learns the token i + 1 places on, with the model's own distribution there as
-its teacher. Rows are PARD's (`rows.py`): a prompt token is a mask at its place, and its *anchor* is what its chain
-follows. The texts are read once, without gradients; then all prompt tokens are read with their keys and values, as in
-decoding.
+The i-th prompt token after a text's token learns the token i + 1 positions ahead, with the model's own distribution
+there as its teacher. Rows are PARD's (`rows.py`): a prompt token is a mask at its position, and its *anchor* is the
+text's token that its chain follows. One pass without gradients fills the KV cache with the texts; a second pass reads
+all prompt tokens with this cache, as in decoding.
 
-Loss: KL(p || q), weighted by 0.8^(i - 1) (Eq. 1; the text of the paper has lost it, this is Medusa's form, to which it
-refers). The paper puts one chain of prompt tokens at a random place of each text; here many anchors share a text.
+Loss: KL(p || q), weighted by 0.8^(i - 1) (Eq. 1; it is missing in the paper's text, this is Medusa's form, to which
+the paper refers). The paper puts one chain of prompt tokens at a random position of each text; here many anchors share
+a text.
 
 Shape letters: S groups of samples, N tokens of the longest, R rows, M prompt tokens of the group with most, P prompt
 tokens of a chain, E copies, X rows of copies (M * E), T prefix tokens, D hidden size, V vocabulary, K depths.
@@ -39,17 +40,17 @@ from paradraft.train.recipe import Part
 from paradraft.train.trainee import RunData
 
 RANKS = 10
-"""Of how many guesses the accuracy is counted."""
+"""Guesses, the likeliest first, whose accuracy is measured."""
 COUNTED = 64
-"""Rows of each number whose ranks are looked at in a training step; of held-out samples it is all."""
+"""Rows of each prompt token whose ranks are counted in a training step; of held-out samples all are."""
 MEASURED_SIZE = 24
-"""Nodes of a pass when acceptance lengths are measured."""
+"""Tree size when acceptance lengths are measured."""
 HEAD_SPEED = 0.1
-"""The learning rate of a head of its own, in shares of the prompt tokens', as in the official code."""
+"""Learning rate of the own head, relative to that of the prompt tokens, as in the official code."""
 
 
 class PpdRecipe(HeadRecipe):
-    """Settings of `paradraft train ppd`; the defaults are the paper's, but for those that name no default there."""
+    """Settings of `paradraft train ppd`; the defaults are the paper's, where it names one."""
 
     PARTS: ClassVar[tuple[Part, ...]] = (
         *HeadRecipe.PARTS,
@@ -96,36 +97,30 @@ class PpdRecipe(HeadRecipe):
 
     @property
     def depths(self) -> int:
-        """Real tokens, of which nothing is learnt, and prompt tokens."""
+        """Depth 0 of real tokens, which have no loss, and K prompt tokens."""
         return self.k + 1
 
     @property
     def weights_by_depth(self) -> list[float]:
-        """1 for real tokens, and for each prompt token its weight."""
+        """Weights of real tokens, 1, and of each prompt token."""
         if self.depth_weights is not None:
             return self.depth_weights
-        return [1.0, *(self.decay**number for number in range(self.k))]
+        return [1.0, *(self.decay**i for i in range(self.k))]
 
     @property
     def is_decoded(self) -> bool:
-        """Whether the drafter can decode with what is trained: only what the paper found best is."""
+        """Whether the drafter can decode with these settings: only with those that the paper recommends."""
         plain = self.prefix == 0 and self.exits == 1 and not self.own_head
         return plain and (self.copies == 1 or self.visibility == "ensemble")
 
     @property
     def measured_with(self) -> str | None:
-        """The target that decodes held-out prompts; None where nothing can."""
+        """The target that decodes held-out prompts; None if the drafter cannot decode."""
         return super().measured_with if self.is_decoded else None
 
 
 class PpdObjective(HeadObjective):
-    """Prompt tokens in training, and their loss.
-
-    Args:
-        target: the frozen model.
-        recipe: the run.
-        bf16: see `HeadObjective`.
-    """
+    """Prompt tokens in training, and their loss; see `HeadObjective`."""
 
     hits: Tensor
     seen: Tensor
@@ -136,8 +131,8 @@ class PpdObjective(HeadObjective):
         config, embed = target.model.config, target.model.get_input_embeddings()
         generator = torch.Generator().manual_seed(recipe.seed)
         ids = torch.randint(target.vocab_size, (recipe.k, recipe.copies), generator=generator)
-        begun = embed(ids.to(embed.weight.device)).detach().float()
-        self.prompts = nn.ParameterDict({"embeddings": nn.Parameter(begun.clone())})
+        initial = embed(ids.to(embed.weight.device)).detach().float()
+        self.prompts = nn.ParameterDict({"embeddings": nn.Parameter(initial.clone())})
         if recipe.aggregation == "weights":
             self.prompts["weights"] = nn.Parameter(torch.full((recipe.k, recipe.copies), 1 / recipe.copies))
         if recipe.prefix:
@@ -146,13 +141,13 @@ class PpdObjective(HeadObjective):
             self.prompts["prefix"] = nn.Parameter(torch.randn(shape, generator=generator))
         if recipe.own_head:
             self.prompts["head"] = nn.Parameter(torch.zeros(target.model.lm_head.weight.shape))
-        # How often the guess of each rank was right, on held-out samples as soon as there are some.
+        # Correct guesses by rank, on held-out samples once they have been evaluated.
         self.register_buffer("hits", torch.zeros(recipe.k, RANKS))
         self.register_buffer("seen", torch.zeros(recipe.k))
         self._was_held_out = False
 
     def train(self, mode: bool = True) -> PpdObjective:
-        """Before held-out samples are measured, forgets what was counted."""
+        """Resets the counts before held-out samples are evaluated."""
         if not mode:
             self._was_held_out = True
             self.hits.zero_()
@@ -161,7 +156,7 @@ class PpdObjective(HeadObjective):
         return self
 
     def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
+        """Returns the weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
             cache = DynamicCache()
             read_SND = self.target.read(batch.texts, cache)
@@ -171,23 +166,23 @@ class PpdObjective(HeadObjective):
             return self.loss(hidden_SRD, batch, read_SND, weights_K)
 
     def _read_prompts(self, batch: TrainingBatch, cache: DynamicCache, read_SND: Tensor) -> Tensor:
-        """The states of all prompt tokens, `[S, R, D]`; zeros for real tokens, of which nothing is learnt."""
+        """Returns `[S, R, D]` states of all prompt tokens; zeros for real tokens, which have no loss."""
         recipe, E, dtype = self.recipe, self.recipe.copies, read_SND.dtype
-        rows_SM, are_there_SM = prompt_rows(batch)
+        rows_SM, is_real_SM = prompt_rows(batch)
         hidden_SRD = torch.zeros(*batch.depths.shape, read_SND.shape[2], dtype=dtype, device=rows_SM.device)
         if not rows_SM.shape[1]:
             return hidden_SRD + sum(weight.sum() for weight in self.parameters()) * 0.0
         of_rows = {name: getattr(batch, name).gather(1, rows_SM) for name in ("positions", "depths")}
-        positions_SM, numbers_SM = of_rows["positions"], of_rows["depths"] - 1
-        documents_SM = batch.documents.gather(1, rows_SM).masked_fill(~are_there_SM, FILLING)
-        anchors_SM = positions_SM - numbers_SM - 1
+        positions_SM, index_SM = of_rows["positions"], of_rows["depths"] - 1
+        documents_SM = batch.documents.gather(1, rows_SM).masked_fill(~is_real_SM, FILLING)
+        anchors_SM = positions_SM - index_SM - 1
         sees = [self._sees_texts(batch, anchors_SM, documents_SM)]
         if recipe.prefix:
             self._add_prefixes(cache, len(rows_SM), dtype)
-            of_number = torch.arange(recipe.k, device=rows_SM.device).repeat_interleave(recipe.prefix)
-            sees.append((numbers_SM.clamp(min=0)[:, :, None] == of_number).repeat_interleave(E, dim=1))
-        sees.append(self._sees_prompts(anchors_SM, numbers_SM, documents_SM))
-        vectors_SMED = self.prompts["embeddings"][numbers_SM.clamp(min=0)]
+            index_T = torch.arange(recipe.k, device=rows_SM.device).repeat_interleave(recipe.prefix)
+            sees.append((index_SM.clamp(min=0)[:, :, None] == index_T).repeat_interleave(E, dim=1))
+        sees.append(self._sees_prompts(anchors_SM, index_SM, documents_SM))
+        vectors_SMED = self.prompts["embeddings"][index_SM.clamp(min=0)]
         model: Any = self.target.model.model
         out = model(
             inputs_embeds=vectors_SMED.flatten(1, 2).to(dtype),
@@ -204,31 +199,29 @@ class PpdObjective(HeadObjective):
         states_SMED = states_SXD.unflatten(1, (-1, E))
         mixed_SMD = states_SMED.mean(2)
         if "weights" in self.prompts:
-            weights_SME = self.prompts["weights"][numbers_SM.clamp(min=0)].to(states_SMED.dtype)
+            weights_SME = self.prompts["weights"][index_SM.clamp(min=0)].to(states_SMED.dtype)
             mixed_SMD = (states_SMED * weights_SME[:, :, :, None]).sum(2)
-        which = (torch.arange(len(rows_SM), device=rows_SM.device)[:, None] * batch.depths.shape[1] + rows_SM)[
-            are_there_SM
+        index_m = (torch.arange(len(rows_SM), device=rows_SM.device)[:, None] * batch.depths.shape[1] + rows_SM)[
+            is_real_SM
         ]
-        told = hidden_SRD.flatten(0, 1).index_copy(0, which, mixed_SMD[are_there_SM].to(dtype))
-        return told.view_as(hidden_SRD)
+        filled = hidden_SRD.flatten(0, 1).index_copy(0, index_m, mixed_SMD[is_real_SM].to(dtype))
+        return filled.view_as(hidden_SRD)
 
     def _sees_texts(self, batch: TrainingBatch, anchors_SM: Tensor, documents_SM: Tensor) -> Tensor:
-        """Which of the texts' tokens each copy sees, `[S, X, N]`: those up to its anchor."""
+        """`[S, X, N]` whether each copy sees each token of the texts: those up to its anchor."""
         texts = batch.texts
         sees_SMN = (texts.positions[:, None] <= anchors_SM[:, :, None]) & (
             texts.documents[:, None] == documents_SM[:, :, None]
         )
         return sees_SMN.repeat_interleave(self.recipe.copies, dim=1)
 
-    def _sees_prompts(self, anchors_SM: Tensor, numbers_SM: Tensor, documents_SM: Tensor) -> Tensor:
-        """Which copies see which, `[S, X, X]`: those of its anchor, as the recipe says."""
+    def _sees_prompts(self, anchors_SM: Tensor, index_SM: Tensor, documents_SM: Tensor) -> Tensor:
+        """`[S, X, X]` whether each copy sees each other: those of its anchor, by the recipe's `visibility`."""
         E = self.recipe.copies
-        anchors, numbers, documents = (
-            each.repeat_interleave(E, dim=1) for each in (anchors_SM, numbers_SM, documents_SM)
-        )
+        anchors, index, documents = (each.repeat_interleave(E, dim=1) for each in (anchors_SM, index_SM, documents_SM))
         copies = torch.arange(E, device=anchors.device).repeat(anchors_SM.shape[1])
         is_one_chain = (anchors[:, :, None] == anchors[:, None]) & (documents[:, :, None] == documents[:, None])
-        own, other = numbers[:, :, None], numbers[:, None]
+        own, other = index[:, :, None], index[:, None]
         if self.recipe.visibility == "ensemble":
             return is_one_chain & (other <= own) & (copies[:, None] == copies)
         if self.recipe.visibility == "decoder":
@@ -236,13 +229,13 @@ class PpdObjective(HeadObjective):
         return is_one_chain & (other <= own)
 
     def _add_prefixes(self, cache: DynamicCache, rows: int, dtype: torch.dtype) -> None:
-        """Adds the trained keys and values after those of the texts."""
+        """Appends the trained keys and values to the KV cache, after those of the texts."""
         keys, values = self.prompts["prefix"]
         for layer, pair in enumerate(zip(keys, values, strict=True)):
             cache.update(*(part.to(dtype).expand(rows, -1, -1, -1) for part in pair), layer)
 
     def head(self, hidden_mD: Tensor, depths_m: Tensor) -> Tensor:
-        """Logits of the frozen head, or of the prompt tokens' own, which begins as that."""
+        """Returns logits of the frozen head, or of the prompt tokens' own head, which is initialized to it."""
         logits_mV = super().head(hidden_mD, depths_m)
         if "head" in self.prompts:
             logits_mV = logits_mV + HEAD_SPEED * nn.functional.linear(
@@ -252,43 +245,42 @@ class PpdObjective(HeadObjective):
 
     @torch.no_grad()
     def _count(self, batch: TrainingBatch, hidden_SRD: Tensor) -> None:
-        """Counts which guess was the text's token."""
-        for number in range(self.recipe.k):
-            is_its = (batch.depths == number + 1) & (batch.labels != IGNORED)
-            rows = is_its.flatten().nonzero()[:, 0]
+        """Counts the ranks of the text's tokens among the guesses."""
+        for i in range(self.recipe.k):
+            is_counted = (batch.depths == i + 1) & (batch.labels != IGNORED)
+            rows = is_counted.flatten().nonzero()[:, 0]
             if self.training:
                 rows = rows[:COUNTED]
-            for some in rows.split(self.chunk):
-                logits_mV = self.head(hidden_SRD.flatten(0, 1)[some], batch.depths.flatten()[some])
+            for rows_m in rows.split(self.chunk):
+                logits_mV = self.head(hidden_SRD.flatten(0, 1)[rows_m], batch.depths.flatten()[rows_m])
                 logits_mV = logits_mV[:, : self.target.vocab_size]
-                own_m1 = logits_mV.gather(1, batch.labels.flatten()[some][:, None])
+                own_m1 = logits_mV.gather(1, batch.labels.flatten()[rows_m][:, None])
                 ranks_m = (logits_mV > own_m1).sum(1)
-                self.hits[number] += torch.bincount(ranks_m[ranks_m < RANKS], minlength=RANKS)
-                self.seen[number] += len(some)
+                self.hits[i] += torch.bincount(ranks_m[ranks_m < RANKS], minlength=RANKS)
+                self.seen[i] += len(rows_m)
 
 
 def prompt_rows(batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-    """`[S, M]` which rows of each group are prompt tokens, and whether there is one: groups with fewer are filled up
-    with their first row."""
+    """Indices `[S, M]` of each group's prompt tokens, and whether each is real: shorter lists are padded with 0."""
     is_prompt_SR = (batch.depths > 0) & (batch.documents != FILLING)
     most = int(is_prompt_SR.sum(1).max())
     rows_SM = (~is_prompt_SR).long().argsort(dim=1, stable=True)[:, :most]
-    are_there_SM = is_prompt_SR.gather(1, rows_SM)
-    return rows_SM.masked_fill(~are_there_SM, 0), are_there_SM
+    is_real_SM = is_prompt_SR.gather(1, rows_SM)
+    return rows_SM.masked_fill(~is_real_SM, 0), is_real_SM
 
 
 class PpdTrainee(HeadTrainee):
-    """Prompt tokens in training, see `Trainee`."""
+    """The `Trainee` of prompt tokens."""
 
     def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> TrainingBatch:
-        """The rows of some samples; of real tokens nothing is learnt."""
+        """See `Trainee`; real tokens have no label."""
         batch = super().collate(groups, generators)
         return replace(batch, labels=batch.labels.masked_fill(batch.depths == 0, IGNORED))
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Writes the prompt tokens in bf16, and how often they were right; see `paradraft.formats.head`."""
+        """Writes the prompt tokens in bf16, and their accuracy by rank; see `paradraft.formats.head`."""
         hits, seen = (weights[name].float().cpu() for name in ("hits", "seen"))
-        # As if one more row had been seen: what was never right in a few rows may be right in others.
+        # Smoothed by one more row: a rank without hits in a few rows may have some in others.
         expected = 0.5 ** torch.arange(1, RANKS + 1)
         shares = (hits + expected) / (seen[:, None] + 1)
         self._config["accuracy"] = [[round(share, 6) for share in row] for row in shares.tolist()]
@@ -296,7 +288,7 @@ class PpdTrainee(HeadTrainee):
 
 
 def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
-    """Loads the model, once it is known that the run fits into memory.
+    """Checks settings and memory, then loads the model.
 
     Raises:
         ValueError: the model cannot be used, the settings do not fit it, or there is not enough memory.
@@ -322,18 +314,18 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
         attended_per_token=1 + prompts,
         nf4=recipe.nf4,
     )
-    # Passes with a cache have SDPA everywhere.
-    chosen = recipe if recipe.attention == "eager" else recipe.model_copy(update={"attention": "sdpa"})
-    target = frozen_target(chosen, data, nf4=recipe.nf4)
+    # Passes with a KV cache use SDPA, also on GPUs.
+    with_sdpa = recipe if recipe.attention == "eager" else recipe.model_copy(update={"attention": "sdpa"})
+    target = frozen_target(with_sdpa, data, nf4=recipe.nf4)
     objective = PpdObjective(target, recipe, bf16=data.bf16).to(data.device)
-    settings = {
+    head_config = {
         "hidden_size": config.hidden_size,
         "prompt_tokens": recipe.k,
         "copies": recipe.copies,
         "is_decoded": recipe.is_decoded,
     }
     drop = Drop(k=recipe.depths, r=recipe.anchors, r_min=recipe.anchors, mask_id=0)
-    trainee = PpdTrainee("ppd", recipe, objective, settings, drop, needed)
-    # Measured in passes of a size that does not depend on what was planned.
+    trainee = PpdTrainee("ppd", recipe, objective, head_config, drop, needed)
+    # Measured with a tree size that does not depend on the machine's plan.
     trainee.drafter = f"ppd:size={max(MEASURED_SIZE, recipe.copies)}:prompts={min(recipe.k, MOST_PROMPTS)}"
     return trainee
