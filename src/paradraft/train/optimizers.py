@@ -1,4 +1,4 @@
-"""Muon (momentum with orthogonalised updates) and AdamW, their schedule, and the clipping of gradients.
+"""Optimizers: Muon (momentum with orthogonalised updates), AdamW, learning rate schedule, gradient clipping.
 
 Shape letters: B matrices of one shape, M by N; R and C the shorter and the longer of these.
 """
@@ -21,14 +21,11 @@ from paradraft.models.devices import computes_bf16
 # Quintic Newton-Schulz coefficients: Jordan et al. 2024, "Muon: An optimizer for hidden layers".
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ITERATIONS = 5
-_TOGETHER = 2**25
+_BATCH_ELEMENTS = 2**25
 
 
 def orthogonalize(matrices_BMN: Tensor) -> Tensor:
-    """Sets all singular values near one, by Newton-Schulz iterations.
-
-    Args:
-        matrices_BMN: `[B, M, N]` matrices, in the dtype to compute in.
+    """Orthogonalizes matrices, in their dtype, by Newton-Schulz iterations.
 
     Returns:
         `[B, M, N]`; singular values above a five-hundredth of the matrix's norm become about 0.7 to
@@ -47,15 +44,15 @@ def orthogonalize(matrices_BMN: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum with orthogonalised updates, for matrices (Jordan et al. 2024).
 
-    The same rule as `torch.optim.Muon`, which always computes in bf16, one matrix at a time (see
-    docs/decisions.md, 14). Here the dtype is the device's fast one, and matrices of one shape are
-    computed together, at most `_TOGETHER` numbers at once.
+    The same update as `torch.optim.Muon`, which always computes in bf16, one matrix at a time (see
+    docs/decisions.md, 14). Here the dtype is the device's fast one, and matrices of one shape are batched, up to
+    `_BATCH_ELEMENTS` elements.
 
     Args:
         matrices: parameters of two dimensions.
         lr: learning rate.
         weight_decay: decoupled, times lr.
-        momentum: of the Nesterov momentum.
+        momentum: of Nesterov's kind.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Muon(torch.optim.Optimizer):
         assert all(matrix.ndim == 2 for matrix in matrices)
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
-    # torch's `step` is overloaded for closures that compute the loss again; none is used here.
+    # torch's `step` is overloaded for closures that recompute the loss; none is used here.
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # of its two overloads one
         """Updates all matrices that have a gradient."""
@@ -75,16 +72,14 @@ class Muon(torch.optim.Optimizer):
                 if matrix.grad is not None:
                     by_shape[matrix.shape].append(matrix)
             for shape, matrices in by_shape.items():
-                number = max(_TOGETHER // shape.numel(), 1)
-                for start in range(0, len(matrices), number):
-                    self._update(
-                        matrices[start : start + number], group["lr"], group["weight_decay"], group["momentum"]
-                    )
+                size = max(_BATCH_ELEMENTS // shape.numel(), 1)
+                for start in range(0, len(matrices), size):
+                    self._update(matrices[start : start + size], group["lr"], group["weight_decay"], group["momentum"])
 
     def _update(self, matrices: list[torch.nn.Parameter], lr: float, weight_decay: float, momentum: float) -> None:
         updates = torch.stack([self._momentum(matrix, momentum) for matrix in matrices])
         dtype = torch.bfloat16 if computes_bf16(updates.device) else torch.float32
-        # Tall matrices move further, so that every output changes by about lr.
+        # Tall matrices get larger updates, so that every output changes by about lr.
         rows, columns = matrices[0].shape
         scale = -lr * math.sqrt(max(1.0, rows / columns))
         for matrix, update in zip(matrices, orthogonalize(updates.to(dtype)), strict=True):
@@ -102,11 +97,11 @@ class Muon(torch.optim.Optimizer):
 
 Schedule = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
 STABLE = 0.8
-"""The share of the steps after the warm-up in which the rate of `warmup_stable_decay` stays at its highest."""
+"""Share of the steps after the warm-up in which `warmup_stable_decay` keeps the highest rate."""
 
 
 def hidden_and_rest(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """The parameters that are trained: the matrices between embedding and head, and all others."""
+    """Splits the trained parameters into the matrices between embedding and head, and all others."""
     hidden: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -118,24 +113,24 @@ def hidden_and_rest(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], l
 
 
 class Optimizers:
-    """Muon for the hidden matrices and AdamW for the rest, or AdamW alone, as one.
+    """Muon for the hidden matrices and AdamW for the rest, or AdamW alone, as one optimizer.
 
     The learning rate warms up linearly, then follows the schedule. It reaches zero after the last step, not in it.
 
-    Gradients are clipped by one norm over all parameters, AdamW's and Muon's alike, before any momentum sees them. The
-    size of Muon's update does not depend on the size of the gradient; there, clipping bounds what one step weighs in
-    the momentum.
+    Gradients are clipped by one norm over all parameters, AdamW's and Muon's alike, before momentum. The size of
+    Muon's update does not depend on the size of the gradient; there, clipping bounds the weight of a step in the
+    momentum.
 
     Args:
-        model: whose parameters are trained.
-        muon_lr: Muon's highest learning rate; None trains everything with AdamW.
+        model: to train.
+        muon_lr: Muon's highest learning rate; None trains all parameters with AdamW.
         lr: AdamW's highest learning rate.
         weight_decay: of the hidden matrices.
         warmup_steps: steps until the highest rate.
         steps: of the whole run.
-        schedule: what the rate does after the warm-up: "constant" stays, "linear" and "cosine" fall to zero,
-            "warmup_stable_decay" stays for a share of `STABLE` and falls linearly to zero in the rest.
-        betas: AdamW's.
+        schedule: of the rate after the warm-up: "constant"; "linear" and "cosine" decay to zero;
+            "warmup_stable_decay" is constant for a share of `STABLE`, then decays linearly to zero.
+        betas: of AdamW.
         max_grad_norm: gradients with a larger norm are scaled down to it; None scales nothing.
     """
 
@@ -159,7 +154,7 @@ class Optimizers:
         self.max_grad_norm = max_grad_norm
         self._parameters = hidden + rest
         self._clip: Callable[[list[torch.nn.Parameter], float], Tensor | None] = torch.nn.utils.clip_grad_norm_
-        self._members: list[tuple[torch.optim.Optimizer, float]] = []
+        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
         if muon_lr is None:
             groups: list[dict[str, Any]] = [{"params": hidden, "weight_decay": weight_decay}, {"params": rest}]
             self._add(torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0), lr)
@@ -168,49 +163,49 @@ class Optimizers:
             self._add(torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=0.0), lr)
 
     def _add(self, optimizer: torch.optim.Optimizer, lr: float) -> None:
-        self._members.append((optimizer, lr))
+        self._optimizers.append((optimizer, lr))
 
     def prepare(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
-        """Hands model and optimizers to accelerate, which spreads them over devices.
+        """Prepares model and optimizers with accelerate, which distributes them over devices.
 
         Raises:
-            ValueError: Muon, where weights are spread over processes: it needs whole matrices.
+            ValueError: Muon with sharded weights: it needs whole matrices.
         """
         is_sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        if is_sharded and any(isinstance(optimizer, Muon) for optimizer, _ in self._members):
+        if is_sharded and any(isinstance(optimizer, Muon) for optimizer, _ in self._optimizers):
             raise ValueError("optimizer=muon needs whole matrices, and FSDP spreads them: use optimizer=adamw")
-        prepared, *optimizers = accelerator.prepare(model, *(optimizer for optimizer, _ in self._members))
-        self._parameters = list(prepared.parameters())  # all of them: accelerate knows a sharded model by its list
+        prepared, *optimizers = accelerator.prepare(model, *(optimizer for optimizer, _ in self._optimizers))
+        self._parameters = list(prepared.parameters())  # all: accelerate recognizes a sharded model by the full list
         self._clip = accelerator.clip_grad_norm_
-        rates = [lr for _, lr in self._members]
-        self._members = list(zip(optimizers, rates, strict=True))
+        rates = [lr for _, lr in self._optimizers]
+        self._optimizers = list(zip(optimizers, rates, strict=True))
         return prepared
 
     def factor(self, step: int) -> float:
-        """The share of the highest learning rate at a step, counted from 0."""
-        warm = (step + 1) / self.warmup_steps if self.warmup_steps else 1.0
-        left = (self.steps - step) / max(self.steps - self.warmup_steps, 1)
+        """Learning rate at a step, counted from 0, relative to the highest."""
+        warmup = (step + 1) / self.warmup_steps if self.warmup_steps else 1.0
+        decay = (self.steps - step) / max(self.steps - self.warmup_steps, 1)
         if self.schedule == "constant":
-            return min(1.0, warm)
+            return min(1.0, warmup)
         if self.schedule == "cosine":
-            left = (1 - math.cos(math.pi * min(left, 1.0))) / 2
+            decay = (1 - math.cos(math.pi * min(decay, 1.0))) / 2
         elif self.schedule == "warmup_stable_decay":
-            left = left / (1 - STABLE)
-        return min(1.0, warm, left)
+            decay = decay / (1 - STABLE)
+        return min(1.0, warmup, decay)
 
     def step(self, step: int) -> float | None:
         """Clips the gradients, updates the parameters and clears their gradients.
 
         Returns:
-            The gradients' norm before they were clipped; None where only DeepSpeed knows it.
+            The gradient norm before clipping; None if only DeepSpeed knows it.
 
         Raises:
-            ValueError: the norm is no number; nothing is updated.
+            ValueError: the norm is not finite; nothing is updated.
         """
         norm = self._clip_gradients()
         if norm is not None and not math.isfinite(norm):
             raise ValueError(f"the norm of the gradients became {norm} in step {step + 1}: lower lr or muon_lr")
-        for optimizer, lr in self._members:
+        for optimizer, lr in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * self.factor(step)
             optimizer.step()
@@ -218,18 +213,18 @@ class Optimizers:
         return norm
 
     def _clip_gradients(self) -> float | None:
-        # Without a limit the gradients are multiplied by 1, which changes no bit.
+        # Without a limit the gradients are multiplied by 1, which is exact.
         norm = self._clip(self._parameters, math.inf if self.max_grad_norm is None else self.max_grad_norm)
         if norm is None:
             return None
-        # Where weights are spread over processes, each has a part of the norm.
+        # With sharded weights each process has a part of the norm.
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The states of all members."""
-        return [optimizer.state_dict() for optimizer, _ in self._members]
+        """States of all optimizers."""
+        return [optimizer.state_dict() for optimizer, _ in self._optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Goes on from saved states."""
-        for (optimizer, _), state in zip(self._members, states, strict=True):
+        """Restores saved states."""
+        for (optimizer, _), state in zip(self._optimizers, states, strict=True):
             optimizer.load_state_dict(state)

@@ -26,7 +26,7 @@ def test_orthogonalize_keeps_directions_and_levels_singular_values(shape: tuple[
 def test_muon_is_the_one_of_torch(bf16: bool, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards momentum, Nesterov, decay and the scale of tall matrices against torch's Muon, which rounds to bf16."""
     monkeypatch.setattr(optimizers_module, "computes_bf16", lambda device: bf16)
-    monkeypatch.setattr(optimizers_module, "_TOGETHER", together)
+    monkeypatch.setattr(optimizers_module, "_BATCH_ELEMENTS", together)
     shapes = [(8, 8), (20, 8), (8, 20), (8, 8)]
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
     optimizers = Muon(ours, lr=0.1, weight_decay=0.2), torch.optim.Muon(theirs, lr=0.1, weight_decay=0.2)

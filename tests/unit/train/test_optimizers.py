@@ -58,7 +58,7 @@ def test_every_parameter_is_trained_once(muon_lr: float | None) -> None:
     """Guards against a parameter that no optimizer has, or two have: the mask's embedding must learn too."""
     model = tiny_model(0)
     tested = optimizers(model, muon_lr=muon_lr)
-    members = [p for optimizer, _ in tested._members for group in optimizer.param_groups for p in group["params"]]
+    members = [p for optimizer, _ in tested._optimizers for group in optimizer.param_groups for p in group["params"]]
     assert len(members) == len({id(p) for p in members}) == len(list(model.parameters()))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     assert not any(map(torch.equal, stepped(model, tested, range(1)), before))
@@ -151,4 +151,4 @@ def test_betas_are_adamws() -> None:
     """Guards `betas`: they count with Muon too, for what AdamW trains."""
     for muon_lr in (None, 0.05):
         tested = optimizers(tiny_model(0), muon_lr=muon_lr, betas=(0.8, 0.99))
-        assert tested._members[-1][0].param_groups[0]["betas"] == (0.8, 0.99)
+        assert tested._optimizers[-1][0].param_groups[0]["betas"] == (0.8, 0.99)

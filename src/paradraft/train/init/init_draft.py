@@ -1,4 +1,4 @@
-"""A draft to train, made where the target has no small sibling, or one whose embedding does not fit."""
+"""Makes an initial draft for targets without a small sibling, or with one whose embedding does not fit."""
 
 from __future__ import annotations
 
@@ -32,27 +32,23 @@ from paradraft.train.init.init_from import InitFrom, PretrainedSibling, PrunedTa
 from paradraft.train.init.templates import template_text
 
 MAX_LENGTH, ANSWER_TOKENS = 512, 64
-"""Most tokens of a sample in the recipes beside a new draft, and the room that is left after it for the answers that
-measure a drafter: `Recipe` has as many by default."""
+"""`max_length` in the recipes for a new draft, and the context reserved for the answers that measure acceptance
+length: `Recipe.answer_tokens` by default."""
 
 
 @torch.no_grad()
 def narrow(model: PreTrainedModel, size: int) -> None:
-    """Keeps in every layer's MLP the neurons that can write most, and drops the others.
+    """Prunes every layer's gated MLP, in place, to the `size` neurons with the largest possible output.
 
-    A neuron writes down · silu(gate · x) · (up · x), so the product of the three norms bounds what it
-    writes for inputs of norm 1. No text is needed for that, and training mends what the others leave.
-
-    Args:
-        model: with gated MLPs, as Llama and Qwen have; changed in place, its config too.
-        size: neurons to keep in each layer, at most as many as there are.
+    The output of a neuron is down · silu(gate · x) · (up · x), so the product of the three norms bounds it for inputs
+    of norm 1. That needs no text, and training repairs the loss of the other neurons.
     """
     for layer in model.model.layers:
         mlp, norm = layer.mlp, getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
         scale = norm.weight.float() + (model.config.model_type == "gemma3_text")  # whose norms multiply by 1 + weight
         gates, ups = ((linear.weight.float() * scale).norm(dim=1) for linear in (mlp.gate_proj, mlp.up_proj))
-        writes = gates * ups * mlp.down_proj.weight.float().norm(dim=0)
-        kept = writes.topk(size).indices.sort().values
+        bounds = gates * ups * mlp.down_proj.weight.float().norm(dim=0)
+        kept = bounds.topk(size).indices.sort().values
         for linear in (mlp.gate_proj, mlp.up_proj):
             linear.weight, linear.out_features = nn.Parameter(linear.weight[kept]), size
             if linear.bias is not None:
@@ -65,18 +61,18 @@ def narrow(model: PreTrainedModel, size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class NewDraft:
-    """What was made.
+    """Description of a new draft.
 
     Args:
-        layers: the target's layers that were kept; empty if none was.
-        parameters: of the draft; a matrix that serves twice counts once.
+        layers: indices of the target's layers that were kept, if any.
+        parameters: of the draft; a shared matrix counts once.
         target_parameters: of the target.
         rows: of the draft's embedding.
-        target_rows: of the target's.
-        mask_id: the id that `train pard` will make the mask token, or has made; None if there is none.
-        mask_token: what that id stands for so far: "a free row", "an added row", "its own", or a special token.
-        elsewhere: where the target leaves no id for the mask: special tokens that a user may know to be in no text.
-        recipes: files in the folder that train it, in this order.
+        target_rows: of the target's embedding.
+        mask_id: the mask token of `train pard`, in future or already; None if there is none.
+        mask_token: current use of that id: "a free row", "an added row", "its own", or a special token.
+        elsewhere: special tokens of which a user may know that no text contains them, as alternative mask tokens.
+        recipes: files that train the draft, in this order.
     """
 
     layers: tuple[int, ...]
@@ -98,21 +94,20 @@ def make(
     mask_token: bool = True,
     dtype: str | None = None,
 ) -> NewDraft:
-    """Writes a draft with the target's tokenizer and as many rows of the embedding as the target has, and the recipes
-    that train it.
+    """Writes a draft with the target's tokenizer and embedding size, and the recipes that train it.
 
-    A row for the mask token is added if the target leaves no id for it, but nothing is called a mask token yet: the
-    draft has never seen one. The recipe names the id, and `train pard` says so in the config.
+    A row for the mask token is added if the target has no free id. The draft's config does not declare a mask token
+    yet, because the draft is not trained on it: the recipe names the id, and `train pard` declares it.
 
     Args:
-        target: whose text is to be guessed.
+        target: Hugging Face id, folder, or "pocket".
         out: the folder to write.
-        origin: where the draft comes from.
+        origin: source of the draft's weights.
         mask_token: add a row for the mask token if no id is free.
         dtype: of the weights, one of `TORCH_DTYPES`; the target's by default.
 
     Raises:
-        ValueError: a model does not exist or cannot be used, or `out` holds something.
+        ValueError: a model does not exist or cannot be used, or `out` is not empty.
     """
     if dtype is not None and dtype not in TORCH_DTYPES:
         raise ValueError(f"dtype={dtype!r}: use one of {', '.join(TORCH_DTYPES)}")
@@ -141,16 +136,16 @@ def make(
         case PretrainedSibling():
             model = _fitted(origin.name, target, config.vocab_size, tokenizer, dtype)
     if not layers:
-        # The target's: it says where the texts end that are drafted.
+        # The target's, because it has the end tokens of the texts to draft.
         model.generation_config = load_generation_config(folder)
-    mask_id, what = _mask_token(model, tokenizer, folder, origin, add=mask_token)
+    mask_id, mask_use = _mask_token(model, tokenizer, folder, origin, add=mask_token)
     recipes = _recipes(target, folder, out, origin, mask_id)
     previous = load_head(model.config)
-    beside = {} if previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(previous, model.config)}
-    save_model(out, model.to(TORCH_DTYPES[dtype]), tokenizer, beside, recipes)
+    extra_files = {} if previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(previous, model.config)}
+    save_model(out, model.to(TORCH_DTYPES[dtype]), tokenizer, extra_files, recipes)
     return NewDraft(
         layers=layers, parameters=model.num_parameters(), target_parameters=target_parameters,
-        rows=model.config.vocab_size, target_rows=config.vocab_size, mask_id=mask_id, mask_token=what,
+        rows=model.config.vocab_size, target_rows=config.vocab_size, mask_id=mask_id, mask_token=mask_use,
         elsewhere=tuple(f"{index} ({token})" for index, token in _elsewhere(tokenizer, config, folder)),
         recipes=tuple(out / name for name in recipes),
     )  # fmt: skip
@@ -189,33 +184,33 @@ def _cut(name: str, folder: str, kept: tuple[int, ...], dtype: str) -> PreTraine
 
 def _fitted(name: str, target: str, rows: int, tokenizer: PreTrainedTokenizerBase, dtype: str) -> PreTrainedModel:
     folder = locate(name, "draft")
-    config, theirs = load_config(folder), load_tokenizer(folder)
-    if not of_one_family(tokenizer.get_vocab(), theirs.get_vocab()):
+    config, draft_tokenizer = load_config(folder), load_tokenizer(folder)
+    if not of_one_family(tokenizer.get_vocab(), draft_tokenizer.get_vocab()):
         raise ValueError(f"{name!r} has another vocabulary than {target!r}: use a model of the same family")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{name!r} is quantized, and cannot be trained: name the model it was made from")
     mask_id = declared_mask_id(config)
-    needed = max(used_rows(theirs), 0 if mask_id is None else mask_id + 1)
+    needed = max(used_rows(draft_tokenizer), 0 if mask_id is None else mask_id + 1)
     if rows < min(needed, config.vocab_size):
         raise ValueError(
             f"{name!r} uses {needed} rows of its embedding, {target!r} has {rows}: use a model of the same family"
         )
     model = load_model(folder, Runtime(device="cpu", dtype=dtype))
-    resize(model, rows, used_rows(theirs))
+    resize(model, rows, used_rows(draft_tokenizer))
     return model
 
 
 def _mask_token(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: str, origin: InitFrom, *, add: bool
 ) -> tuple[int | None, str]:
-    """The id that `train pard` is to take, and what it stands for; a row is added where the target leaves none."""
+    """Chooses the mask token for `train pard`, and describes its id; adds a row if the target has no free id."""
     if (known := declared_mask_id(model.config)) is not None:
         return known, "its own"
     rows, used = model.config.vocab_size, used_rows(tokenizer)
     taken = role_ids(model.config, model.generation_config, load_config(target), load_generation_config(target))
-    found = free_id(tokenizer, rows, taken)
-    if found is not None:
-        return found, "a free row" if found >= used else str(tokenizer.convert_ids_to_tokens(found) or "a free row")
+    free = free_id(tokenizer, rows, taken)
+    if free is not None:
+        return free, "a free row" if free >= used else str(tokenizer.convert_ids_to_tokens(free) or "a free row")
     if (unsaid := unsaid_id(tokenizer, _output_rows(model, target, origin), taken)) is not None:
         return unsaid, f"{tokenizer.convert_ids_to_tokens(unsaid)}, which the target never learnt to say"
     if not add:
@@ -225,38 +220,38 @@ def _mask_token(
 
 
 def _output_rows(model: PreTrainedModel, target: str, origin: InitFrom) -> Tensor:
-    """`[V, D]` an output head that has learnt which tokens are said: the target's, or that of a sibling."""
+    """`[V, D]` a trained output head, of the target or a sibling, which shows the tokens that are never output."""
     if isinstance(origin, RandomInit):
         model = load_model(target, settled(Runtime(device="cpu"), target))
     return model.get_output_embeddings().weight
 
 
 def _elsewhere(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, target: str) -> list[tuple[int, str]]:
-    """The special tokens without a role that the target has a row for."""
+    """Special tokens without a role that have a row in the target's embedding."""
     taken = role_ids(config, load_generation_config(target))
-    found = [index for index in without_role(tokenizer, taken) if index < config.vocab_size]
-    return [(index, str(tokenizer.convert_ids_to_tokens(index))) for index in found]
+    ids = [index for index in without_role(tokenizer, taken) if index < config.vocab_size]
+    return [(index, str(tokenizer.convert_ids_to_tokens(index))) for index in ids]
 
 
 def _recipes(target: str, folder: str, out: Path, origin: InitFrom, mask_id: int | None) -> dict[str, str]:
-    """The recipes that train a draft, by the names of their files: what was cut or began anew learns to be a draft
-    first, and then to read masks."""
+    """Recipes that train a draft, by file name: a pruned or random draft is trained as an ordinary draft first, then
+    with masks."""
     config = load_config(folder)
-    # Weights of few bits measure a drafter, and teach none.
-    few_bits = is_gguf(folder) or getattr(config, "quantization_config", None) is not None
-    role: dict[str, object] = {"teacher": None, "target": target} if few_bits else {"teacher": target}
+    # A quantized target measures a drafter but is not its teacher.
+    is_quantized = is_gguf(folder) or getattr(config, "quantization_config", None) is not None
+    role: dict[str, object] = {"teacher": None, "target": target} if is_quantized else {"teacher": target}
     shared = role | {"max_length": min(MAX_LENGTH, context_of(config) - ANSWER_TOKENS)}
-    kinds: list[tuple[str, str, dict[str, object]]] = [("pard", "generic", {"mask_token_id": mask_id})]
+    stages: list[tuple[str, str, dict[str, object]]] = [("pard", "generic", {"mask_token_id": mask_id})]
     if not isinstance(origin, PretrainedSibling):
-        kinds.insert(0, ("ordinary", "ordinary", {}))
-    made, model = {}, out
-    for name, template, own in kinds:
+        stages.insert(0, ("ordinary", "ordinary", {}))
+    texts, model = {}, out
+    for name, template, own in stages:
         trained = out.with_name(f"{out.name}-{name}")
         settings = {"model": str(model), "out": str(trained)} | shared | own
         text = template_text("pard", template, out / f"{name}.yaml", settings)
-        made[f"{name}.yaml"] = text.replace("--target TARGET", f"--target {shlex.quote(target)}")
+        texts[f"{name}.yaml"] = text.replace("--target TARGET", f"--target {shlex.quote(target)}")
         model = trained
-    return made
+    return texts
 
 
 def _parameters(config: PretrainedConfig) -> int:

@@ -1,4 +1,4 @@
-"""Where a new draft comes from: the target's layers, nothing but a config, or a sibling of the target."""
+"""Sources of a new draft's weights: pruned target, random initialization, or pretrained sibling."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from paradraft.models.architecture import has_experts
 
 @dataclass(frozen=True, kw_only=True)
 class PrunedTarget:
-    """Some of the target's own layers, with its embedding and head.
+    """Some of the target's layers, with its embedding and head.
 
     Args:
-        layers: how many, evenly spaced, the first and the last among them; None for a quarter.
-        every: take each n-th instead, beginning with the first, and the last.
-        intermediate_size: how many neurons to keep of each layer's MLP, those with the largest weights; None keeps all.
+        layers: count of layers, evenly spaced, including the first and the last; None for a quarter.
+        every: keep every n-th layer instead, from the first on, and the last.
+        intermediate_size: MLP neurons to keep per layer, those with the largest weights; None keeps all.
 
     Raises:
-        ValueError: both layers and every are given, or a number is less than 1.
+        ValueError: both `layers` and `every` are given, or a value is less than 1.
     """
 
     layers: int | None = None
@@ -34,54 +34,49 @@ class PrunedTarget:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value}: use at least 1")
 
-    def of(self, number: int) -> tuple[int, ...]:
-        """Which of a target's layers are kept.
-
-        Args:
-            number: layers of the target.
+    def of(self, target_layers: int) -> tuple[int, ...]:
+        """Indices of the layers to keep of a target with `target_layers` layers.
 
         Raises:
-            ValueError: more are wanted than there are.
+            ValueError: the target has too few layers.
 
         Example:
             >>> PrunedTarget(layers=4).of(8), PrunedTarget(every=3).of(8), PrunedTarget().of(28)
             ((0, 2, 5, 7), (0, 3, 6, 7), (0, 5, 9, 14, 18, 23, 27))
         """
         if self.every is not None:
-            if self.every > number:
-                raise ValueError(f"every={self.every}: the target has {number} layers, use at most that")
-            return tuple(sorted({*range(0, number, self.every), number - 1}))
-        wanted = -(-number // 4) if self.layers is None else self.layers
-        if wanted > number:
-            raise ValueError(f"layers={wanted}: the target has {number}, keep at most that many")
+            if self.every > target_layers:
+                raise ValueError(f"every={self.every}: the target has {target_layers} layers, use at most that")
+            return tuple(sorted({*range(0, target_layers, self.every), target_layers - 1}))
+        wanted = -(-target_layers // 4) if self.layers is None else self.layers
+        if wanted > target_layers:
+            raise ValueError(f"layers={wanted}: the target has {target_layers}, keep at most that many")
         gaps = max(wanted - 1, 1)
-        return tuple((index * (number - 1) + gaps // 2) // gaps for index in range(wanted))
+        return tuple((index * (target_layers - 1) + gaps // 2) // gaps for index in range(wanted))
 
     def check_narrower(self, target: PretrainedConfig) -> None:
-        """Raises ValueError if more neurons are to be kept than a layer of the target has, or its layers have no MLP of
-        three matrices."""
-        there = target.intermediate_size
+        """Raises ValueError if the target's MLPs have fewer neurons than are to be kept, or not three matrices."""
+        size = target.intermediate_size
         if self.intermediate_size is not None and target.model_type in ("phi3", "qwen3_moe"):
             raise ValueError(
                 f"intermediate_size={self.intermediate_size}: the MLPs of {target.model_type} models cannot be cut: "
                 "leave it out"
             )
-        if self.intermediate_size is not None and self.intermediate_size > there:
+        if self.intermediate_size is not None and self.intermediate_size > size:
             raise ValueError(
-                f"intermediate_size={self.intermediate_size}: the target's layers have {there}, keep at most that many"
+                f"intermediate_size={self.intermediate_size}: the target's layers have {size}, keep at most that many"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomInit:
-    """A small model of the target's architecture with random weights; embedding and head are one matrix.
+    """A small model of the target's architecture with random weights and tied embeddings.
 
     Args:
         layers: at least 1. Parallel drafts want many narrow layers rather than few wide ones.
-        hidden_size: its width.
-        intermediate_size: width inside a layer's MLP; by default 8/3 of the hidden size, rounded up
-            to a multiple of 64.
-        heads: attention heads; the hidden size is an even multiple of their number.
+        hidden_size: D.
+        intermediate_size: of the MLPs; by default 8/3 of the hidden size, rounded up to a multiple of 64.
+        heads: attention heads; the hidden size is an even multiple of their count.
         seed: of the random weights.
 
     Raises:
@@ -109,16 +104,11 @@ class RandomInit:
 
     @property
     def width(self) -> int:
-        """Width inside a layer's MLP."""
+        """Intermediate size of the MLPs."""
         return self.intermediate_size or -(-self.hidden_size * 8 // (3 * 64)) * 64
 
     def check_smaller(self, target: PretrainedConfig, parameters: int) -> None:
-        """Raises ValueError if the draft would be larger than the target, before memory is asked for it.
-
-        Args:
-            target: the target's config.
-            parameters: of the target.
-        """
+        """Raises ValueError, before memory is allocated, if the draft would exceed the target's `parameters`."""
         per_layer = (4 * self.hidden_size + 3 * self.width) * self.hidden_size
         if self.layers * per_layer + target.vocab_size * self.hidden_size > parameters:
             raise ValueError(
@@ -127,7 +117,7 @@ class RandomInit:
             )
 
     def config(self, target: PretrainedConfig) -> PretrainedConfig:
-        """The target's config with these sizes: its vocabulary, positions and special ids stay."""
+        """Returns the target's config with these sizes; vocabulary, positions and special ids stay."""
         settings = target.to_dict()
         for key in (*CONFIG_KEYS, "layer_types", "quantization_config", "max_window_layers"):
             settings.pop(key, None)
@@ -143,13 +133,13 @@ class RandomInit:
         if target.model_type == "gemma3_text":
             settings["layer_types"] = ["full_attention"] * self.layers
         if has_experts(target):
-            settings["mlp_only_layers"] = list(range(self.layers))  # a small draft has none
+            settings["mlp_only_layers"] = list(range(self.layers))  # a small draft has no experts
         return type(target).from_dict(settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedSibling:
-    """A small model of the target's family whose embedding has another number of rows.
+    """A small model of the target's family whose embedding size differs.
 
     Args:
         name: Hugging Face id or folder; "pocket" is the shipped draft.
@@ -159,4 +149,4 @@ class PretrainedSibling:
 
 
 InitFrom = PrunedTarget | RandomInit | PretrainedSibling
-"""Where the weights of a new draft come from."""
+"""Source of a new draft's weights."""

@@ -1,4 +1,4 @@
-"""Recipes to begin with, which are shipped; the base install reads them too."""
+"""Recipe templates; the base install reads them too."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 
 
 def templates_of(name: str) -> dict[str, Path]:
-    """The recipes to begin with that are shipped for what is trained, by their names."""
+    """Files of the shipped recipe templates of a training, by template name."""
     folder = Path(str(resources.files("paradraft"))) / "recipes" / name
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
 
 def template_text(name: str, template: str, file: Path, settings: Mapping[str, object] | None = None) -> str:
-    """A recipe to begin with.
+    """Fills in a recipe template.
 
     Args:
-        name: of what is trained.
-        template: of the recipe.
-        file: where it goes.
-        settings: values in place of those of the recipe; what it does not set comes after them.
+        name: of the training.
+        template: name of the template.
+        file: where the recipe will be written, for the commands in its comments.
+        settings: replace those of the template; new ones are appended.
 
     Raises:
-        ValueError: there is no such recipe.
+        ValueError: there is no such template.
     """
     known = templates_of(name)
     if template not in known:
@@ -40,15 +40,10 @@ def template_text(name: str, template: str, file: Path, settings: Mapping[str, o
 
 
 def write_template(name: str, template: str, file: Path) -> None:
-    """Writes a recipe to begin with.
-
-    Args:
-        name: of what is trained.
-        template: of the recipe.
-        file: where it goes; it does not exist.
+    """Writes a recipe from a template.
 
     Raises:
-        ValueError: there is no such recipe, or there is such a file.
+        ValueError: there is no such template, or the file exists.
     """
     text = template_text(name, template, file)
     file.parent.mkdir(parents=True, exist_ok=True)
