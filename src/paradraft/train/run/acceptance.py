@@ -1,4 +1,4 @@
-"""The real acceptance length: held-out prompts, decoded with the drafter as it would be shipped."""
+"""Measures the acceptance length: decodes held-out prompts with the drafter as it is saved."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paradraft.sources.target_loading import load_target
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """What decoding held-out prompts says of a drafter.
+    """Acceptance of a drafter on held-out prompts.
 
     Args:
         length: tokens per target pass.
-        by_position: for each position of the drafts, from the first token on, the share that is accepted.
+        by_position: acceptance rate at each draft position, from position 1 on.
     """
 
     length: float
@@ -30,18 +30,18 @@ class Decoded:
 
 
 class AcceptanceMeter:
-    """Decodes the same prompts, greedily, in one batch, with every drafter it is given.
+    """Decodes the same prompts greedily, in one batch, with each version of a drafter.
 
     Args:
-        target: whose text it is: a Hugging Face id, a folder, or "pocket".
+        target: a Hugging Face id, a folder, or "pocket".
         prompts: token ids; none empty.
-        drafter: the name of the drafter that decodes.
+        drafter: spec of the drafter that decodes.
         k: tokens drafted per round.
         answer_tokens: most tokens of an answer.
-        runtime: device, dtype, and a capacity that target and drafter have.
+        runtime: device, dtype, and a capacity that target and drafter support.
 
     Raises:
-        ValueError: the target cannot be loaded, or a prompt and its answer do not fit into the capacity.
+        ValueError: the target cannot be loaded, or a prompt and its answer exceed the capacity.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AcceptanceMeter:
             )
 
     def of(self, folder: Path) -> Decoded:
-        """Decodes with the drafter in a folder."""
+        """Measures the drafter in a folder."""
         drafter = load_drafter(self._drafter, self.target, draft=str(folder), runtime=self._runtime)
         batch = Engine(self.target, drafter, Speculation(k=self._k, lengths="fixed")).new_batch()
         requests = [
@@ -75,7 +75,7 @@ class AcceptanceMeter:
 
 
 def prompt_of(sample: Sample, *, most: int) -> list[int]:
-    """What a sample asks: the tokens before its first label; of a text in which all are labels the first `most`.
+    """Prompt of a sample: the tokens before its first label; of plain text the first `most`, but at most half.
 
     >>> prompt_of(Sample(tokens=[5, 6, 7, 8], is_label=[False, False, True, True]), most=1)
     [5, 6]

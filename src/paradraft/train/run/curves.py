@@ -1,4 +1,4 @@
-"""The history of a training run: a file of lines while it goes on, and a picture of it."""
+"""History of a training run: a JSONL file, and a plot of it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PICTURE = "curves.png"
 
 
 def forget_after(folder: Path, step: int, *, is_evaluated: bool) -> None:
-    """Takes what came after a step out of the history: a resumed run does it again.
+    """Deletes reports after a step from the history, because a resumed run repeats them.
 
     Args:
         folder: of the run.
-        step: the last one that is not done again.
-        is_evaluated: whether the evaluation after it is not made again either.
+        step: the last step that is not repeated.
+        is_evaluated: whether the evaluation after this step is kept too.
     """
     new = folder / f"{HISTORY}.new"
     last = (step, is_evaluated)
@@ -33,16 +33,13 @@ def forget_after(folder: Path, step: int, *, is_evaluated: bool) -> None:
 
 
 def append(folder: Path, report: Report) -> None:
-    """Adds a line to the history."""
+    """Appends a report to the history."""
     with (folder / HISTORY).open("a", encoding="utf-8") as lines:
         lines.write(_line(report))
 
 
 def read_history(folder: Path) -> list[Report]:
-    """All reports of the history, if there is one.
-
-    A line that is none is left out: a process that was killed may have written half of one.
-    """
+    """Reads all reports of the history, if there is one; skips invalid lines, which a killed process may leave."""
     file = folder / HISTORY
     of_report: TypeAdapter[Report] = TypeAdapter(Report)
     reports = []
@@ -53,7 +50,7 @@ def read_history(folder: Path) -> list[Report]:
 
 
 def draw(folder: Path) -> None:
-    """Draws the history into `curves.png`: loss, accuracy by position on held-out rows, and acceptance length."""
+    """Plots the history to `curves.png`: loss, accuracy by position on held-out rows, and acceptance length."""
     from matplotlib.figure import Figure
 
     reports = read_history(folder)
@@ -65,14 +62,14 @@ def draw(folder: Path) -> None:
     loss.plot(*_points((report.step, report.loss) for report in held_out), label="held out", marker="o")
     loss.set_title("loss")
     loss.legend()
-    told: Sequence[Report] = held_out or training
-    shares = by_position(told)
-    for position in range(1, 1 + min(map(len, shares), default=0)):
-        points = _points((report.step, of[position]) for report, of in zip(told, shares, strict=True))
+    plotted: Sequence[Report] = held_out or training
+    accuracies = by_position(plotted)
+    for position in range(1, 1 + min(map(len, accuracies), default=0)):
+        points = _points((report.step, share[position]) for report, share in zip(plotted, accuracies, strict=True))
         accuracy.plot(*points, label=f"position {position}")
     accuracy.set_title("right guesses by position in the draft")
     accuracy.set_ylim(0, 1)
-    if told:
+    if plotted:
         accuracy.legend(fontsize="small", ncols=2)
     length.plot(*_points((report.step, report.acceptance_length) for report in held_out), marker="o")
     length.set_title("tokens per target pass")
@@ -86,7 +83,7 @@ def _line(report: Report) -> str:
     return json.dumps(asdict(report)) + "\n"
 
 
-def _points(measured: Iterable[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
-    """Steps, and what was measured at them, where something was."""
-    known = [(step, value) for step, value in measured if value is not None]
+def _points(pairs: Iterable[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
+    """Steps and values, without missing values."""
+    known = [(step, value) for step, value in pairs if value is not None]
     return [step for step, _ in known], [value for _, value in known]

@@ -1,25 +1,25 @@
-"""What a run will take, said once its first steps are measured, and what recorded runs of its kind have yielded."""
+"""Estimates the duration of a run from its first steps, and lists results of recorded runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 UNMEASURED = 1
-"""Steps before the first that is measured: it prepares what all others use."""
+"""Warm-up steps that are not measured."""
 MEASURED = 2
-"""Steps that are measured. Every step drops other rows, so one alone says little."""
+"""Steps that are measured; several, because each step drops other rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What a recorded run has yielded.
+    """Result of a recorded run.
 
     Args:
-        drafter: its name.
-        family: whose target and draft they were.
-        is_real: whether people use the models of this family, and not only tests.
-        points: rows that were learnt, and tokens per target pass of held-out prompts then.
-        file: where the run is recorded.
+        drafter: name of the drafter.
+        family: of target and draft.
+        is_real: whether these models are for use, and not only for tests.
+        points: pairs of rows trained on, and acceptance length on held-out prompts.
+        file: record of the run.
     """
 
     drafter: str
@@ -30,7 +30,7 @@ class Curve:
 
     @property
     def in_words(self) -> str:
-        """The curve in a line."""
+        """The curve in one line."""
         (_, before), *later = self.points
         yields = ", ".join(f"{length:.2f} after {rows:,} rows" for rows, length in later)
         return f"{self.family}: {before:.2f} tokens per target pass before, {yields} ({self.file})"
@@ -45,30 +45,26 @@ CURVES = (
         file="benchmarks/readme-training_epyc-avx512-2cores_2026-11-24.jsonl",
     ),
 )
-"""One for each family that was recorded."""
+"""Recorded runs, one per family."""
 
 
 def curves_in_words(drafter: str) -> list[str]:
-    """What recorded runs of a drafter have yielded, and whether a real model is among them.
-
-    Args:
-        drafter: its name, with settings or without.
-    """
+    """Describes the recorded runs of a drafter, given as name or spec, and notes if none has a real model."""
     name = drafter.partition(":")[0]
-    found = [curve for curve in CURVES if curve.drafter == name]
-    lines = [f"recorded before, {curve.in_words}" for curve in found]
-    if not any(curve.is_real for curve in found):
+    curves = [curve for curve in CURVES if curve.drafter == name]
+    lines = [f"recorded before, {curve.in_words}" for curve in curves]
+    if not any(curve.is_real for curve in curves):
         lines.append(f"no {name} drafter for a real model is recorded yet, so what this one yields is open")
     return lines
 
 
 class FirstSteps:
-    """Measures the first steps of a process, and says once what the run takes.
+    """Measures the first steps of a process, and reports the expected duration once.
 
     Args:
-        steps: that are left.
-        evaluations: that are left.
-        evaluation_s: how long one takes; None if none was measured.
+        steps: remaining steps.
+        evaluations: remaining evaluations.
+        evaluation_s: duration of one, if measured.
 
     Example:
         >>> first = FirstSteps(steps=600, evaluations=10, evaluation_s=60.0)
@@ -82,11 +78,11 @@ class FirstSteps:
         self._done, self._rows, self._taken_s = 0, 0, 0.0
 
     def add(self, rows: int, *, taken_s: float) -> str | None:
-        """Takes in a step; the expectation after the last that is measured, None after all others.
+        """Records a step; returns the estimate after the last measured step, None after all others.
 
         Args:
-            rows: that it has learnt, on all devices together.
-            taken_s: how long it took, without an evaluation after it.
+            rows: of the step, on all devices together.
+            taken_s: its duration, without an evaluation after it.
         """
         self._done += 1
         if UNMEASURED < self._done <= UNMEASURED + MEASURED:

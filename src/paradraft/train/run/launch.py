@@ -1,4 +1,4 @@
-"""From a recipe to a drafter folder: one run at a time, which can be stopped and continues where it was."""
+"""Launches a training run from a recipe; a stopped run resumes from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from paradraft.train.run.trainer import Loop, as_one
 from paradraft.train.trainee import Builder, R
 
 CHECKPOINT = "checkpoint"
-"""Inside `out`: the state of an unfinished run."""
+"""Folder in `out` with the checkpoints of an unfinished run."""
 
 
 def is_trained(recipe: Recipe) -> bool:
     """Whether `recipe.out` already holds this recipe's drafter.
 
     Raises:
-        ValueError: it holds another model, or other files, which training would overwrite.
+        ValueError: it contains another model, or other files, which training would overwrite.
     """
     if not recipe.out.exists() or not any(recipe.out.iterdir()):
         return False
@@ -47,7 +47,7 @@ def is_trained(recipe: Recipe) -> bool:
 
 
 def _ignore(line: str) -> None:
-    """Announces nothing."""
+    pass
 
 
 def train(
@@ -56,42 +56,42 @@ def train(
     """Runs a recipe to its end, from its last checkpoint if there is one.
 
     Args:
-        recipe: the run.
-        build: the function `build` of `train/<name>.py`, which loads what the recipe trains.
-        report: called in the main process, every `recipe.log_every` steps, after the last one, and
-            after each evaluation.
-        announce: is given lines in the main process: before the first step what the run will do, and after some steps
-            what it will take.
+        recipe: of the run.
+        build: the function `build` of `train/drafters/<name>.py`.
+        report: called in the main process, every `recipe.log_every` steps, after the last one, and after each
+            evaluation.
+        announce: called in the main process with lines for the user: a summary before the first step, and the
+            expected duration after some steps.
 
     Ctrl-C and SIGTERM end the step, write a checkpoint and stop the run; see `paradraft.train.run.stopping`.
 
     Returns:
-        False if `recipe.out` held the drafter already.
+        False if `recipe.out` already contained the drafter.
 
     Raises:
-        ValueError: model, data or teacher cannot be used, there is not enough memory or room on the disk, all
-            checkpoints are damaged, or `recipe.out` belongs to something else or is in use by another run.
+        ValueError: model, data or teacher cannot be used, there is not enough memory or disk space, all checkpoints
+            are damaged, or `recipe.out` contains other files or is in use by another run.
         OSError: the disk is full.
-        StoppedError: the run was asked to stop, and has written a checkpoint.
+        StoppedError: the run was stopped by a signal, after writing a checkpoint.
     """
     accelerator = _accelerator(recipe)
     recipe.check_device(accelerator.device.type)
     checkpoints = Checkpoints(recipe.out / CHECKPOINT, accelerator, recipe.identity)
-    with ExitStack() as held:
-        held.enter_context(one_line_when_full(recipe.out, "the same command goes on from the last checkpoint"))
+    with ExitStack() as stack:
+        stack.enter_context(one_line_when_full(recipe.out, "the same command goes on from the last checkpoint"))
         state: State | None = None
         with as_one(accelerator):
             if accelerator.is_main_process:
-                held.enter_context(exclusive(recipe.out))
+                stack.enter_context(exclusive(recipe.out))
         with as_one(accelerator):
             if is_trained(recipe):
-                # What stopped the run that put the drafter in place may have come before it had tidied up.
+                # The finished run may have been killed before it deleted its checkpoints.
                 if accelerator.is_main_process:
                     checkpoints.delete()
                 return False
-            if accelerator.is_main_process:  # it reads whole checkpoints
+            if accelerator.is_main_process:  # only there, because it reads whole checkpoints
                 state = checkpoints.state()
-        # A run keeps the day on which it began, and so do processes that begin around midnight.
+        # All processes use the day on which the run began, also after a resume and around midnight.
         began = date.today().isoformat() if state is None else state.began
         state, began = broadcast_object_list([state, began])
         with as_one(accelerator):
@@ -102,8 +102,8 @@ def train(
                     recipe, prepared.trainee.objective, steps=prepared.steps, measures=bool(prepared.held_out)
                 )
                 need.check(recipe.out, checkpoints.folder)
-                done = "" if state is None else f", going on after step {state.step}"
-                announce(f"{prepared.in_words} on {accelerator.device}{done}")
+                resumed = "" if state is None else f", going on after step {state.step}"
+                announce(f"{prepared.in_words} on {accelerator.device}{resumed}")
         with stop_requests() as request:
             Loop(prepared, acceptance, accelerator, checkpoints, state, request, report, announce).run()
         return True
@@ -131,7 +131,7 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     progress.check_installed(recipe.report_to)
     try:
         accelerator = Accelerator(
-            # Unless it is told so, accelerate does not join processes on CPUs: each would train all by itself.
+            # Without `cpu`, accelerate does not join processes on CPUs: each would train separately.
             cpu=recipe.device == "cpu" or not torch.accelerator.is_available(),
             log_with=list(recipe.report_to) or None,
             project_dir=str(recipe.out / "logs") if recipe.report_to else None,

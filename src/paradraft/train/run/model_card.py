@@ -1,4 +1,4 @@
-"""What a trained drafter says of itself: a model card in its folder, and the commands that use it."""
+"""Model card of a trained drafter, and the commands that use it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from paradraft.train.run.progress import BestSoFar, Score
 from paradraft.train.run.provenance import RECORD, Learnt
 
 DRAFTER, TARGET = "DRAFTER", "TARGET"
-"""What stands for the drafter's folder in its card, and for a target that is not known."""
+"""Placeholders in the card for the drafter's folder, and for an unknown target."""
 
 
 def next_steps(name: str, recipe: Recipe, folder: Path, draft: str) -> list[str]:
-    """Lines to paste: they answer with a drafter, measure it, and serve it where vLLM can. None if there is no such
-    drafter.
+    """Commands that generate with a drafter, benchmark it, and serve it with vLLM if possible; none if paradraft has no
+    such drafter.
 
     Args:
-        name: of what was trained.
+        name: of the training.
         recipe: of the run.
-        folder: the drafter's.
-        draft: what it is called in the lines.
+        folder: of the drafter.
+        draft: path of the drafter in the commands.
     """
     name, k = recipe.decoded_with(name)
     if name not in drafter_names():  # nothing here decodes with it
@@ -49,13 +49,13 @@ def next_steps(name: str, recipe: Recipe, folder: Path, draft: str) -> list[str]
 
 
 def _for_vllm(name: str, k: int, target: str | None, folder: Path, draft: str) -> str | None:
-    """The line that has vLLM serve a drafter, or what it needs before that; None if vLLM has no such drafter."""
+    """Command that serves a drafter with vLLM, or exports it first if needed; None if vLLM has no such drafter."""
     if (config := vllm_fixed(k, name, draft)) is None:
         return None
     without = "  # without its previous-token head" if (folder / PREVIOUS_TOKEN_HEAD).is_file() else ""
-    served = TARGET
+    target_name = TARGET
     if target is not None:
-        served = str(pocket_folder("target")) if target == POCKET else target  # vLLM knows no model of this name
+        target_name = str(pocket_folder("target")) if target == POCKET else target  # vLLM knows no model of this name
         try:
             check_draft(name, str(folder), locate(target, "target"), k)
         except NeedsExportError:
@@ -63,21 +63,21 @@ def _for_vllm(name: str, k: int, target: str | None, folder: Path, draft: str) -
             return f"paradraft export {models} --to vllm -k {k}{without}"
         except ValueError as error:
             return f"# vLLM cannot serve it: {str(error).replace(str(folder), draft)}"
-    return f"vllm serve {shlex.quote(served)} --speculative-config {shlex.quote(json.dumps(config))}{without}"
+    return f"vllm serve {shlex.quote(target_name)} --speculative-config {shlex.quote(json.dumps(config))}{without}"
 
 
 def model_card(
     drafter: str, recipe: Recipe, folder: Path, learnt: Learnt, standing: BestSoFar, *, done: int, steps: int
 ) -> str:
-    """The card of a drafter, in Markdown.
+    """Renders the model card of a drafter in Markdown.
 
     Args:
-        drafter: its name, with settings or without.
+        drafter: name or spec.
         recipe: of the run.
-        folder: where its files are.
-        learnt: what it has learnt.
-        standing: what was measured.
-        done: steps that were taken.
+        folder: of the drafter.
+        learnt: description of the samples.
+        standing: scores of the run.
+        done: steps taken.
         steps: of the recipe.
     """
     name = drafter.partition(":")[0]
@@ -116,7 +116,7 @@ def model_card(
 
 
 def _measured(best: Score, first: Score | None) -> list[tuple[str, str]]:
-    """Rows of what was measured, and of what it was before training."""
+    """Table rows of the best score, with the values before training."""
     rows = []
     if best.acceptance_length is not None:
         before = "" if first is None or first.acceptance_length is None else f" (before: {first.acceptance_length:.2f})"

@@ -1,4 +1,4 @@
-"""What a training run reports every few steps, the best drafter so far, and the trackers that are told."""
+"""Reports of a training run, scores of its drafters, and experiment trackers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from paradraft.train.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """A report on the steps since the last one.
+    """Report on the steps since the last report.
 
     Args:
         step: steps done.
         steps: steps of the whole run.
         loss: mean loss in nats (total variation: a share).
-        accuracy: for each depth the share of rows predicted correctly; users see `by_position`.
+        accuracy: share of rows predicted correctly, by depth; users see `by_position`.
         rows_per_s: training rows per second, on all devices together.
         left_s: estimated seconds to the end.
-        grad_norm: mean norm of the gradients before they were clipped, if it is known.
+        grad_norm: mean gradient norm before clipping, if known.
     """
 
     step: int
@@ -40,16 +40,15 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What held-out samples and prompts say.
+    """Evaluation on the held-out set.
 
     Args:
         step: steps done.
         loss: mean loss on held-out samples.
-        accuracy: for each depth the share of held-out rows predicted correctly.
-        acceptance_length: tokens per target pass when held-out prompts are decoded; None without a
-            target.
+        accuracy: share of held-out rows predicted correctly, by depth.
+        acceptance_length: tokens per target pass on held-out prompts; None without a target.
         is_best: whether this is the best drafter so far.
-        by_position: for each position of their drafts, from the first token on, the share that is accepted.
+        by_position: acceptance rate at each draft position, from position 1 on.
     """
 
     step: int
@@ -64,33 +63,30 @@ Report = Progress | Evaluation
 
 
 def by_position(reports: Sequence[Report]) -> list[dict[int, float]]:
-    """The accuracy of each report by position in the draft, counted from 1, as decoding counts.
+    """Accuracy of each report of a run by draft position, counted from 1, as in decoding.
 
     A row of depth i drafts position i + 1: depth 0 is the ordinary row, whose real token predicts the next one, which
-    is the first drafted token. With prompt tokens (PPD) the target itself says that one, nothing is learnt at depth 0,
-    and prompt token i drafts position i.
-
-    Args:
-        reports: of one run.
+    is the first drafted token. With prompt tokens (PPD) the target itself predicts that token, depth 0 has no loss, and
+    prompt token i drafts position i.
 
     >>> report = Evaluation(step=1, loss=1.0, accuracy=(0.5, 0.25), acceptance_length=None, is_best=True)
     >>> by_position([report]), by_position([replace(report, accuracy=(0.0, 0.5, 0.25))])
     ([{1: 0.5, 2: 0.25}], [{1: 0.5, 2: 0.25}])
     """
-    told = [report.accuracy for report in reports if report.accuracy]
-    is_learnt = any(one[0] for one in told) or not any(any(one) for one in told)
+    accuracies = [report.accuracy for report in reports if report.accuracy]
+    is_learnt = any(accuracy[0] for accuracy in accuracies) or not any(any(accuracy) for accuracy in accuracies)
     return [dict(enumerate(report.accuracy[not is_learnt :], start=1)) for report in reports]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """What has been added up since the last report, for a run that goes on between two reports.
+    """Statistics since the last report, for a run that resumes between two reports.
 
     Args:
         losses: of each step.
-        right: for each depth, rows predicted correctly; empty if there was no step.
-        labels: for each depth, rows with a label.
-        norms: of the gradients of each step.
+        right: rows predicted correctly, by depth; empty before the first step.
+        labels: rows with a label, by depth.
+        norms: gradient norm of each step.
     """
 
     losses: tuple[float, ...] = ()
@@ -100,13 +96,13 @@ class Sums:
 
 
 class Meter:
-    """Sums up what has happened since the last report.
+    """Collects statistics for the next report.
 
     Args:
         steps: steps of the whole run.
-        first: steps that were done before this process began.
-        k: depths.
-        sums: what an earlier process had added up and not reported.
+        first: steps that an earlier process did.
+        k: count of depths.
+        sums: unreported statistics of an earlier process.
     """
 
     def __init__(self, *, steps: int, first: int, k: int, sums: Sums) -> None:
@@ -126,15 +122,15 @@ class Meter:
 
     @property
     def sums(self) -> Sums:
-        """What has been added since the last report."""
+        """Statistics since the last report."""
         right, labels = tuple(self._right.tolist()), tuple(self._labels.tolist())
         return Sums(losses=tuple(self._losses), norms=tuple(self._norms), right=right, labels=labels)
 
     def add(self, loss: float, right_K: Tensor, labels_K: Tensor, rows: int, norm: float | None) -> None:
-        """Adds a step, with the norm of its gradients if that is known.
+        """Adds a step, with its gradient norm if known.
 
         Raises:
-            ValueError: the loss is not a number any more.
+            ValueError: the loss is not finite.
         """
         if not math.isfinite(loss):
             raise ValueError(f"the loss became {loss}: lower lr or muon_lr")
@@ -145,7 +141,7 @@ class Meter:
         self._rows += rows
 
     def progress(self, done: int) -> Progress:
-        """The report after a number of steps."""
+        """Returns the report after `done` steps, and starts the next one."""
         now_s = time.perf_counter()
         progress = Progress(
             step=done,
@@ -161,7 +157,7 @@ class Meter:
 
 
 def shares(right_K: Tensor, labels_K: Tensor) -> tuple[float, ...]:
-    """Of the rows of each depth, the share that was right; 0 where there are none."""
+    """Share of rows predicted correctly, by depth; 0 without rows."""
     return tuple((right_K.cpu() / labels_K.cpu().clamp(min=1)).tolist())
 
 
@@ -172,40 +168,40 @@ INSTALLED = {
     "mlflow": is_mlflow_available,
     "trackio": is_trackio_available,
 }
-"""What says whether a tracker is there."""
+"""Functions that tell whether a tracker is installed."""
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raises ValueError if a tracker is not there; accelerate only warns."""
+    """Raises ValueError if a tracker is not installed; accelerate only warns."""
     missing = [name for name in names if not INSTALLED[name]()]
     if missing:
         raise ValueError(f"report_to: {missing[0]} is not installed, pip install {missing[0]}")
 
 
 def start(accelerator: Accelerator, recipe: Recipe) -> None:
-    """Tells the recipe's trackers that a run begins."""
+    """Starts the recipe's trackers."""
     if recipe.report_to:
         accelerator.init_trackers(PROJECT, config={"out": str(recipe.out), "fingerprint": recipe.fingerprint})
 
 
 def figures(report: Report) -> dict[str, float]:
-    """A report as trackers want it."""
+    """Converts a report to metrics for trackers."""
     prefix = "held_out/" if isinstance(report, Evaluation) else "train/"
-    found = {f"{prefix}loss": report.loss}
-    found |= {f"{prefix}accuracy_{depth}": share for depth, share in enumerate(report.accuracy)}
+    metrics = {f"{prefix}loss": report.loss}
+    metrics |= {f"{prefix}accuracy_{depth}": share for depth, share in enumerate(report.accuracy)}
     if isinstance(report, Evaluation) and report.acceptance_length is not None:
-        found["held_out/acceptance_length"] = report.acceptance_length
+        metrics["held_out/acceptance_length"] = report.acceptance_length
     if isinstance(report, Progress) and report.grad_norm is not None:
-        found["train/grad_norm"] = report.grad_norm
-    return found
+        metrics["train/grad_norm"] = report.grad_norm
+    return metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a drafter is worth: the larger acceptance length wins, and of equal lengths the smaller loss.
+    """Score of a drafter: the larger acceptance length is better, and of equal lengths the smaller loss.
 
     Args:
-        step: steps that were done when it was measured.
+        step: steps done when it was measured.
         acceptance_length: tokens per target pass; None without a target.
         held_out_loss: mean loss on held-out samples.
         by_position: see `Evaluation`.
@@ -233,25 +229,25 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class BestSoFar:
-    """The best drafter of a run so far.
+    """Best score of a run so far.
 
     Args:
-        best: what it is worth; None before the first evaluation.
+        best: score of the best drafter; None before the first evaluation.
         stale: evaluations since then, none of them better.
-        first: what the first evaluation said, which is made before any step.
+        first: score before the first step.
     """
 
     best: Score | None = None
     stale: int = 0
     first: Score | None = None
 
-    def after(self, worth: Score) -> BestSoFar:
-        """How the run stands after one more evaluation."""
-        first = self.first or worth
-        if self.best is None or self.best < worth:
-            return BestSoFar(best=worth, first=first)
+    def after(self, score: Score) -> BestSoFar:
+        """Returns the state after one more evaluation."""
+        first = self.first or score
+        if self.best is None or self.best < score:
+            return BestSoFar(best=score, first=first)
         return replace(self, stale=self.stale + 1, first=first)
 
     def is_over(self, patience: int | None) -> bool:
-        """Whether a run with this patience stops here."""
+        """Whether a run with this patience stops (early stopping)."""
         return patience is not None and self.stale >= patience

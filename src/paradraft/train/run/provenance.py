@@ -1,7 +1,7 @@
-"""Where a drafter comes from: the record beside its weights, and the digest of the tokens that a run learns.
+"""Provenance of a drafter: the record next to its weights, and the digest of the training tokens.
 
-Recipe, data and models do not decide the tokens alone. A chat template may write the date, a data set on Hugging Face
-may grow, and another version of a library may tokenize otherwise. A run is resumed with the very same tokens only.
+Recipe, data files and models alone do not decide the tokens: a chat template may write the date, a data set on Hugging
+Face may grow, and another library version may tokenize differently. A run resumes only with identical tokens.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from paradraft.train.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Learnt:
-    """All samples of a run, those that are held out among them, and what made them.
+    """Description of all samples of a run, including the held-out set.
 
     Args:
-        samples: how many there are.
-        tokens: of all samples.
-        sha256: of all tokens, and of which of them are labels.
+        samples: count of samples.
+        tokens: count of tokens.
+        sha256: of all tokens and labels.
         chat_template: SHA-256 of the model's chat template.
         tokenizer: SHA-256 of the tokenizer's vocabulary.
-        transformers: the version of the library.
+        transformers: version of the library.
     """
 
     samples: int
@@ -61,18 +61,18 @@ def learnt_of(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def difference(before: Learnt, now: Learnt) -> str | None:
-    """What changed between two descriptions; None if the tokens are the same."""
+    """Difference between two descriptions, with its cause; None if the tokens are the same."""
     if before.sha256 == now.sha256:
         return None
     if before.tokenizer != now.tokenizer:
-        why = "the model's tokenizer is another one"
+        cause = "the model's tokenizer is another one"
     elif before.chat_template != now.chat_template:
-        why = "the model's chat template is another one"
+        cause = "the model's chat template is another one"
     elif before.transformers != now.transformers:
-        why = f"transformers was {before.transformers} and is {now.transformers}"
+        cause = f"transformers was {before.transformers} and is {now.transformers}"
     else:
-        why = "recipe, files and libraries are the same, so a data set or model on Hugging Face must have changed"
-    return f"{_count(before)} were learnt, and now there are {_count(now)} of other content: {why}"
+        cause = "recipe, files and libraries are the same, so a data set or model on Hugging Face must have changed"
+    return f"{_count(before)} were learnt, and now there are {_count(now)} of other content: {cause}"
 
 
 def _count(learnt: Learnt) -> str:
@@ -87,8 +87,7 @@ RECORD = "train_command.json"
 
 
 def write_record(recipe: Recipe, device: str, **results: object) -> None:
-    """Writes `train_command.json` into `recipe.out`: recipe, data, models, command, versions, hardware, and
-    what came out."""
+    """Writes `train_command.json` into `recipe.out`: recipe, data, models, command, versions, hardware and results."""
     record = {
         "fingerprint": recipe.fingerprint,
         "recipe": recipe.model_dump(mode="json"),
@@ -103,7 +102,7 @@ def write_record(recipe: Recipe, device: str, **results: object) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record in a folder; empty if there is none."""
+    """Reads the record in a folder; empty if there is none."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -112,7 +111,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _models(recipe: Recipe) -> dict[str, dict[str, str | None]]:
-    """Which models these were: folders by what they held, those of Hugging Face by their revision."""
+    """Models of a recipe: local folders by content digest, those of Hugging Face by revision."""
     names = {role: name for role in recipe.ROLES if (name := getattr(recipe, role)) is not None}
     return {
         role: {"name": name, "sha256_sampled": recipe.model_hashes[role]}

@@ -1,4 +1,4 @@
-"""Everything that has to be there before the first step: loaded, and checked against each other."""
+"""Setup of a training run: loads data and models, and checks them against each other."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ MOST_ROOM = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What a run works with.
+    """Everything that a run needs.
 
     Args:
-        recipe: the run.
+        recipe: of the run.
         trainee: the drafter in training.
-        began: the day on which the run began, as YYYY-MM-DD.
-        learnt: a description of all samples.
-        samples: to learn.
-        held_out: to measure on.
+        began: first day of the run, as YYYY-MM-DD.
+        learnt: description of all samples.
+        samples: training set.
+        held_out: held-out set.
         bf16: whether passes compute in bf16.
-        per_pass: samples that this process reads at a time.
+        per_pass: batch size of this process.
     """
 
     recipe: Recipe
@@ -61,7 +61,7 @@ class Preparation:
 
     @property
     def in_words(self) -> str:
-        """What the run will do, in a line."""
+        """Summary of the run, in one line."""
         recipe, trainee, tokens = self.recipe, self.trainee, sum(len(sample.tokens) for sample in self.samples)
         held_out = f", {len(self.held_out):,} more held out" if self.held_out else ""
         taken = epoch_size(self.samples)
@@ -74,25 +74,25 @@ class Preparation:
         )
 
     def batches(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[TrainingBatch]:
-        """The passes over some samples; the rows that are dropped depend on a sample's own seed alone."""
+        """Makes the batches of some samples; the rows that COD drops depend on each sample's seed only."""
         batches = []
         for start in range(0, len(samples), self.per_pass):
-            some = list(samples[start : start + self.per_pass])
-            groups = pack(some, self.recipe.max_length) if self.recipe.pack else [[index] for index in range(len(some))]
+            chunk = list(samples[start : start + self.per_pass])
+            groups = pack(chunk, self.recipe.max_length) if self.recipe.pack else [[i] for i in range(len(chunk))]
             generators = [torch.Generator().manual_seed(seed) for seed in seeds[start : start + self.per_pass]]
             batches.append(
                 self.trainee.collate(
-                    [[some[index] for index in group] for group in groups],
+                    [[chunk[index] for index in group] for group in groups],
                     [[generators[index] for index in group] for group in groups],
                 )
             )
         return batches
 
     def acceptance(self, device: torch.device) -> AcceptanceMeter | None:
-        """What measures acceptance lengths; None where there is nothing to measure with.
+        """Makes the meter of acceptance lengths; None without a target or held-out samples.
 
         Raises:
-            ValueError: the target cannot be loaded, or the prompts do not fit into it.
+            ValueError: the target cannot be loaded, or the prompts exceed its context.
         """
         recipe = self.recipe
         target = recipe.measured_with
@@ -118,14 +118,14 @@ class Preparation:
 
 
 def prepare(recipe: R, build: Builder[R], device: torch.device, *, processes: int, began: str = "") -> Preparation:
-    """Loads and checks; nothing is written. Data come first.
+    """Loads and checks data, then models; writes nothing.
 
     Args:
-        recipe: the run.
-        build: loads what the recipe trains.
-        device: where this process trains.
-        processes: how many processes share the samples of a step.
-        began: the day on which the run began, as YYYY-MM-DD, which chat templates write; empty if it begins today.
+        recipe: of the run.
+        build: of the training module.
+        device: of this process.
+        processes: count of processes that share the samples of a step.
+        began: first day of the run, as YYYY-MM-DD, which chat templates write; empty for today.
 
     Raises:
         ValueError: model, data or teacher cannot be used, the settings do not fit them, or there is not enough memory.
@@ -150,9 +150,9 @@ def prepare(recipe: R, build: Builder[R], device: torch.device, *, processes: in
         skip_unlabelled=recipe.skip_unlabelled,
         seed=recipe.seed,
     )
-    learnt, held_out = hold_out(samples, recipe.held_out)
-    for complaint in ignored_settings(recipe, steps=_steps(recipe, epoch_size(learnt))) if is_main_process() else ():
-        warnings.warn(complaint, stacklevel=4)
+    training, held_out = hold_out(samples, recipe.held_out)
+    for warning in ignored_settings(recipe, steps=_steps(recipe, epoch_size(training))) if is_main_process() else ():
+        warnings.warn(warning, stacklevel=4)
     bf16 = computes_bf16(device) if recipe.bf16 is None else recipe.bf16
     per_pass = min(recipe.samples_per_pass or recipe.samples_per_step, recipe.samples_per_step // processes)
     data = RunData(
@@ -170,7 +170,7 @@ def prepare(recipe: R, build: Builder[R], device: torch.device, *, processes: in
         trainee=build(recipe, data),
         began=began,
         learnt=learnt_of(samples, tokenizer),
-        samples=learnt,
+        samples=training,
         held_out=held_out,
         bf16=bf16,
         per_pass=per_pass,

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask a run to stop; it does so after its step, with a checkpoint."""
+"""Graceful stop: after Ctrl-C or SIGTERM a run finishes its step and writes a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from types import FrameType
 
 from paradraft.environment import is_main_process
 
-ASKED_BY = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StoppedError(KeyboardInterrupt):
-    """A run was asked to stop, has written a checkpoint, and goes on from there the next time.
+    """A run was stopped by a signal after writing a checkpoint, from which it can resume.
 
-    It is a KeyboardInterrupt, so that whoever catches errors goes on to stop.
+    It is a KeyboardInterrupt, so that code that catches `Exception` lets it pass.
 
     Args:
-        number: the signal that asked.
+        number: of the signal.
         step: steps done.
         steps: steps of the whole run.
     """
@@ -36,10 +36,10 @@ class StoppedError(KeyboardInterrupt):
 
 @dataclass(kw_only=True)
 class StopRequest:
-    """Whether this process was asked to stop.
+    """Pending request to stop this process.
 
     Args:
-        number: the signal that asked first; None if none did.
+        number: of the first signal; None without a request.
     """
 
     number: int | None = None
@@ -47,11 +47,11 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Notes Ctrl-C and SIGTERM while it is entered, and puts the handlers back that were there before.
+    """Records Ctrl-C and SIGTERM inside the `with` block, and restores the previous handlers.
 
-    A second Ctrl-C leaves at once. A second SIGTERM does not: a cluster sends it to torchrun and to its processes, and
-    torchrun sends it to them once more. Signals that are ignored stay ignored. Only the main thread hears signals;
-    elsewhere nothing is noted. A request that came too late to be heeded is sent again at the end.
+    A second Ctrl-C exits at once. A second SIGTERM does not: a cluster sends it to torchrun and to its processes, and
+    torchrun forwards it to them once more. Ignored signals stay ignored. Python delivers signals to the main thread
+    only; in other threads nothing is recorded. A signal that came too late to stop the run is raised again at the end.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -67,15 +67,15 @@ def stop_requests() -> Iterator[StopRequest]:
                 # Not `print`: the signal may have come in the middle of one.
                 os.write(2, b"\nstopping after this step; press Ctrl-C again to leave at once\n")
 
-    before = {number: signal.getsignal(number) for number in ASKED_BY}
-    heard = [number for number in ASKED_BY if before[number] is not signal.SIG_IGN]
-    for number in heard:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    handled = [number for number in STOP_SIGNALS if before[number] is not signal.SIG_IGN]
+    for number in handled:
         signal.signal(number, ask)
     try:
         yield request
     finally:
-        for number in heard:
-            # None stands for a handler that was not set from Python, which cannot be put back.
+        for number in handled:
+            # None is a handler that was not set from Python, which cannot be restored.
             signal.signal(number, before[number] or signal.SIG_DFL)
     if request.number is not None:
         signal.raise_signal(request.number)

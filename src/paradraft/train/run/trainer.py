@@ -1,7 +1,7 @@
-"""The training loop: from the last checkpoint to the finished drafter.
+"""Training loop: from the last checkpoint to the finished drafter.
 
-What a step sees is a function of (seed, step), so a resumed run takes the same steps as one that was never stopped;
-and every sum is over the samples of all processes, so several processes take the same steps as one.
+The samples of a step depend on (seed, step) only, so a resumed run takes the same steps as an uninterrupted one; and
+every sum is over the samples of all processes, so several processes take the same steps as a single one.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from paradraft.train.run.model_card import model_card
 from paradraft.train.run.progress import BestSoFar, Evaluation, Meter, Report, Score, shares
 from paradraft.train.run.provenance import write_record
 from paradraft.train.run.setup import Preparation
-from paradraft.train.run.stopping import ASKED_BY, StoppedError, StopRequest
+from paradraft.train.run.stopping import STOP_SIGNALS, StoppedError, StopRequest
 
 
 @contextmanager
 def as_one(accelerator: Accelerator) -> Iterator[None]:
-    """Lets a mistake that one process finds end all of them, with the same words.
+    """Raises a ValueError of any process in all processes.
 
-    Otherwise the others would wait for it, and only the main process speaks. What is done inside must not wait for
-    other processes itself.
+    Otherwise the others would wait for it, and only the main process prints errors. Code inside the `with` block must
+    not wait for other processes.
 
     Raises:
-        ValueError: one was raised inside, in any process; of several that of the first process.
+        ValueError: a process raised it inside; of several that of the first process.
     """
     if accelerator.num_processes == 1:
         yield
@@ -54,16 +54,16 @@ def as_one(accelerator: Accelerator) -> Iterator[None]:
         yield
     except ValueError as error:
         mistake = str(error)
-    mistakes = [found for found in gather_object([mistake]) if found is not None]
+    mistakes = [message for message in gather_object([mistake]) if message is not None]
     if mistakes:
         raise ValueError(mistakes[0])
 
 
 def close(accelerator: Accelerator) -> None:
-    """Closes what a run has open: its trackers, and NCCL's process group, which complains if it is left.
+    """Closes the trackers, and NCCL's process group, which warns if it is left open.
 
-    Gloo's group is left to the end of the process. Its threads may still hold tensors of the last exchange; to let go
-    of them they need the interpreter, and whoever deletes the group keeps it and waits for them.
+    Gloo's group stays open until the process ends. Its threads may still hold tensors of the last exchange; they need
+    the interpreter lock to free them, while the thread that destroys the group holds the lock and waits for them.
     """
     if accelerator.device.type == "cuda":
         accelerator.end_training()
@@ -73,23 +73,23 @@ def close(accelerator: Accelerator) -> None:
 
 
 EVALUATIONS = 10
-"""How often a run is evaluated where the recipe does not say."""
+"""Default number of evaluations of a run."""
 PICTURE_S = 60.0
-"""Seconds between two pictures of the curves, at least: one takes half a second."""
+"""Least seconds between two plots of the curves: a plot takes half a second."""
 
 
 class Loop:
-    """One process's part of a run.
+    """The training loop of one process.
 
     Args:
-        prepared: what it works with.
-        acceptance: what measures acceptance lengths, in the main process, if anything does.
-        accelerator: what holds model and optimizers.
-        checkpoints: where it left off.
-        state: what the run goes on from; None begins it.
-        request: whether this process was asked to stop.
+        prepared: data, models and recipe.
+        acceptance: meter of acceptance lengths, only in the main process.
+        accelerator: holds model and optimizers.
+        checkpoints: of the run.
+        state: from which the run resumes; None starts it.
+        request: to stop this process.
         report: called in the main process.
-        announce: is given lines in the main process: what the run will take.
+        announce: called in the main process with lines for the user.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Loop:
         self._drawn_s = time.monotonic()
 
     def run(self) -> None:
-        """Takes all steps that are left, and writes the drafter.
+        """Takes all remaining steps, and writes the drafter.
 
         Raises:
-            StoppedError: some process was asked to stop; a checkpoint is written.
+            StoppedError: a process received a signal; a checkpoint is written.
         """
         recipe, main = self.recipe, self.accelerator.is_main_process
         if self._begins_with is not None:
@@ -146,7 +146,7 @@ class Loop:
             identity=self.checkpoints.identity,
             step=0,
             bf16=self.prepared.bf16,
-            is_evaluated=not self.prepared.held_out,  # what training gains is told against what was there before
+            is_evaluated=not self.prepared.held_out,  # an evaluation before the first step is the baseline
         )
         self._standing = state.standing
         self._meter = Meter(steps=self.steps, first=state.step, k=self.depths, sums=state.sums)
@@ -160,10 +160,10 @@ class Loop:
         close(self.accelerator)
 
     def _finish(self, done: int) -> None:
-        """Puts the result together after a number of steps.
+        """Writes the result after `done` steps.
 
-        With `config.json`, the last file of the drafter, the run is over; until then a stopped run comes here again
-        from its last checkpoint, and writes the same.
+        The run is complete with `config.json`, the last file of the drafter; until then a stopped run resumes from its
+        last checkpoint, and writes the same files.
         """
         best, first = self._standing.best, self._standing.first
         if best is None:
@@ -174,7 +174,7 @@ class Loop:
             results = {"steps_done": done, "best": best and asdict(best), "before_training": first and asdict(first)}
             write_record(self.recipe, str(self.device), **self._origin, **results)
             drafter = self.checkpoints.drafter(done if best is None else best.step)
-            # Once files have been moved, the folder is no drafter that a card could speak of.
+            # Once files have been moved, the folder is no complete drafter, and cannot get a card.
             if not (drafter / CARD).exists() and sum(file.is_file() for file in drafter.rglob("*")) > 1:
                 self._write_card(drafter, done)
             put_in_place(drafter, out)
@@ -191,15 +191,15 @@ class Loop:
 
     @property
     def _origin(self) -> dict[str, object]:
-        """What the record says of the samples."""
+        """Description of the samples, for the record."""
         return {"began": self.prepared.began, "learnt": asdict(self.prepared.learnt)}
 
     def _take_steps(self, first: int, *, is_evaluated: bool) -> int:
-        """Returns how many steps the whole run has taken.
+        """Takes the remaining steps, and returns the count of all steps of the run.
 
         Args:
-            first: steps that are done.
-            is_evaluated: False if the evaluation after the last of them is still to be made.
+            first: steps done.
+            is_evaluated: False if the evaluation after these steps is missing.
         """
         began_s = time.perf_counter()
         if self._standing.is_over(self.recipe.patience) or (not is_evaluated and self._evaluate(first)):
@@ -209,13 +209,13 @@ class Loop:
         first_steps = FirstSteps(steps=self.steps - first, evaluations=evaluations, evaluation_s=evaluation_s)
         order = BatchSampler(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
         self.objective.train()
-        with ThreadPoolExecutor(1) as ahead:
-            coming = ahead.submit(self._batches_of, order, first)
+        with ThreadPoolExecutor(1) as executor:
+            next_batches = executor.submit(self._batches_of, order, first)
             for step in range(first, self.steps):
                 step_began_s = time.perf_counter()
-                batches = coming.result()
-                coming = ahead.submit(self._batches_of, order, step + 1)
-                loss, right_K, labels_K, norm, asked_by = self._step(step, batches)
+                batches = next_batches.result()
+                next_batches = executor.submit(self._batches_of, order, step + 1)
+                loss, right_K, labels_K, norm, stop_signal = self._step(step, batches)
                 rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
                 self._meter.add(loss, right_K, labels_K, rows, norm)
                 done = step + 1
@@ -223,10 +223,10 @@ class Loop:
                 if done % self.recipe.log_every == 0 or done == self.steps:
                     self._tell(self._meter.progress(done))
                 evaluates = self._evaluates_after(done)
-                if asked_by is not None and (done < self.steps or evaluates):
-                    # An evaluation may take longer than whoever sent SIGTERM waits.
+                if stop_signal is not None and (done < self.steps or evaluates):
+                    # An evaluation may take longer than the grace period after SIGTERM.
                     self.checkpoints.save(self._state(done, is_evaluated=not evaluates))
-                    raise StoppedError(asked_by, step=done, steps=self.steps)
+                    raise StoppedError(stop_signal, step=done, steps=self.steps)
                 stops = self._evaluate(done) if evaluates else False
                 if done % self.recipe.save_every == 0 and done < self.steps:
                     self.checkpoints.save(self._state(done))
@@ -238,7 +238,7 @@ class Loop:
         return bool(self.prepared.held_out) and (done % self.evaluate_every == 0 or done == self.steps)
 
     def _expect(self, expected: str | None) -> None:
-        """Says what the run takes, where that is known now, and what runs of its kind have yielded."""
+        """Announces the expected duration, if known, and results of recorded runs."""
         if expected is not None and self.accelerator.is_main_process:
             for line in (expected, *curves_in_words(self.prepared.trainee.drafter)):
                 self._announce(line)
@@ -256,7 +256,7 @@ class Loop:
         )
 
     def _batches_of(self, order: BatchSampler, step: int) -> list[TrainingBatch]:
-        """This process's passes of a step."""
+        """Makes the batches of this process in a step."""
         mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
         chosen = order.samples_of(step)
         seed = self.recipe.seed * 1_000_003 + step
@@ -264,7 +264,7 @@ class Loop:
         return self.prepared.batches(chosen[mine], seeds[mine])
 
     def _weights(self, batches: list[TrainingBatch]) -> tuple[Tensor, Tensor]:
-        """`[K]` what rows weigh in this process's loss, and `[K]` rows with a label in all processes."""
+        """`[K]` weights of a row in this process's loss by depth, and `[K]` rows with a label in all processes."""
         own_K = sum((batch.labels_by_depth(self.depths) for batch in batches), torch.zeros(self.depths))
         labels_K: Tensor = self.accelerator.reduce(own_K.to(self.device), "sum")
         # Gradients are averaged over the processes; the loss is a sum over them.
@@ -272,31 +272,31 @@ class Loop:
         return weights_K, labels_K
 
     def _step(self, step: int, batches: list[TrainingBatch]) -> tuple[float, Tensor, Tensor, float | None, int | None]:
-        """One update.
+        """Takes an optimizer step.
 
         Returns:
-            Its loss, `[K]` rows predicted correctly, `[K]` rows with a label, the norm of the gradients, and the signal
-            that asked any of the processes to stop.
+            Its loss, `[K]` rows predicted correctly, `[K]` rows with a label, the gradient norm, and the stop signal
+            that any process received.
         """
         torch.manual_seed(self.recipe.seed * 1_000_003 + step)  # for models with dropout
         weights_K, labels_K = self._weights(batches)
         loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
-        for number, batch in enumerate(batches, start=1):
-            is_last = number == len(batches)
+        for index, batch in enumerate(batches, start=1):
+            is_last = index == len(batches)
             with nullcontext() if is_last else self.accelerator.no_sync(self.objective):
                 part, right = self.objective(batch.to(self.device), weights_K)
                 self.accelerator.backward(part)
             loss += part.detach()
             right_K += right
         norm = self.optimizers.step(step)
-        # All processes must stop after the same step, so each tells the others whether it was asked to.
-        asked = right_K.new_tensor([self._request.number == number for number in ASKED_BY])
-        sums = self.accelerator.reduce(torch.cat([right_K, asked]), "sum")
-        asked_by = next((int(number) for number, count in zip(ASKED_BY, sums[-2:], strict=True) if count), None)
-        return self.accelerator.reduce(loss, "mean").item(), sums[:-2], labels_K, norm, asked_by
+        # All processes must stop after the same step, so they exchange the signals that they received.
+        received = right_K.new_tensor([self._request.number == signal for signal in STOP_SIGNALS])
+        sums = self.accelerator.reduce(torch.cat([right_K, received]), "sum")
+        stop_signal = next((int(signal) for signal, count in zip(STOP_SIGNALS, sums[-2:], strict=True) if count), None)
+        return self.accelerator.reduce(loss, "mean").item(), sums[:-2], labels_K, norm, stop_signal
 
     def _evaluate(self, done: int) -> bool:
-        """Measures, keeps the drafter while it is the best, and says whether to stop early."""
+        """Evaluates the drafter, keeps it if it is the best, and returns whether to stop early."""
         loss, accuracy = self._held_out()
         if not math.isfinite(loss):
             raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
@@ -327,13 +327,13 @@ class Loop:
 
     @torch.no_grad()
     def _held_out(self) -> tuple[float, tuple[float, ...]]:
-        """Loss and accuracy by depth on all held-out samples, with the same rows dropped every time."""
+        """Loss, and accuracy by depth, on the held-out set, with the same rows dropped every time."""
         self.objective.eval()
         processes = self.accelerator.num_processes
         held_out = self.prepared.held_out
-        # All processes take as many passes; what is missing is filled up with a sample in which nothing is a label.
-        filling = Sample(tokens=held_out[0].tokens, is_label=[False] * len(held_out[0].tokens))
-        held_out = held_out + [filling] * (-len(held_out) % processes)
+        # All processes must take equally many passes, so the set is padded with a sample without labels.
+        padding = Sample(tokens=held_out[0].tokens, is_label=[False] * len(held_out[0].tokens))
+        held_out = held_out + [padding] * (-len(held_out) % processes)
         mine = slice(self.accelerator.process_index, None, processes)
         batches = self.prepared.batches(held_out[mine], range(len(held_out))[mine])
         weights_K, labels_K = self._weights(batches)
@@ -347,7 +347,7 @@ class Loop:
         return self.accelerator.reduce(loss, "mean").item(), accuracy
 
     def _save_drafter(self, done: int) -> None:
-        """Writes the drafter as it is after this step, as it would be shipped."""
+        """Writes the drafter after `done` steps, as it would be shipped."""
         weights = self.accelerator.get_state_dict(self.objective)
         if self.accelerator.is_main_process:
             self.prepared.trainee.save(self.checkpoints.drafter(done), weights)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paradraft.train.run.progress import Report
-from paradraft.train.run.stopping import ASKED_BY, StoppedError, stop_requests
+from paradraft.train.run.stopping import STOP_SIGNALS, StoppedError, stop_requests
 from tests.support.training import train_pard
 from tests.unit.train.run.test_trainer import recipe_for
 from tests.unit.train.test_resume import measuring, result, run_of
@@ -27,7 +27,7 @@ def asks_at(step: int, *numbers: int) -> Callable[[Report], None]:
 
 
 def handlers() -> list[object]:
-    return [signal.getsignal(number) for number in ASKED_BY]
+    return [signal.getsignal(number) for number in STOP_SIGNALS]
 
 
 @pytest.mark.parametrize(
