@@ -1,4 +1,4 @@
-"""Training: what can be trained is one file each, found by the name of the drafter that it trains."""
+"""Training of drafters: one module per drafter, looked up by its name."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from paradraft.train.recipe import Recipe
 
 GROUP = "paradraft.train"
-"""The entry points by which other packages add what can be trained."""
+"""Entry point group by which other packages add trainings."""
 
 
 def trainee_names() -> list[str]:
-    """The drafters that can be trained: by a file of their name in `paradraft/train/drafters`, or an entry point."""
+    """Names of the drafters that have a module in `paradraft/train/drafters` or an entry point."""
     known = set(drafter_names())
     return [name for name in module_names(drafters.__path__, GROUP) if name in known]
 
 
 def trainee_module(name: str) -> ModuleType:
-    """The module that trains a drafter: its function `build` is a `Builder`.
+    """Imports the module that trains a drafter; its function `build` is a `Builder`.
 
     Raises:
         ValueError: there is none.
@@ -34,10 +34,10 @@ def trainee_module(name: str) -> ModuleType:
 
 
 def recipe_class(module: ModuleType) -> type[Recipe]:
-    """The class of a training module's recipes: the type of the first parameter of its `build`.
+    """Class of a training module's recipes: the type of the first parameter of its `build`.
 
     Raises:
-        ValueError: the module does not say.
+        ValueError: the module has no such function or annotation.
     """
     from paradraft.train.recipe import Recipe
 

@@ -1,8 +1,8 @@
-"""How much memory a training run takes on its device, estimated before any weights are loaded.
+"""Memory estimate of a training run on its device, made before any weights are loaded.
 
-Counted are the weights of all models, gradients and AdamW's two moments in float32 (Muon keeps one),
-what a pass keeps for the backward pass, the attention mask, and the logits that are in memory at a
-time. A run may take a fifth more or less; one whose weights are spread over devices takes less.
+It counts the weights of all models, gradients and AdamW's two moments in float32 (Muon keeps one), activations for
+the backward pass, the attention mask, and the logits that are in memory at a time. A run may take a fifth more or
+less; one with sharded weights takes less.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import RunData
 
 NF4_BYTES = 0.52
-"""Of a weight, with its share of the scales."""
+"""Bytes per weight, including its share of the scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Estimate:
     """Bytes that a run takes on one device.
 
     Args:
-        models: their weights.
+        models: weights of all models.
         optimizer: gradients and moments.
-        rows: what a pass over the rows keeps.
-        mask: the attention mask, while it is made.
-        logits: logits and what the loss makes of them.
+        rows: activations that a pass keeps.
+        mask: the attention mask, at its peak.
+        logits: logits and the intermediate tensors of the loss.
     """
 
     models: float
@@ -48,16 +48,16 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return self.models + self.optimizer + self.rows + self.mask + self.logits
 
     @property
     def in_words(self) -> str:
-        """How much it is."""
+        """The total, for messages."""
         return f"about {self.total / 2**30:.1f} GiB of memory"
 
     def check(self, device: torch.device) -> None:
-        """Raises ValueError if the device has not so much memory."""
+        """Raises ValueError if the device has too little memory."""
         free = free_bytes(device)
         if self.total > free:
             parts = ", ".join(f"{name} {value / 2**30:.1f}" for name, value in vars(self).items())
@@ -88,20 +88,20 @@ def estimate(
     """Estimates a run that trains a causal LM.
 
     Args:
-        recipe: the run.
-        model: the drafter in training; its weights are not needed.
+        recipe: of the run.
+        model: the drafter in training, or its skeleton.
         weights: bytes of all models, from `weight_bytes`.
         rows: training rows of the largest sample.
         passes: samples, or packed groups of samples, of one pass.
-        bf16: whether the pass computes in bf16.
-        is_taught: whether a teacher's logits stand beside the drafter's.
-        beside: parameters that are trained beside the model.
+        bf16: whether passes compute in bf16.
+        is_taught: whether a teacher's logits are in memory too.
+        beside: trained parameters that are not in `model`.
     """
     config = model.config
     trained = beside + sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = 2 if bf16 else 4
-    # A block mask is made from the dense one: booleans, ten times over while it is made. Without one the booleans are
-    # made in blocks, and become numbers once for all layers.
+    # A block mask is made from the dense one, with a peak of ten booleans per pair. A dense mask is made in blocks and
+    # converted to floats once for all layers.
     mask_size = 10 if model.config._attn_implementation == FLEX else 1 + size
     return estimate_rows(
         trained=trained,
@@ -115,14 +115,14 @@ def estimate(
 
 
 def kept_by_layers(recipe: Recipe, config: PretrainedConfig, *, bf16: bool) -> float:
-    """Bytes that a row keeps for the backward pass in the layers of a causal LM."""
+    """Activation bytes that a row keeps for the backward pass in the layers of a causal LM."""
     size = 2 if bf16 else 4
-    # Counted on the layers of Llama, Qwen, Gemma and mixtures of experts: around norms, in float32; queries and what
-    # attention gives; keys and values; and the MLP.
+    # Counted on the layers of Llama, Qwen, Gemma and mixtures of experts: around norms, in float32; queries and
+    # attention outputs; keys and values; and the MLP.
     heads = (config.num_attention_heads, config.num_key_value_heads)
-    queries, keys = (number * head_size(config) for number in heads)
+    queries, keys = (count * head_size(config) for count in heads)
     norms, mlp = (10 if config.model_type == "gemma3_text" else 6), size * 4 * config.intermediate_size
-    if has_experts(config):  # of each that a token goes through; in float32, because grouped products are not cast
+    if has_experts(config):  # of each active expert; in float32, because grouped products are not cast
         expert = 4 * config.moe_intermediate_size + 3 * config.hidden_size
         mlp = max(mlp, 4 * config.num_experts_per_tok * expert)
     layer = 4 * norms * config.hidden_size + size * (6 * queries + 8 * keys) + mlp
@@ -134,16 +134,16 @@ def kept_by_layers(recipe: Recipe, config: PretrainedConfig, *, bf16: bool) -> f
 def estimate_rows(
     *, trained: int, kept: float, mask: float, vocab_size: int, weights: float, rows: float, is_taught: bool
 ) -> Estimate:
-    """Estimates a run that trains anything by rows.
+    """Estimates a run on training rows.
 
     Args:
-        trained: parameters in training.
-        kept: bytes that a row keeps for the backward pass.
-        mask: bytes of the attention mask, while it is made.
+        trained: count of trained parameters.
+        kept: activation bytes per row.
+        mask: peak bytes of the attention mask.
         vocab_size: rows of the output head.
         weights: bytes of all models, from `weight_bytes`.
         rows: training rows of the largest pass.
-        is_taught: whether a teacher's logits stand beside the drafter's.
+        is_taught: whether a teacher's logits are in memory too.
     """
     return Estimate(
         models=weights,
@@ -155,14 +155,14 @@ def estimate_rows(
 
 
 def weight_bytes(recipe: Recipe, trained: int, data: RunData, *, frozen: Sequence[PreTrainedModel] = ()) -> float:
-    """Bytes of the weights that a run loads: of what it trains in float32, and of the models that advise it; where it
-    measures, of the target, and of the drafter once more, as it is measured.
+    """Bytes of all weights of a run: of the trained parameters in float32 and of frozen models; if acceptance lengths
+    are measured, also of the target and a second copy of the drafter.
 
     Args:
-        recipe: the run.
-        trained: parameters of the model in training.
-        data: what else is known of the run.
-        frozen: models that are read and not trained, such as a teacher; their weights are not needed.
+        recipe: of the run.
+        trained: count of trained parameters.
+        data: of the run.
+        frozen: models that are not trained, such as a teacher, or their skeletons.
 
     Raises:
         ValueError: the target does not exist, or is no supported causal LM.
@@ -175,7 +175,7 @@ def weight_bytes(recipe: Recipe, trained: int, data: RunData, *, frozen: Sequenc
 
 
 def largest_pass(recipe: Recipe, data: RunData) -> tuple[int, int]:
-    """How many samples, or packed groups of samples, the largest pass has, and tokens of the longest of them."""
+    """Samples, or packed groups of samples, in the largest pass, and tokens of the longest of them."""
     groups, longest = data.samples_per_pass, data.longest
     if recipe.pack:
         groups = min(groups, math.ceil(groups * longest / recipe.max_length) + 1)
@@ -184,12 +184,12 @@ def largest_pass(recipe: Recipe, data: RunData) -> tuple[int, int]:
 
 
 def parameters_of(model: nn.Module) -> int:
-    """How many parameters a model has."""
+    """Number of a model's parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def rows_of(tokens: int, *, k: int, r: float, r_min: float) -> int:
-    """Training rows that COD keeps of a sample of so many tokens, as in `conditional_drop`.
+    """Training rows that COD keeps of a sample, as in `conditional_drop`.
 
     >>> rows_of(1025, k=8, r=0.7, r_min=0.2)
     3455

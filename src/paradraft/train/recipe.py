@@ -1,7 +1,7 @@
-"""The settings that all recipes share: data, optimisation, memory, evaluation, output. Each drafter's recipe adds more.
+"""Settings shared by all recipes: data, optimisation, memory, evaluation, output. Each drafter's recipe adds more.
 
-A recipe that contradicts itself is refused. One that configures a part which is switched off runs, with a warning, so
-that a published recipe can be tried with `optimizer=adamw`.
+A contradictory recipe is rejected. Settings of a part that is switched off only give a warning, so that a published
+recipe can be tried with `optimizer=adamw`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ NOT_DECISIVE = frozenset({
     "out", "log_every", "save_every", "report_to", "skip_unlabelled", "device", "attention", "gradient_checkpointing",
     "samples_per_pass", "pack", "bf16",
 })  # fmt: skip
-"""Settings that change where, how fast and in how much memory a drafter is learnt, but for rounding not which. A
-checkpoint knows its precision by itself, because `bf16` need not say it."""
+"""Settings that change location, speed and memory of a training but, except for rounding, not the drafter. Checkpoints
+record their precision, because `bf16` may be None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,9 @@ class Part:
     """A part of a run that can be switched off.
 
     Args:
-        settings: what only this part reads.
-        wanted: what switches it on.
-        is_on: whether it is, in a recipe of the class that has the part.
+        settings: that only this part reads.
+        wanted: the setting that switches it on, for warnings.
+        is_on: whether a recipe switches it on.
     """
 
     settings: tuple[str, ...]
@@ -54,16 +54,15 @@ class Part:
 
 
 class Recipe(BaseModel):
-    """Settings of every training run. A subclass adds the settings of one drafter, and overrides the properties that
-    depend on them.
+    """Settings of every training run; a subclass adds those of a drafter, and overrides properties that depend on them.
 
-    Paths are relative to the folder the command runs in.
+    Paths are relative to the working directory.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     ROLES: ClassVar[dict[str, str]] = {"model": "target", "target": "target"}
-    """The settings that name models, and which model of the shipped family each of them calls pocket."""
+    """Settings that name models, and the model of the shipped family that "pocket" is in each."""
     PARTS: ClassVar[tuple[Part, ...]] = (
         Part(settings=("muon_lr",), wanted="optimizer=muon", is_on=lambda recipe: recipe.optimizer == "muon"),
         Part(
@@ -77,7 +76,7 @@ class Recipe(BaseModel):
             is_on=lambda recipe: (recipe.samples_per_pass or recipe.samples_per_step) > 1,
         ),
     )
-    """The parts that `ignored_settings` warns of."""
+    """Parts for `ignored_settings`."""
 
     model: str = Field(
         description="the model to begin with, whose tokenizer reads the data: a Hugging Face id, a folder, or pocket"
@@ -172,23 +171,23 @@ class Recipe(BaseModel):
 
     @field_validator("max_grad_norm")
     @classmethod
-    def _none_is_one_word(cls, given: float | None) -> float | None:
-        return given or None
+    def _zero_is_none(cls, norm: float | None) -> float | None:
+        return norm or None
 
     @model_validator(mode="before")
     @classmethod
-    def _one_is_a_list_of_one(cls, given: Any) -> Any:
-        """Takes one value for a list of one: the brackets of `data=[FILE]` mean something else to some shells."""
-        if not isinstance(given, dict):
-            return given
-        found = dict(given)
+    def _wrap_scalars(cls, values: Any) -> Any:
+        """Accepts a scalar for a list: the brackets of `data=[FILE]` have another meaning in some shells."""
+        if not isinstance(values, dict):
+            return values
+        wrapped = dict(values)
         for name, field in cls.model_fields.items():
             kinds = {get_origin(kind) or kind for kind in (field.annotation, *get_args(field.annotation))}
-            value = found.get(name)
-            is_one = isinstance(value, (str, Path, int, float)) and not isinstance(value, bool)
-            if list in kinds and (is_one or (name == "data" and isinstance(value, (dict, Source)))):
-                found[name] = [value]
-        return found
+            value = wrapped.get(name)
+            is_scalar = isinstance(value, (str, Path, int, float)) and not isinstance(value, bool)
+            if list in kinds and (is_scalar or (name == "data" and isinstance(value, (dict, Source)))):
+                wrapped[name] = [value]
+        return wrapped
 
     @model_validator(mode="after")
     def _check_run(self) -> Self:
@@ -214,14 +213,14 @@ class Recipe(BaseModel):
         return self
 
     def check_measurable(self, held_out: int) -> None:
-        """Raises ValueError if measurements are asked for and so many samples are held out: none."""
-        asked = {name: getattr(self, name) for name in ("target", "evaluate_every", "patience")}
-        for name, value in asked.items():
+        """Raises ValueError if the recipe asks for measurements but no samples are held out."""
+        settings = {name: getattr(self, name) for name in ("target", "evaluate_every", "patience")}
+        for name, value in settings.items():
             if value is not None and not held_out:
                 raise ValueError(f"{name}={value}: nothing is held out to measure with, set held_out")
 
     def check_device(self, kind: str) -> None:
-        """Raises ValueError if the settings cannot be had on a kind of device, as torch calls it."""
+        """Raises ValueError if a device type, such as "cpu", does not support the settings."""
         if self.attention == FLEX and kind == "cpu":
             raise ValueError("attention=flex_attention: it has no backward pass on a CPU, use sdpa")
 
@@ -235,57 +234,53 @@ class Recipe(BaseModel):
 
     @property
     def depths(self) -> int:
-        """How many tokens in a row one training pass learns to predict."""
+        """K, the consecutive tokens that a training pass learns to predict."""
         return 1
 
     @property
     def weights_by_depth(self) -> list[float]:
-        """What the loss of a row of each depth weighs."""
+        """Weight of the loss at each depth."""
         return self.depth_weights or [1.0] * self.depths
 
     @property
     def measured_with(self) -> str | None:
-        """The target that decodes held-out prompts, if any does."""
+        """The target that decodes held-out prompts, if any."""
         return self.target
 
     def decoded_with(self, name: str) -> tuple[str, int | None]:
-        """The drafter that decodes with what is trained, and the tokens that it drafts a round; None if that is fixed.
-
-        Args:
-            name: of what is trained.
-        """
+        """Returns the drafter that decodes with the result of training `name`, and its K; None if it has no K."""
         return name, getattr(self, "k", None)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that decides which drafter is learnt; a run may go on with the same alone.
+        """All settings that decide the trained drafter; only an equal identity may resume a run.
 
-        Data and models that are on this disk count by what they hold, wherever they lie.
+        Data and models on this disk are identified by their content, not by their path.
         """
         settings = self.model_dump(mode="json", exclude=set(NOT_DECISIVE))
         data = [self._identity_of(source) for source in map(as_source, self.data)]
         return settings | {"recipe": type(self).__name__, "data": data} | self.model_hashes
 
     def _identity_of(self, source: Source) -> str | dict[str, Any]:
-        """What a source holds, or its name; and beside it its part of the mix, if it has one."""
-        held = self.data_hashes.get(str(source.path), str(source.path))
+        """Digest of a source, or its name, with its part of the mix if that is not the default."""
+        content = self.data_hashes.get(str(source.path), str(source.path))
         part = source.model_dump(exclude={"path"}, exclude_defaults=True)
-        return {"path": held} | part if part else held
+        return {"path": content} | part if part else content
 
     @property
     def fingerprint(self) -> str:
-        """A short name of the identity."""
+        """Short digest of the identity."""
         return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
     def data_hashes(self) -> dict[str, str]:
-        """SHA-256 of every local file of the data, by its name."""
+        """SHA-256 of every local data file, by path."""
         files = [source.path for source in map(as_source, self.data)]
         return {str(file): file_digest(file) for file in files if file.is_file()}
 
     @cached_property
     def model_hashes(self) -> dict[str, str]:
-        """SHA-256 of what every local model folder holds, by what the model is for."""
+        """SHA-256 of every local model folder, by role."""
         folders = {
             role: pocket_folder(shipped) if name == POCKET else Path(name)
             for role, shipped in self.ROLES.items()
@@ -295,10 +290,10 @@ class Recipe(BaseModel):
 
 
 def ignored_settings(recipe: Recipe, *, steps: int) -> list[str]:
-    """One line for each setting that has nothing to act on.
+    """Warnings about settings without effect; only explicit settings count, and not None or False.
 
     Args:
-        recipe: only what it was given counts, and was not switched off by hand.
+        recipe: of the run.
         steps: optimizer steps of the whole run.
 
     Example:
@@ -308,7 +303,7 @@ def ignored_settings(recipe: Recipe, *, steps: int) -> list[str]:
         muon_lr=0.01 is ignored without optimizer=muon
         warmup_steps=9: the run has 9 steps, so the learning rate never falls
     """
-    found = [
+    warnings = [
         f"{name}={value} is ignored without {part.wanted}"
         for part in recipe.PARTS
         if not part.is_on(recipe)
@@ -317,5 +312,5 @@ def ignored_settings(recipe: Recipe, *, steps: int) -> list[str]:
     ]
     warmup = recipe.warmup_steps
     if "warmup_steps" in recipe.model_fields_set and warmup >= steps and recipe.schedule != "constant":
-        found.append(f"warmup_steps={warmup}: the run has {steps} steps, so the learning rate never falls")
-    return found
+        warnings.append(f"warmup_steps={warmup}: the run has {steps} steps, so the learning rate never falls")
+    return warnings

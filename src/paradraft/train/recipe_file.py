@@ -1,4 +1,4 @@
-"""Reads a recipe from a YAML file, with overrides from the command line; what one may say."""
+"""Reads a recipe from a YAML file, applies overrides of the command line, and lists the settings of a recipe."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ R = TypeVar("R", bound=Recipe)
 
 
 def load_recipe(kind: type[R], file: Path, overrides: list[str]) -> R:
-    """Reads a recipe of some kind and applies `key=value` overrides.
+    """Reads a recipe and applies `key=value` overrides.
 
     Raises:
-        ValueError: the file does not exist or is no mapping, a key is unknown, a value does not
-            fit.
+        ValueError: the file does not exist or is no mapping, a key is unknown, or a value is invalid.
     """
     if not file.is_file():
         raise ValueError(f"recipe {str(file)!r} does not exist")
@@ -47,7 +46,7 @@ def load_recipe(kind: type[R], file: Path, overrides: list[str]) -> R:
 
 
 def _set(settings: dict[str, Any], key: str, value: object) -> None:
-    """Sets a key; dots lead into groups of settings, as in `lora.rank=8`."""
+    """Sets a key; dots separate groups of settings, as in `lora.rank=8`."""
     *groups, last = key.split(".")
     for group in groups:
         inner = settings.get(group)
@@ -56,24 +55,24 @@ def _set(settings: dict[str, Any], key: str, value: object) -> None:
 
 
 def _parsed(text: str) -> Any:
-    """What a YAML text says; ValueError if it says nothing."""
+    """Parses YAML; ValueError if it is invalid."""
     try:
         return yaml.safe_load(text)
-    # Dates that do not exist are a ValueError of Python's, and texts in a thousand brackets a RecursionError.
+    # An impossible date is a ValueError, and a thousand nested brackets are a RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 
 def _value(text: str) -> Any:
-    # YAML 1.1 reads 1e-3 as a string; people write learning rates like that.
+    # YAML 1.1 reads 1e-3, a usual learning rate, as a string.
     try:
         return float(text) if "e" in text.lower() else _parsed(text)
     except ValueError:
         return _parsed(text)
 
 
-def _complaint(kind: type[BaseModel], location: tuple[int | str, ...], message: str, given: object) -> str:
-    if location[:1] == ("data",):  # pydantic names which kind of entry it took it for
+def _complaint(kind: type[BaseModel], location: tuple[int | str, ...], message: str, value: object) -> str:
+    if location[:1] == ("data",):  # pydantic includes the tag of the entry's type
         location = tuple(part for part in location if part not in (PLAIN, MIXED))
     key = ".".join(map(str, location))
     if not key:
@@ -83,29 +82,29 @@ def _complaint(kind: type[BaseModel], location: tuple[int | str, ...], message: 
         return f"unknown recipe key {key!r}; known are {', '.join(known.model_fields)}"
     if message == "Field required":
         return f"recipe key {key!r} is missing"
-    return f"recipe key {key!r}: {message[0].lower()}{message[1:]}, not {given!r}"
+    return f"recipe key {key!r}: {message[0].lower()}{message[1:]}, not {value!r}"
 
 
 def groups_of(kind: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The settings of a recipe that are groups of settings themselves, such as `lora`."""
-    found: dict[str, type[BaseModel]] = {}
+    """Settings of a recipe that are groups of settings, such as `lora`."""
+    groups: dict[str, type[BaseModel]] = {}
     for name, field in kind.model_fields.items():
         for part in _parts(field.annotation):
             if isinstance(part, type) and issubclass(part, BaseModel):
-                found[name] = part
-    return found
+                groups[name] = part
+    return groups
 
 
 def _parts(annotation: Any) -> list[Any]:
-    """A type and all types in its brackets."""
+    """A type and all its type arguments, recursively."""
     return [annotation, *(inner for part in get_args(annotation) for inner in _parts(part))]
 
 
 def settings_of(kind: type[Recipe]) -> dict[str, FieldInfo]:
-    """All settings of a kind of recipe; those of groups come last, as `group.setting`."""
-    inner = {
+    """All settings of a recipe; those of groups come last, as `group.setting`."""
+    nested = {
         f"{group}.{name}": field
         for group, model in groups_of(kind).items()
         for name, field in model.model_fields.items()
     }
-    return dict(kind.model_fields) | inner
+    return dict(kind.model_fields) | nested

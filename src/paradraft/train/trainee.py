@@ -1,4 +1,4 @@
-"""What training knows of a drafter: the seam between the training loop and `train/<name>.py`."""
+"""`Trainee`: the interface between the training loop and `train/drafters/<name>.py`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from paradraft.train.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """What is known of a run before any weights are loaded.
+    """Data and settings of a run, known before any weights are loaded.
 
     Args:
         tokenizer: of the recipe's `model`.
-        samples: all of the run, those that are held out among them.
+        samples: all of the run, including the held-out set.
         longest: tokens of the longest sample.
-        largest: the largest token id of all samples.
-        device: where this process trains.
+        largest: largest token id of all samples.
+        device: of this process.
         bf16: whether passes compute in bf16; weights are in float32.
-        samples_per_pass: samples that this process reads at a time.
+        samples_per_pass: batch size of this process.
         measures: whether acceptance lengths are measured, with `recipe.measured_with`.
     """
 
@@ -44,16 +44,16 @@ class RunData:
 
 
 class Trainee(Protocol):
-    """A drafter in training: all that trainer, checkpoints and measurements know of it."""
+    """A drafter in training, as trainer, checkpoints and measurements use it."""
 
     @property
     def objective(self) -> nn.Module:
-        """What is trained, and its loss, as one module on `RunData.device`, which data-parallel training and FSDP wrap.
+        """The trained weights and the loss, as one module on `RunData.device`, which data-parallel training and FSDP
+        wrap.
 
-        Its forward takes a `TrainingBatch` and `[K]` weights, what a row of each depth weighs, and returns the weighted
-        sum of the rows' losses and `[K]` rows of each depth predicted correctly. Parameters that require no gradient
-        are not trained. Checkpoints hold its state dict; frozen models that only give advice, such as a teacher, are
-        kept out of it.
+        Its forward takes a `TrainingBatch` and `[K]` weights of a row of each depth, and returns the weighted sum of
+        the rows' losses and `[K]` rows of each depth predicted correctly. Parameters without `requires_grad` are not
+        trained. Checkpoints hold its state dict, which excludes frozen models such as a teacher.
         """
 
     @property
@@ -62,7 +62,7 @@ class Trainee(Protocol):
 
     @property
     def drafter(self) -> str:
-        """The name of the drafter that decodes with what `save` writes, with settings if it needs some."""
+        """Spec of the drafter that decodes with the files of `save`: its name, with settings if needed."""
 
     @property
     def k(self) -> int:
@@ -70,38 +70,31 @@ class Trainee(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a text that the drafter can read."""
+        """Context length of the drafter."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """What is said before the first step, besides the recipe: the mask token, the memory that it takes."""
+        """Messages before the first step, such as the mask token and the memory estimate."""
 
     def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> TrainingBatch:
-        """The rows of some samples; it may run in another thread.
+        """Makes the rows of some samples; may run in another thread.
 
         Args:
-            groups: S lists of samples; the samples of a list are packed one after the other.
-            generators: for each sample the source of all random choices about it, so that they do not depend on the
-                samples beside it.
+            groups: S lists of samples; the samples of a list are packed.
+            generators: of each sample, so that its random choices do not depend on the other samples.
         """
 
     def check_target(self, name: str, target: Target, runtime: Runtime) -> None:
-        """Raises ValueError if the drafter cannot be measured with a target.
-
-        Args:
-            name: of the target, as the recipe gives it.
-            target: loaded.
-            runtime: the target's.
-        """
+        """Raises ValueError if the drafter cannot be measured with a target, whose name is the recipe's."""
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Writes what the drafter loads, in the format of `formats/`; called in the main process only.
+        """Writes the drafter's folder, in the format of `formats/`; called in the main process only.
 
-        The files appear all at once (`whole_folder`), a `config.json` among them. The same weights give the same bytes.
+        The files, including `config.json`, appear atomically (`whole_folder`). Equal weights give equal bytes.
 
         Args:
-            folder: it may exist, and is replaced then.
-            weights: the state dict of `objective`, on whatever device.
+            folder: replaced if it exists.
+            weights: the state dict of `objective`, on any device.
         """
 
 
@@ -109,10 +102,10 @@ R = TypeVar("R", bound=Recipe, contravariant=True)
 
 
 class Builder(Protocol[R]):
-    """The function `build` of `train/<name>.py`; the type of its first parameter is the class of its recipes."""
+    """The function `build` of `train/drafters/<name>.py`; its first parameter has the type of the recipe."""
 
     def __call__(self, recipe: R, data: RunData, /) -> Trainee:
-        """Loads what a recipe trains.
+        """Loads the models of a recipe.
 
         Raises:
             ValueError: models cannot be used, the settings do not fit them, or there is not enough memory.
