@@ -26,12 +26,7 @@ SYNC_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """Content of a file of answers.
-
-    Args:
-        done: ids of its answers.
-        size_bytes: size of its complete lines.
-    """
+    """Ids of the answers in a file, and size of its complete lines."""
 
     done: frozenset[str]
     size_bytes: int
@@ -41,9 +36,7 @@ class AnswerFile:
     """File of answers that only this process may append to inside the `with` block.
 
     Args:
-        file: where the answers go.
         settings: the settings that decide the text, for JSON.
-        ids: of all questions of this run.
     """
 
     def __init__(self, file: Path, settings: Mapping[str, object], ids: Set[str]) -> None:
@@ -100,11 +93,6 @@ class AnswerFile:
 
 def read_answers(file: Path, settings: Mapping[str, object], ids: Set[str]) -> Contents:
     """Reads which answers a file, which need not exist, holds; changes nothing.
-
-    Args:
-        file: of answers.
-        settings: of this run.
-        ids: of all questions of this run.
 
     Raises:
         ValueError: the file cannot be written, is not a file of answers, was written with other settings, or

@@ -29,7 +29,6 @@ def dated(template: ChatTemplate, date_string: str | None, day: date | None) -> 
     Llama 3.2's template writes today's date, so the same data would give other tokens tomorrow.
 
     Args:
-        template: of the model.
         date_string: written as the date, whatever format the template wants.
         day: today's date if there is no `date_string`; None for the actual day.
     """

@@ -42,12 +42,8 @@ def load_samples(
     Warns if labels are lost because samples are too long, or if pieces begin in the middle of an answer.
 
     Args:
-        sources: files or Hugging Face datasets, optionally with their part of the mix.
-        tokenizer: of the model, with its chat template.
-        max_length: most tokens of a sample.
         long: how longer ones are cut, see `Tokenization`.
         columns: the sources' names for the columns of `paradraft.data.records`.
-        chat_template_kwargs: variables of the chat template.
         date_string: written by the template as today's date.
         day: today's date if there is no `date_string`; None for the actual day.
         end_ids: tokens that end a turn, besides the tokenizer's end-of-text.

@@ -171,18 +171,10 @@ class Endpoint:
 
     Args:
         url: up to and including the version, such as "http://localhost:8000/v1".
-        model: name of the model at the endpoint.
         sampling: temperature, top-k, top-p, min-p and seed; the seed of each turn is derived from it.
-        max_new_tokens: of a turn.
         concurrency: most requests at a time.
-        retries: of a request after a transient error.
-        timeout_s: of a request.
-        api_key: sent as a bearer token.
         fields: further fields of every request, such as sampling settings that only this server has.
         chat_template_kwargs: variables of the server's chat template, sent with conversations.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     url: str

@@ -30,11 +30,7 @@ class InProcess:
 
     Args:
         engine: with the match rule.
-        target: name of the target, for the settings.
         sampling: for all turns; the seed of each turn is derived from it.
-        max_new_tokens: of a turn.
-        batch_size: maximum batch size.
-        chat_template_kwargs: variables of the chat template.
 
     Raises:
         ValueError: a limit is below 1, or the chat template does not know a variable.

@@ -24,12 +24,10 @@ class Source(BaseModel):
         default=1.0,
         gt=0,
         le=1000,
-        description="how many times each of its samples is taken in an epoch; with 0.5 every other one, in the next "
-        "epoch the others",
+        description="times that each of its samples is taken per epoch; with 0.5 one half of them, in the next epoch "
+        "the other",
     )
-    most: int | None = Field(
-        default=None, ge=1, description="at most so many of its samples, chosen by seed; by default all"
-    )
+    most: int | None = Field(default=None, ge=1, description="most samples to take, chosen by seed; by default all")
 
 
 PLAIN, MIXED = "file", "mixed"
@@ -68,8 +66,6 @@ def taken_in(weights: torch.Tensor, epoch: int, seed: int) -> torch.Tensor:
     Each epoch continues where the last one ended, so that the counts of samples of equal weight differ by at most one.
 
     Args:
-        weights: `[n]` of the samples.
-        epoch: from 0.
         seed: of the order of samples of equal weight.
 
     >>> weights = torch.tensor([1.0, 1.0, 0.5, 0.5, 2.0])

@@ -20,7 +20,6 @@ def counted(count: int, source: str | None) -> str:
     """Count and source of prompts, for a title.
 
     Args:
-        count: of prompts.
         source: `DEFAULT`, `RANDOM`, `PIPE`, a file, or None if unknown.
 
     >>> [counted(8, source) for source in (DEFAULT, RANDOM, None)]

@@ -97,9 +97,7 @@ def texts_of(
     """Prompt text of each record; conversations are rendered up to the generation prompt.
 
     Args:
-        records: as `read_prompts` returns them.
         tokenizer: loads the model's; called only if there are conversations.
-        variables: of the chat template.
 
     Raises:
         ValueError: the model has no chat template, or it refuses a conversation.

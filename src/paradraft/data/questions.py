@@ -35,7 +35,6 @@ class Question:
 
     Args:
         place: file and line of the record, for error messages.
-        record: with a prompt or with messages.
         id: digest of the record, index among equal records, and index of the sample.
     """
 
@@ -55,13 +54,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One turn as the target wrote it.
-
-    Args:
-        text: without the end token.
-        finish_reason: `EOS` or `LENGTH`.
-        tokens: count, including the end token.
-    """
+    """One turn as the target wrote it: text without the end token, finish reason, and count of tokens with it."""
 
     text: str
     finish_reason: str
@@ -72,8 +65,6 @@ def read_questions(source: Path, samples: int, columns: Mapping[str, str] | None
     """Reads the questions of a source.
 
     Args:
-        source: JSONL, JSON, Parquet or a Hugging Face dataset, as `rows` reads them.
-        samples: answers per record.
         columns: the source's names for the columns of `paradraft.data.records`.
 
     Raises:

@@ -24,9 +24,7 @@ def read_object(text: str, location: str, example: str) -> dict[str, Any]:
     """Parses a JSON object whose texts can be tokenized, sent and written.
 
     Args:
-        text: the user's JSON.
         location: such as file and line, for error messages.
-        example: a valid object, for error messages.
 
     Raises:
         ValueError: it is no JSON object, or contains a lone surrogate, NaN or infinity.
@@ -40,11 +38,6 @@ def read_object(text: str, location: str, example: str) -> dict[str, Any]:
 
 def checked_object(value: object, location: str, example: str) -> dict[str, Any]:
     """Checks that a value read from JSON is an object whose texts can be tokenized, sent and written, and returns it.
-
-    Args:
-        value: read from JSON.
-        location: such as file and line, for error messages.
-        example: a valid object, for error messages.
 
     Raises:
         ValueError: it is no object, or contains a lone surrogate, NaN or infinity.
@@ -174,9 +167,6 @@ def records(source: Path, what: str) -> Iterator[tuple[str, Record]]:
 
     Yields:
         Location of the record, for error messages, and the record.
-
-    Raises:
-        ValueError: as `rows`.
     """
     if not source.is_file() or source.suffix in TABLES or source.suffix.lower() in NOT_TEXT:
         yield from rows(source, what, '{"text": "some text"}')
@@ -195,7 +185,6 @@ def rows(source: Path, what: str, example: str) -> Iterator[tuple[str, Record]]:
             `name`, `name:split` (`train` by default) or `name/configuration:split`. A `.json` file holds an array of
             records, an object with one array of records in it, or a record in each line.
         what: purpose of the source, for error messages.
-        example: a line of JSONL, for error messages.
 
     Yields:
         Location of the record, for error messages, and the record.

@@ -21,7 +21,6 @@ class Outcome:
     """Result of one question.
 
     Args:
-        question: that was answered.
         answers: of its turns; fewer than it has if there was no room for the next; none if it failed.
         failure: error message, if there is no answer.
     """
@@ -55,10 +54,8 @@ class Progress:
     Args:
         total: answers requested.
         before: of these, answers that existed before the run.
-        written: answers that this run wrote.
         shortened: of these, conversations that end early for lack of room.
         tokens: of the written answers.
-        failed: questions without an answer.
         started_s: start of the run, by `time.monotonic`.
     """
 
@@ -82,9 +79,7 @@ def regenerate(
     """Answers the questions that the file has no answer to, and appends the answers.
 
     Args:
-        answerer: generates the answers.
         questions: all that the complete file answers.
-        out: the file of answers; see `AnswerFile`.
         report: called at the start and after every outcome.
 
     Returns:

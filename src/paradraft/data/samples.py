@@ -16,7 +16,6 @@ class Sample:
 
     Args:
         tokens: at least two token ids.
-        is_label: whether each token is a label.
         group: shared by pieces of one record and by answers to one prompt.
         weight: times that an epoch takes the sample.
     """

@@ -66,7 +66,6 @@ class TokenCache:
 
     Args:
         folder: of the cache; None for one inside the cache of `datasets`.
-        processes: that tokenize; None for one per CPU.
         small_bytes: files up to this size are not cached.
     """
 
@@ -81,12 +80,6 @@ def tokenized_records(
     """Tokenizes the records of a source, in their order, or reads their tokens from the cache.
 
     Warns if a cache entry is damaged or cannot be written.
-
-    Args:
-        source: a file, or a Hugging Face dataset.
-        how: settings of the tokenization.
-        cache: settings of the cache.
-        day: today's date for the chat template; None for the actual day.
 
     Raises:
         ValueError: the source does not exist or cannot be read, or the next record is broken.
@@ -277,11 +270,7 @@ def _readable(source: Path, how: Tokenization, mistakes: list[ValueError]) -> It
 
 
 def _tokenize(folder: Path, source: Path, how: Tokenization, processes: int) -> list[Path]:
-    """Tokenizes the records in a folder and returns the files of tokens in their order.
-
-    Raises:
-        ValueError: a process died.
-    """
+    """Tokenizes the records in a folder and returns the files of tokens in their order."""
     from datasets import Dataset, Features
 
     raw = Dataset.from_file(str(folder / RECORDS))

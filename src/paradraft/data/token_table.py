@@ -76,11 +76,7 @@ def _memory(lists: pa.ListArray) -> Any:
 
 
 def records_of(table: pa.Table) -> Iterator[Tokenized]:
-    """Yields the records of a table; their tokens are views of the table.
-
-    Raises:
-        ValueError: the next record is broken.
-    """
+    """Yields the records of a table; their tokens are views of the table."""
     for batch in table.to_batches():
         columns = {name: batch.column(name) for name in SCHEMA.names}
         tokens, labels = (_memory(columns[name]) for name in ("tokens", "is_label"))

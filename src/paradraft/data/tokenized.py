@@ -34,8 +34,6 @@ class Tokenization:
     """Settings by which records become samples.
 
     Args:
-        template: the chat template, with the model's tokenizer.
-        max_length: most tokens of a sample.
         long: treatment of longer ones: "truncate" keeps the beginning, "split" cuts into pieces that overlap by one
             token, "auto" splits plain text and truncates records with a prompt or turns.
         columns: the source's names for the columns of `paradraft.data.records`.
@@ -54,10 +52,8 @@ class Tokenized:
     Args:
         place: file and line of the record, for error messages.
         samples: of at most `max_length` tokens, each with a label.
-        is_talk: whether it is a conversation.
         is_unlabelled: whether it has no label, whatever the maximum length.
         wholes: count of samples before cutting.
-        labels: count of their labels.
         truncated: samples that were truncated and have labels left.
         lost: labels that were truncated away.
         empty: samples that were truncated and have no label left.
@@ -78,11 +74,6 @@ class Tokenized:
 
 def tokenized(place: str, row: Record, how: Tokenization) -> Tokenized:
     """Tokenizes a record.
-
-    Args:
-        place: file and line of the record, for error messages.
-        row: the record, with the source's column names.
-        how: settings of the tokenization.
 
     Raises:
         ValueError: the record is broken.
