@@ -33,8 +33,6 @@ class Estimate:
     """Bytes that a run takes on one device.
 
     Args:
-        models: weights of all models.
-        optimizer: gradients and moments.
         rows: activations that a pass keeps.
         mask: the attention mask, at its peak.
         logits: logits and the intermediate tensors of the loss.
@@ -88,12 +86,10 @@ def estimate(
     """Estimates a run that trains a causal LM.
 
     Args:
-        recipe: of the run.
         model: the drafter in training, or its skeleton.
         weights: bytes of all models, from `weight_bytes`.
         rows: training rows of the largest sample.
         passes: samples, or packed groups of samples, of one pass.
-        bf16: whether passes compute in bf16.
         is_taught: whether a teacher's logits are in memory too.
         beside: trained parameters that are not in `model`.
     """
@@ -137,13 +133,9 @@ def estimate_rows(
     """Estimates a run on training rows.
 
     Args:
-        trained: count of trained parameters.
-        kept: activation bytes per row.
         mask: peak bytes of the attention mask.
         vocab_size: rows of the output head.
-        weights: bytes of all models, from `weight_bytes`.
         rows: training rows of the largest pass.
-        is_taught: whether a teacher's logits are in memory too.
     """
     return Estimate(
         models=weights,
@@ -159,9 +151,7 @@ def weight_bytes(recipe: Recipe, trained: int, data: RunData, *, frozen: Sequenc
     are measured, also of the target and a second copy of the drafter.
 
     Args:
-        recipe: of the run.
         trained: count of trained parameters.
-        data: of the run.
         frozen: models that are not trained, such as a teacher, or their skeletons.
 
     Raises:

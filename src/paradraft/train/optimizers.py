@@ -50,7 +50,6 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         matrices: parameters of two dimensions.
-        lr: learning rate.
         weight_decay: decoupled, times lr.
         momentum: of Nesterov's kind.
     """
@@ -122,15 +121,11 @@ class Optimizers:
     momentum.
 
     Args:
-        model: to train.
         muon_lr: Muon's highest learning rate; None trains all parameters with AdamW.
         lr: AdamW's highest learning rate.
-        weight_decay: of the hidden matrices.
         warmup_steps: steps until the highest rate.
-        steps: of the whole run.
         schedule: of the rate after the warm-up: "constant"; "linear" and "cosine" decay to zero;
             "warmup_stable_decay" is constant for a share of `STABLE`, then decays linearly to zero.
-        betas: of AdamW.
         max_grad_norm: gradients with a larger norm are scaled down to it; None scales nothing.
     """
 

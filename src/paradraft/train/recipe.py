@@ -87,18 +87,19 @@ class Recipe(BaseModel):
         "of the mix, see data.path",
     )
     columns: dict[str, str] = Field(
-        default={}, description="what the data calls text, prompt, response, messages, user or assistant, if otherwise"
+        default={},
+        description="the data's names for text, prompt, response, messages, user or assistant, if they differ",
     )
     chat_template_kwargs: dict[str, JsonValue] = Field(
         default={}, description="variables of the chat template, such as Qwen3's enable_thinking, as it will be served"
     )
     date_string: str | None = Field(
         default=None,
-        description="what the chat template writes as today's date, if it writes one; by default the day on which the "
-        "run began, also when it goes on later",
+        description="today's date in the chat template, if it writes one; by default the day on which the run began, "
+        "also after a resume",
     )
-    skip_unlabelled: bool = Field(default=False, description="go on without samples in which nothing is a label")
-    out: Path = Field(description="where the drafter goes")
+    skip_unlabelled: bool = Field(default=False, description="skip samples without labels")
+    out: Path = Field(description="folder of the drafter")
 
     average: Reduction = Field(
         default="token_mean",
@@ -106,21 +107,21 @@ class Recipe(BaseModel):
         "positions (Eq. 8)",
     )
     depth_weights: list[float] | None = Field(
-        default=None, description="a list: what each position of a draft weighs, from position 1 on; by default 1"
+        default=None, description="a list: weights of the draft positions, from position 1 on; by default 1"
     )
 
     steps: int | None = Field(default=None, ge=1, description="optimizer steps; give these or epochs")
     epochs: float | None = Field(default=None, gt=0, description="times through the data")
     samples_per_step: int = Field(default=8, ge=1, description="samples of one step, on all devices together")
     samples_per_pass: int | None = Field(
-        default=None, ge=1, description="samples that one device reads at a time; fewer take less memory"
+        default=None, ge=1, description="samples of a pass on each device; fewer take less memory"
     )
     max_length: int = Field(default=1024, ge=2, description="most tokens of a sample")
     long: Long = Field(
         default="auto",
         description="longer samples: truncate, split, or auto: split plain text, truncate what has a prompt or turns",
     )
-    pack: bool = Field(default=False, description="put short samples one after the other, up to max_length")
+    pack: bool = Field(default=False, description="pack short samples into sequences of up to max_length")
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw", description="adamw, or muon for the matrices and AdamW for the rest"
     )
@@ -155,18 +156,18 @@ class Recipe(BaseModel):
     log_every: int = Field(default=10, ge=1, description="steps between reports")
     save_every: int = Field(default=100, ge=1, description="steps between checkpoints")
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
-        default=[], description="where reports go too: tensorboard, wandb, mlflow, trackio"
+        default=[], description="trackers: tensorboard, wandb, mlflow, trackio"
     )
     held_out: int | None = Field(
-        default=None, ge=0, description="samples kept out to measure on; by default 1 in 20, at most 64"
+        default=None, ge=0, description="size of the held-out set; by default 1 in 20 samples, at most 64"
     )
     evaluate_every: int | None = Field(default=None, ge=1, description="steps between evaluations; by default a tenth")
     target: str | None = Field(default=None, description="decode held-out prompts with this target to measure")
-    prompts: int = Field(default=8, ge=1, description="how many of them")
+    prompts: int = Field(default=8, ge=1, description="count of held-out prompts")
     prompt_tokens: int = Field(default=64, ge=1, description="tokens of a prompt that is cut from plain text")
-    answer_tokens: int = Field(default=64, ge=1, description="tokens that the target answers")
+    answer_tokens: int = Field(default=64, ge=1, description="most tokens of the target's answer")
     patience: int | None = Field(
-        default=None, ge=1, description="stop after so many evaluations that were not better than the best"
+        default=None, ge=1, description="evaluations without improvement after which the run stops"
     )
 
     @field_validator("max_grad_norm")
@@ -291,10 +292,6 @@ class Recipe(BaseModel):
 
 def ignored_settings(recipe: Recipe, *, steps: int) -> list[str]:
     """Warnings about settings without effect; only explicit settings count, and not None or False.
-
-    Args:
-        recipe: of the run.
-        steps: optimizer steps of the whole run.
 
     Example:
         >>> settings = {"model": "m", "data": ["d"], "out": "o", "steps": 9, "warmup_steps": 9}

@@ -27,7 +27,6 @@ class RunData:
         samples: all of the run, including the held-out set.
         longest: tokens of the longest sample.
         largest: largest token id of all samples.
-        device: of this process.
         bf16: whether passes compute in bf16; weights are in float32.
         samples_per_pass: batch size of this process.
         measures: whether acceptance lengths are measured, with `recipe.measured_with`.

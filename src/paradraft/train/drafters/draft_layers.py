@@ -46,17 +46,17 @@ class LayersRecipe(HeadRecipe):
 
     layers: int = Field(default=1, ge=1, description="decoder layers of the target's shape")
     init: Literal["first", "last", "random"] = Field(
-        default="first", description="the layers begin as the target's first or last ones, or with random weights"
+        default="first", description="initial weights of the layers: of the target's first or last ones, or random"
     )
     target_layers: list[int] = Field(
         default=[FINAL_NORM],
         min_length=1,
-        description="whose states are read: 0 for the embeddings, i after the target's i-th layer, -1 after its final "
-        "norm; several, as in EAGLE-3, are joined by a linear layer",
+        description="target layers whose states are read: 0 for the embeddings, i after the i-th layer, -1 after the "
+        "final norm; several, as in EAGLE-3, are joined by a linear layer",
     )
-    final_norm: bool = Field(default=True, description="a norm after the layers, which begins as the target's last one")
-    regression: float = Field(default=0.0, ge=0, description="what the loss of the states weighs (Eq. 4)")
-    classification: float = Field(default=1.0, ge=0, description="what the loss of the tokens weighs")
+    final_norm: bool = Field(default=True, description="a norm after the layers, initialized to the target's last one")
+    regression: float = Field(default=0.0, ge=0, description="weight of the loss of the states (Eq. 4)")
+    classification: float = Field(default=1.0, ge=0, description="weight of the loss of the tokens")
 
     @model_validator(mode="after")
     def _check_losses(self) -> Self:
@@ -79,16 +79,16 @@ class ParallelRecipe(LayersRecipe):
 
     r: float = Field(default=1.0, gt=0, le=1, description="COD: rows kept from position to position; 1 keeps all")
     r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any position")
-    distinct_masks: bool = Field(default=True, description="a mask for each place of the draft, or one for all")
+    distinct_masks: bool = Field(default=True, description="a mask for each position of the draft, or one for all")
     previous_token_rank: int = Field(
         default=0,
         ge=0,
         le=MOST_RANK,
-        description="rank of a head that tells each mask the tokens drafted before it; 0: none",
+        description="rank of the head that gives each mask the tokens drafted before it; 0: none",
     )
     mask_state: Literal["anchor", "learned"] = Field(
         default="anchor",
-        description="what a mask has for the target's state: that before the last committed token, or a learned vector",
+        description="the target's state that a mask reads: that before the last committed token, or a learned vector",
     )
 
 
@@ -96,10 +96,7 @@ class LayersObjective(HeadObjective):
     """Decoder layers in training, and their loss. A subclass computes their inputs, `vectors`.
 
     Args:
-        target: the frozen target.
-        recipe: of the run.
         on_gpu: decides the attention implementation if the recipe does not.
-        bf16: see `HeadObjective`.
         mistral: whether the layers are Mistral's, see `layers_like`.
     """
 
@@ -136,7 +133,6 @@ class LayersObjective(HeadObjective):
         """Returns `[S, R, D]` inputs of the layers.
 
         Args:
-            batch: the rows.
             embeddings_SRD: of real tokens; undefined for masks.
             states_SRD: states from which the rows' anchors were predicted.
         """
@@ -177,7 +173,7 @@ class LayersObjective(HeadObjective):
         classification, right_K = super().loss(hidden_SRD, batch, read_SND, weights_K)
         if not self.regression:
             return self.classification * classification, right_K
-        index_SRD = batch.places[:, :, None].expand_as(hidden_SRD)
+        index_SRD = batch.text_indices[:, :, None].expand_as(hidden_SRD)
         regression_SR = smooth_l1_loss(
             hidden_SRD.float(), read_SND.gather(1, index_SRD).float(), reduction="none"
         ).mean(-1)
@@ -210,7 +206,6 @@ class Masks(nn.Module):
     """Trained embeddings, and optionally the state, of masks.
 
     Args:
-        recipe: of the run.
         target: masks are initialized to the mean of its embeddings.
         reads_states: whether the drafter reads states.
     """
@@ -247,9 +242,6 @@ def layers_trainee(
     """Checks the settings and the memory, then loads the target and builds the trainee.
 
     Args:
-        drafter: name of the drafter.
-        recipe: of the run.
-        data: of the run.
         build: makes the objective from the target.
         joined: whether a linear layer joins embeddings and states.
         for_vllm: whether the layers are Mistral's, and never read the first token of a text; see `EagleRecipe`.

@@ -30,19 +30,19 @@ from paradraft.train.trainee import RunData
 class EagleRecipe(LayersRecipe):
     """Settings of `paradraft train eagle`."""
 
-    regression: float = Field(default=1.0, ge=0, description="what the loss of the states weighs (Eq. 4)")
-    classification: float = Field(default=0.1, ge=0, description="what the loss of the tokens weighs")
+    regression: float = Field(default=1.0, ge=0, description="weight of the loss of the states (Eq. 4)")
+    classification: float = Field(default=0.1, ge=0, description="weight of the loss of the tokens")
 
     for_vllm: bool = Field(
         default=False,
-        description="train what vLLM can draft with (paradraft export): Mistral's layers, no bias where embedding and "
-        "state are joined, and nothing read of the first token of a text, before which there is no state",
+        description="train a drafter that vLLM supports (paradraft export): Mistral's layers, no bias where embedding "
+        "and state are joined, and the first token of a text, before which there is no state, is not read",
     )
     own_steps: int = Field(
         default=1,
         ge=1,
-        description="tokens in a row that are learnt, all but the first after the layer's own states, as in EAGLE-3; "
-        "1: every token after the target's own state",
+        description="consecutive tokens that are learnt, all but the first from the layer's own states, as in EAGLE-3; "
+        "1: every token from the target's state",
     )
 
     @model_validator(mode="after")
@@ -99,7 +99,7 @@ class Eagle(LayersObjective):
         (model,) = self._model
         dtype = next(self.layers[0].parameters()).dtype
         embed, (S, R) = self.target.model.get_input_embeddings(), batch.depths.shape
-        embeddings_SRD = embed(batch.texts.tokens.gather(1, batch.places)).to(dtype)
+        embeddings_SRD = embed(batch.texts.tokens.gather(1, batch.text_indices)).to(dtype)
         states_SRD = states_before(batch, self._fused(read_SNX)).to(dtype)
         sees_SRR, before_SR = attention_rule(batch.rows), batch.before().view(S, R)
         outputs_XD = torch.zeros_like(states_SRD).flatten(0, 1)
@@ -135,11 +135,7 @@ def _rows_of(batch: TrainingBatch, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def build(recipe: EagleRecipe, data: RunData) -> HeadTrainee:
-    """Checks the memory, then loads the target.
-
-    Raises:
-        ValueError: the target cannot be used, or there is not enough memory.
-    """
+    """Checks the memory, then loads the target. See `Builder`."""
     on_gpu = data.device.type == "cuda"
 
     def objective(target: Teacher) -> Eagle:

@@ -21,8 +21,8 @@ from paradraft.train.trainee import RunData
 class EagleParallelRecipe(ParallelRecipe):
     """Settings of `paradraft train eagle_parallel`."""
 
-    regression: float = Field(default=1.0, ge=0, description="what the loss of the states weighs (Eq. 4)")
-    classification: float = Field(default=0.1, ge=0, description="what the loss of the tokens weighs")
+    regression: float = Field(default=1.0, ge=0, description="weight of the loss of the states (Eq. 4)")
+    classification: float = Field(default=0.1, ge=0, description="weight of the loss of the tokens")
 
 
 class EagleParallel(LayersObjective):
@@ -40,11 +40,7 @@ class EagleParallel(LayersObjective):
 
 
 def build(recipe: EagleParallelRecipe, data: RunData) -> HeadTrainee:
-    """Checks the memory, then loads the target.
-
-    Raises:
-        ValueError: the target cannot be used, or there is not enough memory.
-    """
+    """Checks the memory, then loads the target. See `Builder`."""
     on_gpu = data.device.type == "cuda"
     return layers_trainee(
         "eagle_parallel",

@@ -45,18 +45,18 @@ class HeadRecipe(Recipe):
     """Settings of trainings on the target's states."""
 
     model: str = Field(description="the target whose states the drafter reads: a Hugging Face id, a folder, or pocket")
-    k: int = Field(default=8, ge=1, description="most tokens that are drafted in a round")
+    k: int = Field(default=8, ge=1, description="most tokens drafted per round")
     start: str | None = Field(
         default=None,
-        description="begin with the weights of this drafter on the same target, as far as it has them; it may be of "
-        "another kind, as eagle for eagle_parallel",
+        description="a drafter on the same target whose weights are the initial ones, as far as it has them; it may be "
+        "of another kind, as eagle for eagle_parallel",
     )
     feature_cache_gb: float = Field(
         default=0.0,
         ge=0,
         le=1e6,
-        description="memory of the host for the target's states of the texts read last, which are then not computed "
-        "again in the next epoch; 0: they always are",
+        description="host memory for a cache of the target's states, which saves computing them again in the next "
+        "epoch; 0: no cache",
     )
     loss: Literal["cross_entropy", Divergence] = Field(
         default="cross_entropy",
@@ -80,7 +80,7 @@ class MedusaWeights(HeadRecipe):
 
     depth_weights: list[float] | None = Field(
         default=None,
-        description="a list: what each position of a draft weighs, from position 1 on; by default 1, 0.8, 0.64, ...",
+        description="a list: weights of the draft positions, from position 1 on; by default 1, 0.8, 0.64, ...",
     )
 
     @property
@@ -95,8 +95,6 @@ class HeadObjective(nn.Module):
     A subclass holds the trained weights and computes `hidden`; it may set `target_layers`, whose states it reads.
 
     Args:
-        target: the frozen target.
-        recipe: of the run.
         bf16: compute in bf16; losses are computed in float32.
         logits: most logits in memory at a time; more are recomputed in the backward pass.
     """
@@ -124,7 +122,6 @@ class HeadObjective(nn.Module):
         """Returns the drafter's states `[S, R, D]` of all rows, the input of `head`.
 
         Args:
-            batch: the rows.
             read_SNX: the target's states of the texts after `target_layers`, concatenated.
         """
         raise NotImplementedError
@@ -162,7 +159,7 @@ def states_before(batch: TrainingBatch, read_SND: Tensor) -> Tensor:
 
     Drafting has the same states: the anchor is the last committed token, and the target has read all tokens before it.
     """
-    before_SR = batch.places - batch.depths - 1
+    before_SR = batch.text_indices - batch.depths - 1
     has_state_SR = batch.positions > batch.depths
     index_SRD = before_SR.clamp(min=0)[:, :, None].expand(-1, -1, read_SND.shape[2])
     return torch.where(has_state_SR[:, :, None], read_SND.gather(1, index_SRD), 0.0)
@@ -186,12 +183,8 @@ class HeadTrainee:
     """The `Trainee` of a drafter on the target's states.
 
     Args:
-        drafter: name of the drafter.
-        recipe: of the run.
-        objective: the trained weights and the loss.
         config: entries of the checkpoint's config.
         drop: settings of the rows.
-        needed: memory estimate.
     """
 
     def __init__(
@@ -290,8 +283,6 @@ def check_memory(
     """Estimates the memory of a run, before any weights are loaded.
 
     Args:
-        recipe: of the run.
-        data: of the run.
         trained: count of trained parameters.
         kept: activation bytes per row.
         rows_per_token: training rows per token of a sample.

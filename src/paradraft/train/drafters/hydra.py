@@ -47,13 +47,14 @@ class HydraHeads(HeadObjective):
         states_SRD = states_before(batch, read_SND)
         embed = self.target.model.get_input_embeddings()
         vectors_SND = self.scale * embed(batch.texts.tokens).to(states_SRD.dtype)
-        sample_SR = torch.arange(len(batch.places), device=batch.places.device)[:, None].expand_as(batch.places)
+        depths_SR = batch.depths
+        sample_SR = torch.arange(len(depths_SR), device=depths_SR.device)[:, None].expand_as(depths_SR)
         parts = []
         for depth, block in enumerate(self.blocks):
-            has_depth_SR = batch.depths == depth
+            has_depth_SR = depths_SR == depth
             sample_m, anchor_m, states_mD = (
                 sample_SR[has_depth_SR],
-                (batch.places - depth)[has_depth_SR],
+                (batch.text_indices - depth)[has_depth_SR],
                 states_SRD[has_depth_SR],
             )
             tokens = [vectors_SND[sample_m, anchor_m + step] for step in range(depth + 1)]
@@ -62,11 +63,7 @@ class HydraHeads(HeadObjective):
 
 
 def build(recipe: HydraRecipe, data: RunData) -> HeadTrainee:
-    """Checks the memory, then loads the target.
-
-    Raises:
-        ValueError: the target cannot be used, or there is not enough memory.
-    """
+    """Checks the memory, then loads the target. See `Builder`."""
     config = load_config(locate(recipe.model, "target"))
     width = config.hidden_size
     trained = sum((depth + 2) * width**2 + width for depth in range(recipe.k))

@@ -92,11 +92,7 @@ def _parameters(recipe: MedusaRecipe, config: PretrainedConfig) -> int:
 
 
 def build(recipe: MedusaRecipe, data: RunData) -> HeadTrainee:
-    """Checks the memory, then loads the target; the heads are initialized to its own.
-
-    Raises:
-        ValueError: the target cannot be used, or there is not enough memory.
-    """
+    """Checks the memory, then loads the target; the heads are initialized to its own. See `Builder`."""
     config = load_config(locate(recipe.model, "target"))
     kept = 4.0 * config.hidden_size * (2 + 3 * recipe.layers)
     needed = check_memory(recipe, data, trained=_parameters(recipe, config), kept=kept, rows_per_token=recipe.k)

@@ -52,11 +52,7 @@ class MedusaParallel(LayersObjective):
 
 
 def build(recipe: MedusaParallelRecipe, data: RunData) -> HeadTrainee:
-    """Checks the memory, then loads the target.
-
-    Raises:
-        ValueError: the target cannot be used, or there is not enough memory.
-    """
+    """Checks the memory, then loads the target. See `Builder`."""
     on_gpu = data.device.type == "cuda"
 
     def objective(target: Teacher) -> MedusaParallel:

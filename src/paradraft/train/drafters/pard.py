@@ -92,28 +92,29 @@ class PardRecipe(Recipe):
     r: float = Field(default=0.7, gt=0, le=1, description="COD: share of rows kept from position to position")
     r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any position")
     mask_token_id: int | None = Field(
-        default=None, description="by default an unused row of the embedding, or a special token that is never said"
+        default=None, description="by default an unused row of the embedding, or a special token that is never output"
     )
     distinct_masks: bool = Field(
         default=False,
-        description="a mask token for each position from 2 on; one for all is better, and all that engines know",
+        description="a mask token for each position from 2 on; one for all is better, and engines support only that",
     )
     previous_token_rank: int | None = Field(
         default=None,
         ge=0,
         le=MOST_RANK,
-        description="rank of a head that tells each mask the tokens drafted before it; 0: none; by default the model's",
+        description="rank of the head that gives each mask the tokens drafted before it; 0: none; by default the "
+        "model's",
     )
     chain_weight: float = Field(
         default=0.0,
         ge=0,
-        description="rows weigh the teacher's probability of the tokens before them to this power; 0: all alike",
+        description="weight rows by the teacher's probability of the tokens before them to this power; 0: all equal",
     )
     draft_temperature: float = Field(
         default=1.0,
         ge=0.1,
         le=10,
-        description="the drafter's logits are divided by this when it is saved; below 1 it drafts what it is surer of",
+        description="the saved drafter's logits are divided by this; below 1 its distribution is sharper",
     )
     teacher: str | None = Field(default=None, description="learn this model's probabilities, not the text's tokens")
     loss: Literal["cross_entropy", Divergence] | None = Field(
@@ -194,7 +195,6 @@ class InitialDrafter:
     """A drafter before training, in float32.
 
     Args:
-        model: the trained model.
         adapted: the model with its adapters, if any.
         masks: mask tokens; none in an ordinary draft.
         previous: previous-token head, if any.
@@ -257,15 +257,7 @@ def _previous(model: PreTrainedModel, recipe: PardRecipe) -> PreviousTokenHead |
 
 
 class PardTrainee:
-    """The `Trainee` of a PARD draft model; with k = 1 of an ordinary draft.
-
-    Args:
-        recipe: of the run.
-        tokenizer: of the draft.
-        drafter: in training.
-        objective: model and loss.
-        needed: memory estimate.
-    """
+    """The `Trainee` of a PARD draft model; with k = 1 of an ordinary draft."""
 
     def __init__(
         self,
@@ -323,11 +315,7 @@ def cool(model: PreTrainedModel, previous: PreviousTokenHead | None, temperature
 
 
 def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
-    """Checks the memory, then loads model and teacher.
-
-    Raises:
-        ValueError: model or teacher cannot be used, the settings do not fit them, or there is not enough memory.
-    """
+    """Checks the memory, then loads model and teacher. See `Builder`."""
     needed = _check_memory(recipe, data)
     drafter = initial_drafter(recipe, data.tokenizer, str(data.device))
     _check_samples(recipe, data, drafter)
@@ -404,11 +392,9 @@ def add_mask_token(
     id is written into the model's config as `pard_token`, `mask_token_id` and `spd_type`, which engines read.
 
     Args:
-        model: changed in place.
         tokenizer: shows which rows are in use.
-        mask_id: the id to use instead.
-        masks: count of mask ids from there on, one for each depth; the last serves all deeper ones. Only paradraft
-            reads the count, `pard_masks` in the config.
+        masks: count of consecutive mask ids, one for each depth; the last serves all deeper ones. Only paradraft reads
+            the count, `pard_masks` in the config.
 
     Raises:
         ValueError: `mask_id` is outside the embedding, or has a text, or ends texts; or there are too few free rows

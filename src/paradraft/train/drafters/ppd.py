@@ -58,23 +58,23 @@ class PpdRecipe(HeadRecipe):
     )
 
     k: int = Field(
-        default=3, ge=1, le=MOST_PROMPTS, description="prompt tokens after a token, and so most tokens drafted in a row"
+        default=3, ge=1, le=MOST_PROMPTS, description="prompt tokens after a token, and so the most tokens drafted"
     )
     copies: int = Field(default=1, ge=1, description="embeddings of each prompt token (the paper's EPTs)")
     anchors: float = Field(
-        default=0.3, gt=0, le=1, description="share of an answer's places after which prompt tokens stand in a step"
+        default=0.3, gt=0, le=1, description="share of an answer's positions with prompt tokens in each step"
     )
-    decay: float = Field(default=DECAY, gt=0, le=1, description="what each prompt token weighs of the one before it")
+    decay: float = Field(default=DECAY, gt=0, le=1, description="ratio of the weights of consecutive prompt tokens")
     loss: Literal["cross_entropy", Divergence] = Field(
         default="forward_kl", description="forward_kl (Eq. 1) and other divergences; or cross_entropy with the text"
     )
     visibility: Literal["ensemble", "decoder", "encoder"] = Field(
         default="ensemble",
-        description="which copies see each other: those of one number (ensemble, B.5.1), all before in their order "
-        "(decoder, B.5.2), all of this prompt token and of those before it (encoder, B.5.3)",
+        description="attention between copies: to copies of the same index (ensemble, B.5.1), to all earlier ones in "
+        "their order (decoder, B.5.2), to all of this prompt token and of those before it (encoder, B.5.3)",
     )
     aggregation: Literal["mean", "weights"] = Field(
-        default="mean", description="how the states of copies become one: their mean, or learned weights (B.6)"
+        default="mean", description="combination of the copies' states: their mean, or learned weights (B.6)"
     )
     prefix: int = Field(default=0, ge=0, description="trained keys and values that each prompt token sees (B.3)")
     exits: int = Field(default=1, ge=1, description="last layers whose states are averaged (B.7)")
@@ -88,8 +88,8 @@ class PpdRecipe(HeadRecipe):
     )
     depth_weights: list[float] | None = Field(
         default=None,
-        description="a list: a number for real tokens, of which nothing is learnt, then what each position of a draft "
-        "weighs; by default see decay",
+        description="a list: a value for real tokens, which have no loss, then weights of the draft positions; by "
+        "default see decay",
     )
     lr: float = Field(default=1e-2, gt=0, description="AdamW's highest learning rate")
     schedule: Schedule = Field(default="cosine", description="of the learning rate, see `train pard`")
@@ -288,11 +288,7 @@ class PpdTrainee(HeadTrainee):
 
 
 def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
-    """Checks settings and memory, then loads the model.
-
-    Raises:
-        ValueError: the model cannot be used, the settings do not fit it, or there is not enough memory.
-    """
+    """Checks settings and memory, then loads the model. See `Builder`."""
     config = load_config(locate(recipe.model, "target"))
     if recipe.gradient_checkpointing:
         raise ValueError(

@@ -66,9 +66,6 @@ class NewDraft:
     Args:
         layers: indices of the target's layers that were kept, if any.
         parameters: of the draft; a shared matrix counts once.
-        target_parameters: of the target.
-        rows: of the draft's embedding.
-        target_rows: of the target's embedding.
         mask_id: the mask token of `train pard`, in future or already; None if there is none.
         mask_token: current use of that id: "a free row", "an added row", "its own", or a special token.
         elsewhere: special tokens of which a user may know that no text contains them, as alternative mask tokens.
@@ -100,9 +97,6 @@ def make(
     yet, because the draft is not trained on it: the recipe names the id, and `train pard` declares it.
 
     Args:
-        target: Hugging Face id, folder, or "pocket".
-        out: the folder to write.
-        origin: source of the draft's weights.
         mask_token: add a row for the mask token if no id is free.
         dtype: of the weights, one of `TORCH_DTYPES`; the target's by default.
 

@@ -74,10 +74,8 @@ class RandomInit:
 
     Args:
         layers: at least 1. Parallel drafts want many narrow layers rather than few wide ones.
-        hidden_size: D.
         intermediate_size: of the MLPs; by default 8/3 of the hidden size, rounded up to a multiple of 64.
         heads: attention heads; the hidden size is an even multiple of their count.
-        seed: of the random weights.
 
     Raises:
         ValueError: a size is less than 1, or the heads do not divide the hidden size.
@@ -139,11 +137,7 @@ class RandomInit:
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedSibling:
-    """A small model of the target's family whose embedding size differs.
-
-    Args:
-        name: Hugging Face id or folder; "pocket" is the shipped draft.
-    """
+    """A small model of the target's family whose embedding size differs."""
 
     name: str
 

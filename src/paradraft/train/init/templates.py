@@ -20,8 +20,6 @@ def template_text(name: str, template: str, file: Path, settings: Mapping[str, o
     """Fills in a recipe template.
 
     Args:
-        name: of the training.
-        template: name of the template.
         file: where the recipe will be written, for the commands in its comments.
         settings: replace those of the template; new ones are appended.
 

@@ -27,11 +27,6 @@ class BatchSampler:
 
     To save padding, samples of similar length share a step: each epoch is shuffled, sorted by length within windows of
     `WINDOW` steps, and the steps of a window are shuffled again.
-
-    Args:
-        samples: of the training set.
-        per_step: samples of a step.
-        seed: of the shuffling.
     """
 
     def __init__(self, samples: list[Sample], *, per_step: int, seed: int) -> None:
@@ -73,7 +68,6 @@ class Drop:
     """Settings of COD, as in `conditional_drop`, and the mask token.
 
     Args:
-        k: count of depths.
         r: share of rows kept from depth to depth.
         r_min: least share.
         mask_id: the mask token; None if k is 1.
@@ -128,8 +122,7 @@ class TrainingBatch:
         depths: `[S, R]`.
         documents: `[S, R]` index of the packed sample, or `FILLING`.
         labels: `[S, R]` the next token, or `IGNORED`.
-        places: `[S, R]` index in `texts` of the token after which each row predicts.
-        texts: the samples.
+        text_indices: `[S, R]` index in `texts` of the token after which each row predicts.
     """
 
     tokens: Tensor
@@ -137,7 +130,7 @@ class TrainingBatch:
     depths: Tensor
     documents: Tensor
     labels: Tensor
-    places: Tensor
+    text_indices: Tensor
     texts: Texts
 
     @property
@@ -154,7 +147,8 @@ class TrainingBatch:
         Undefined for real tokens and padding."""
         (S, R), N, K = self.depths.shape, self.texts.tokens.shape[1], int(self.depths.max()) + 1
         samples = torch.arange(S, device=self.depths.device)[:, None]
-        keys = ((samples * N + self.places) * K + self.depths).flatten()  # of each row; unique, except for padding
+        # Unique except for padding.
+        keys = ((samples * N + self.text_indices) * K + self.depths).flatten()
         row_of = torch.zeros(S * N * K, dtype=torch.long, device=keys.device)
         is_row = self.documents.flatten() != FILLING
         row_of[keys[is_row]] = torch.arange(S * R, device=keys.device)[is_row]
@@ -199,7 +193,7 @@ def _pack(
                 "depths": depth,
                 "documents": torch.full_like(position, document),
                 "labels": torch.where(is_label[position + 1], real[position + 1], IGNORED),
-                "places": offset + position,
+                "text_indices": offset + position,
             }
         )
         positions = torch.arange(n)

@@ -20,7 +20,6 @@ class FeatureCache:
     """LRU cache of hidden states in host memory.
 
     Args:
-        target: computes the states.
         layers: as in `Teacher.states`.
         most_bytes: capacity; 0 disables the cache.
     """

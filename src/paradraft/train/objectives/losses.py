@@ -43,9 +43,7 @@ def divergence(logits_RV: Tensor, teacher_RV: Tensor, kind: Divergence) -> Tenso
     KL over all tokens.
 
     Args:
-        logits_RV: of the drafter.
         teacher_RV: logits of the teacher; at most `IMPOSSIBLE` for tokens that decoding never chooses.
-        kind: of divergence.
     """
     p_RV = teacher_RV.float().clamp(min=IMPOSSIBLE).log_softmax(1)
     if kind == "forward_kl":

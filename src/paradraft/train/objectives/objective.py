@@ -29,11 +29,9 @@ class Objective(nn.Module):
     """A causal LM that reads all rows in one pass, and its loss, as one module that DDP and FSDP can wrap.
 
     Args:
-        model: the drafter in training.
-        teacher: its distribution is learnt; without one the tokens of the text.
-        kind: of divergence from the teacher.
-        previous: the previous-token head.
-        unused: ids that are no tokens, which the head does not correct: engines without it must not draft them.
+        teacher: its distribution is learnt; None learns the tokens of the text.
+        unused: ids that are no tokens, which the previous-token head does not correct: engines without the head must
+            not draft them.
         chain_weight: rows are weighted by the probability of the tokens before them to this power; needs a teacher.
         bf16: compute in bf16; losses are computed in float32.
         logits: most logits in memory at a time; more are recomputed in the backward pass.
@@ -137,15 +135,11 @@ def loss_of_rows(
 
     Args:
         hidden_SRD: the drafter's states of all rows.
-        batch: the rows.
         weights_K: weight of a row of each depth.
         head: turns states `[m, D]` of rows of depths `[m]` into logits `[m, V]`.
-        teacher: see `Objective`.
-        kind: of divergence from the teacher.
         chunk: most rows whose logits are in memory at a time; with more rows, logits are recomputed in the backward
             pass.
         read_SNE: the teacher's states of the texts, if known.
-        chain_weight: see `Objective`.
 
     Returns:
         The weighted sum, and `[K]` rows of each depth predicted correctly.
@@ -191,7 +185,7 @@ def _labelled_in_text_order(batch: TrainingBatch) -> Tensor:
     adjacent, so that the teacher's head runs once for them."""
     rows_M = (batch.labels.flatten() != IGNORED).nonzero()[:, 0]
     group_M = rows_M // batch.labels.shape[1]
-    token_M = group_M * batch.texts.tokens.shape[1] + batch.places.flatten()[rows_M]
+    token_M = group_M * batch.texts.tokens.shape[1] + batch.text_indices.flatten()[rows_M]
     return rows_M[token_M.argsort(stable=True)]
 
 
@@ -202,6 +196,6 @@ def _teacher_states(
     if read_SNE is None:
         return None, None
     group_m = rows_m // batch.labels.shape[1]
-    token_m = group_m * batch.texts.tokens.shape[1] + batch.places.flatten()[rows_m]
+    token_m = group_m * batch.texts.tokens.shape[1] + batch.text_indices.flatten()[rows_m]
     token_P, which_m = token_m.unique(return_inverse=True)
     return read_SNE.flatten(0, 1)[token_P], which_m

@@ -19,17 +19,10 @@ from paradraft.train.objectives.teacher import Teacher
 
 
 def corrected(head: PreviousTokenHead, hidden_SRD: Tensor, batch: TrainingBatch, embeddings_SND: Tensor) -> Tensor:
-    """Adds the head's corrections to the states of masks; the states of real tokens stay.
-
-    Args:
-        head: computes the corrections.
-        hidden_SRD: states of all rows.
-        batch: the rows.
-        embeddings_SND: of the texts' tokens.
-    """
+    """Adds the head's corrections to the states of masks; the states of real tokens stay."""
     (S, R), N = batch.depths.shape, batch.texts.tokens.shape[1]
-    samples = torch.arange(S, device=batch.places.device)[:, None]
-    before, places = batch.before(), (samples * N + batch.places).flatten()
+    samples = torch.arange(S, device=batch.text_indices.device)[:, None]
+    before, indices = batch.before(), (samples * N + batch.text_indices).flatten()
     depths = batch.depths.masked_fill(batch.documents == FILLING, 0).flatten()
     hidden, tokens_PX = hidden_SRD.flatten(0, 1), head.token(embeddings_SND.flatten(0, 1))
     index_of = torch.empty_like(before)  # index of a row among the rows of its depth
@@ -38,7 +31,7 @@ def corrected(head: PreviousTokenHead, hidden_SRD: Tensor, batch: TrainingBatch,
     for depth in range(1, int(depths.max()) + 1):
         rows_m = (depths == depth).nonzero()[:, 0]
         index_of[rows_m] = torch.arange(len(rows_m), device=rows_m.device)
-        read_mX = head.state(hidden[rows_m]) + tokens_PX[places[rows_m]]
+        read_mX = head.state(hidden[rows_m]) + tokens_PX[indices[rows_m]]
         memory_mX = head.remember(read_mX, None if memory_mX is None else memory_mX[index_of[before[rows_m]]])
         masks.append(rows_m)
         memories.append(memory_mX)
@@ -54,11 +47,6 @@ def chain_probabilities(teacher: Teacher, read_SNE: Tensor, batch: TrainingBatch
     tokens.
 
     A mask's prediction counts in decoding only if all tokens before it were accepted (An et al. 2026, PARD-2).
-
-    Args:
-        teacher: of the run.
-        read_SNE: the teacher's states of the texts.
-        batch: the rows.
     """
     S, N = batch.texts.tokens.shape
     nats = torch.zeros(S, N, device=read_SNE.device)
@@ -67,5 +55,5 @@ def chain_probabilities(teacher: Teacher, read_SNE: Tensor, batch: TrainingBatch
         labels_N = batch.texts.tokens[group].roll(-1)
         nats[group] = torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none")
     before = torch.nn.functional.pad(nats.cumsum(1), (1, 0)).double().flatten()
-    index = batch.places + torch.arange(S, device=read_SNE.device)[:, None] * (N + 1)
+    index = batch.text_indices + torch.arange(S, device=read_SNE.device)[:, None] * (N + 1)
     return (before[index - batch.depths] - before[index]).exp().float()

@@ -118,7 +118,6 @@ def conditional_drop(
         k: count of depths, 0 to k - 1, and of tokens that a draft pass predicts.
         r: share of rows that each depth keeps of the previous one, in (0, 1].
         r_min: least share that a depth keeps of the positions that masks may follow, in [0, 1].
-        generator: source of the random choice.
         may_draft: `[n]` whether masks may follow each position; by default all. Only positions before an answer's
             tokens need masks: nothing is drafted inside a prompt.
 

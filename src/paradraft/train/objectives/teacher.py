@@ -88,11 +88,7 @@ def _rows(texts: Texts) -> Rows:
 
 
 def teacher_folder(name: str) -> str:
-    """Folder or Hugging Face id of a teacher.
-
-    Raises:
-        ValueError: there is no such model.
-    """
+    """Folder or Hugging Face id of a teacher."""
     with _as_teacher():
         return locate(name, "target")
 
@@ -119,13 +115,8 @@ def load_teacher(
     """Loads a teacher for a drafter.
 
     Args:
-        name: a Hugging Face id, a folder, or "pocket".
-        tokenizer: of the drafter.
-        mask_id: see `Teacher`.
-        masks: see `Teacher`.
         longest: tokens of the longest sample.
         largest: largest token id of the samples.
-        runtime: device and dtype.
 
     Raises:
         ValueError: there is no such model, its vocabulary differs, its embedding lacks a token of the samples, or its

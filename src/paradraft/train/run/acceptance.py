@@ -36,8 +36,6 @@ class AcceptanceMeter:
         target: a Hugging Face id, a folder, or "pocket".
         prompts: token ids; none empty.
         drafter: spec of the drafter that decodes.
-        k: tokens drafted per round.
-        answer_tokens: most tokens of an answer.
         runtime: device, dtype, and a capacity that target and drafter support.
 
     Raises:

@@ -67,8 +67,6 @@ class State:
 
     Args:
         identity: of its recipe.
-        step: steps done.
-        bf16: whether its passes compute in bf16.
         began: first day of the run, as YYYY-MM-DD; chat templates write it.
         learnt: description of the samples, if known.
         is_evaluated: False if the run was stopped between the step and the evaluation after it.
@@ -105,13 +103,7 @@ class _DamagedError(Exception):
 
 
 class Checkpoints:
-    """The two newest checkpoints of a run in a folder; older ones are deleted after a newer one is complete.
-
-    Args:
-        folder: of all checkpoints.
-        accelerator: holds model and optimizers.
-        identity: of the recipe.
-    """
+    """The two newest checkpoints of a run in a folder; older ones are deleted after a newer one is complete."""
 
     def __init__(self, folder: Path, accelerator: Accelerator, identity: dict[str, Any]) -> None:
         self.folder = folder

@@ -21,7 +21,6 @@ def forget_after(folder: Path, step: int, *, is_evaluated: bool) -> None:
     """Deletes reports after a step from the history, because a resumed run repeats them.
 
     Args:
-        folder: of the run.
         step: the last step that is not repeated.
         is_evaluated: whether the evaluation after this step is kept too.
     """

@@ -25,8 +25,6 @@ class Need:
     """Peak disk space of a run in bytes.
 
     Args:
-        checkpoints: their count.
-        each: size of a checkpoint.
         drafters: size of all drafters, including the result.
     """
 
@@ -43,7 +41,6 @@ class Need:
         """Raises ValueError if the disk of `out` has too little space.
 
         Args:
-            out: folder of the run; need not exist.
             checkpoints: folder of its checkpoints; existing files count as available space.
         """
         used = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
@@ -60,9 +57,7 @@ def estimate(recipe: Recipe, model: nn.Module, *, steps: int, measures: bool) ->
     """Estimates the disk space of a run.
 
     Args:
-        recipe: of the run.
         model: the trained module, before it is sharded.
-        steps: optimizer steps of the whole run.
         measures: whether samples are held out, so that drafters are written during the run.
     """
     hidden, rest = (sum(p.nbytes for p in part) for part in hidden_and_rest(model))

@@ -15,11 +15,8 @@ class Curve:
     """Result of a recorded run.
 
     Args:
-        drafter: name of the drafter.
-        family: of target and draft.
         is_real: whether these models are for use, and not only for tests.
         points: pairs of rows trained on, and acceptance length on held-out prompts.
-        file: record of the run.
     """
 
     drafter: str
@@ -62,8 +59,6 @@ class FirstSteps:
     """Measures the first steps of a process, and reports the expected duration once.
 
     Args:
-        steps: remaining steps.
-        evaluations: remaining evaluations.
         evaluation_s: duration of one, if measured.
 
     Example:
@@ -82,7 +77,6 @@ class FirstSteps:
 
         Args:
             rows: of the step, on all devices together.
-            taken_s: its duration, without an evaluation after it.
         """
         self._done += 1
         if UNMEASURED < self._done <= UNMEASURED + MEASURED:

@@ -56,8 +56,6 @@ def train(
     """Runs a recipe to its end, from its last checkpoint if there is one.
 
     Args:
-        recipe: of the run.
-        build: the function `build` of `train/drafters/<name>.py`.
         report: called in the main process, every `recipe.log_every` steps, after the last one, and after each
             evaluation.
         announce: called in the main process with lines for the user: a summary before the first step, and the

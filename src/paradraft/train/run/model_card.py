@@ -28,8 +28,6 @@ def next_steps(name: str, recipe: Recipe, folder: Path, draft: str) -> list[str]
 
     Args:
         name: of the training.
-        recipe: of the run.
-        folder: of the drafter.
         draft: path of the drafter in the commands.
     """
     name, k = recipe.decoded_with(name)
@@ -73,12 +71,8 @@ def model_card(
 
     Args:
         drafter: name or spec.
-        recipe: of the run.
-        folder: of the drafter.
         learnt: description of the samples.
         standing: scores of the run.
-        done: steps taken.
-        steps: of the recipe.
     """
     name = drafter.partition(":")[0]
     best = standing.best

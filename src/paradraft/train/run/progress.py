@@ -20,12 +20,9 @@ class Progress:
     """Report on the steps since the last report.
 
     Args:
-        step: steps done.
-        steps: steps of the whole run.
         loss: mean loss in nats (total variation: a share).
         accuracy: share of rows predicted correctly, by depth; users see `by_position`.
         rows_per_s: training rows per second, on all devices together.
-        left_s: estimated seconds to the end.
         grad_norm: mean gradient norm before clipping, if known.
     """
 
@@ -43,11 +40,8 @@ class Evaluation:
     """Evaluation on the held-out set.
 
     Args:
-        step: steps done.
-        loss: mean loss on held-out samples.
         accuracy: share of held-out rows predicted correctly, by depth.
         acceptance_length: tokens per target pass on held-out prompts; None without a target.
-        is_best: whether this is the best drafter so far.
         by_position: acceptance rate at each draft position, from position 1 on.
     """
 
@@ -83,10 +77,8 @@ class Sums:
     """Statistics since the last report, for a run that resumes between two reports.
 
     Args:
-        losses: of each step.
         right: rows predicted correctly, by depth; empty before the first step.
         labels: rows with a label, by depth.
-        norms: gradient norm of each step.
     """
 
     losses: tuple[float, ...] = ()
@@ -99,9 +91,7 @@ class Meter:
     """Collects statistics for the next report.
 
     Args:
-        steps: steps of the whole run.
         first: steps that an earlier process did.
-        k: count of depths.
         sums: unreported statistics of an earlier process.
     """
 
@@ -201,10 +191,8 @@ class Score:
     """Score of a drafter: the larger acceptance length is better, and of equal lengths the smaller loss.
 
     Args:
-        step: steps done when it was measured.
         acceptance_length: tokens per target pass; None without a target.
         held_out_loss: mean loss on held-out samples.
-        by_position: see `Evaluation`.
 
     Example:
         >>> first = Score(step=1, acceptance_length=2.5, held_out_loss=1.0)

@@ -27,12 +27,9 @@ class Learnt:
     """Description of all samples of a run, including the held-out set.
 
     Args:
-        samples: count of samples.
-        tokens: count of tokens.
         sha256: of all tokens and labels.
         chat_template: SHA-256 of the model's chat template.
         tokenizer: SHA-256 of the tokenizer's vocabulary.
-        transformers: version of the library.
     """
 
     samples: int

@@ -35,13 +35,7 @@ class Preparation:
     """Everything that a run needs.
 
     Args:
-        recipe: of the run.
-        trainee: the drafter in training.
         began: first day of the run, as YYYY-MM-DD.
-        learnt: description of all samples.
-        samples: training set.
-        held_out: held-out set.
-        bf16: whether passes compute in bf16.
         per_pass: batch size of this process.
     """
 
@@ -121,9 +115,6 @@ def prepare(recipe: R, build: Builder[R], device: torch.device, *, processes: in
     """Loads and checks data, then models; writes nothing.
 
     Args:
-        recipe: of the run.
-        build: of the training module.
-        device: of this process.
         processes: count of processes that share the samples of a step.
         began: first day of the run, as YYYY-MM-DD, which chat templates write; empty for today.
 

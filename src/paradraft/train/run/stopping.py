@@ -20,11 +20,6 @@ class StoppedError(KeyboardInterrupt):
     """A run was stopped by a signal after writing a checkpoint, from which it can resume.
 
     It is a KeyboardInterrupt, so that code that catches `Exception` lets it pass.
-
-    Args:
-        number: of the signal.
-        step: steps done.
-        steps: steps of the whole run.
     """
 
     def __init__(self, number: int, *, step: int, steps: int) -> None:
@@ -36,11 +31,7 @@ class StoppedError(KeyboardInterrupt):
 
 @dataclass(kw_only=True)
 class StopRequest:
-    """Pending request to stop this process.
-
-    Args:
-        number: of the first signal; None without a request.
-    """
+    """Pending request to stop this process: `number` is that of the first signal, or None."""
 
     number: int | None = None
 
@@ -58,24 +49,24 @@ def stop_requests() -> Iterator[StopRequest]:
         yield request
         return
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and request.number is not None:
+    def ask(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and request.number is not None:
             raise KeyboardInterrupt
         if request.number is None:
-            request.number = number
-            if number == signal.SIGINT and is_main_process() and sys.stderr.isatty():
+            request.number = signum
+            if signum == signal.SIGINT and is_main_process() and sys.stderr.isatty():
                 # Not `print`: the signal may have come in the middle of one.
                 os.write(2, b"\nstopping after this step; press Ctrl-C again to leave at once\n")
 
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    handled = [number for number in STOP_SIGNALS if before[number] is not signal.SIG_IGN]
-    for number in handled:
-        signal.signal(number, ask)
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    handled = [signum for signum in STOP_SIGNALS if before[signum] is not signal.SIG_IGN]
+    for signum in handled:
+        signal.signal(signum, ask)
     try:
         yield request
     finally:
-        for number in handled:
+        for signum in handled:
             # None is a handler that was not set from Python, which cannot be restored.
-            signal.signal(number, before[number] or signal.SIG_DFL)
+            signal.signal(signum, before[signum] or signal.SIG_DFL)
     if request.number is not None:
         signal.raise_signal(request.number)

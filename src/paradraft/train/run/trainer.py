@@ -82,14 +82,8 @@ class Loop:
     """The training loop of one process.
 
     Args:
-        prepared: data, models and recipe.
         acceptance: meter of acceptance lengths, only in the main process.
-        accelerator: holds model and optimizers.
-        checkpoints: of the run.
         state: from which the run resumes; None starts it.
-        request: to stop this process.
-        report: called in the main process.
-        announce: called in the main process with lines for the user.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def test_a_first_token_that_is_not_read_has_no_rows() -> None:
     assert batch.positions[0].tolist() == [1, 2, 2, 1]
     assert batch.tokens[0].tolist() == [2, 3, MASK, 6]
     assert batch.labels[0].tolist() == [3, 4, 4, 7]
-    assert batch.places[0].tolist() == [1, 2, 2, 4]
+    assert batch.text_indices[0].tolist() == [1, 2, 2, 4]
     assert collate([[sample_of(1, 2)]], drop, [generators(1)]).tokens.tolist() == [[1]]
 
 
@@ -71,9 +71,9 @@ def test_packed_samples_are_those_that_stand_alone() -> None:
     expected = torch.block_diag(*(attention_rule(batch.rows)[0].int() for batch in alone)).bool()
     assert torch.equal(attention_rule(packed.rows)[0], expected)
     real = packed.depths[0] == 0
-    assert torch.equal(packed.texts.tokens[0][packed.places[0]][real], packed.tokens[0][real])
-    assert torch.equal(packed.texts.positions[0][packed.places[0]], packed.positions[0])
-    assert torch.equal(packed.texts.documents[0][packed.places[0]], packed.documents[0])
+    assert torch.equal(packed.texts.tokens[0][packed.text_indices[0]][real], packed.tokens[0][real])
+    assert torch.equal(packed.texts.positions[0][packed.text_indices[0]], packed.positions[0])
+    assert torch.equal(packed.texts.documents[0][packed.text_indices[0]], packed.documents[0])
 
 
 @given(st.lists(st.integers(2, 30), max_size=12), st.integers(30, 60))

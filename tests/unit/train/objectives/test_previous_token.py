@@ -61,7 +61,7 @@ def chains(batch: TrainingBatch) -> list[tuple[int, list[int]]]:
         row_at = {
             (int(place), int(depth)): row
             for row, (place, depth, document) in enumerate(
-                zip(batch.places[group], batch.depths[group], batch.documents[group], strict=True)
+                zip(batch.text_indices[group], batch.depths[group], batch.documents[group], strict=True)
             )
             if document >= 0
         }
@@ -87,7 +87,7 @@ def test_each_mask_is_corrected_after_its_own_chain(groups: list[list[int]]) -> 
             continue
         memory = None
         for row in rows:
-            before = embeddings[group, batch.places[group, row]]
+            before = embeddings[group, batch.text_indices[group, row]]
             memory = head.remember(head.state(hidden[group, row]) + head.token(before), memory)
         torch.testing.assert_close(found[group, rows[-1]], hidden[group, rows[-1]] + head.correction(memory))
         seen += 1
@@ -140,7 +140,7 @@ def test_chains_weigh_what_the_teacher_gives_to_them(groups: list[list[int]]) ->
         for row in range(batch.tokens.shape[1]):
             if batch.documents[group, row] < 0:
                 continue
-            place, depth = int(batch.places[group, row]), int(batch.depths[group, row])
+            place, depth = int(batch.text_indices[group, row]), int(batch.depths[group, row])
             expected = 1.0
             for before in range(place - depth, place):
                 probs = teacher.expects(read[group, before][None], model.config.vocab_size).softmax(-1)[0]
