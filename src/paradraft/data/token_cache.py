@@ -96,7 +96,7 @@ def tokenized_records(
         folder.mkdir(parents=True, exist_ok=True)
         identity = _identity(source, digest, how, day)
         entry = folder / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-        with _alone(entry.with_name(f"{entry.name}.lock")):
+        with _locked(entry.with_name(f"{entry.name}.lock")):
             table = _kept(entry, identity)
             if table is None:
                 table, mistake = _make(entry, identity, source, how, cache.processes or _cpus())
@@ -137,8 +137,7 @@ def _cpus() -> int:
 
 
 @contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a file."""
+def _locked(file: Path) -> Iterator[None]:
     if fcntl is None:
         with FileLock(file):
             yield
@@ -174,7 +173,6 @@ def _identity(source: Path, digest: str, how: Tokenization, day: date | None) ->
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the files of a saved tokenizer."""
     with TemporaryDirectory() as folder:
         try:
             tokenizer.save_pretrained(folder)
@@ -270,7 +268,6 @@ def _readable(source: Path, how: Tokenization, mistakes: list[ValueError]) -> It
 
 
 def _tokenize(folder: Path, source: Path, how: Tokenization, processes: int) -> list[Path]:
-    """Tokenizes the records in a folder and returns the files of tokens in their order."""
     from datasets import Dataset, Features
 
     raw = Dataset.from_file(str(folder / RECORDS))

@@ -50,7 +50,6 @@ def table_of(records: list[Tokenized], error: str | None = None) -> pa.Table:
 
 
 def _lists(parts: list[bytes], kind: pa.DataType) -> pa.Array:
-    """Makes an array of lists from the bytes of each list."""
     size = kind.bit_width // 8
     offsets = pa.array(accumulate((len(part) // size for part in parts), initial=0), pa.int32())
     joined = b"".join(parts)

@@ -55,7 +55,6 @@ def _set(settings: dict[str, Any], key: str, value: object) -> None:
 
 
 def _parsed(text: str) -> Any:
-    """Parses YAML; ValueError if it is invalid."""
     try:
         return yaml.safe_load(text)
     # An impossible date is a ValueError, and a thousand nested brackets are a RecursionError.

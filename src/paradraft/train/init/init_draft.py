@@ -221,7 +221,6 @@ def _output_rows(model: PreTrainedModel, target: str, origin: InitFrom) -> Tenso
 
 
 def _elsewhere(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, target: str) -> list[tuple[int, str]]:
-    """Special tokens without a role that have a row in the target's embedding."""
     taken = role_ids(config, load_generation_config(target))
     ids = [index for index in without_role(tokenizer, taken) if index < config.vocab_size]
     return [(index, str(tokenizer.convert_ids_to_tokens(index))) for index in ids]

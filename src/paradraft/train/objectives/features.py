@@ -58,6 +58,5 @@ class FeatureCache:
 
 
 def _key(texts: Texts, group: int, length: int) -> bytes:
-    """Cache key of a group of packed samples."""
     key = torch.stack([texts.tokens[group, :length], texts.documents[group, :length]])
     return key.cpu().numpy().tobytes()

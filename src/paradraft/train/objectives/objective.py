@@ -115,7 +115,6 @@ class Objective(nn.Module):
 
 
 def _log_sum(logits_mV: Tensor, is_used_V: Tensor) -> Tensor:
-    """`[m, 1]` logsumexp over the used tokens."""
     return logits_mV[:, is_used_V].float().logsumexp(1, keepdim=True)
 
 

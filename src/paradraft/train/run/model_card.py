@@ -110,7 +110,6 @@ def model_card(
 
 
 def _measured(best: Score, first: Score | None) -> list[tuple[str, str]]:
-    """Table rows of the best score, with the values before training."""
     rows = []
     if best.acceptance_length is not None:
         before = "" if first is None or first.acceptance_length is None else f" (before: {first.acceptance_length:.2f})"

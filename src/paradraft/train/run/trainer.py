@@ -185,7 +185,6 @@ class Loop:
 
     @property
     def _origin(self) -> dict[str, object]:
-        """Description of the samples, for the record."""
         return {"began": self.prepared.began, "learnt": asdict(self.prepared.learnt)}
 
     def _take_steps(self, first: int, *, is_evaluated: bool) -> int:
@@ -250,7 +249,6 @@ class Loop:
         )
 
     def _batches_of(self, order: BatchSampler, step: int) -> list[TrainingBatch]:
-        """Makes the batches of this process in a step."""
         mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
         chosen = order.samples_of(step)
         seed = self.recipe.seed * 1_000_003 + step
@@ -341,7 +339,6 @@ class Loop:
         return self.accelerator.reduce(loss, "mean").item(), accuracy
 
     def _save_drafter(self, done: int) -> None:
-        """Writes the drafter after `done` steps, as it would be shipped."""
         weights = self.accelerator.get_state_dict(self.objective)
         if self.accelerator.is_main_process:
             self.prepared.trainee.save(self.checkpoints.drafter(done), weights)
