@@ -1,4 +1,4 @@
-"""A loaded target with its drafter: answers prompts, one by one, in batches, or as a stream."""
+"""Inference engine: a target and its drafter, with generate, stream and async entry points."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from paradraft.verify import LOSSY, rule_name
 from paradraft.verify.rules import Verify
 
 MOST_LOGPROBS = 20
-"""Most of the likeliest tokens that are told for each token of an answer."""
+"""Most top tokens reported for each position of an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,14 @@ class Result:
     """The answer to one prompt.
 
     Args:
-        text: the text of the new tokens, as it follows the prompt's: the space between the two is part of it. It has
-            no special tokens, it ends before the stop string if one ended it, and if the limit cut a character, what
-            there is of it is left out.
-        tokens: the new token ids; the last one is the end token if the text ended by itself.
+        text: the text of the new tokens as it follows the prompt's, including the space between the two. It has no
+            special tokens, ends before the stop string, and leaves out a character that the limit cut.
+        tokens: new token ids; the last is the EOS token if finish_reason is "eos".
         finish_reason: "eos", "stop" (a stop string) or "length".
-        stats: counts of this answer; the times are those of the batch it was in.
-        accepted: for each round, how many of its tokens were drafted; one of the target's own follows
-            them, but where the answer ends before it.
-        delivered_s: for each round, seconds from the request until its tokens were there. The first is the time to
-            first token (TTFT), their differences are the inter-token latencies (ITL).
+        stats: counts of this answer; the times are those of its batch.
+        accepted: drafted tokens of each round; one token of the target's own follows them unless the answer ends first.
+        delivered_s: seconds from the request to the tokens of each round. The first is the time to first token (TTFT),
+            the differences are the inter-token latencies (ITL).
     """
 
     text: str
@@ -65,16 +63,16 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A piece of a streamed answer: the new tokens of one round.
+    """The new tokens of one round of a streamed answer.
 
     Args:
-        drafted_text: the text of the tokens that were drafted and accepted.
-        own_text: the text of the target's own token.
-        tokens: the ids of both.
-        accepted: how many of them, from the first, were drafted.
-        drafted: how many tokens were drafted in the round, side branches included.
-        finish_reason: of the last piece, as in a `Result`; None before.
-        logprobs: how likely the target finds the tokens, where that was asked for.
+        drafted_text: text of the accepted draft tokens.
+        own_text: text of the target's own token.
+        tokens: ids of the accepted tokens, then of the target's own.
+        accepted: number of accepted draft tokens.
+        drafted: number of tokens drafted in the round, side branches included.
+        finish_reason: as in a `Result`, in the last chunk; None before.
+        logprobs: the target's log probabilities of the tokens, if requested.
     """
 
     drafted_text: str
@@ -87,38 +85,35 @@ class Chunk:
 
     @property
     def text(self) -> str:
-        """The text of the round; all rounds joined are the whole answer."""
+        """Text of the round; the texts of all rounds joined are the answer."""
         return self.drafted_text + self.own_text
 
 
-def _rounds_of(generation: Generation, first: int, last: int) -> Iterator[Chunk]:
-    """What the rounds from `first` to before `last` have given."""
+def _chunks_of(generation: Generation, first: int, last: int) -> Iterator[Chunk]:
     begin = generation.round_ends[first - 1] if first else 0
     reason = None if generation.error is not None else generation.finish_reason
-    rounds = len(generation.round_ends)  # read after the reason, which is there after the last of them
-    for number in range(first, last):
-        accepted, end = generation.accepted[number], generation.round_ends[number]
+    rounds = len(generation.round_ends)  # read after the reason, which is set after the last round
+    for index in range(first, last):
+        accepted, end = generation.accepted[index], generation.round_ends[index]
         pieces = generation.pieces[begin:end]
         yield Chunk(
             drafted_text="".join(pieces[:accepted]),
             own_text="".join(pieces[accepted:]),
             tokens=generation.tokens[begin:end],
             accepted=accepted,
-            drafted=generation.drafted[number],
-            finish_reason=reason if number == rounds - 1 else None,
+            drafted=generation.drafted[index],
+            finish_reason=reason if index == rounds - 1 else None,
             logprobs=tuple(generation.logprobs[begin:end]),
         )
         begin = end
 
 
 class Engine:
-    """A target, a drafter, and how it speculates.
+    """A target, a drafter and their speculation settings; `load` builds one and explains the settings.
 
-    Any number of threads may use one engine: requests of all threads are decoded together, one row of a batch each.
-    Whoever waits for tokens runs the next round for all. With the match rule a request's text is the same as alone;
-    with the rejection rule it has the same distribution.
-
-    Build one with `load`, which explains the settings.
+    Threads may share an engine: their requests are decoded together, each as one row of a batch, and a thread that
+    waits for tokens runs the next round for all. A request has the same text as alone with the match rule, and the
+    same distribution with the rejection rule.
     """
 
     def __init__(
@@ -143,8 +138,8 @@ class Engine:
                 f"k={speculation.k}: this drafter drafts at most {most_k} tokens per round, set k={most_k}"
             )
         speculation.check_drafter(drafter)
-        if (told := LOSSY.get(rule_name(speculation.verify))) is not None:
-            warnings.warn(f"verify={speculation.verify!r}: {told}", stacklevel=2)
+        if (warning := LOSSY.get(rule_name(speculation.verify))) is not None:
+            warnings.warn(f"verify={speculation.verify!r}: {warning}", stacklevel=2)
         if speculation.nodes > most:
             raise ValueError(f"a tree of {speculation.nodes} nodes: a pass has room for {most}")
         target.lm.check_hidden_layers(drafter.hidden_layers)
@@ -168,7 +163,6 @@ class Engine:
         self._ids = itertools.count()
 
     def __repr__(self) -> str:
-        """Target, drafter and settings, as `load` is given them."""
         lm = self.target.lm
         passes = "in C++" if lm.is_native else "by PyTorch"
         name, dtype = lm.model.config.name_or_path, str(lm.model.dtype).removeprefix("torch.")
@@ -176,29 +170,29 @@ class Engine:
 
     @property
     def spans(self) -> list[Span]:
-        """When each side was at work in the last rounds, where the drafter is a round ahead."""
+        """Busy times of target and drafter in the last rounds of PEARL; empty without `gamma`."""
         return list(self._batch.spans) if isinstance(self._batch, AheadBatch) else []
 
     @property
     def clock(self) -> Clock:
-        """Times and counts since the engine last had nothing to do."""
+        """Times and counts since the engine was last idle."""
         return self._batch.clock
 
     @property
     def payoff(self) -> Payoff:
-        """What drafting has gained or lost so far."""
+        """Measured gain or loss of drafting so far."""
         return self.lengths.payoff
 
     @property
     def advice(self) -> str | None:
-        """One sentence that says so, and what to try, where drafting has made answers slower or was hardly ever right.
+        """One sentence with a fix if drafting slowed answers down or was hardly ever accepted.
 
-        Only a clear difference counts, so it is None too where little was decoded or the machine was not steady.
+        Only a clear difference counts: None also if few tokens were decoded or timings were noisy.
         """
         return self.payoff.advice(self.speculation.instead)
 
     def close(self) -> None:
-        """Ends the drafter's process, if it has one of its own; `with load(…) as engine` does so too."""
+        """Ends the drafter's process, if any; `with load(…) as engine` calls it."""
         self.drafter.close()
 
     def __enter__(self) -> Engine:
@@ -251,19 +245,19 @@ class Engine:
         """Answers one prompt, or several in batches.
 
         Args:
-            prompts: a text, which begins with one BOS where the tokenizer wants one, and ends without an end-of-text;
-                or token ids, which are taken as they are: a list, a tuple, an array or a tensor. Or several of these:
-                a list or a tuple, or an array or a tensor of two dimensions.
+            prompts: a text, which gets one BOS if the tokenizer adds it, and no EOS; or token ids, taken as they are: a
+                list, a tuple, an array or a tensor. Or several of these: a list or a tuple, or a two-dimensional array
+                or tensor.
             max_new_tokens: most tokens of an answer, for all prompts or for each.
             sampling: greedy by default; for all prompts or for each.
-            stop: strings that end an answer; its text ends before the first of them. One that names a special token,
-                such as "<|im_end|>", is found where the model writes that token, which the text does not show.
-            batch_size: most prompts that are answered together.
+            stop: strings that end an answer; its text ends before the first match. A string that names a special token,
+                such as "<|im_end|>", matches that token, which the text does not show.
+            batch_size: maximum batch size.
 
         Raises:
-            ValueError: a setting has the wrong type, a prompt is empty or has an unknown token id, it and its answer do
-                not fit into the model, or a batch does not fit into memory. Prompts are named by number, and no work
-                was done.
+            ValueError: before any work: a setting has the wrong type, a prompt is empty or has an unknown token id, it
+                and its answer exceed the model's context, or a batch does not fit into memory. Prompts are numbered
+                from 1.
         """
         rows, is_one = rows_of(prompts)
         requests = requests_of(self.target, rows, max_new_tokens, sampling)
@@ -290,20 +284,20 @@ class Engine:
         """Answers a conversation, such as `[{"role": "user", "content": "Hello"}]`, through the model's chat template.
 
         Args:
-            messages: each with a role and a content; the last one is not the assistant's.
-            max_new_tokens: see `generate`.
-            sampling: see `generate`.
-            stop: see `generate`.
+            messages: each with a role and a content; the last is not the assistant's.
+            max_new_tokens: as the next two, see `generate`.
+            sampling: greedy by default.
+            stop: strings that end the answer.
             chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
-            ValueError: as `generate`; or the model has no chat template, or it refuses the conversation.
+            ValueError: as `generate`; or the model has no chat template, or the template refuses the conversation.
         """
         tokens = self.chat_tokens(messages, chat_template_kwargs)
         return self.generate(tokens, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
 
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
-        """What the model reads of a prompt: token ids, which `generate` and `stream` take in its place.
+        """Token ids of a prompt, as `generate` and `stream` read it.
 
         Raises:
             ValueError: it is neither a text nor token ids.
@@ -313,10 +307,10 @@ class Engine:
     def chat_tokens(
         self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """What the model reads of a conversation: a prompt for `generate` and `stream`; see `chat`.
+        """Token ids of a conversation, a prompt for `generate` and `stream`; see `chat`.
 
         Raises:
-            ValueError: the model has no chat template, or it refuses the conversation.
+            ValueError: the model has no chat template, or the template refuses the conversation.
         """
         return ask_tokens(messages, template_of(self.target.tokenizer, chat_template_kwargs))
 
@@ -328,10 +322,10 @@ class Engine:
         sampling: Sampling = GREEDY,
         stop: str | Sequence[str] | None = None,
     ) -> Generator[Chunk, None, None]:
-        """Answers one prompt, piece by piece: the texts of all pieces, joined, are the `text` that `generate` returns.
+        """Answers one prompt as a stream of chunks, whose texts joined are the `text` that `generate` returns.
 
-        A piece of text that a later token may still change comes with that token: half a character, or the beginning of
-        a stop string.
+        Text that a later token may still change, half a character or the beginning of a stop string, comes with that
+        token.
 
         Raises:
             ValueError: as `generate`.
@@ -351,20 +345,20 @@ class Engine:
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for an event loop: `async for chunk in engine.astream(…)`.
 
-        All requests of all event loops are decoded together by one thread. Leaving the loop early, or the end of its
-        task, ends the request.
+        One thread decodes the requests of all event loops together. Leaving the loop early, or the end of its task,
+        cancels the request.
 
         Args:
-            prompt: see `generate`, as the others.
+            prompt: as the next three, see `generate`.
             max_new_tokens: most tokens of the answer.
             sampling: greedy by default.
             stop: strings that end the answer.
-            k: most tokens drafted for it per round, if fewer than the engine drafts; 0 drafts none.
-            logprobs: tell how likely the target finds each token, and this many of the likeliest in its place; it is
-                the target's own probability, before `sampling` changes it.
+            k: most tokens drafted per round, at most the engine's; 0 drafts none.
+            logprobs: report the log probability of each token and of this many top tokens at its position, under the
+                target's distribution before `sampling`.
 
         Raises:
-            ValueError: as `generate`; or `k` or `logprobs` is not for this engine; at once.
+            ValueError: at the call, not while iterating: as `generate`; or `k` or `logprobs` is not for this engine.
         """
         (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
         self._check_round(k, logprobs)
@@ -408,11 +402,11 @@ class Engine:
             while not is_over:
                 await has_news.wait()
                 has_news.clear()
-                # In this order: an error is there before the end is told, and after the rounds before it.
-                is_over, error, told = generation.is_told, generation.error, generation.told_rounds
-                for chunk in _rounds_of(generation, rounds, told):
+                # In this order: an error is set after the rounds before it, and before the end flag.
+                is_over, error, available = generation.is_told, generation.error, generation.told_rounds
+                for chunk in _chunks_of(generation, rounds, available):
                     yield chunk
-                rounds = told
+                rounds = available
                 if error is not None:
                     raise error
         finally:
@@ -422,12 +416,12 @@ class Engine:
         rounds = 0
         with closing(self._scheduler.stream(generation)) as news:
             for _ in news:
-                told = generation.told_rounds
-                yield from _rounds_of(generation, rounds, told)
-                rounds = told
+                available = generation.told_rounds
+                yield from _chunks_of(generation, rounds, available)
+                rounds = available
 
     def _generation(self, request: Request, strings: StopStrings | None) -> Generation:
-        """An answer with no token yet; without `strings` its text is not needed before its end."""
+        """New generation; without `strings` its text is assembled only at the end."""
         text = None if strings is None else self._text(request, strings)
         return Generation(replace(request, id=next(self._ids)), text)
 
@@ -451,17 +445,15 @@ class Engine:
 
     @contextmanager
     def in_round(self) -> Iterator[None]:
-        """Surrounds rounds: on the CPUs of the target, with one thread for what torch computes if all passes are in C++
-        with threads of their own."""
+        """Sets CPU affinity and torch's threads for rounds: one thread if all passes are in C++, which has a pool."""
         lms: list[CausalLM] = [self.target.lm, *self.drafter.models]
         is_native = all(lm.is_native for lm in lms)
-        own = nullcontext() if self._cpus is None else torch_threads(len(self._cpus))
-        with on_cpus(self._cpus), one_torch_thread() if is_native else own:
+        threads = nullcontext() if self._cpus is None else torch_threads(len(self._cpus))
+        with on_cpus(self._cpus), one_torch_thread() if is_native else threads:
             yield
 
     def warm_up(self, batch_size: int = 1) -> None:
-        """Runs the passes that decoding will use, so that none is compiled in the middle of an answer; twice where
-        passes that come again are recorded."""
+        """Runs the passes of decoding once, so that none is compiled during an answer; twice with CUDA graphs."""
         k = self.speculation.k
         for _ in range(max(self.target.lm.warm_up_rounds, 1)):
             requests = [Request(id=row, tokens=[0], max_new_tokens=k + 2) for row in range(batch_size)]
@@ -480,12 +472,12 @@ class Engine:
         kept_rows: int = 0,
         kind: Callable[..., Batch] | None = None,
     ) -> Batch:
-        """A batch that decodes as this engine does, but for what is given; see `Batch`. `kind` makes it."""
+        """New batch with the engine's settings except those passed; see `Batch`. `kind` replaces its class."""
         settings: dict[str, Any] = {}
         if self.speculation.gamma is not None:
             settings["overlap"] = self.speculation.overlap
-        made = kind or (Batch if self.speculation.gamma is None else AheadBatch)
-        return made(
+        batch_class = kind or (Batch if self.speculation.gamma is None else AheadBatch)
+        return batch_class(
             target or self.target,
             drafter or self.drafter,
             lengths=lengths or self.lengths,

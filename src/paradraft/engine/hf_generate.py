@@ -1,7 +1,7 @@
 """For `transformers`: `model.generate(**inputs, custom_generate=paradraft.custom_generate, drafter="pard", …)`.
 
-`generate` prepares what it was asked for, and this decodes: greedily it gives what `generate` gives without it, and
-when sampling the seeded text of `Engine`. What it cannot serve is refused.
+`generate` prepares the inputs and this function decodes: greedy output equals that of `generate` alone, sampled output
+is the seeded text of `Engine`. Settings that cannot be served are refused.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ WARPERS = {
     TemperatureLogitsWarper: ("temperature", (None, 1.0)), TopKLogitsWarper: ("top_k", (None, 0)),
     TopPLogitsWarper: ("top_p", (None, 1.0)), MinPLogitsWarper: ("min_p", (None,)),
 }  # fmt: skip
-"""What `Sampling` does by itself: the setting for which `generate` adds each, and with which values it does not."""
+"""Warpers that `Sampling` replaces: the setting that makes `generate` add each, and its neutral values."""
 STATEFUL = (
     PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )  # fmt: skip
-"""Processors that are no function of a text and its logits."""
+"""Logits processors that are no function of a text and its logits."""
 OF_PROMPTS = (EncoderNoRepeatNGramLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor)
-"""Processors that know all prompts of a batch, and so serve no row of one alone."""
+"""Logits processors that need all prompts of a batch, so they cannot run on single rows."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1), "penalty_alpha": (None,), "dola_layers": (None,), "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,), "typical_p": (None, 1.0), "epsilon_cutoff": (None, 0.0),
@@ -63,18 +63,18 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "output_attentions": (None, False), "output_hidden_states": (None, False), "constraints": (None,),
     "force_words_ids": (None,),
 }  # fmt: skip
-"""Settings that cannot be served, and what they are where nothing is asked for."""
+"""Settings that cannot be served, and their neutral values."""
 PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
-"""What `generate` prepares for a model's forward, and nobody has asked for."""
+"""Arguments of a model's forward that `generate` adds by itself."""
 OURS = "_paradraft_engines"
 """The attribute of a model that holds its engines."""
 
 
 class Engines:
-    """The engines of a model, as an attribute of it; copies of the model and its pickles have none.
+    """Engines of a model, kept as its attribute; copies and pickles of the model get none.
 
     Args:
-        weights: where the weights were when the engines were made, and how often they had changed.
+        weights: address and version counter of each weight when the engines were built.
     """
 
     def __init__(self, weights: tuple[tuple[int, int], ...] = ()) -> None:
@@ -102,8 +102,8 @@ def custom_generate(
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """Decodes for `generate` of `transformers`, which calls it.
 
-    The first call for a model prepares its passes, and later ones use them; a model that has learnt since is prepared
-    again. Stopping criteria are asked about every new token, and are given None for scores.
+    The first call builds an engine for the model, later calls reuse it until the weights change. Stopping criteria run
+    after every new token and get None for scores.
 
     Args:
         model: a causal LM of an architecture that paradraft serves, from a folder or a Hugging Face id.
@@ -112,19 +112,20 @@ def custom_generate(
         stopping_criteria: those of `generate`, and the user's.
         generation_config: of this call.
         synced_gpus: must be False.
-        streamer: gets the tokens of one prompt, where `transformers` hands it over (5.23 does not).
+        streamer: gets the tokens of one prompt, if `transformers` passes it on (5.23 does not).
         drafter: one of `drafter_names()`, with settings or without.
         draft_model: its folder or Hugging Face id.
         k: most tokens drafted per round.
-        lengths: how many of them to draft, see `paradraft.load`.
-        seed: of the first row, when sampling; the next rows have the next ones. None takes it from torch's generator.
-        model_kwargs: what `generate` prepares for the model; the attention mask is read.
+        lengths: draft length policy, see `paradraft.load`.
+        seed: of the first row when sampling; row i uses seed + i. None draws it from torch's generator.
+        model_kwargs: inputs that `generate` prepares for the model; the attention mask is read, positions are checked.
 
     Returns:
-        `[B, L + N]` prompts and answers, padded on the right; in a `GenerateDecoderOnlyOutput` if asked for.
+        `[B, L + N]` prompts and answers, padded on the right; a `GenerateDecoderOnlyOutput` with
+        `return_dict_in_generate`.
 
     Raises:
-        ValueError: something is asked for that cannot be served.
+        ValueError: a setting cannot be served.
     """
     _check(generation_config, logits_processor, synced_gpus, streamer, model_kwargs, len(input_ids))
     if torch.is_autocast_enabled(input_ids.device.type):
@@ -132,8 +133,8 @@ def custom_generate(
     engine = _engine_of(model, Speculation(drafter=drafter, draft=draft_model, k=k, lengths=lengths))
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
-        wanted, given = tuple(input_ids.shape), tuple(mask.shape)
-        raise ValueError(f"custom_generate: attention_mask of shape {given}: use {wanted}, that of input_ids")
+        shape, mask_shape = tuple(input_ids.shape), tuple(mask.shape)
+        raise ValueError(f"custom_generate: attention_mask of shape {mask_shape}: use {shape}, that of input_ids")
     pads = [0] * len(input_ids) if mask is None else (mask == 0).sum(1).tolist()
     _check_rows(mask, model_kwargs.get("position_ids"), pads, input_ids.shape[1])
     if seed is None:
@@ -141,16 +142,16 @@ def custom_generate(
     seed = whole_number("seed", seed)
     rows = input_ids.tolist()
     generations = []
-    for number, (row, pad) in enumerate(zip(rows, pads, strict=True)):
-        asked = _sampling(generation_config, logits_processor, tuple(row[:pad]), seed + number)
-        most = generation_config.max_length or engine.target.capacity + pad
-        if (wanted := max(most, len(row) + 1) - pad) > engine.target.capacity:
+    for index, (row, pad) in enumerate(zip(rows, pads, strict=True)):
+        sampling = _sampling(generation_config, logits_processor, tuple(row[:pad]), seed + index)
+        max_length = generation_config.max_length or engine.target.capacity + pad
+        if (length := max(max_length, len(row) + 1) - pad) > engine.target.capacity:
             raise ValueError(
-                f"custom_generate: the model has room for {engine.target.capacity} tokens, and {wanted} are asked for "
+                f"custom_generate: the model has room for {engine.target.capacity} tokens, and {length} are asked for "
                 "with the prompt: ask for less"
             )
-        ends = _ends(generation_config)
-        request = Request(id=number, tokens=row[pad:], sampling=asked, max_new_tokens=most - len(row), eos_ids=ends)
+        limit, eos_ids = max_length - len(row), _eos_ids(generation_config)
+        request = Request(id=index, tokens=row[pad:], sampling=sampling, max_new_tokens=limit, eos_ids=eos_ids)
         generations.append(Generation(request))
     answers = _decoded(engine, generations, rows, stopping_criteria, input_ids.device, streamer)
     return _joined(input_ids, answers, generation_config)
@@ -164,19 +165,19 @@ def _check(
     model_kwargs: dict[str, Any],
     batch_size: int,
 ) -> None:
-    """Raises ValueError for what cannot be served."""
     for name, neutral in NEUTRAL.items():
         if name.startswith("output_") and not config.return_dict_in_generate:
             continue
         if (value := getattr(config, name, None)) not in neutral and (config.do_sample or not _is_of_sampling(name)):
             raise ValueError(f"custom_generate: {name}={one_line(value)} cannot be served: leave it out")
-    if (found := next((one for one in processors if isinstance(one, STATEFUL)), None)) is not None:
+    if (stateful := next((each for each in processors if isinstance(each, STATEFUL)), None)) is not None:
         raise ValueError(
-            f"custom_generate: {type(found).__name__} is no function of a text and its logits, and cannot be served"
+            f"custom_generate: {type(stateful).__name__} is no function of a text and its logits, and cannot be served"
         )
-    if batch_size > 1 and (found := next((one for one in processors if isinstance(one, OF_PROMPTS)), None)) is not None:
-        raise ValueError(f"custom_generate: {type(found).__name__} serves one prompt, and there are {batch_size}")
-    if config.do_sample and any(isinstance(one, WatermarkLogitsProcessor) for one in processors):
+    of_prompts = next((each for each in processors if isinstance(each, OF_PROMPTS)), None)
+    if batch_size > 1 and of_prompts is not None:
+        raise ValueError(f"custom_generate: {type(of_prompts).__name__} serves one prompt, and there are {batch_size}")
+    if config.do_sample and any(isinstance(each, WatermarkLogitsProcessor) for each in processors):
         raise ValueError("custom_generate: watermarking_config cannot be served when sampling: leave it out")
     if synced_gpus:
         raise ValueError("custom_generate: synced_gpus=True cannot be served: leave it out")
@@ -191,13 +192,13 @@ def _check(
 
 
 def _check_rows(mask: Tensor | None, positions: Tensor | None, pads: list[int], length: int) -> None:
-    """Raises ValueError for rows whose tokens do not follow each other from after the padding to the end."""
-    for number, pad in enumerate(pads):
+    """Raises ValueError unless each row is padding on the left, then tokens at consecutive positions."""
+    for row, pad in enumerate(pads):
         if pad == length:
-            raise ValueError(f"custom_generate: prompt {number} is empty: give it at least one token")
-        if mask is not None and not mask[number, pad:].all():
+            raise ValueError(f"custom_generate: prompt {row} is empty: give it at least one token")
+        if mask is not None and not mask[row, pad:].all():
             raise ValueError("custom_generate: prompts must be padded on the left: set tokenizer.padding_side='left'")
-        if positions is not None and not (positions[number % len(positions), pad:].diff() == 1).all():
+        if positions is not None and not (positions[row % len(positions), pad:].diff() == 1).all():
             raise ValueError("custom_generate: position_ids other than one after the other cannot be served")
 
 
@@ -206,9 +207,9 @@ def _is_of_sampling(name: str) -> bool:
 
 
 def _engine_of(model: PreTrainedModel, speculation: Speculation) -> Engine:
-    """The engine for a model as it is now.
+    """Engine for the model's current weights, cached on the model.
 
-    As in `generate`, every row of the embedding is a token, those that only fill it up too.
+    As in `generate`, every row of the embedding counts as a token, padding rows too.
     """
     weights = tuple((weight.data_ptr(), weight._version) for weight in model.parameters())
     kept = getattr(model, OURS, None)
@@ -230,25 +231,25 @@ def _engine_of(model: PreTrainedModel, speculation: Speculation) -> Engine:
     return kept.engines[speculation]
 
 
-def _ends(config: GenerationConfig) -> frozenset[int]:
+def _eos_ids(config: GenerationConfig) -> frozenset[int]:
     ids = config.eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 
 @dataclass(frozen=True)
 class _Padded:
-    """A processor that sees a text as `generate` would show it: with what fills the row up before it."""
+    """Logits processor that sees the row as in `generate`: with its left padding."""
 
     processor: LogitsProcessor
     pads: tuple[int, ...]
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        before = torch.tensor([self.pads], dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
-        return self.processor(torch.cat([before, ids], dim=1), scores)
+        padding = torch.tensor([self.pads], dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
+        return self.processor(torch.cat([padding, ids], dim=1), scores)
 
 
 def _of_row(processor: LogitsProcessor, padding: int) -> LogitsProcessor:
-    """A processor for one row, where `generate` has told it how each row is padded."""
+    """Repetition penalty with the padding of one row instead of all rows'."""
     if not isinstance(processor, RepetitionPenaltyLogitsProcessor):
         return processor
     if not isinstance(processor.prompt_ignore_length, Tensor):
@@ -257,29 +258,29 @@ def _of_row(processor: LogitsProcessor, padding: int) -> LogitsProcessor:
 
 
 def _without_own_warpers(config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:
-    """The processors without those that `Sampling` does by itself.
+    """Drops the warpers that `Sampling` replaces.
 
-    `generate` adds one of a kind for its own settings, after all others; the user's of the same kind stay.
+    `generate` appends one per setting after all others, so only the last of a kind goes: the user's own stay.
     """
-    left = LogitsProcessorList(processors)
+    kept = LogitsProcessorList(processors)
     for kind, (name, neutral) in WARPERS.items():
         if config.do_sample and getattr(config, name) not in neutral:
-            for one in [one for one in left if isinstance(one, kind)][-1:]:
-                left.remove(one)
-    return left
+            for warper in [each for each in kept if isinstance(each, kind)][-1:]:
+                kept.remove(warper)
+    return kept
 
 
 def _sampling(config: GenerationConfig, processors: LogitsProcessorList, pads: tuple[int, ...], seed: int) -> Sampling:
-    asked = [_of_row(one, len(pads)) for one in _without_own_warpers(config, processors)]
-    kept = tuple(_Padded(one, pads) if pads else one for one in asked)
+    of_row = [_of_row(each, len(pads)) for each in _without_own_warpers(config, processors)]
+    padded = tuple(_Padded(each, pads) if pads else each for each in of_row)
     if not config.do_sample:
-        return Sampling(processors=kept)
+        return Sampling(processors=padded)
     return Sampling(
         temperature=1.0 if config.temperature is None else config.temperature,
         top_k=config.top_k or 0,
         top_p=1.0 if config.top_p is None else config.top_p,
         min_p=config.min_p or 0.0,
-        processors=kept,
+        processors=padded,
         seed=seed,
     )
 
@@ -292,25 +293,25 @@ def _decoded(
     device: torch.device,
     streamer: BaseStreamer | None,
 ) -> list[list[int]]:
-    """The new tokens of each row, cut where a criterion says so."""
+    """New tokens of each row, cut after the token at which a stopping criterion fires."""
     answers: list[list[int]] = [[] for _ in generations]
     is_cut = [False] * len(generations)
     batch = engine.new_batch()
     with engine.in_round():
         for output in run(batch, generations):
-            for number, tokens in zip(output.requests, output.tokens, strict=True):
-                for token in [] if is_cut[number] else tokens:
-                    answers[number].append(token)
-                    text = torch.tensor([rows[number] + answers[number]], device=device)
+            for row, tokens in zip(output.requests, output.tokens, strict=True):
+                for token in [] if is_cut[row] else tokens:
+                    answers[row].append(token)
+                    text = torch.tensor([rows[row] + answers[row]], device=device)
                     if streamer is not None:
                         streamer.put(text[0, -1:].cpu())
-                    if any(bool(torch.as_tensor(one(text, None)).all()) for one in criteria):
-                        is_cut[number] = True
+                    if any(bool(torch.as_tensor(criterion(text, None)).all()) for criterion in criteria):
+                        is_cut[row] = True
                         break
-            ended = [one for one in batch.generations if is_cut[one.request.id] and not one.is_finished]
-            for generation in ended:
+            stopped = [each for each in batch.generations if is_cut[each.request.id] and not each.is_finished]
+            for generation in stopped:
                 generation.finish_reason = "stop"
-            if ended and all(one.is_finished for one in batch.generations):
+            if stopped and all(each.is_finished for each in batch.generations):
                 batch.clear()
     if streamer is not None:
         streamer.end()
@@ -320,9 +321,9 @@ def _decoded(
 def _joined(
     input_ids: Tensor, answers: list[list[int]], config: GenerationConfig
 ) -> GenerateDecoderOnlyOutput | Tensor:
-    filler: Any = getattr(config, "_pad_token_tensor", None)
-    most = max(map(len, answers))
-    fill = 0 if filler is None else int(filler)
-    new = torch.tensor([answer + [fill] * (most - len(answer)) for answer in answers], device=input_ids.device)
+    pad_tensor: Any = getattr(config, "_pad_token_tensor", None)
+    longest = max(map(len, answers))
+    pad_id = 0 if pad_tensor is None else int(pad_tensor)
+    new = torch.tensor([answer + [pad_id] * (longest - len(answer)) for answer in answers], device=input_ids.device)
     sequences = torch.cat([input_ids, new.to(input_ids.dtype)], dim=1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences

@@ -1,4 +1,4 @@
-"""Loads a target with its drafter, each where it is to be."""
+"""Loads a target and its drafter onto their devices and CPUs."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ def load(
         target: a Hugging Face id, a folder, a .gguf file, or "pocket".
         drafter: one of `drafter_names()`, with settings if wanted, such as "ngram:max_ngram=5"; "none" decodes plainly.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
-        k: most tokens drafted per round, one after the other, at least 1.
+        k: most tokens drafted per round (depth of the draft), at least 1.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same
             distribution and accepts more when sampling; "typical" is not lossless.
-        tree: let drafts branch: a `Tree`, or a number of nodes to grow to. None drafts chains.
-        lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success,
-            "confidence" while the drafter is sure, "expected" what pays on this machine; "auto" is "expected" where
-            that cannot change a text, else "fixed".
-        gamma: draft while the target verifies (PEARL), this many tokens ahead; "auto": as many as are fastest here.
-        kept_rows: of how many answers, the last ones, the caches are kept: a prompt that begins with such an answer and
-            its prompt, as the next turn of a conversation does, is read from its end on.
+        tree: draft trees instead of chains: a `Tree`, or a node budget.
+        lengths: draft length policy: "fixed" drafts all k tokens, "heuristic" more after success, "confidence" while
+            the drafter is sure, "expected" the fastest length on this machine; "auto" is "expected" where that cannot
+            change a text, else "fixed".
+        gamma: draft while the target verifies (PEARL), this many tokens ahead; "auto": the fastest number here.
+        kept_rows: finished requests whose KV cache is kept for prefix reuse: a prompt that begins with such a prompt
+            and its answer, as the next turn of a conversation does, is prefilled from there.
         device: "cpu", "cuda", "cuda:1" and the like; "auto": a GPU if there is one.
         dtype: "bfloat16", "float16", "float32", "float64" or torch's names; "int8" and "int4" for the weights; "auto":
             that of the target's checkpoint.
-        runtime: compilation, widths and capacity, a tokenizer, the draft's dtype; device and dtype too, unless they are
-            given above.
-        placement: where each side computes; by default both in this process.
+        runtime: compilation, pass width, capacity, tokenizer, the draft's dtype; device and dtype too, unless passed
+            above.
+        placement: devices and CPUs of target and drafter; by default both run in this process.
 
     Raises:
         ValueError: a name or setting is unknown, or the draft does not fit the target.
@@ -101,13 +101,13 @@ def load_engine(
     placement: Placement = HERE,
     tries_plain: bool = False,
 ) -> Engine:
-    """Loads a target and a drafter, as `load` does, from settings that are together already.
+    """`load` with its settings in a `Speculation`.
 
-    With `tries_plain` a few rounds draft nothing, where that changes no text, so that `Engine.advice` knows how long
-    such rounds take.
+    With `tries_plain` a few rounds draft nothing, where that changes no text, to time plain decoding for
+    `Engine.advice`.
 
-    Of two processes that `torchrun` has started for drafting ahead, the second one drafts: there this does not return,
-    and the process ends when the other one does.
+    Of two processes that `torchrun` starts for PEARL, rank 1 drafts: there this function does not return, and the
+    process exits when rank 0 does.
 
     Raises:
         ValueError: see `load`.
@@ -127,9 +127,9 @@ def load_engine(
         ranks = tensor_parallel_ranks(speculation, placement)
         if runtime.device == "cuda":
             runtime = replace(runtime, device=f"cuda:{os.environ['LOCAL_RANK']}")
-    if speculation.gamma is not None and not placement.tensor_parallel and (number := launched()):
-        if number != 2:
-            raise ValueError(f"torchrun has started {number} processes: a target and its drafter are 2")
+    if speculation.gamma is not None and not placement.tensor_parallel and (world_size := launched()):
+        if world_size != 2:
+            raise ValueError(f"torchrun has started {world_size} processes: a target and its drafter are 2")
         rank, channel = met()
         if rank == 1:
             with on_cpus(placement.draft_cpus):
@@ -137,20 +137,25 @@ def load_engine(
             raise SystemExit
         processes = [DrafterProcess(placement, channel)]
     else:
-        processes = drafter_processes(speculation, placement)  # they begin while the target is loaded
+        processes = drafter_processes(speculation, placement)  # they start while the target loads
     with on_cpus(placement.target_cpus):
-        loaded = load_target(target, runtime, placement.target_stages or (), ranks)
-        drafter = load_drafter_in(processes, speculation, loaded, runtime)
+        loaded_target = load_target(target, runtime, placement.target_stages or (), ranks)
+        drafter = load_drafter_in(processes, speculation, loaded_target, runtime)
         return Engine(
-            loaded, drafter, speculation, kept_rows=kept_rows, cpus=placement.target_cpus, tries_plain=tries_plain
+            loaded_target,
+            drafter,
+            speculation,
+            kept_rows=kept_rows,
+            cpus=placement.target_cpus,
+            tries_plain=tries_plain,
         )
 
 
 def tensor_parallel_ranks(speculation: Speculation, placement: Placement) -> int:
-    """How many processes share the layers of a target.
+    """Number of tensor-parallel processes.
 
     Raises:
-        ValueError: `torchrun` has not started several, or something is asked for that they could not do alike.
+        ValueError: `torchrun` has not started several, or a setting would make them draft differently.
     """
     if (ranks := launched()) < 2:
         raise ValueError("tensor_parallel: start two or more processes by torchrun --nproc-per-node")
@@ -162,7 +167,7 @@ def tensor_parallel_ranks(speculation: Speculation, placement: Placement) -> int
 
 
 def runtime_on(runtime: Runtime, placement: Placement) -> Runtime:
-    """That of the target, on the device where its logits are.
+    """Runtime of the target, on the device of its logits.
 
     Raises:
         ValueError: one of the devices cannot be used.
@@ -175,7 +180,7 @@ def runtime_on(runtime: Runtime, placement: Placement) -> Runtime:
 
 
 def drafter_processes(speculation: Speculation, placement: Placement) -> list[DrafterProcess]:
-    """Starts the processes of a drafter: none if it drafts in this one, two if they take turns at a draft."""
+    """Starts the drafter's processes: none if it drafts in this one, two if they draft in turn."""
     if placement.has_process:
         return [DrafterProcess(placement)]
     stages = placement.target_stages
@@ -191,13 +196,7 @@ def drafter_processes(speculation: Speculation, placement: Placement) -> list[Dr
 def load_drafter_in(
     processes: Sequence[DrafterProcess], speculation: Speculation, target: Target, runtime: Runtime
 ) -> Drafter:
-    """Loads a drafter.
-
-    Args:
-        processes: those that are to have it; if there are none, this one.
-        speculation: names it.
-        target: whose text is to be guessed.
-        runtime: the target's.
+    """Loads a drafter into `processes`, or into this process if there are none.
 
     Raises:
         ValueError: it cannot be loaded.
@@ -206,8 +205,8 @@ def load_drafter_in(
     try:
         for process in processes:
             device = process.placement.draft_device
-            own = runtime if device is None else replace(runtime, device=device)
-            copies.append(process.load(speculation.drafter, target.facts, draft=speculation.draft, runtime=own))
+            placed = runtime if device is None else replace(runtime, device=device)
+            copies.append(process.load(speculation.drafter, target.facts, draft=speculation.draft, runtime=placed))
     except BaseException:
         for process in processes:
             process.close()

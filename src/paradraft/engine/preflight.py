@@ -1,4 +1,4 @@
-"""Whether a target and its drafter can run together, by their config files, before any weights are read."""
+"""Checks that target and draft fit together and into memory, from config files, before weights are read."""
 
 from __future__ import annotations
 
@@ -24,21 +24,17 @@ from paradraft.sources.target_loading import weights_bytes
 
 
 def fitted(runtime: Runtime, target: str, speculation: Speculation, placement: Placement) -> Runtime:
-    """How a target and its drafter run together.
+    """Checks a target against its drafter, and lowers the capacity to the draft model's context if none is set.
 
     Args:
-        runtime: as it was asked for, without "auto".
+        runtime: the user's settings, without "auto".
         target: name of the model.
         speculation: names the drafter.
-        placement: where both are.
-
-    Returns:
-        The same, but for the capacity: where none was asked for, and the draft model has less room than the target,
-        its own.
+        placement: devices of both.
 
     Raises:
-        ValueError: there is no such capacity, the draft model has other tokens or less room than the target or was
-            trained for another one, or the weights do not fit into memory.
+        ValueError: the capacity exceeds the model, the draft model has another vocabulary, a smaller context or was
+            trained for another target, or the weights do not fit into memory.
     """
     folder = locate(target, "target")
     config = config_of(folder)
@@ -50,46 +46,39 @@ def fitted(runtime: Runtime, target: str, speculation: Speculation, placement: P
         draft = locate(draft, name)
         identity = None if is_shape(draft) or is_gguf(draft) else read_identity(draft, name)
         if identity is not None:
-            # What the weights are is found when they are read.
+            # The weights' digest is compared when they are read.
             identity.check(TargetIdentity.of(config, reads_weights=False), draft)
         elif drafter_class(speculation.drafter).can_run_ahead:
             runtime = _fitted_to_draft(runtime, folder, config, draft)
-            of_draft = draft_runtime(draft, runtime)
-            loaded.append((draft, replace(of_draft, device=placement.draft_device or runtime.device)))
+            own_runtime = draft_runtime(draft, runtime)
+            loaded.append((draft, replace(own_runtime, device=placement.draft_device or runtime.device)))
     if placement.target_stages is None and not placement.tensor_parallel:
         check_memory(loaded)
     return runtime
 
 
 def _fitted_to_draft(runtime: Runtime, target: str, config: PretrainedConfig, draft: str) -> Runtime:
-    found = config_of(draft)
-    needed = config.vocab_size
-    if found.vocab_size < needed:  # it may be that the target's last rows are no tokens
-        needed = tokens_of(config, tokenizer_for(target, runtime.tokenizer))
-    if runtime.capacity is None and context_of(found) < context_of(config):
-        runtime = replace(runtime, capacity=context_of(found))
-    check_draft_config(draft, found, vocab_size=needed, capacity=room(config, runtime.capacity))
+    draft_config = config_of(draft)
+    vocab_size = config.vocab_size
+    if draft_config.vocab_size < vocab_size:  # the target's last rows may be padding
+        vocab_size = tokens_of(config, tokenizer_for(target, runtime.tokenizer))
+    if runtime.capacity is None and context_of(draft_config) < context_of(config):
+        runtime = replace(runtime, capacity=context_of(draft_config))
+    check_draft_config(draft, draft_config, vocab_size=vocab_size, capacity=room(config, runtime.capacity))
     return runtime
 
 
 def check_memory(loaded: Sequence[tuple[str, Runtime]]) -> None:
-    """Checks that weights fit into the memory that is free.
-
-    Args:
-        loaded: the models, by their folders, and how and where each of them runs.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raises ValueError unless the weights fit into free memory; `loaded` has folder and runtime of each model."""
     needed: dict[torch.device, list[tuple[str, str, float]]] = defaultdict(list)
     for folder, runtime in loaded:
         dtype = runtime.dtype if runtime.dtype in (*QUANTIZED, STORED) else str(runtime.computed_in)
         size = weights_bytes(folder, runtime)
         needed[torch.device(runtime.device)].append((folder, dtype.removeprefix("torch."), size))
-    for place, of in needed.items():
-        if sum(size for *_, size in of) > (free := free_bytes(place)):
-            listed = " and ".join(f"{size / 2**30:.1f} GiB of {name!r} in {dtype}" for name, dtype, size in of)
+    for device, models in needed.items():
+        if sum(size for *_, size in models) > (free := free_bytes(device)):
+            listed = " and ".join(f"{size / 2**30:.1f} GiB of {name!r} in {dtype}" for name, dtype, size in models)
             raise ValueError(
-                f"weights, {listed}, do not fit into the {free / 2**30:.1f} GiB that are free on {place}: "
+                f"weights, {listed}, do not fit into the {free / 2**30:.1f} GiB that are free on {device}: "
                 "use smaller models, or another device"
             )

@@ -1,4 +1,4 @@
-"""Prompts and what is asked for them, checked against the target before any work is done."""
+"""Tokenizes prompts into requests and checks them against the target."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _T = TypeVar("_T")
 Prompt = str | Sequence[int] | Tensor | np.ndarray
 """A text; or token ids, which are taken as they are: a list, a tuple, an array or a tensor of one dimension."""
 Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt] | Tensor | np.ndarray
-"""Several of them: a list or a tuple, or an array or a tensor of two dimensions."""
+"""Several prompts: a list or a tuple, or an array or a tensor of two dimensions."""
 _USE = "use a text, token ids, or a list of these"
 
 
 def rows_of(prompts: Prompt | Prompts) -> tuple[list[object], bool]:
-    """Prompts one by one, and whether there is but one, which stands alone and not in a list.
+    """List of prompts, and whether `prompts` is a single one, outside a list.
 
     Raises:
         ValueError: they are neither a prompt nor several, or there is none.
@@ -36,17 +36,16 @@ def rows_of(prompts: Prompt | Prompts) -> tuple[list[object], bool]:
     """
     if isinstance(prompts, str):
         return [prompts], True
-    given = _plain(prompts)
-    if not isinstance(given, list):
+    rows = _plain(prompts)
+    if not isinstance(rows, list):
         raise ValueError(f"prompts={one_line(prompts)}: {_USE}")
-    if not given:
+    if not rows:
         raise ValueError("prompts=[]: give at least one prompt")
-    is_one = isinstance(given[0], Real)
-    return ([given] if is_one else given), is_one
+    is_single = isinstance(rows[0], Real)
+    return ([rows] if is_single else rows), is_single
 
 
 def _plain(value: object) -> object:
-    """Lists in place of tuples, arrays and tensors."""
     if isinstance(value, Tensor | np.ndarray):
         return value.tolist()
     return list(value) if isinstance(value, tuple) else value
@@ -58,36 +57,32 @@ def requests_of(
     max_new_tokens: int | Sequence[int],
     sampling: Sampling | Sequence[Sampling],
 ) -> list[Request]:
-    """Tokenizes and checks prompts; the ids of the requests are their numbers, from 0.
+    """Tokenizes and checks prompts; request ids count from 0.
 
-    Args:
-        target: who will answer.
-        prompts: each a `Prompt`.
-        max_new_tokens: most tokens of an answer, for all prompts or for each.
-        sampling: for all prompts or for each.
+    `max_new_tokens` and `sampling` are for all prompts, or sequences with one entry for each.
 
     Raises:
-        ValueError: a prompt (named by number) is empty, is no valid text or has an unknown token id, it and
-            its answer do not fit into the model, or a setting has the wrong type or does not fit the target or the
-            number of prompts.
+        ValueError: a prompt (numbered from 1) is empty, is no valid text or has an unknown token id, it and its answer
+            exceed the model's context, or a setting has the wrong type or does not fit the target or the number of
+            prompts.
     """
     limits = _each("max_new_tokens", max_new_tokens, lambda value: whole_number("max_new_tokens", value), len(prompts))
     samplings = _each("sampling", sampling, _sampling, len(prompts))
     requests = []
-    for number, (prompt, limit, chosen) in enumerate(zip(prompts, limits, samplings, strict=True), start=1):
-        name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+    for index, (prompt, limit, each) in enumerate(zip(prompts, limits, samplings, strict=True)):
+        name = f"prompt {index + 1}" if len(prompts) > 1 else "the prompt"
         tokens = tokens_of(target, prompt, name)
-        _check(tokens, limit, chosen, target, name)
-        request = Request(id=number - 1, tokens=tokens, sampling=chosen, max_new_tokens=limit, eos_ids=target.eos_ids)
+        _check(tokens, limit, each, target, name)
+        request = Request(id=index, tokens=tokens, sampling=each, max_new_tokens=limit, eos_ids=target.eos_ids)
         requests.append(request)
     return requests
 
 
 def tokens_of(target: Target, prompt: object, name: str = "the prompt") -> list[int]:
-    """What a target reads of a prompt.
+    """Token ids of a prompt.
 
     Raises:
-        ValueError: it is neither a text nor token ids; the message names it as `name` says.
+        ValueError: it is neither a text nor token ids; the message begins with `name`.
     """
     prompt = _plain(prompt)
     if isinstance(prompt, list):
@@ -116,17 +111,17 @@ def _sampling(value: object) -> Sampling:
 
 
 def _check(tokens: list[int], limit: int, sampling: Sampling, target: Target, name: str) -> None:
-    biases, known = dict(sampling.biases), target.lm.vocab_size
+    biases, vocab_size = dict(sampling.biases), target.lm.vocab_size
     if not tokens:
         raise ValueError(f"{name} is empty: give at least one token")
     if limit < 1:
         raise ValueError(f"max_new_tokens={limit}: ask for at least 1")
-    unknown = next((token for token in tokens if not 0 <= token < known), None)
+    unknown = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if unknown is not None:
-        raise ValueError(f"{name} has the token id {unknown}: use 0 to {known - 1}")
-    if biases and max(biases) >= known:
-        raise ValueError(f"logit_bias: {max(biases)} is not among the {known} token ids")
-    if sum(bias == -math.inf for bias in biases.values()) >= known - 1:
+        raise ValueError(f"{name} has the token id {unknown}: use 0 to {vocab_size - 1}")
+    if biases and max(biases) >= vocab_size:
+        raise ValueError(f"logit_bias: {max(biases)} is not among the {vocab_size} token ids")
+    if sum(bias == -math.inf for bias in biases.values()) >= vocab_size - 1:
         raise ValueError("logit_bias: nearly all tokens are forbidden: leave at least two")
     if len(tokens) + limit > target.capacity:
         raise ValueError(
@@ -135,12 +130,11 @@ def _check(tokens: list[int], limit: int, sampling: Sampling, target: Target, na
         )
 
 
-def _each(name: str, value: object, checked: Callable[[object], _T], number: int) -> list[_T]:
-    """A setting for each of `number` prompts."""
+def _each(name: str, value: object, checked: Callable[[object], _T], count: int) -> list[_T]:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        values = [checked(one) for one in value]
+        values = [checked(each) for each in value]
     else:
-        values = [checked(value)] * number
-    if len(values) != number:
-        raise ValueError(f"{name}: {len(values)} values for {number} prompts; give one for all, or one for each")
+        values = [checked(value)] * count
+    if len(values) != count:
+        raise ValueError(f"{name}: {len(values)} values for {count} prompts; give one for all, or one for each")
     return values

@@ -1,4 +1,4 @@
-"""How to speculate: which drafter, how much it drafts in a round, and how its drafts are verified."""
+"""Speculation settings: drafter, draft length and tree, verification rule, drafting ahead."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ if TYPE_CHECKING:
     from paradraft.core import Drafter
 
 MOST_DRAFTED = 256
-"""Largest K; caches keep room for two drafts of that length."""
+"""Largest K; caches reserve slots for two drafts of that length."""
 AUTO = "auto"
 LENGTHS = (AUTO, "fixed", "heuristic", "confidence", "expected")
 """`AUTO`, and the names of `paradraft.decode.lengths.draft_length.POLICIES`."""
 OVERLAPS = ("both", "pre", "post")
 MOST_NODES = 1024
-"""Largest tree of a draft."""
+"""Most nodes of a draft tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """How text is drafted and verified; checked as far as that needs no models.
+    """Settings of drafting and verification, checked as far as possible without models.
 
     Args:
         drafter: one of `drafter_names()`, with settings if wanted, such as "ngram:max_ngram=5"; "none" decodes plainly.
-            An `Engine` is given the drafter itself, so that one that was built by hand needs no name here.
+            An `Engine` gets the drafter itself, so a drafter built by hand needs no name here.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
-        k: most tokens drafted per round, one after the other, 1 to 256. Where the drafter's own settings say how large
-            its trees are (`Drafter.tree`), it becomes their depth.
-        tree: the shape of drafts that branch; None drafts chains, or such trees.
+        k: most tokens drafted per round (depth of the draft), 1 to 256. A drafter whose settings fix its trees
+            (`Drafter.tree`) sets it to their depth.
+        tree: shape of draft trees; None drafts chains, or the trees that the drafter's settings fix.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same distribution and accepts
             more when sampling; "typical" is not lossless: see `paradraft.verify.typical`.
-        lengths: how many of the k tokens to draft: "fixed" all, "heuristic" more after success, "confidence" while the
-            drafter is sure, "expected" what pays on this machine. "auto" is "expected" where it cannot change a text,
-            else "fixed": see `settled`.
-        gamma: γ of PEARL: draft while the target verifies, this many tokens ahead, or "auto" as many as are fastest
+        lengths: draft length policy: "fixed" drafts all k tokens, "heuristic" more after success, "confidence" while
+            the drafter is sure, "expected" the fastest length on this machine. "auto" is "expected" where it cannot
+            change a text, else "fixed": see `settled`.
+        gamma: γ of PEARL: draft while the target verifies, this many tokens ahead; "auto" takes the fastest number
             here, at most k; None drafts and verifies in turn. Chains and the match rule only. See
             `paradraft.decode.pearl.pearl`.
-        overlap: which of PEARL's strategies: "pre" verifies the first token of a window while it is drafted, "post"
-            drafts while the window before is verified, "both".
+        overlap: PEARL's strategies: "pre" verifies the first token of a window while it is drafted, "post" drafts while
+            the previous window is verified, "both".
 
     Raises:
         ValueError: a name or a setting of the drafter is unknown, a number is out of range, a path of the tree is
-            deeper than k, or a tree is given to a drafter whose trees have a shape of their own.
+            deeper than k, or a tree is set for a drafter whose settings fix its trees.
 
     >>> Speculation(drafter="ngram", k=4, tree=Tree(budget=6)).nodes
     6
@@ -79,15 +79,15 @@ class Speculation:
             raise ValueError(f"lengths={self.lengths!r}: use one of {', '.join(LENGTHS)}")
         if self.tree is not None and not isinstance(self.tree, Tree):
             raise ValueError(f"tree={one_line(self.tree)}: use a Tree, such as Tree(budget=12)")
-        # Last what imports torch: the drafter's module, and the rule's.
+        # Last the imports of torch: the modules of drafter and rule.
         config = drafter_config(self.drafter, self.draft)
         load_rule(self.verify)
         self._check_gamma()
-        own: Tree | None = getattr(config, "tree", None)
-        if own is not None:
-            _check_no_other(self.tree, own)
-            object.__setattr__(self, "tree", own)
-            object.__setattr__(self, "k", own.depth or self.k)
+        fixed_tree: Tree | None = getattr(config, "tree", None)
+        if fixed_tree is not None:
+            _check_no_other(self.tree, fixed_tree)
+            object.__setattr__(self, "tree", fixed_tree)
+            object.__setattr__(self, "k", fixed_tree.depth or self.k)
         if self.tree is not None:
             if self.tree.nodes > MOST_NODES:
                 raise ValueError(f"a tree of {self.tree.nodes} nodes: use at most {MOST_NODES}")
@@ -113,37 +113,33 @@ class Speculation:
             raise ValueError(f"gamma={self.gamma}: drafter {self.drafter!r} cannot draft ahead, use {able}")
         for name, allowed in (("verify", ("match",)), ("lengths", ("fixed", AUTO)), ("tree", (None,))):
             if (value := getattr(self, name)) not in allowed:
-                told = "leave the tree out" if name == "tree" else f"use {name}={allowed[0]!r}"
-                raise ValueError(f"gamma={self.gamma} with {name}={one_line(value)}: {told} to draft ahead")
+                fix = "leave the tree out" if name == "tree" else f"use {name}={allowed[0]!r}"
+                raise ValueError(f"gamma={self.gamma} with {name}={one_line(value)}: {fix} to draft ahead")
 
     @property
     def nodes(self) -> int:
-        """Most tokens of a draft."""
+        """Most tokens of a draft, over all branches."""
         return self.k if self.tree is None else self.tree.nodes
 
     @property
     def depth(self) -> int:
-        """Most tokens of a path of a draft."""
+        """Most tokens on one path of a draft."""
         return self.k if self.tree is None else min(self.k, self.tree.depth or self.tree.nodes)
 
     @property
     def pass_width(self) -> int:
-        """Most tokens of a pass that reads a whole round and drafts the next, or reads a whole tree; at least 64."""
+        """Widest pass in tokens, at least 64: a round plus the next draft, or a tree."""
         return max(64, 2 * self.k + 2, self.nodes + 1)
 
     def check_models(self, target: str) -> None:
-        """Raises ValueError, before anything is loaded, if the drafter cannot draft like this for a target.
-
-        Args:
-            target: a Hugging Face id, a folder, or "pocket".
-        """
+        """Raises ValueError, before weights are loaded, if the drafter cannot draft like this for a target."""
         check_draft(self.drafter, self.draft, target)
         for name in (target, self.draft or ""):
             check_has_weights(name)
         self.check_drafter(drafter_class(self.drafter))
 
     def check_drafter(self, drafter: Drafter | type[Drafter]) -> None:
-        """Raises ValueError if a drafter, or all of a class, cannot draft for this rule, or in this shape."""
+        """Raises ValueError if a drafter or drafter class does not support this rule, tree or gamma."""
         if drafter.needs_drawn and self.verify != "match":
             raise ValueError(
                 f"verify={self.verify!r}: this drafter learns from the target's own draws, which the match rule alone "
@@ -155,21 +151,21 @@ class Speculation:
             return
         if drafter.branching == "chain":
             raise ValueError("this drafter drafts chains only: leave the tree out")
-        aside = [path for path in self.tree.paths or () if any(path[:-1])]
-        if aside and drafter.branching == "spine":
-            raise ValueError(f"tree path {aside[0]}: this drafter branches from its best tokens only, remove it")
+        off_spine = [path for path in self.tree.paths or () if any(path[:-1])]
+        if off_spine and drafter.branching == "spine":
+            raise ValueError(f"tree path {off_spine[0]}: this drafter branches from its best tokens only, remove it")
 
     def settled(self, *, drafts: bool, is_exact: bool) -> Speculation:
-        """This with a length policy in place of "auto".
+        """Replaces the length policy "auto".
 
-        It is "expected" where the lengths of drafts, which then depend on measured times, cannot change a text: with
-        the match rule, if the target's logits are the same to the last bit in passes of any width. Elsewhere the same
-        seed might give another text each time. Passes that are not exact are also those that are compiled for some
-        widths only. Drafting ahead and plain decoding have no use for it.
+        "expected" makes draft lengths depend on measured times, so it is chosen only where they cannot change a text:
+        with the match rule and logits that are bitwise equal in passes of any width. Elsewhere the same seed might give
+        another text each time; such passes are also compiled for some widths only. Drafting ahead and plain decoding
+        do not use it.
 
         Args:
             drafts: whether the drafter proposes anything.
-            is_exact: whether all passes of the target are so; those in C++ are.
+            is_exact: whether all passes of the target are bitwise equal at any width; those in C++ are.
         """
         if self.lengths != AUTO:
             return self
@@ -178,15 +174,15 @@ class Speculation:
 
     @property
     def instead(self) -> tuple[str, ...]:
-        """The options to try where drafting like this does not pay, the last one for a drafter that is no use."""
+        """Options to try if drafting does not pay; the last is for a drafter that is hardly ever accepted."""
         other = "drafting in turns, without --gamma" if self.gamma is not None else "--lengths expected"
         return (other, "--drafter none") if self.lengths != "expected" else ("--drafter none",)
 
     def fitted_to(self, drafter: Drafter) -> Speculation:
-        """This, in the shape of a drafter that was built, where its own settings say it; see `Drafter.tree`.
+        """Takes over the tree that a built drafter's settings fix; see `Drafter.tree`.
 
         Raises:
-            ValueError: another tree was asked for.
+            ValueError: another tree is set.
         """
         if drafter.tree is None:
             return self
@@ -195,7 +191,7 @@ class Speculation:
 
 
 def gamma_of(text: str | None) -> int | Literal["auto"] | None:
-    """γ as an option or the spec of a method says it.
+    """Parses γ of an option or of a method's spec.
 
     Raises:
         ValueError: it is neither a whole number nor "auto".
@@ -209,6 +205,6 @@ def gamma_of(text: str | None) -> int | Literal["auto"] | None:
     return int(text)
 
 
-def _check_no_other(tree: Tree | None, own: Tree) -> None:
-    if tree not in (None, own):
+def _check_no_other(tree: Tree | None, fixed_tree: Tree) -> None:
+    if tree not in (None, fixed_tree):
         raise ValueError("this drafter's own settings say how large its trees are: leave the tree out")
