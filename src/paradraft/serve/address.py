@@ -1,4 +1,4 @@
-"""Where a server listens, and the key that it wants where other machines can reach it."""
+"""Listening address of a server, and the API key, required where other machines can reach it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine can reach a host.
+    """Whether a host is reachable from this machine only.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("::1"), is_loopback("0.0.0.0")
     (True, True, True, False)
@@ -22,14 +22,10 @@ def is_loopback(host: str) -> bool:
 
 
 def key_of(variable: str | None, host: str) -> str | None:
-    """The API key.
-
-    Args:
-        variable: of the environment that has it; None for no key.
-        host: where the server listens.
+    """API key in an environment variable; None for no key.
 
     Raises:
-        ValueError: there is none where one is wanted.
+        ValueError: the variable holds no valid key, or a host that other machines can reach has none.
     """
     if variable is None:
         if is_loopback(host):
@@ -44,39 +40,39 @@ def key_of(variable: str | None, host: str) -> str | None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, which listens when the server starts.
+    """Binds a socket without listening yet.
 
     Raises:
-        ValueError: the address is in use, or is none of this machine's.
+        ValueError: the address is in use, or is not this machine's.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
+        sock = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ValueError(f"--host {host}: {error.strerror}") from None
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
     except OSError as error:
-        made.close()
+        sock.close()
         raise ValueError(f"--host {host} --port {port}: {error.strerror}; name another one") from None
-    return made
+    return sock
 
 
-def listen(made: socket.socket) -> None:
+def listen(sock: socket.socket) -> None:
     """Lets a socket of `bound` listen.
 
     Raises:
-        ValueError: another program has bound its address too, and listens by now.
+        ValueError: another program has bound its address too and already listens.
     """
     try:
-        made.listen()
+        sock.listen()
     except OSError as error:
-        host, port = made.getsockname()[:2]
+        host, port = sock.getsockname()[:2]
         raise ValueError(f"--host {host} --port {port}: {error.strerror}; name another one") from None
 
 
-def url_of(made: socket.socket) -> str:
-    """Where a server is found."""
-    host, port = made.getsockname()[:2]
+def url_of(sock: socket.socket) -> str:
+    """URL of a server without a path."""
+    host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

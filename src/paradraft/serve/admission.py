@@ -1,4 +1,4 @@
-"""Who is decoded, who waits, and who is refused."""
+"""Admission control: running, queued, rejected (429)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,15 @@ from paradraft.serve.replies import ApiError
 
 @dataclass
 class Reservation:
-    """Places in the queue that a request has, one for each of its answers.
-
-    Args:
-        waiting: how many of its answers have not begun.
-    """
+    """Queue slots of a request; `waiting` counts its answers that are not running yet."""
 
     waiting: int
 
 
 class Admission:
-    """Lets requests in, answers into the batch, and nobody in any more when the server is to end.
+    """Admits requests to the queue and answers to the batch; rejects all once the server shuts down.
 
-    All of it happens in the thread of the event loop.
-
-    Args:
-        limits: how many, and for how long.
+    Runs in the event loop's thread only.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -36,18 +29,18 @@ class Admission:
         self._rows = asyncio.Semaphore(limits.max_batch)
         self._timeouts: set[asyncio.Timeout] = set()
         self.running = 0
-        """Answers that are decoded."""
+        """Answers being decoded."""
         self.waiting = 0
-        """Answers that wait."""
+        """Answers in the queue."""
         self.is_closing = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is running or queued."""
         return not self._timeouts
 
     def close(self) -> None:
-        """Lets nobody in any more; those who are in have some time to end."""
+        """Rejects new requests; running ones have `drain_s` to end."""
         self.is_closing = True
         end_s = asyncio.get_running_loop().time() + self._limits.drain_s
         for timeout in self._timeouts:
@@ -56,10 +49,10 @@ class Admission:
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Surrounds all work for a request.
+        """Context manager around all work for a request.
 
         Raises:
-            ApiError: the server ends, or the request takes too long.
+            ApiError: the server shuts down, or the request times out.
         """
         if self.is_closing:
             raise ending()
@@ -80,10 +73,10 @@ class Admission:
 
     @contextmanager
     def reserve(self, answers: int) -> Iterator[Reservation]:
-        """Places in the queue for the answers of a request.
+        """Reserves a queue slot for each answer of a request.
 
         Raises:
-            ApiError: there are not so many.
+            ApiError: the queue is full.
         """
         most = self._limits.max_batch + self._limits.max_queue
         if answers > most:
@@ -101,7 +94,7 @@ class Admission:
 
     @asynccontextmanager
     async def row(self, reservation: Reservation) -> AsyncIterator[None]:
-        """Surrounds the decoding of one answer; first it waits for its turn."""
+        """Context manager around decoding one answer; waits for a free row first."""
         async with self._rows:
             reservation.waiting -= 1
             self.waiting -= 1
@@ -113,7 +106,7 @@ class Admission:
 
 
 def ending() -> ApiError:
-    """What is said of a server that ends."""
+    """Error of a server that shuts down."""
     headers = {"Retry-After": "1", "Connection": "close"}
     return ApiError(
         503, "the server is shutting down: ask another one, or later", code="shutting_down", headers=headers

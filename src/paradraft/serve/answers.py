@@ -1,4 +1,4 @@
-"""Decodes the choices of a request beside those of others, and tells the pieces in the order in which they come."""
+"""Decodes the choices of a request and merges their chunks into one stream, in order of arrival."""
 
 from __future__ import annotations
 
@@ -13,17 +13,11 @@ from paradraft.serve.questions import Choice
 from paradraft.serve.replies import ApiError
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
-"""OpenAI's names of the reasons for which answers end."""
+"""OpenAI's finish reasons."""
 
 
 class Answers:
-    """Decodes choices.
-
-    Args:
-        engine: decodes all of them together.
-        admission: says whose turn it is.
-        metrics: counts.
-    """
+    """Decodes choices with an engine, under admission control."""
 
     def __init__(self, engine: Engine, admission: Admission, metrics: Metrics) -> None:
         self.engine, self.admission, self.metrics = engine, admission, metrics
@@ -31,41 +25,41 @@ class Answers:
     async def stream(
         self, choices: Sequence[Choice], reservation: Reservation, arrived_s: float
     ) -> AsyncGenerator[tuple[Choice, Chunk], None]:
-        """The pieces of all choices. Whoever closes it ends those that are not finished.
+        """Streams the chunks of all choices of a request. Closing early cancels those that are not finished.
 
-        A reader that is slow holds no row: what it has not taken is kept.
+        A slow reader holds no row: its unread chunks are queued.
 
         Args:
             choices: of one request.
-            reservation: a place for each.
-            arrived_s: when the request came.
+            reservation: a queue slot for each choice.
+            arrived_s: time of the request's arrival, by `time.perf_counter`.
 
         Raises:
-            Exception: decoding has failed.
+            Exception: decoding failed.
         """
-        news: asyncio.Queue[tuple[Choice, Chunk] | Exception | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._tell(choice, reservation, arrived_s, news)) for choice in choices]
+        chunks: asyncio.Queue[tuple[Choice, Chunk] | Exception | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._decode(choice, reservation, arrived_s, chunks)) for choice in choices]
         try:
-            left = len(tasks)
-            while left:
-                told = await news.get()
-                if isinstance(told, Exception):
-                    raise told
-                if told is None:
-                    left -= 1
+            running = len(tasks)
+            while running:
+                item = await chunks.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
                 else:
-                    yield told
+                    yield item
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _tell(
+    async def _decode(
         self,
         choice: Choice,
         reservation: Reservation,
         arrived_s: float,
-        news: asyncio.Queue[tuple[Choice, Chunk] | Exception | None],
+        output: asyncio.Queue[tuple[Choice, Chunk] | Exception | None],
     ) -> None:
         counts, reason = AnswerMetrics(self.metrics, arrived_s, len(choice.tokens)), "abort"
         try:
@@ -83,17 +77,17 @@ class Answers:
                         counts.add(chunk)
                         if chunk.finish_reason is not None:
                             reason = REASONS[chunk.finish_reason]
-                        news.put_nowait((choice, chunk))
-            news.put_nowait(None)
+                        output.put_nowait((choice, chunk))
+            output.put_nowait(None)
         except Exception as error:
             reason = "error"
-            news.put_nowait(_complaint(choice, error))
+            output.put_nowait(_error_of(choice, error))
         finally:
             counts.end(reason)
 
 
-def _complaint(choice: Choice, error: Exception) -> Exception:
-    """What has failed: the engine, or the schema of an answer that came to where it knows no way on."""
+def _error_of(choice: Choice, error: Exception) -> Exception:
+    """The engine's error, or a 400 if the answer's JSON schema allows no further token."""
     if choice.grammar is None or choice.grammar.dead_end is None or not isinstance(error, ValueError):
         return error
     return ApiError(400, f"response_format: {choice.grammar.dead_end}", param="response_format")

@@ -1,4 +1,4 @@
-"""The application: which address is answered by what."""
+"""FastAPI application: routes, guard and error handler."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def new_app(
     key: str | None = None,
     defaults: Mapping[str, float] | None = None,
 ) -> tuple[FastAPI, Admission]:
-    """An application that answers requests with an engine, and who lets them in.
+    """Builds an application that answers requests with an engine, and its admission control.
 
     Args:
-        engine: answers; other threads may use it too.
-        model: the name under which it is served.
-        limits: how much at once.
-        key: what requests must have.
-        defaults: of parameters of sampling that a request does not give, by their names; others have OpenAI's.
+        engine: may be used by other threads too.
+        model: served model name.
+        limits: concurrency and size limits.
+        key: API key that requests must send.
+        defaults: sampling parameters that a request leaves out, by name; the rest have OpenAI's defaults.
     """
     defaults = defaults or {}
     admission = Admission(limits)
     slow_models = sum(bool(lm.refusals) for lm in (engine.target.lm, *engine.drafter.models))
     metrics = Metrics(model, admission, slow_models, engine.payoff)
     answers, grammars = Answers(engine, admission, metrics), Grammars(engine.target.facts)
-    # Their pages take scripts from elsewhere, and their document knows no routes of our own.
+    # FastAPI's pages load scripts from other hosts, and its document omits routes that are no FastAPI routes.
     app = FastAPI(title="paradraft", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, key=key)
     forms: dict[str, Form] = {"/v1/completions": Completions(), "/v1/chat/completions": Chat()}
@@ -99,8 +99,8 @@ def new_app(
     async def complain(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = ascii(request.url.path)
-        told = {404: f"there is nothing at {path}", 405: f"{path} is not asked by {request.method}"}
-        message = told.get(error.status_code, str(error.detail))
+        messages = {404: f"there is nothing at {path}", 405: f"{path} is not asked by {request.method}"}
+        message = messages.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).reply
 
     return app, admission

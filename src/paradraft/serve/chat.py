@@ -11,7 +11,7 @@ from paradraft.serve.shown_tokens import ShownToken
 
 
 class Chat:
-    """Requests for messages, see `forms.Form`."""
+    """Chat completion requests, see `forms.Form`."""
 
     schema = AskedChat
     prompts_name = "messages"
@@ -19,29 +19,29 @@ class Chat:
     whole_name, piece_name = "chat.completion", "chat.completion.chunk"
     has_one_prompt = True
 
-    def prompts(self, asked: AskedChat) -> list[object]:
-        """The one conversation."""
-        return [[message.model_dump(exclude_none=True) for message in asked.messages]]
+    def prompts(self, request: AskedChat) -> list[object]:
+        """See `Form`; one conversation."""
+        return [[message.model_dump(exclude_none=True) for message in request.messages]]
 
-    def tokens(self, prompt: Any, asked: AskedChat, engine: Engine) -> list[int]:
-        """The conversation as the model's chat template writes it."""
-        return engine.chat_tokens(prompt, asked.chat_template_kwargs)
+    def tokens(self, prompt: Any, request: AskedChat, engine: Engine) -> list[int]:
+        """See `Form`; through the chat template."""
+        return engine.chat_tokens(prompt, request.chat_template_kwargs)
 
     def whole(self, text: str) -> dict[str, Any]:
-        """A message."""
+        """See `Form`."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def logprobs(self, tokens: Sequence[ShownToken], begin: int) -> dict[str, Any]:
-        """An object for each token."""
-        written = [
-            {**_written(token), "top_logprobs": [_written(each) for each in token.likeliest]} for token in tokens
+        """See `Form`."""
+        content = [
+            {**_as_json(token), "top_logprobs": [_as_json(each) for each in token.likeliest]} for token in tokens
         ]
-        return {"content": written, "refusal": None}
+        return {"content": content, "refusal": None}
 
     def piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
-        """A piece of a message; the first one says whose it is."""
+        """See `Form`; the first delta has the role."""
         return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
 
 
-def _written(token: ShownToken) -> dict[str, Any]:
+def _as_json(token: ShownToken) -> dict[str, Any]:
     return {"token": token.name, "logprob": token.logprob, "bytes": token.bytes}

@@ -1,4 +1,4 @@
-"""`/v1/completions`: going on with texts."""
+"""`/v1/completions`: continues prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paradraft.serve.shown_tokens import ShownToken
 
 
 class Completions:
-    """Requests for texts, see `forms.Form`."""
+    """Completion requests, see `forms.Form`."""
 
     schema = AskedText
     prompts_name = "prompt"
@@ -21,25 +21,25 @@ class Completions:
     whole_name = piece_name = "text_completion"
     has_one_prompt = False
 
-    def prompts(self, asked: AskedText) -> list[object]:
-        """A text or token ids, or several of these."""
-        return rows_of(asked.prompt)[0]
+    def prompts(self, request: AskedText) -> list[object]:
+        """See `Form`; a text or token ids, or several of these."""
+        return rows_of(request.prompt)[0]
 
-    def tokens(self, prompt: Any, asked: AskedText, engine: Engine) -> list[int]:
-        """Token ids are taken as they are."""
+    def tokens(self, prompt: Any, request: AskedText, engine: Engine) -> list[int]:
+        """See `Form`; token ids are taken as they are."""
         return engine.prompt_tokens(prompt)
 
     def whole(self, text: str) -> dict[str, Any]:
-        """A text."""
+        """See `Form`."""
         return {"text": text}
 
     def logprobs(self, tokens: Sequence[ShownToken], begin: int) -> dict[str, Any]:
-        """Lists with an entry for each token."""
+        """See `Form`; lists with an entry for each token."""
         lengths = [len(token.text) for token in tokens]
         return {
             "tokens": [token.name for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            # Of several tokens with the same name the likeliest.
+            # Reversed, so that of tokens with the same name the likeliest stays.
             "top_logprobs": [
                 dict(reversed([(each.name, each.logprob) for each in token.likeliest])) for token in tokens
             ],
@@ -47,5 +47,5 @@ class Completions:
         }
 
     def piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
-        """A text."""
+        """See `Form`."""
         return {"text": text}

@@ -1,4 +1,4 @@
-"""How answers are written: as texts, or as messages of a conversation."""
+"""Response bodies and stream events, shared by completions and chat."""
 
 from __future__ import annotations
 
@@ -9,61 +9,54 @@ from typing import Any, Protocol
 from paradraft.engine.engine import Chunk, Engine
 from paradraft.serve.answers import REASONS
 from paradraft.serve.questions import Choice
-from paradraft.serve.schemas import Asked
+from paradraft.serve.schemas import ApiRequest
 from paradraft.serve.shown_tokens import ShownToken
 
 
 class Form(Protocol):
-    """What differs between the two kinds of requests."""
+    """Differences between completions and chat completions."""
 
     @property
-    def schema(self) -> type[Asked]:
-        """What such a request may ask for."""
+    def schema(self) -> type[ApiRequest]:
+        """Pydantic model of the request."""
 
     prompts_name: str
-    """The parameter that has the prompts."""
+    """Name of the request's prompt parameter."""
     id_prefix: str
     whole_name: str
-    """What `object` says of an answer."""
+    """`object` of a response."""
     piece_name: str
-    """What `object` says of a piece of one."""
+    """`object` of a stream event."""
     has_one_prompt: bool
     """Whether all answers of a request are to the same prompt."""
 
-    def prompts(self, asked: Any) -> list[object]:
-        """The prompts of a request, not yet looked at.
+    def prompts(self, request: Any) -> list[object]:
+        """Prompts of a request, not validated yet.
 
         Raises:
             ValueError: there is none.
         """
 
-    def tokens(self, prompt: Any, asked: Any, engine: Engine) -> list[int]:
-        """What the model reads of one of them.
+    def tokens(self, prompt: Any, request: Any, engine: Engine) -> list[int]:
+        """Token ids of a prompt.
 
         Raises:
             ValueError: it is not a prompt.
         """
 
     def whole(self, text: str) -> dict[str, Any]:
-        """The text of a whole answer, as it stands in a choice."""
+        """Fields of a choice for a whole answer's text."""
 
     def piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
-        """The text of a piece, as it stands in a choice."""
+        """Fields of a choice for the text of a stream event."""
 
     def logprobs(self, tokens: Sequence[ShownToken], begin: int) -> dict[str, Any]:
-        """How likely tokens are, as it stands in a choice; the first begins at a place of the answer's text."""
+        """Field `logprobs` of a choice; the first token begins at character `begin` of the answer."""
 
 
 @dataclass
 class Answer:
-    """An answer as it grows.
-
-    Args:
-        tokens: their ids.
-        texts: its pieces.
-        shown: its tokens with their probabilities, if these are asked for.
-        finish_reason: why it has ended.
-    """
+    """An answer while it is decoded; `shown` holds its tokens with log probabilities, if requested."""
 
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -71,7 +64,7 @@ class Answer:
     finish_reason: str | None = None
 
     def add(self, chunk: Chunk, shown: Sequence[ShownToken] | None) -> None:
-        """Another piece."""
+        """Appends a chunk."""
         if shown is not None:
             self.shown = self.shown or []
             self.shown += shown
@@ -82,9 +75,9 @@ class Answer:
 
 
 def usage(prompts: Sequence[list[int]], answers: Sequence[Answer]) -> dict[str, int]:
-    """How many tokens were read and written; a prompt counts once, however many answers it has."""
-    read, written = sum(map(len, prompts)), sum(len(answer.tokens) for answer in answers)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    """Token counts; a prompt counts once, even with `n` answers."""
+    prompt, completion = sum(map(len, prompts)), sum(len(answer.tokens) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def whole(
@@ -93,10 +86,10 @@ def whole(
     choices: Sequence[Choice],
     answers: Sequence[Answer],
     used: Mapping[str, int],
-    asked: Asked,
+    request: ApiRequest,
 ) -> dict[str, Any]:
-    """The body of a response that has all answers."""
-    written = [
+    """Body of a response without streaming."""
+    choices_json = [
         {
             "index": choice.index,
             **form.whole("".join(answer.texts)),
@@ -105,46 +98,46 @@ def whole(
         }
         for choice, answer in zip(choices, answers, strict=True)
     ]
-    found = {**envelope, "object": form.whole_name, "choices": written, "usage": used}
-    if asked.return_token_ids:
+    body = {**envelope, "object": form.whole_name, "choices": choices_json, "usage": used}
+    if request.return_token_ids:
         for choice, answer in zip(choices, answers, strict=True):
-            _tell_ids(form, found, choice.index, answer.tokens, choice.tokens)
-    return found
+            _add_ids(form, body, choice.index, answer.tokens, choice.tokens)
+    return body
 
 
-def _tell_ids(form: Form, found: dict[str, Any], index: int, tokens: list[int], prompt: list[int] | None) -> None:
-    """Puts the ids of tokens into a response where vLLM has them."""
-    choice = found["choices"][index]
+def _add_ids(form: Form, body: dict[str, Any], index: int, tokens: list[int], prompt: list[int] | None) -> None:
+    """Adds token ids to a body under vLLM's keys."""
+    choice = body["choices"][index]
     choice["token_ids"] = tokens
     if prompt is not None:
-        (found if form.has_one_prompt else choice)["prompt_token_ids"] = prompt
+        (body if form.has_one_prompt else choice)["prompt_token_ids"] = prompt
 
 
 def piece(
-    form: Form, envelope: Mapping[str, Any], choice: Choice, chunk: Chunk, answer: Answer, asked: Asked
+    form: Form, envelope: Mapping[str, Any], choice: Choice, chunk: Chunk, answer: Answer, request: ApiRequest
 ) -> dict[str, Any]:
-    """An event with what one round has added to an answer, which has it already."""
+    """Stream event for a chunk that `answer` already contains."""
     logprobs = None
     if answer.shown is not None:
-        before, new = answer.shown[: -len(chunk.tokens)], answer.shown[-len(chunk.tokens) :]
-        logprobs = form.logprobs(new, sum(len(each.text) for each in before))
-    written = {
+        previous, new = answer.shown[: -len(chunk.tokens)], answer.shown[-len(chunk.tokens) :]
+        logprobs = form.logprobs(new, sum(len(each.text) for each in previous))
+    choice_json = {
         "index": choice.index,
         **form.piece(chunk.text, is_first=len(answer.texts) == 1),
         "logprobs": logprobs,
         "finish_reason": answer.finish_reason,
     }
-    found = {**envelope, "object": form.piece_name, "choices": [written]}
-    if asked.return_token_ids:
-        _tell_ids(form, found, 0, chunk.tokens, choice.tokens if len(answer.texts) == 1 else None)
-    if asked.stream_options is not None and asked.stream_options.include_usage:
-        found["usage"] = None
-    if asked.paradraft:
-        found["paradraft"] = {
+    data = {**envelope, "object": form.piece_name, "choices": [choice_json]}
+    if request.return_token_ids:
+        _add_ids(form, data, 0, chunk.tokens, choice.tokens if len(answer.texts) == 1 else None)
+    if request.stream_options is not None and request.stream_options.include_usage:
+        data["usage"] = None
+    if request.paradraft:
+        data["paradraft"] = {
             "drafted_text": chunk.drafted_text,
             "own_text": chunk.own_text,
             "accepted": chunk.accepted,
             "drafted": chunk.drafted,
             "tokens": len(chunk.tokens),
         }
-    return found
+    return data

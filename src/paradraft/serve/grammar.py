@@ -1,8 +1,8 @@
-"""Answers that are JSON: which tokens may follow a text so that the whole can still be JSON of a schema.
+"""Constrained decoding: masks the tokens after which an answer can no longer become JSON of a schema.
 
-[llguidance](https://github.com/guidance-ai/llguidance) reads schemas and says which tokens may follow. A `Grammar` is a
-processor of logits, so target and drafter ask it about the text before every drafted position, and it is a function of
-that text alone: the seeded text is the same with any drafter and without one.
+[llguidance](https://github.com/guidance-ai/llguidance) compiles schemas and computes the masks. A `Grammar` is a logits
+processor: target and drafter call it for the text before every drafted position, and it is a function of that text
+alone, so the seeded text is the same with any drafter and without one.
 
 Shape letters: M texts, T tokens of each, V vocabulary.
 """
@@ -28,71 +28,71 @@ from torch import Tensor
 from paradraft.models.target import TargetFacts
 
 MOST_SCHEMA_BYTES = 2**16
-"""Of a schema, without spaces between its parts: the slowest of this size takes llguidance one to four seconds."""
+"""Size limit of a schema without whitespace: the slowest of this size takes llguidance one to four seconds."""
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""What a schema may need while it is read, and while an answer grows; of states at most about 100 MB."""
+"""llguidance's limits at compilation and while decoding; the states take at most about 100 MB."""
 SPACE = r" |\n{1,2}[ \t]{0,20}"
-"""What may stand between the parts of JSON, as in llama.cpp: with any number of spaces some answers would never end."""
+"""Whitespace allowed in JSON, as in llama.cpp: with unlimited whitespace some answers would never end."""
 NO_WAY_ON = "NoExtensionBias"
-"""What llguidance says where nothing can begin a text."""
+"""llguidance's error if no text satisfies the schema."""
 MOST_REASON = 200
-"""Characters of a reason of llguidance's."""
+"""Most characters of a reason quoted from llguidance."""
 KEPT_TEXTS = 64
-"""After how many texts an answer keeps what may follow: those of a round of drafting and of its verification."""
+"""Masks cached per answer: enough for the texts of a round of drafting and verification."""
 Forbidden = NDArray[np.bool_]
 
 
 class Grammar:
-    """Which tokens may follow an answer; a processor of logits (`paradraft.sampling_params.LogitsProcessor`).
+    """Logits processor (`paradraft.sampling_params.LogitsProcessor`) that enforces a JSON schema.
 
-    Tokens that end a text may follow where the answer is JSON of the schema, and nowhere else. After a text that is not
-    the beginning of any such JSON, which the target never chooses, everything may follow.
+    EOS tokens are allowed only where the answer is complete JSON of the schema. After a text that is no prefix of such
+    JSON, which the target never chooses, all tokens are allowed.
 
     Args:
-        matcher: of llguidance, before the first token; it is copied.
-        prompt: tokens before the answer.
+        matcher: llguidance's, before the first token; it is copied.
+        prompt: length of the prompt in tokens.
         eos_ids: tokens that end a text.
     """
 
     def __init__(self, matcher: LLMatcher, *, prompt: int, eos_ids: frozenset[int]) -> None:
         self.dead_end: str | None = None
-        """Why nothing may follow some text that was asked about, which the answer need not have come to."""
+        """Why no token is allowed after some text; the answer need not have reached that text."""
         self._first = matcher
         self._matcher = matcher.deep_copy()
         self._followed: list[int] = []
-        """The tokens that the matcher has taken in."""
+        """Tokens that the matcher has consumed."""
         self._prompt = prompt
         self._eos_ids = sorted(eos_ids)
         self._known: dict[tuple[int, ...], Forbidden] = {}
-        # A drafter of another device is in a thread of its own.
+        # A drafter on another device runs in another thread.
         self._lock = threading.Lock()
 
     def __call__(self, ids_MT: Tensor, scores_MV: Tensor) -> Tensor:
-        """Scores in which what may not follow is -inf."""
+        """Sets the scores of forbidden tokens to -inf."""
         answers = ids_MT[:, self._prompt :].tolist()
         with self._lock:
             forbidden_MV = [self.forbidden(answer, scores_MV.shape[1]) for answer in answers]
         return scores_MV.masked_fill(torch.from_numpy(np.stack(forbidden_MV)).to(scores_MV.device), -math.inf)
 
     def forbidden(self, answer: list[int], vocab_size: int) -> Forbidden:
-        """Which tokens `[V]` may not follow an answer."""
+        """Mask `[V]` of the tokens that may not follow an answer."""
         key = (vocab_size, *answer)
-        found = self._known.pop(key, None)
-        if found is None:
-            found = self._find(answer, vocab_size)
-        self._known[key] = found  # the last of them is the one that was asked for last
+        mask = self._known.pop(key, None)
+        if mask is None:
+            mask = self._mask(answer, vocab_size)
+        self._known[key] = mask  # last, as the most recently used
         if len(self._known) > KEPT_TEXTS:
             del self._known[next(iter(self._known))]
-        return found
+        return mask
 
-    def _find(self, answer: list[int], vocab_size: int) -> Forbidden:
+    def _mask(self, answer: list[int], vocab_size: int) -> Forbidden:
         if not self._follow(answer):
             return np.zeros(vocab_size, dtype=np.bool_)
         matcher = self._matcher
         forbidden = ~unpacked(matcher.compute_bitmask(), vocab_size)
         forbidden[[token for token in self._eos_ids if token < vocab_size]] = not matcher.is_accepting()
         if matcher.is_error():
-            # It stays in error, so another one takes its place.
+            # A matcher stays in error, so a copy of the first replaces it.
             self.dead_end = reason_of(matcher.get_error())
             self._matcher, self._followed = self._first.deep_copy(), []
             return np.ones(vocab_size, dtype=np.bool_)
@@ -101,25 +101,21 @@ class Grammar:
         return forbidden
 
     def _follow(self, answer: list[int]) -> bool:
-        """Brings the matcher to an answer; False for a text that is not the beginning of any JSON of the schema."""
+        """Moves the matcher to an answer; False if the text is no prefix of any JSON of the schema."""
         matcher, same = self._matcher, min(len(self._followed), len(answer))
-        while self._followed[:same] != answer[:same]:  # it is about a draft back, and seldom more
+        while self._followed[:same] != answer[:same]:  # about a draft back, seldom more
             same -= 1
         if same < len(self._followed):
             matcher.rollback(len(self._followed) - same)
             del self._followed[same:]
-        more = answer[same:]
-        taken = matcher.try_consume_tokens(more)
-        self._followed += more[:taken]
-        return taken == len(more) or matcher.is_error()
+        rest = answer[same:]
+        consumed = matcher.try_consume_tokens(rest)
+        self._followed += rest[:consumed]
+        return consumed == len(rest) or matcher.is_error()
 
 
 class Grammars:
-    """Reads schemas, one after the other in a thread of their own, so that a hard one keeps nothing else waiting.
-
-    Args:
-        target: whose answers they are for.
-    """
+    """Compiles schemas in one thread, so that a slow schema delays only other schemas."""
 
     def __init__(self, target: TargetFacts) -> None:
         self._target = target
@@ -128,21 +124,17 @@ class Grammars:
         self._refusal: str | None = None
 
     async def read(self, schema: Mapping[str, Any]) -> LLMatcher:
-        """`matcher` for an event loop.
-
-        Raises:
-            ValueError: see `matcher`.
-        """
+        """`matcher` for an event loop, with its errors."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.matcher, schema)
 
     def matcher(self, schema: Mapping[str, Any]) -> LLMatcher:
-        """What a `Grammar` is made of.
+        """Compiles a schema for `Grammar`.
 
         Raises:
-            ValueError: the schema is too large, is none, has something that llguidance does not know, or has no JSON;
-                or it cannot be used with this target.
+            ValueError: the schema is too large, invalid, unsupported by llguidance or unsatisfiable, or the target's
+                tokenizer cannot be used.
         """
-        # Options of llguidance's own, with which answers might be no JSON of the schema, would stand there.
+        # That key has llguidance's own options, which may allow answers that are no JSON of the schema.
         plain = {key: value for key, value in schema.items() if key != "x-guidance"}
         try:
             text = json.dumps(plain, separators=(",", ":"))
@@ -150,7 +142,7 @@ class Grammars:
             raise ValueError("the schema is nested too deeply") from None
         if len(text) > MOST_SCHEMA_BYTES:
             raise ValueError(f"the schema has {len(text)} bytes, use at most {MOST_SCHEMA_BYTES}")
-        tokenizer = self._known_tokenizer()
+        tokenizer = self._cached_tokenizer()
         try:
             grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACE})
             matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
@@ -162,8 +154,8 @@ class Grammars:
             raise ValueError(reason_of(matcher.get_error()) or trial.dead_end)
         return matcher
 
-    def _known_tokenizer(self) -> LLTokenizer:
-        """The target's tokenizer as llguidance knows it: of one with 150,000 tokens that takes a second."""
+    def _cached_tokenizer(self) -> LLTokenizer:
+        """llguidance's form of the tokenizer, cached: with 150,000 tokens it takes a second to build."""
         if self._tokenizer is None and self._refusal is None:
             tokenizer = self._target.tokenizer
             ends = sorted(self._target.eos_ids & set(tokenizer.get_vocab().values()))
@@ -177,7 +169,7 @@ class Grammars:
 
 
 def unpacked(packed: bytes, vocab_size: int) -> NDArray[np.bool_]:
-    """Bits of tokens, the lowest of each byte first, as booleans `[V]`; tokens that have none may not follow.
+    """Unpacks a token bitmask, lowest bit of each byte first, to booleans `[V]`; missing bits are False.
 
     >>> unpacked(bytes([0b101]), 4).tolist(), unpacked(bytes([0b101, 255]), 2).tolist()
     ([True, False, True, False], [True, False])
@@ -187,7 +179,7 @@ def unpacked(packed: bytes, vocab_size: int) -> NDArray[np.bool_]:
 
 
 def reason_of(message: str) -> str:
-    """What llguidance says, in one line that is not too long.
+    """One short line of llguidance's message.
 
     >>> reason_of("regex parse error:\\n    (\\n    ^\\nerror: unclosed group\\n<non-verbose/>")
     'regex parse error: ( ^ error: unclosed group'
@@ -197,7 +189,7 @@ def reason_of(message: str) -> str:
 
 
 def _mistake(error: BaseException) -> ValueError:
-    """An error of llguidance's, or a panic of its code in Rust, which is no `Exception`, as one of ours."""
+    """Converts an error of llguidance, or a panic of its Rust code, which is no `Exception`."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return ValueError(reason_of(str(error)))
     raise error

@@ -1,4 +1,4 @@
-"""Who may ask: whoever has the key, if there is one, and on a server without one only who has called it by its name."""
+"""API key check; without a key only requests with an allowed Host header."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from paradraft.serve.address import is_loopback
 from paradraft.serve.replies import ApiError
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]{1,5})?")
-"""The `Host` of a request, in small letters: a name or an address, and perhaps a port."""
+"""`Host` header in lower case: a name or an address, and optionally a port."""
 
 
 def names_this_machine(host: bytes) -> bool:
-    """Whether the `Host` of a request is an address of this machine alone.
+    """Whether a `Host` header is a loopback address.
 
     >>> names_this_machine(b"127.0.0.1:8000"), names_this_machine(b"[::1]"), names_this_machine(b"127.evil.example")
     (True, True, False)
     """
-    found = HOST.fullmatch(host.decode("latin-1").lower())
-    return found is not None and is_loopback(found[1].strip("[]"))
+    match = HOST.fullmatch(host.decode("latin-1").lower())
+    return match is not None and is_loopback(match[1].strip("[]"))
 
 
 class Guard:
-    """Stands before an application and refuses requests.
+    """ASGI middleware that rejects unauthorized requests.
 
     Args:
-        app: what it guards.
-        key: what requests to `/v1` must have; None for no key, on a server that only its own machine can reach. Then a
-            request must name this machine as its host, which one from a page of another site does not.
+        app: the guarded application.
+        key: API key of requests to `/v1`. None, on a server bound to loopback: requests must then have a loopback
+            `Host`, which those from a page of another site do not have (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -38,7 +38,7 @@ class Guard:
         self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hands a request on, or refuses it."""
+        """Passes a request on, or rejects it."""
         if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
             await error.reply(scope, receive, send)
         else:
@@ -52,8 +52,8 @@ class Guard:
             return ApiError(403, "this server is for its own machine: call it by 127.0.0.1 or localhost, or set a key")
         if not scope["path"].startswith("/v1"):
             return None
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key):
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key):
             return None
         message = "the API key is missing or wrong: send Authorization: Bearer KEY"
         return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -1,4 +1,4 @@
-"""How much a server does at once, and for one request."""
+"""Concurrency and size limits of a server."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from paradraft.errors import real_number, whole_number
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much a server does at once, and for one request.
+    """Concurrency and size limits of a server.
 
     Args:
-        max_batch: most answers that are decoded together; each choice of a request is one.
-        max_queue: most answers that wait for their turn; more are refused.
+        max_batch: maximum batch size; a request with `n=4` counts as 4.
+        max_queue: most answers in the queue; more are rejected.
         max_new_tokens: most tokens of an answer.
         max_body_bytes: most bytes of a request.
-        timeout_s: seconds after which a request is given up, waiting included.
-        drain_s: seconds that requests have to end when the server is told to.
+        timeout_s: timeout of a request, time in the queue included.
+        drain_s: time that running requests have at shutdown.
 
     Raises:
-        ValueError: one of them is no number, or is out of range.
+        ValueError: a limit is no number, or out of range.
     """
 
     max_batch: int = 8

@@ -1,4 +1,4 @@
-"""What a server counts, under the names that vLLM gives it, in the text format of Prometheus."""
+"""Prometheus metrics under vLLM's names."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from paradraft.serve.admission import Admission
 FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 WHOLE_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-"""Upper ends of the classes of the histograms."""
+"""Bucket bounds of the histograms."""
 
 
 class Metrics:
-    """Counts and times of all answers; each choice of a request is one, as in vLLM.
+    """Counts and times of all answers; each choice of a request counts as one, as in vLLM.
 
     Args:
-        model: the name under which it is served.
-        admission: knows how many answers are decoded, and how many wait.
-        slow_models: whose pass in C++ was refused or could not be built.
-        payoff: knows how fast rounds are beside plain ones.
+        model: served model name.
+        admission: source of the running and waiting counts.
+        slow_models: number of models whose C++ pass was refused or could not be built.
+        payoff: source of the speedup over plain decoding.
     """
 
     def __init__(self, model: str, admission: Admission, slow_models: int, payoff: Payoff) -> None:
         self._registry = CollectorRegistry()
         self._model = model
 
-        def gauge(name: str, told: str) -> Gauge:
-            return Gauge(f"vllm:{name}", told, ("model_name",), registry=self._registry).labels(model)
+        def gauge(name: str, help_text: str) -> Gauge:
+            return Gauge(f"vllm:{name}", help_text, ("model_name",), registry=self._registry).labels(model)
 
-        def counter(name: str, told: str, *labels: str) -> Counter:
-            return Counter(f"vllm:{name}", told, ("model_name", *labels), registry=self._registry)
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"vllm:{name}", help_text, ("model_name", *labels), registry=self._registry)
 
-        def histogram(name: str, told: str, ends_s: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"vllm:{name}", told, ("model_name",), registry=self._registry, buckets=ends_s)
-            return made.labels(model)
+        def histogram(name: str, help_text: str, bounds_s: tuple[float, ...]) -> Histogram:
+            labelled = Histogram(f"vllm:{name}", help_text, ("model_name",), registry=self._registry, buckets=bounds_s)
+            return labelled.labels(model)
 
         gauge("num_requests_running", "Answers that are decoded.").set_function(lambda: admission.running)
         gauge("num_requests_waiting", "Answers that wait.").set_function(lambda: admission.waiting)
-        told = (
+        help_text = (
             "Models whose pass in C++ was refused or could not be built, so that PyTorch decodes, several times slower."
         )
-        slow = Gauge("paradraft:slow_models", told, ("model_name",), registry=self._registry).labels(model)
+        slow = Gauge("paradraft:slow_models", help_text, ("model_name",), registry=self._registry).labels(model)
         slow.set(slow_models)
-        told = "Tokens a second as a multiple of those of rounds without drafts; NaN as long as that is not known."
-        speedup = Gauge("paradraft:drafting_speedup", told, ("model_name",), registry=self._registry).labels(model)
+        help_text = "Tokens a second as a multiple of those of rounds without drafts; NaN as long as that is not known."
+        speedup = Gauge("paradraft:drafting_speedup", help_text, ("model_name",), registry=self._registry).labels(model)
         speedup.set_function(lambda: math.nan if payoff.speedup is None else payoff.speedup)
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were read.").labels(model)
         self.tokens = counter("generation_tokens", "Tokens of answers.").labels(model)
@@ -67,7 +67,7 @@ class Metrics:
 
     @property
     def text(self) -> bytes:
-        """All of it."""
+        """All metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
     def accept(self, tokens: int) -> None:
@@ -82,12 +82,12 @@ class Metrics:
 
 
 class AnswerMetrics:
-    """Counts and times of one answer as it grows.
+    """Records the metrics of one answer while it is decoded.
 
     Args:
-        metrics: where they are added.
-        arrived_s: when the request came.
-        prompt: tokens of its prompt.
+        metrics: of the server.
+        arrived_s: time of the request's arrival, by `time.perf_counter`.
+        prompt: length of the prompt in tokens.
     """
 
     def __init__(self, metrics: Metrics, arrived_s: float, prompt: int) -> None:
@@ -95,7 +95,7 @@ class AnswerMetrics:
         self._last_s: float | None = None
 
     def add(self, chunk: Chunk) -> None:
-        """Another round."""
+        """Records a round."""
         metrics, now_s = self._metrics, time.perf_counter()
         if self._last_s is None:
             metrics.first_s.observe(now_s - self._arrived_s)
@@ -109,7 +109,7 @@ class AnswerMetrics:
         metrics.accept(chunk.accepted)
 
     def end(self, reason: str) -> None:
-        """The answer has ended; see `Metrics.end`."""
+        """Records the end; see `Metrics.end`."""
         self._metrics.end(reason)
         if reason in ("stop", "length"):
             self._metrics.whole_s.observe(time.perf_counter() - self._arrived_s)

@@ -1,8 +1,8 @@
-"""The server's own description, as an OpenAPI document.
+"""OpenAPI document of the server.
 
-What requests may have is told by the schemas that read them (`schemas.py`), narrowed to what this server has: its
-model, its vocabulary and its limits. A request that the document allows may still get 400, where two parameters do not
-go together or a text does not fit; one that it does not allow gets nothing else.
+Request schemas come from the models that parse them (`schemas.py`), narrowed to this server's model, vocabulary and
+limits. A request that the document allows may still get 400, if parameters conflict or a text is too long; a request
+that it does not allow always gets 400.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from paradraft.engine.engine import MOST_LOGPROBS, Engine
 from paradraft.sampling_params import MOST_BIAS
 from paradraft.serve.limits import Limits
-from paradraft.serve.schemas import MOST_STOPS, NOT_SERVED, TOKEN_ID, Asked, AskedChat, AskedText
+from paradraft.serve.schemas import MOST_STOPS, NOT_SERVED, TOKEN_ID, ApiRequest, AskedChat, AskedText
 
 VERSION = "3.2.0"
-"""Of OpenAPI: the first one that says what the events of a stream are."""
+"""The first OpenAPI version that describes the events of a stream."""
 NULL = {"type": "null"}
 TEXT = {"type": "string", "minLength": 1}
 REFUSALS = {
@@ -41,15 +41,7 @@ ABOUT = (
 def document(
     engine: Engine, *, model: str, limits: Limits, has_key: bool, defaults: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What a server answers to.
-
-    Args:
-        engine: answers.
-        model: the name under which it is served.
-        limits: of each request.
-        has_key: whether requests must have one.
-        defaults: of parameters of sampling that a request does not give.
-    """
+    """Builds the document; `defaults` are the sampling parameters that a request leaves out."""
     components = _answers(model)
     for schema in (AskedText, AskedChat):
         components |= _question(schema, _bounds(engine, model, limits, schema), defaults)
@@ -69,18 +61,18 @@ def document(
         "/openapi.json": _get("This document", _json({"type": "object"}), everywhere),
         "/": _get("A page that asks prompts", page, everywhere),
     }
-    found: dict[str, Any] = {
+    spec: dict[str, Any] = {
         "openapi": VERSION,
         "info": {"title": "paradraft", "version": version("paradraft"), "description": ABOUT},
         "paths": paths,
         "components": {"schemas": components},
     }
     if has_key:
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        spec["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/models"):
             (operation,) = paths[path].values()
             operation["security"] = [{"key": []}]
-    return found
+    return spec
 
 
 def _ref(name: str) -> dict[str, Any]:
@@ -96,7 +88,7 @@ def _list(items: Mapping[str, Any], **more: object) -> dict[str, Any]:
 
 
 def _object(optional: Mapping[str, Any] | None = None, /, **properties: Any) -> dict[str, Any]:
-    """An object that has these properties, perhaps the optional ones, and no others."""
+    """Schema of an object with these required properties, the optional ones, and no others."""
     known = {**properties, **(optional or {})}
     return {"type": "object", "properties": known, "required": [*properties], "additionalProperties": False}
 
@@ -110,14 +102,14 @@ def _get(summary: str, content: Mapping[str, Any] | None, refusals: tuple[int, .
 
 
 def _post(summary: str, question: str, answer: str, piece: str, refusals: tuple[int, ...]) -> dict[str, Any]:
-    """What is asked by a body, and answered at once or in events."""
-    told = (
+    """Operation with a JSON body, answered by JSON or by an event stream."""
+    description = (
         "Each event's data is a piece in JSON, or an error, which is the last one; after the last piece it is [DONE]."
     )
     data = {"anyOf": [{"const": "[DONE]"}, _within(_ref(piece)), _within(_ref("Error"))]}
     content = _json(_ref(answer)) | {
         "text/event-stream": {
-            "description": told,
+            "description": description,
             "itemSchema": {"type": "object", "properties": {"data": {"type": "string"} | data}, "required": ["data"]},
         }
     }
@@ -126,42 +118,38 @@ def _post(summary: str, question: str, answer: str, piece: str, refusals: tuple[
 
 
 def _within(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A string that is JSON."""
+    """Keywords of a string that holds JSON."""
     return {"contentMediaType": "application/json", "contentSchema": schema}
 
 
 def _responses(content: Mapping[str, Any] | None, refusals: tuple[int, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {"200": {"description": "The answer.", **({"content": content} if content else {})}}
+    responses: dict[str, Any] = {"200": {"description": "The answer.", **({"content": content} if content else {})}}
     for status in refusals:
-        found[str(status)] = {"description": REFUSALS[status], "content": _json(_ref("Error"))}
+        responses[str(status)] = {"description": REFUSALS[status], "content": _json(_ref("Error"))}
         if status in (429, 503):
-            found[str(status)]["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
+            responses[str(status)]["headers"] = {
+                "Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}
+            }
         if status == 401:
-            found[str(status)]["headers"] = {"WWW-Authenticate": {"schema": {"type": "string"}}}
-    return found
+            responses[str(status)]["headers"] = {"WWW-Authenticate": {"schema": {"type": "string"}}}
+    return responses
 
 
-def _question(schema: type[Asked], bounds: Mapping[str, Any], defaults: Mapping[str, float]) -> dict[str, Any]:
-    """The schema of a request and those that it refers to, by name.
-
-    Args:
-        schema: reads it.
-        bounds: what this server narrows parameters to, by name.
-        defaults: in place of those of the schema, by name.
-    """
-    made = schema.model_json_schema(ref_template="#/components/schemas/{model}")
-    parts = made.pop("$defs", {})
+def _question(schema: type[ApiRequest], bounds: Mapping[str, Any], defaults: Mapping[str, float]) -> dict[str, Any]:
+    """Schema of a request and of its parts, by name; `bounds` and `defaults` override those of the pydantic model."""
+    json_schema = schema.model_json_schema(ref_template="#/components/schemas/{model}")
+    parts = json_schema.pop("$defs", {})
     properties = {
         name: _parameter(
-            {**given, **({"default": defaults[name]} if name in defaults else {})},
+            {**field, **({"default": defaults[name]} if name in defaults else {})},
             bounds.get(name, {}),
-            is_required=name in made["required"],
+            is_required=name in json_schema["required"],
         )
-        for name, given in made["properties"].items()
+        for name, field in json_schema["properties"].items()
     }
     for name, harmless in NOT_SERVED.items():
-        told = "Not served; what changes nothing is taken."
-        properties.setdefault(name, {"description": told, "enum": [None, *harmless]})
+        description = "Not served; what changes nothing is taken."
+        properties.setdefault(name, {"description": description, "enum": [None, *harmless]})
     if "Message" in parts:
         parts["Message"]["properties"]["content"] = {"anyOf": [{"type": "string"}, _list(_ref("TextPart"), minItems=1)]}
         parts["Message"]["additionalProperties"] = NULL
@@ -170,12 +158,12 @@ def _question(schema: type[Asked], bounds: Mapping[str, Any], defaults: Mapping[
             "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
             "required": ["type", "text"],
         }
-    return {schema.__name__: {**made, "properties": properties, "additionalProperties": NULL}, **parts}
+    return {schema.__name__: {**json_schema, "properties": properties, "additionalProperties": NULL}, **parts}
 
 
-def _parameter(given: Mapping[str, Any], bounds: Mapping[str, Any], *, is_required: bool) -> dict[str, Any]:
-    plain = {key: value for key, value in given.items() if key not in ("title", "default", "anyOf")}
-    kinds = [kind for kind in given.get("anyOf", ()) if kind != NULL]
+def _parameter(field: Mapping[str, Any], bounds: Mapping[str, Any], *, is_required: bool) -> dict[str, Any]:
+    plain = {key: value for key, value in field.items() if key not in ("title", "default", "anyOf")}
+    kinds = [kind for kind in field.get("anyOf", ()) if kind != NULL]
     if len(kinds) == 1:
         plain |= kinds[0]
     elif kinds:
@@ -183,12 +171,12 @@ def _parameter(given: Mapping[str, Any], bounds: Mapping[str, Any], *, is_requir
     narrowed = bounds if "anyOf" in bounds or bounds == NULL else {**plain, **bounds}
     if is_required:
         return dict(narrowed)
-    default = {"default": given["default"]} if given.get("default") is not None else {}
+    default = {"default": field["default"]} if field.get("default") is not None else {}
     return {**_or_null(narrowed), **default}
 
 
-def _bounds(engine: Engine, model: str, limits: Limits, schema: type[Asked]) -> dict[str, Any]:
-    """What this server narrows the parameters of a kind of requests to."""
+def _bounds(engine: Engine, model: str, limits: Limits, schema: type[ApiRequest]) -> dict[str, Any]:
+    """Bounds of this server on the parameters of a request."""
     token = {"type": "integer", "minimum": 0, "maximum": engine.target.lm.vocab_size - 1}
     room = engine.target.capacity - 1
     limit = {"minimum": 1, "maximum": min(limits.max_new_tokens, room)}
@@ -225,7 +213,6 @@ def _bounds(engine: Engine, model: str, limits: Limits, schema: type[Asked]) -> 
 
 
 def _answers(model: str) -> dict[str, Any]:
-    """The schemas of responses, by name."""
     count, text, number = {"type": "integer", "minimum": 0}, {"type": "string"}, {"type": "number"}
     ended = {"enum": ["stop", "length"]}
     token = {
@@ -244,7 +231,7 @@ def _answers(model: str) -> dict[str, Any]:
     message = _object(role={"const": "assistant"}, content=text, refusal=NULL)
     delta = _object({"role": {"const": "assistant"}}, content=text)
 
-    # Where `return_token_ids` asks for them; a conversation has one prompt, a text's choices have each their own.
+    # With `return_token_ids`; a conversation has one prompt, the choices of a completion may have different ones.
     ids = {"token_ids": _list(count)}
     prompt_ids = {"prompt_token_ids": _list(count)}
 
@@ -262,14 +249,14 @@ def _answers(model: str) -> dict[str, Any]:
     def envelope(kind: str) -> dict[str, Any]:
         return {"id": text, "object": {"const": kind}, "created": count, "model": {"const": model}}
 
-    served = _object(id={"const": model}, object={"const": "model"}, created=count, owned_by=text, max_model_len=count)
-    said = {"message": text, "type": text, "param": _or_null(text), "code": _or_null(text)}
+    listed = _object(id={"const": model}, object={"const": "model"}, created=count, owned_by=text, max_model_len=count)
+    error = {"message": text, "type": text, "param": _or_null(text), "code": _or_null(text)}
     return {
         "TextAnswer": whole("text_completion", text_logprobs, text=text),
         "TextPiece": piece("text_completion", text_logprobs, text=text),
         "ChatAnswer": whole("chat.completion", message_logprobs, message=message),
         "ChatPiece": piece("chat.completion.chunk", message_logprobs, delta=delta),
         "Usage": _object(prompt_tokens=count, completion_tokens=count, total_tokens=count),
-        "Models": _object(object={"const": "list"}, data=_list(served, minItems=1, maxItems=1)),
-        "Error": _object(error=_object(**said)),
+        "Models": _object(object={"const": "list"}, data=_list(listed, minItems=1, maxItems=1)),
+        "Error": _object(error=_object(**error)),
     }

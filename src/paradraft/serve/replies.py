@@ -1,4 +1,4 @@
-"""What is sent: JSON, and errors in the shape that OpenAI's clients know."""
+"""JSON responses, stream events, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TYPES = {
     500: "server_error",
     503: "server_error",
 }
-"""By status; any other is `invalid_request_error`."""
+"""Error types by status; others are `invalid_request_error`."""
 
 
 class ApiError(Exception):
-    """A request that is not answered, or not to its end.
+    """Error response in OpenAI's format.
 
     Args:
-        status: of HTTP.
-        message: in one line, for people.
-        param: which key of the request is to blame.
+        status: HTTP status.
+        message: one line, for people.
+        param: the wrong key of the request.
         code: for programs.
         headers: of the response.
     """
@@ -45,33 +45,33 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """JSON body of the response."""
         kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def reply(self) -> Response:
-        """As a response."""
+        """Response with this error."""
         return JsonReply(self.body, status_code=self.status, headers=self.headers)
 
 
 class JsonReply(Response):
-    """A response in JSON."""
+    """JSON response in ASCII."""
 
     media_type = "application/json"
 
     def render(self, content: object) -> bytes:
-        """As bytes."""
+        """JSON as bytes."""
         return to_json(content)
 
 
 def to_json(content: object) -> bytes:
-    """JSON in ASCII, so that half a character, which a client may send and an error repeat, can be sent too."""
+    """JSON in ASCII, so that lone surrogates, which a client may send and an error may repeat, can be encoded."""
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 def event(content: object) -> bytes:
-    """JSON as one event of a stream."""
+    """Server-sent event with JSON data."""
     return b"data: " + to_json(content) + b"\n\n"
 
 

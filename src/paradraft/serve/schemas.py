@@ -1,6 +1,6 @@
-"""What requests may ask for: OpenAI's parameters, as far as they are served, and vLLM's names for further ones.
+"""Request schemas: OpenAI's parameters as far as they are served, and vLLM's names for further ones.
 
-What is not served is refused by name, also where another server would take no notice of it.
+A parameter that is not served is rejected by name, even if other servers ignore it.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Parameters of OpenAI's that are not served, and the values that change nothing, which are taken."""
+"""OpenAI's parameters that are not served, and their neutral values, which are accepted."""
 MOST_STOPS = 4
 MOST_WHOLE = 2**53
-"""Up to here a float64 knows each whole number."""
+"""Largest range in which float64 represents every integer."""
 MOST_PARAM = 60
-"""Characters of the name of a parameter, which may be a client's own invention."""
+"""Most characters of a parameter name in an error: clients may send any name."""
 TOKEN_ID = "0|[1-9][0-9]{0,9}"
-"""How the keys of `logit_bias` are written."""
+"""Pattern of the keys of `logit_bias`."""
 STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(BaseModel):
-    """How an answer is streamed."""
+    """Options of a stream."""
 
     model_config = STRICT
     include_usage: bool = False
 
 
 class JsonSchema(BaseModel):
-    """What an answer must be; that it is nothing else does not depend on `strict`."""
+    """JSON schema of an answer; it is always enforced, whatever `strict` says."""
 
     model_config = STRICT
     name: str
@@ -66,7 +66,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What kind of text an answer is."""
+    """Format of an answer: text, JSON, or JSON of a schema."""
 
     model_config = STRICT
     type: Literal["text", "json_object", "json_schema"]
@@ -74,14 +74,14 @@ class ResponseFormat(BaseModel):
 
     @property
     def schema_of_answers(self) -> Mapping[str, Any] | None:
-        """The JSON schema of answers; None if they are texts."""
+        """JSON schema of the answers; None if they are texts."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class Asked(BaseModel):
-    """What requests for texts and for conversations have in common; None is what is not given."""
+class ApiRequest(BaseModel):
+    """Parameters that completions and chat completions share; None means not set."""
 
     model_config = STRICT
     model: str | None = None
@@ -108,39 +108,39 @@ class Asked(BaseModel):
 
     @property
     def most_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told for each token; None tells no probabilities."""
+        """Top tokens reported per position; None reports no log probabilities."""
         return None
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of an answer, if the request says so."""
+        """Token limit of the request; None if not set."""
         return self.max_tokens
 
     @property
     def usual_limit(self) -> int:
-        """Most tokens of an answer if it does not: as many as there is room for."""
+        """Token limit of a request that sets none: the context."""
         return NO_LIMIT
 
     @property
     def limit_name(self) -> str:
-        """The parameter that says so."""
+        """Name of the parameter that sets `limit`."""
         return "max_tokens"
 
 
-class AskedText(Asked):
-    """A request to go on with a text."""
+class AskedText(ApiRequest):
+    """A request to continue a text."""
 
     prompt: Any
     logprobs: int | None = None
 
     @property
     def most_logprobs(self) -> int | None:
-        """See `Asked`."""
+        """See `ApiRequest`."""
         return self.logprobs
 
     @property
     def usual_limit(self) -> int:
-        """OpenAI's."""
+        """OpenAI's default."""
         return 16
 
 
@@ -153,7 +153,7 @@ class Message(BaseModel):
     name: str | None = None
 
 
-class AskedChat(Asked):
+class AskedChat(ApiRequest):
     """A request for the next message of a conversation."""
 
     messages: list[Message] = Field(min_length=1)
@@ -164,56 +164,56 @@ class AskedChat(Asked):
 
     @property
     def most_logprobs(self) -> int | None:
-        """See `Asked`."""
+        """See `ApiRequest`."""
         return self.top_logprobs if self.logprobs else None
 
     @property
     def limit(self) -> int | None:
-        """See `Asked`; by its new name or by its old one."""
+        """See `ApiRequest`; from the new parameter or the deprecated one."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def limit_name(self) -> str:
-        """The parameter that says so."""
+        """See `ApiRequest`."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
-AskedT = TypeVar("AskedT", bound=Asked)
+AskedT = TypeVar("AskedT", bound=ApiRequest)
 
 
 def read(body: bytes, schema: type[AskedT], defaults: Mapping[str, float] | None = None) -> AskedT:
-    """A request.
+    """Parses and validates a request.
 
     Args:
-        body: as it has come.
-        schema: of its kind.
-        defaults: of parameters that it does not give, in place of those of the schema.
+        body: JSON as received.
+        schema: of its endpoint.
+        defaults: parameters that a request leaves out, in place of the schema's defaults.
 
     Raises:
-        ApiError: it is not JSON, or asks for something that there is not.
+        ApiError: the body is not JSON, or a parameter is wrong or not served.
     """
     try:
-        found = json.loads(body, parse_constant=_refuse, parse_float=_number)
+        value = json.loads(body, parse_constant=_refuse, parse_float=_number)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise ApiError(400, f"the body is {one_line(found)}: send a JSON object")
-    given = without_nulls(found)
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body is {one_line(value)}: send a JSON object")
+    parameters = without_nulls(value)
     for name, harmless in NOT_SERVED.items():
-        if name in given and not any(_same(given[name], value) for value in harmless):
+        if name in parameters and not any(_same(parameters[name], neutral) for neutral in harmless):
             raise ApiError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
-        given.pop(name, None)
-    if (unknown := next((name for name in given if name not in schema.model_fields), None)) is not None:
+        parameters.pop(name, None)
+    if (unknown := next((name for name in parameters if name not in schema.model_fields), None)) is not None:
         name = _param([unknown])
         raise ApiError(400, f"{name}: there is no such parameter", param=name, code="unknown_parameter")
-    if isinstance(messages := given.get("messages"), list):
-        given["messages"] = [without_nulls(each) if isinstance(each, dict) else each for each in messages]
+    if isinstance(messages := parameters.get("messages"), list):
+        parameters["messages"] = [without_nulls(each) if isinstance(each, dict) else each for each in messages]
     try:
-        asked = schema.model_validate({**(defaults or {}), **given})
+        request = schema.model_validate({**(defaults or {}), **parameters})
     except ValidationError as error:
         raise _complaint(error) from None
-    _check(asked)
-    return asked
+    _check(request)
+    return request
 
 
 def _refuse(constant: str) -> None:
@@ -221,7 +221,7 @@ def _refuse(constant: str) -> None:
 
 
 def _number(text: str) -> float:
-    """A number of JSON that has a point or an exponent; one that is whole is so however it is written.
+    """Parses a JSON number with a point or an exponent; whole numbers become integers.
 
     >>> _number("5.0"), _number("1e3"), _number("0.5")
     (5, 1000, 0.5)
@@ -230,9 +230,9 @@ def _number(text: str) -> float:
     return int(value) if value.is_integer() and abs(value) <= MOST_WHOLE else value
 
 
-def without_nulls(found: Mapping[str, Any]) -> dict[str, Any]:
-    """An object without the keys that are null, which is what clients send for what is not given."""
-    return {key: value for key, value in found.items() if value is not None}
+def without_nulls(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Drops keys that are null, which clients send for parameters that are not set."""
+    return {key: value for key, value in parameters.items() if value is not None}
 
 
 def _same(value: object, other: object) -> bool:
@@ -240,52 +240,52 @@ def _same(value: object, other: object) -> bool:
 
 
 def _complaint(error: ValidationError) -> ApiError:
-    """About the first of the mistakes."""
+    """Error for the first mistake."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    kind, place = first["type"], list(first["loc"])
-    # Of the types that a value may have, the place names the one that it was compared with last.
-    if place and isinstance(place[0], str) and place[0] in ("stop", "speculation"):
+    kind, path = first["type"], list(first["loc"])
+    # For a union type, the path would name the alternative that pydantic tried.
+    if path and isinstance(path[0], str) and path[0] in ("stop", "speculation"):
         allowed = {
             "stop": f"use a string, or a list of up to {MOST_STOPS}",
             "speculation": 'use "off", or how many tokens to draft per round',
         }
-        return ApiError(400, f"{place[0]}: {allowed[place[0]]}", param=place[0])
-    param = _param(place)
-    told = {"extra_forbidden": "there is no such key", "missing": "it is missing"}.get(kind, first["msg"])
-    return ApiError(400, f"{param}: {told}", param=param)
+        return ApiError(400, f"{path[0]}: {allowed[path[0]]}", param=path[0])
+    param = _param(path)
+    problem = {"extra_forbidden": "there is no such key", "missing": "it is missing"}.get(kind, first["msg"])
+    return ApiError(400, f"{param}: {problem}", param=param)
 
 
-def _param(place: list[int | str]) -> str:
-    """A place in a request, as a program would write it.
+def _param(path: list[int | str]) -> str:
+    """Path of a value in a request, as a program would write it.
 
     >>> _param(["messages", 0, "role"])
     'messages[0].role'
     """
-    named = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    written = repr(named.removeprefix("."))[1:-1]
-    return written if len(written) <= MOST_PARAM else written[: MOST_PARAM - 3] + "..."
+    named = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    escaped = repr(named.removeprefix("."))[1:-1]
+    return escaped if len(escaped) <= MOST_PARAM else escaped[: MOST_PARAM - 3] + "..."
 
 
-def _check(asked: Asked) -> None:
-    if asked.stream_options is not None and not asked.stream:
+def _check(request: ApiRequest) -> None:
+    if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options is for streams: set stream too", param="stream_options")
-    if isinstance(asked.stop, list) and len(asked.stop) > MOST_STOPS:
-        raise ApiError(400, f"stop: {len(asked.stop)} strings, use at most {MOST_STOPS}", param="stop")
-    wrong = next((key for key in asked.logit_bias if not re.fullmatch(TOKEN_ID, key)), None)
+    if isinstance(request.stop, list) and len(request.stop) > MOST_STOPS:
+        raise ApiError(400, f"stop: {len(request.stop)} strings, use at most {MOST_STOPS}", param="stop")
+    wrong = next((key for key in request.logit_bias if not re.fullmatch(TOKEN_ID, key)), None)
     if wrong is not None:
         raise ApiError(400, f"logit_bias: {one_line(wrong)} is no token id", param="logit_bias")
-    if asked.response_format is not None:
-        _check_format(asked.response_format, asked)
-    if isinstance(asked, AskedChat) and asked.top_logprobs and not asked.logprobs:
+    if request.response_format is not None:
+        _check_format(request.response_format, request)
+    if isinstance(request, AskedChat) and request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs is for logprobs: set logprobs too", param="top_logprobs")
-    if isinstance(asked, AskedChat) and asked.max_completion_tokens is not None and asked.max_tokens is not None:
+    if isinstance(request, AskedChat) and request.max_completion_tokens is not None and request.max_tokens is not None:
         raise ApiError(400, "max_tokens is the old name of max_completion_tokens: give one of them", param="max_tokens")
 
 
-def _check_format(given: ResponseFormat, asked: Asked) -> None:
-    if (given.type == "json_schema") != (given.json_schema is not None):
-        told = "give json_schema too" if given.json_schema is None else 'json_schema is for the type "json_schema"'
-        raise ApiError(400, f"response_format: its type is {given.type!a}: {told}", param="response_format")
-    if given.schema_of_answers is not None and -math.inf in asked.logit_bias.values():
-        told = "it forbids a token that the answer may need: use at least -10000"
-        raise ApiError(400, f"logit_bias: beside response_format {told}", param="logit_bias")
+def _check_format(expected: ResponseFormat, request: ApiRequest) -> None:
+    if (expected.type == "json_schema") != (expected.json_schema is not None):
+        fix = "give json_schema too" if expected.json_schema is None else 'json_schema is for the type "json_schema"'
+        raise ApiError(400, f"response_format: its type is {expected.type!a}: {fix}", param="response_format")
+    if expected.schema_of_answers is not None and -math.inf in request.logit_bias.values():
+        problem = "it forbids a token that the answer may need: use at least -10000"
+        raise ApiError(400, f"logit_bias: beside response_format {problem}", param="logit_bias")

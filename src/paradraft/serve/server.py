@@ -1,4 +1,4 @@
-"""The process, and how it ends."""
+"""Uvicorn server with a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from fastapi import FastAPI
 from paradraft.serve.admission import Admission
 
 LAST_S = 2
-"""Seconds for what is left when time is up: telling clients of it."""
+"""Seconds after the drain time for sending the last errors to clients."""
 
 
 class Server(uvicorn.Server):
-    """Ends when it is told to: it refuses what is new, and lets what is under way end. Told twice, it ends at once.
-
-    Args:
-        app: what it serves.
-        admission: who is let in.
-    """
+    """Server whose first signal drains running requests and rejects new ones; a second signal ends it at once."""
 
     def __init__(self, app: FastAPI, admission: Admission) -> None:
         super().__init__(
@@ -38,17 +33,17 @@ class Server(uvicorn.Server):
         self._is_ending = False
 
     def end(self) -> None:
-        """Tells it to end; any thread may."""
+        """Starts the shutdown; thread-safe."""
         self._is_ending = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """What a signal does."""
+        """Handles SIGINT and SIGTERM."""
         if self._is_ending:
             self.force_exit = self.should_exit = True
         self.end()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether it is over."""
+        """Runs ten times a second: drains, then exits when idle."""
         if self._is_ending and not self._admission.is_closing:
             self._admission.close()
         if self._admission.is_closing and self._admission.is_idle:

@@ -1,4 +1,4 @@
-"""Tokens with their probabilities, as clients see them."""
+"""Tokens with log probabilities, as clients see them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from paradraft.serve.questions import Choice
 from paradraft.text.tokenization import REPLACEMENT
 
 LEAST = -9999.0
-"""In place of the logarithm of 0, which JSON does not have."""
+"""Log probability of 0, because JSON has no infinity."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownToken:
-    """A token, and how likely it is.
+    """A token and its log probability.
 
     Args:
         name: its text, or "token_id:" and its id.
         text: decoded alone, special tokens too.
-        logprob: the natural logarithm of its probability.
-        likeliest: the likeliest tokens in its place.
+        logprob: natural logarithm of its probability.
+        likeliest: top tokens at its position.
     """
 
     name: str
@@ -30,18 +30,14 @@ class ShownToken:
 
     @property
     def bytes(self) -> list[int] | None:
-        """In UTF-8; None where the text does not say, because the token is a part of a character."""
+        """UTF-8 bytes; None if the token is part of a character, whose bytes the text does not show."""
         return None if REPLACEMENT in self.text else list(self.text.encode())
 
 
 def shown_tokens(chunk: Chunk, choice: Choice, engine: Engine, *, by_id: bool) -> list[ShownToken] | None:
-    """The tokens of a piece; None if their probabilities are not asked for.
+    """Tokens of a chunk; None if log probabilities are not requested.
 
-    Args:
-        chunk: the piece.
-        choice: whose it is.
-        engine: has decoded it.
-        by_id: whether they are named by their ids, which texts do not always tell.
+    With `by_id` tokens are named by their ids, because different tokens may have the same text.
     """
     if choice.logprobs is None:
         return None
