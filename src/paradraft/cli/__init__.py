@@ -1,4 +1,4 @@
-"""The command line; its commands are in [commands.py](commands.py)."""
+"""Entry point of the command line; its commands are in [commands.py](commands.py)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit code 2, and so is memory that has run out; a warning is one
-    line.
+    """Runs the command line: user mistakes and out-of-memory errors are one line and exit code 2, warnings one line.
 
-    Of several processes that train together one says so, but for what others may have: modules, files and memory.
+    In distributed training only rank 0 prints, except errors that may differ by rank: modules, files and memory.
     """
     try:
         code = _run()
@@ -28,22 +27,21 @@ def main() -> None:
 
 
 def _run() -> int:
-    """The exit code of what the command line asks for."""
     import typer
 
     from paradraft.cli.commands import app
     from paradraft.errors import DrafterLostError, is_out_of_memory
 
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # whoever has started this has closed it
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # until the end
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A prompt or an answer may have characters that the terminal's encoding has not.
+        # A prompt or an answer may have characters that the terminal cannot encode.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python's default: it is for developers
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's default outside __main__
             return app(sys.argv[1:] or ["--help"], prog_name="paradraft", standalone_mode=False) or 0
     except typer.TyperException as error:
         return _complain(error.format_message() + _value_of(error))
@@ -63,9 +61,9 @@ def _run() -> int:
 
 
 def _value_of(error: Exception) -> str:
-    """What pydantic refuses, which typer leaves out of its message."""
-    find = getattr(error.__cause__, "errors", None)
-    return f", not {find()[0]['input']!r}" if find else ""
+    """Value that pydantic rejected, which typer leaves out of its message."""
+    errors = getattr(error.__cause__, "errors", None)
+    return f", not {errors()[0]['input']!r}" if errors else ""
 
 
 def _short_of_memory(error: Exception) -> str:
@@ -80,12 +78,12 @@ def _short_of_memory(error: Exception) -> str:
 def _leave(code: int) -> NoReturn:
     """Ends the process.
 
-    Gloo's threads may still hold tensors of the last exchange between processes. Letting go of one after the
-    interpreter has begun to end aborts the process, so it ends without that.
+    Gloo's threads may still hold tensors of the last collective. Freeing one during interpreter shutdown aborts the
+    process, so `os._exit` skips the shutdown.
     """
-    distributed = sys.modules.get("torch.distributed")  # without it there are no other processes
-    is_one_of_several = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if distributed is not None and is_one_of_several and distributed.get_backend() == "gloo":
+    distributed = sys.modules.get("torch.distributed")  # None in a single process
+    is_distributed = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if distributed is not None and is_distributed and distributed.get_backend() == "gloo":
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -93,7 +91,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _speaks() -> bool:
-    """Whether this process speaks: only training knows of others, elsewhere their numbers are somebody else's."""
+    """Whether this process prints: rank 0 in training; other commands ignore RANK, which another launcher may set."""
     return sys.argv[1:2] != ["train"] or os.environ.get("RANK", "0") == "0"
 
 
@@ -103,6 +101,6 @@ def _complain(message: str, *, always: bool = False) -> int:
     return 2
 
 
-def _warn(message: Warning | str, *place: object, **line: object) -> None:
+def _warn(message: Warning | str, *location: object, **line: object) -> None:
     if _speaks():
         print(f"paradraft: warning: {' '.join(str(message).split())}", file=sys.stderr)

@@ -20,19 +20,19 @@ from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 
 if TYPE_CHECKING:
-    from paradraft.cli.audit_served import Asked
+    from paradraft.cli.audit_served import AuditSettings
 
 ONLY_SERVED = (
     "draft_folder", "model", "api_key_env", "vllm_python", "reference_endpoint", "reference_model",
     "reference_api_key_env",
 )  # fmt: skip
-"""The options that only the audit of a server has a use for."""
+"""Options of server audits only."""
 ONLY_HERE = (
     *(name for name in options.OPTIONS[Speculation] if name != "k"), *options.OPTIONS[Placement],
     *(name for name in options.OPTIONS[Sampling] if name not in ("temperature", "seed")), "batch_size",
     "shape_invariant", "capacity", "compiled",
 )  # fmt: skip
-"""The options that an audit of a server has no use for."""
+"""Options that do not apply to server audits."""
 
 
 @options.with_options
@@ -116,38 +116,38 @@ def audit(
     with importing():
         from paradraft.audit.verdict import exit_code
         from paradraft.bench.setup import source_of
-        from paradraft.cli.audit_served import Asked, Given, audit_served
+        from paradraft.cli.audit_served import AuditSettings, ServerSettings, audit_served
         from paradraft.data.prompt_source import counted
         from paradraft.environment import describe_machine
         from paradraft.sources.loading import settled
 
     output = JsonOutput(json_file)
     check_outputs(output.file)
-    asked = Asked(
+    common = AuditSettings(
         target=target, prompts=prompts, num_prompts=num_prompts, seeds=seeds, max_new_tokens=max_new_tokens,
         sampling=sampling, runtime=settled(runtime, target),
     )  # fmt: skip
     if endpoint is None and engine is None:
         _refuse(context, ONLY_SERVED, "is for the audit of a server: name one by --endpoint or --engine")
-        lines, found, settings = _here(context, asked, speculation, placement, batch_size, shape_invariant)
+        lines, report, settings = _here(context, common, speculation, placement, batch_size, shape_invariant)
     else:
         _refuse(context, ONLY_HERE, "has no meaning in the audit of a server, which decides that itself")
         is_k_given = bool(options.given(context, ("k",)))
-        given = Given(
+        server = ServerSettings(
             draft=draft_folder, k=speculation.k, is_k_given=is_k_given, endpoint=endpoint, model=model,
             api_key_env=api_key_env, engine=engine, vllm_python=vllm_python, reference_endpoint=reference_endpoint,
             reference_model=reference_model, reference_api_key_env=reference_api_key_env,
         )  # fmt: skip
-        lines, found, settings = audit_served(asked, given)
+        lines, report, settings = audit_served(common, server)
     source = source_of(prompts, target)
     for line in lines:
         print(line)
-    arguments = asdict(asked) | settings | {"prompts": source}
-    number = arguments["num_prompts"]
-    print(f"  asked: {counted(number, source) if prompts else f'{number} {source}'}")
-    output.write(found | {"arguments": arguments, "machine": describe_machine(asked.runtime.device)})
-    output.end_with(found)
-    if code := exit_code(found["verdict"]):
+    arguments = asdict(common) | settings | {"prompts": source}
+    count = arguments["num_prompts"]
+    print(f"  asked: {counted(count, source) if prompts else f'{count} {source}'}")
+    output.write(report | {"arguments": arguments, "machine": describe_machine(common.runtime.device)})
+    output.end_with(report)
+    if code := exit_code(report["verdict"]):
         raise typer.Exit(code)
 
 
@@ -158,32 +158,34 @@ def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
 
 def _here(
     context: typer.Context,
-    asked: Asked,
+    common: AuditSettings,
     speculation: Speculation,
     placement: Placement,
     batch_size: int | None,
     shape_invariant: bool,
 ) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """Audits the own loop: its report in words and in plain values, and its settings."""
+    """Audits this engine; returns the report as lines and as JSON, and the settings."""
     from paradraft.audit.audit import audit, check_may_be_lossless, findings
     from paradraft.bench.setup import held_out_prompts
     from paradraft.engine.loader import load_engine
 
     if not options.given(context, ("drafter",)):
         raise ValueError("--drafter: name the drafter to audit, or a server by --endpoint or --engine")
-    if not asked.seeds:
+    if not common.seeds:
         raise ValueError("--samples 0: only a server is asked greedily too, use at least 1")
     check_may_be_lossless(speculation.verify)
-    texts = held_out_prompts(asked.num_prompts, asked.prompts, asked.target, asked.runtime.tokenizer, usual=options.FEW)
+    texts = held_out_prompts(
+        common.num_prompts, common.prompts, common.target, common.runtime.tokenizer, usual=options.FEW
+    )
     if shape_invariant and batch_size not in (None, 1):
         raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")
     batch_size = batch_size or (1 if shape_invariant else 4)
     pad_to = 1 + speculation.nodes if shape_invariant else 1
-    runtime = replace(asked.runtime, width=speculation.pass_width, pad_to=pad_to)
-    engine = load_engine(asked.target, speculation, runtime=runtime, placement=placement)
+    runtime = replace(common.runtime, width=speculation.pass_width, pad_to=pad_to)
+    engine = load_engine(common.target, speculation, runtime=runtime, placement=placement)
     options.warn_ignored(
         context,
-        options.without_chance(asked.sampling.is_greedy),
+        options.without_chance(common.sampling.is_greedy),
         options.without_drafter(speculation),
         options.with_own_tree(speculation),
         options.with_gamma(speculation),
@@ -191,7 +193,7 @@ def _here(
     )
     with console(stderr=True).status("preparing") as status:
         report = audit(
-            engine, texts, sampling=asked.sampling, seeds=asked.seeds, max_new_tokens=asked.max_new_tokens,
+            engine, texts, sampling=common.sampling, seeds=common.seeds, max_new_tokens=common.max_new_tokens,
             batch_size=batch_size, report=status.update,
         )  # fmt: skip
     settings = {

@@ -36,23 +36,23 @@ if TYPE_CHECKING:
     from paradraft.audit.server.served import ServedReport
 
 SERVED_NAME = "target"
-"""What an engine that is started here calls its model."""
+"""Model name of an engine that is started here."""
 MOST_SHOWN = 20
-"""Of the places where the reference prefers another token."""
+"""Most positions listed at which the reference prefers another token."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What both audits are asked.
+class AuditSettings:
+    """Settings of both audits.
 
     Args:
-        target: the model whose answers are right.
-        prompts: a file of them; None for the pocket family's.
-        num_prompts: how many of them; None for `options.FEW`, or for all where there are fewer.
-        seeds: sampled answers of each.
+        target: the reference model.
+        prompts: a prompt file; None for the pocket family's.
+        num_prompts: prompts used; None for `options.FEW`, or all if there are fewer.
+        seeds: sampled answers per prompt.
         max_new_tokens: most tokens of an answer.
-        sampling: how answers are chosen.
-        runtime: of the models that are loaded here.
+        sampling: of the answers.
+        runtime: of the models loaded here.
     """
 
     target: str
@@ -65,21 +65,21 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
-    """Which server is audited, and what it is compared with.
+class ServerSettings:
+    """The audited server and its reference.
 
     Args:
-        draft: the folder of the model that it drafts with; None does not look at how it drafts.
-        k: tokens that it drafts per round.
-        is_k_given: whether that is known; else it is at most these, and as many as are accepted at once.
-        endpoint: its address; None starts an engine.
-        model: the name that it knows the target by.
-        api_key_env: the variable of the environment that has its key.
-        engine: what is started; None where there is an address.
-        vllm_python: the Python of vLLM's environment; None for the one of `make vllm`.
-        reference_endpoint: the address of another server whose answers it must give; None loads the target here.
-        reference_model: the name that this one knows the target by; None for that of `model`.
-        reference_api_key_env: the variable that has its key.
+        draft: folder of the server's draft model; None does not audit drafting.
+        k: tokens that the server drafts per round.
+        is_k_given: whether k is known; else it is an upper bound, and the longest accepted draft counts.
+        endpoint: URL of the server, up to `/v1`; None starts an engine.
+        model: name of the target on the server.
+        api_key_env: environment variable with the server's key.
+        engine: engine to start; None with an endpoint.
+        vllm_python: interpreter of vLLM's environment; None for the one of `make vllm`.
+        reference_endpoint: URL of a server to compare with; None loads the target here.
+        reference_model: name of the target on the reference; None for `model`.
+        reference_api_key_env: environment variable with the reference's key.
     """
 
     draft: str | None
@@ -112,76 +112,80 @@ class Given:
             raise ValueError("--reference-model and --reference-api-key-env need --reference-endpoint")
 
 
-def audit_served(asked: Asked, given: Given) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """Audits a server: its report in words and in plain values, and its settings.
+def audit_served(common: AuditSettings, served: ServerSettings) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """Audits a server; returns the report as lines and as JSON, and the settings.
 
     Raises:
-        ValueError: a setting is wrong, or a server does not answer as it must.
+        ValueError: a setting is wrong, or a server's response is invalid.
     """
     from paradraft.data.prompts import first_prompts
     from paradraft.text.generation_config import end_ids
 
-    temperature = asked.sampling.temperature or 1.0
-    if given.reference_endpoint is not None and asked.seeds and temperature != 1.0:
+    temperature = common.sampling.temperature or 1.0
+    if served.reference_endpoint is not None and common.seeds and temperature != 1.0:
         raise ValueError(
             f"--temperature {temperature:g}: a reference server tells probabilities at temperature 1, leave it out, or "
             "compare with the target's weights here"
         )
-    records = first_prompts(asked.prompts or pocket_folder("prompts.jsonl"), asked.num_prompts, options.FEW)
-    asks = [record["prompt"] if "prompt" in record else record["messages"] for record in records]
-    folder = locate(asked.target, "target")
-    tokenizer = tokenizer_for(folder, asked.runtime.tokenizer)
-    ends = frozenset(end_ids(load_generation_config(folder), asked.target))
+    records = first_prompts(common.prompts or pocket_folder("prompts.jsonl"), common.num_prompts, options.FEW)
+    questions = [record["prompt"] if "prompt" in record else record["messages"] for record in records]
+    folder = locate(common.target, "target")
+    tokenizer = tokenizer_for(folder, common.runtime.tokenizer)
+    ends = frozenset(end_ids(load_generation_config(folder), common.target))
     rows = load_config(folder).get_text_config().vocab_size
-    draft = None if given.draft is None else _draft_model(given, asked.runtime, tokenizer, ends)
-    with console(stderr=True).status("preparing") as status, _address(given, asked, status.update) as (url, model):
-        found = _asked(
-            _endpoint(url, model, given.api_key_env, "--api-key-env", tokenizer, ends, rows), asked, given, asks, draft,
-            status.update,
+    draft = None if served.draft is None else _draft_model(served, common.runtime, tokenizer, ends)
+    with console(stderr=True).status("preparing") as status, _address(served, common, status.update) as (url, model):
+        report = _audited(
+            _endpoint(url, model, served.api_key_env, "--api-key-env", tokenizer, ends, rows), common, served,
+            questions, draft, status.update,
         )  # fmt: skip
-    settings = {key: value for key, value in asdict(given).items() if value is not None}
+    settings = {key: value for key, value in asdict(served).items() if value is not None}
     settings = (
         settings
-        | {"num_prompts": len(asks)}
-        | ({} if given.vllm_python is None else {"vllm_python": str(given.vllm_python)})
+        | {"num_prompts": len(questions)}
+        | ({} if served.vllm_python is None else {"vllm_python": str(served.vllm_python)})
     )
-    return findings(found, tokenizer), found.as_json(), settings
+    return findings(report, tokenizer), report.as_json(), settings
 
 
 @contextmanager
-def _address(given: Given, asked: Asked, report: Callable[[str], None]) -> Iterator[tuple[str, str]]:
-    """Where the server is, and the name of its model."""
-    if given.endpoint is not None and given.model is not None:
-        yield given.endpoint, given.model
+def _address(served: ServerSettings, common: AuditSettings, report: Callable[[str], None]) -> Iterator[tuple[str, str]]:
+    """URL of the server and its model name; starts an engine if there is no endpoint."""
+    if served.endpoint is not None and served.model is not None:
+        yield served.endpoint, served.model
         return
     from paradraft.serve.address import bound, url_of
 
-    assert given.draft is not None
-    if installed_python(given.vllm_python) is None:
+    assert served.draft is not None
+    if installed_python(served.vllm_python) is None:
         raise ValueError(NOT_INSTALLED)
-    folder, draft = locate(asked.target, "target"), locate(given.draft, "pard")
+    folder, draft = locate(common.target, "target"), locate(served.draft, "pard")
     is_parallel = declared_mask_id(load_config(draft)) is not None
-    speculation = Speculation(drafter="pard" if is_parallel else "autoregressive", draft=draft, k=given.k)
+    speculation = Speculation(drafter="pard" if is_parallel else "autoregressive", draft=draft, k=served.k)
     speculative = speculative_config(speculation, folder)
     with closing(bound("127.0.0.1", 0)) as free:
         url = url_of(free)
     settings = {
         "--host": "127.0.0.1", "--port": url.rpartition(":")[2], "--served-model-name": SERVED_NAME,
-        "--dtype": asked.runtime.dtype, "--max-num-seqs": 4,
+        "--dtype": common.runtime.dtype, "--max-num-seqs": 4,
     }  # fmt: skip
     server = VllmServer(
-        python=given.vllm_python or DEFAULT_PYTHON, target=folder, speculative=speculative, options=settings, eager=True
+        python=served.vllm_python or DEFAULT_PYTHON,
+        target=folder,
+        speculative=speculative,
+        options=settings,
+        eager=True,
     )
-    name = server.check(asked.runtime.device)
+    name = server.check(common.runtime.device)
     report(f"starting {name}")
     with server.running(url):
         yield f"{url}/v1", SERVED_NAME
 
 
-def _asked(
+def _audited(
     endpoint: Endpoint,
-    asked: Asked,
-    given: Given,
+    common: AuditSettings,
+    served: ServerSettings,
     prompts: list[str | list[Message]],
     draft: DraftModel | None,
     report: Callable[[str], None],
@@ -194,13 +198,13 @@ def _asked(
     from paradraft.sources.target_loading import load_target
 
     reference: Reference
-    if given.reference_endpoint is not None:
-        model = given.reference_model or endpoint.model
+    if served.reference_endpoint is not None:
+        model = served.reference_model or endpoint.model
         option = "--reference-api-key-env"
         other = _endpoint(
-            given.reference_endpoint,
+            served.reference_endpoint,
             model,
-            given.reference_api_key_env,
+            served.reference_api_key_env,
             option,
             endpoint.tokenizer,
             endpoint.end_ids,
@@ -209,14 +213,14 @@ def _asked(
         reference = ServerReference(endpoint=other)
     else:
         report("loading the target, which the answers are compared with")
-        target = load_target(asked.target, asked.runtime)
+        target = load_target(common.target, common.runtime)
         rows = [expected_ids(prompt, endpoint.tokenizer) for prompt in prompts]
-        requests_of(target, rows, asked.max_new_tokens, GREEDY)  # raises ValueError
+        requests_of(target, rows, common.max_new_tokens, GREEDY)  # raises ValueError
         reference = ModelReference(target.lm)
     return audit_endpoint(
-        endpoint, reference, prompts, samples=asked.seeds, max_new_tokens=asked.max_new_tokens,
-        temperature=asked.sampling.temperature or 1.0, seed=asked.sampling.seed, draft=draft,
-        draft_tokenizer=None if given.draft is None else load_tokenizer(locate(given.draft, "pard")), report=report,
+        endpoint, reference, prompts, samples=common.seeds, max_new_tokens=common.max_new_tokens,
+        temperature=common.sampling.temperature or 1.0, seed=common.sampling.seed, draft=draft,
+        draft_tokenizer=None if served.draft is None else load_tokenizer(locate(served.draft, "pard")), report=report,
     )  # fmt: skip
 
 
@@ -229,22 +233,22 @@ def _endpoint(
     ends: frozenset[int],
     rows: int,
 ) -> Endpoint:
-    """A server that answers."""
+    """Client of a server that answers."""
     from paradraft.audit.server.endpoint import Endpoint
 
     key = options.key_in(key_env, option)
-    found = Endpoint(url=url, model=model, tokenizer=tokenizer, end_ids=ends, rows=rows, api_key=key)
-    found.check()
-    return found
+    endpoint = Endpoint(url=url, model=model, tokenizer=tokenizer, end_ids=ends, rows=rows, api_key=key)
+    endpoint.check()
+    return endpoint
 
 
 def _draft_model(
-    given: Given, runtime: Runtime, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
+    served: ServerSettings, runtime: Runtime, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
 ) -> DraftModel:
-    """What a server drafts with, loaded here.
+    """Loads the server's draft model.
 
     Raises:
-        ValueError: there is no such model, or it reads the states of the target.
+        ValueError: there is no such model, or it reads the target's hidden states.
     """
     from paradraft.audit.server.draft_causes import DraftModel, special_ids
     from paradraft.drafters.parts.draft_loading import draft_runtime
@@ -253,28 +257,30 @@ def _draft_model(
     from paradraft.sources.loading import load_model
     from paradraft.text.vocabulary import of_one_family, used_rows
 
-    assert given.draft is not None
-    folder = locate(given.draft, "pard")
+    assert served.draft is not None
+    folder = locate(served.draft, "pard")
     if is_head(folder):
-        raise ValueError(f"{given.draft!r} reads its target's states, and what it drafts is not compared: leave it out")
+        raise ValueError(
+            f"{served.draft!r} reads its target's states, and what it drafts is not compared: leave it out"
+        )
     config = load_config(folder)
     if hasattr(config, RANK):
         raise ValueError(
-            f"{given.draft!r} has a head that engines do not read: name the folder that `paradraft export` has written"
+            f"{served.draft!r} has a head that engines do not read: name the folder that `paradraft export` has written"
         )
     if not of_one_family(tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()):
-        raise ValueError(f"{given.draft!r} has another vocabulary than the target: no engine drafts with it")
-    mask_id = None if declared_mask_id(config) is None else mask_token_id(config, given.draft)
+        raise ValueError(f"{served.draft!r} has another vocabulary than the target: no engine drafts with it")
+    mask_id = None if declared_mask_id(config) is None else mask_token_id(config, served.draft)
     return DraftModel(
-        model=load_model(folder, draft_runtime(folder, runtime)), k=given.k, mask_id=mask_id,
+        model=load_model(folder, draft_runtime(folder, runtime)), k=served.k, mask_id=mask_id,
         known_ids=used_rows(tokenizer), special=special_ids(tokenizer, ends),
         training_rows=getattr(config, TRAINED_LENGTH, None),
-        is_k_known=given.is_k_given or given.engine is not None,
+        is_k_known=served.is_k_given or served.engine is not None,
     )  # fmt: skip
 
 
 def findings(report: ServedReport, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """An audit in words, a line each."""
+    """Report in words."""
     lines = [
         f"{report.verdict}: {report.reason}",
         f"  {number_of(report.answers, 'answer')}, {number_of(report.tokens, 'token')}",
@@ -291,7 +297,7 @@ def findings(report: ServedReport, tokenizer: PreTrainedTokenizerBase) -> list[s
             "prefers"
         )
     for each in report.preferences[:MOST_SHOWN]:
-        token, preferred = (tokenizer.decode([one]) for one in (each.token, each.preferred))
+        token, preferred = (tokenizer.decode([id_]) for id_ in (each.token, each.preferred))
         lines.append(
             f"  prompt {each.prompt}, new token {each.position}: {token!r} is served, {preferred!r} preferred; "
             f"margin {each.margin:.2g}: " + ("a near-tie" if each.is_tie else "NOT explained by rounding")

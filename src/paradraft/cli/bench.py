@@ -28,14 +28,7 @@ if TYPE_CHECKING:
 
 
 def check_alone(names: str, target: str, prompts: Path | None, *, drawn: Sequence[Path | None]) -> None:
-    """Raises ValueError for what does not go together with tasks.
-
-    Args:
-        names: of the tasks.
-        target: whom they are asked.
-        prompts: a prompt file.
-        drawn: files and folders for what shows one task.
-    """
+    """Raises ValueError for options that conflict with `--task`; `drawn` are the outputs that show one task only."""
     if prompts is not None:
         raise ValueError(f"--prompts {prompts}: --task {names} has prompts of its own; give one or the other")
     if is_shape(target):
@@ -49,16 +42,16 @@ def questions_for(
     names: str,
     data: Sequence[str],
     *,
-    number: int | None,
+    num_questions: int | None,
     max_new_tokens: int | None,
     system: str | None,
     capacity: int | None,
     tokenizer: str | None,
 ) -> list[Questions]:
-    """The questions of all tasks, chosen before any weights are loaded; says which of them are left out.
+    """Selects the questions of all tasks before weights are loaded; warns of questions that are left out.
 
     Raises:
-        ValueError: an unknown task or target, data that cannot be read, or too few questions.
+        ValueError: an unknown task or target, unreadable data, or too few questions.
     """
     from paradraft.bench.tasks import Questions, files_of, read_questions, tasks_of
     from paradraft.sources.loading import load_config, locate, room, tokenizer_for
@@ -66,33 +59,26 @@ def questions_for(
     tasks = tasks_of(names)
     files = files_of(tasks, data)
     folder = locate(target, "target")
-    config, reader = load_config(folder), tokenizer_for(folder, tokenizer)
-    found = [
+    config, loaded_tokenizer = load_config(folder), tokenizer_for(folder, tokenizer)
+    questions = [
         Questions.choose(
             task,
             read_questions(task, files.get(task.name)),
-            number,
+            num_questions,
             max_new_tokens=max_new_tokens,
-            tokenizer=reader,
+            tokenizer=loaded_tokenizer,
             system=system,
             capacity=room(config, capacity),
         )
         for task in tasks
     ]
-    for warning in filter(None, (one.warning() for one in found)):
+    for warning in filter(None, (each.warning() for each in questions)):
         print(f"warning: {warning}", file=sys.stderr)
-    return found
+    return questions
 
 
 def report_mean(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Prints what several tasks have in common, and gives what their file holds of it.
-
-    Args:
-        results: of each task.
-
-    Returns:
-        What the file holds: the title, the result of each task, and the mean; and the summaries alone.
-    """
+    """Prints the mean over tasks; returns the JSON file's content (title, tasks, mean) and the summaries."""
     from paradraft.bench.summary import marked, mean_of, mean_table
 
     arguments = next(iter(results.values()))["arguments"]
@@ -104,10 +90,10 @@ def report_mean(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dic
 
 
 def batch_sizes_of(text: str) -> list[int]:
-    """The numbers that an option names with commas between them.
+    """Parses comma-separated batch sizes.
 
     Raises:
-        ValueError: one of them is no number, or is 0.
+        ValueError: a size is not a positive whole number.
     """
     sizes = [size.strip() for size in text.split(",")]
     if not all(size.isdecimal() and int(size) for size in sizes):
@@ -218,22 +204,22 @@ def bench(
     check_outputs(output.file, plot_file)
     check_folder(page_folder)
     options.check_png(plot_file)
-    asked: list[Questions] = []
-    how: Chat | None = None
+    questions: list[Questions] = []
+    chat_settings: Chat | None = None
     if task is None:
         variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
-        how = Chat(system=system, variables=variables) if chat else None
+        chat_settings = Chat(system=system, variables=variables) if chat else None
         texts = prompts_for(
-            target, num_prompts, tokens=prompt_tokens, file=prompts, tokenizer=runtime.tokenizer, chat=how
+            target, num_prompts, tokens=prompt_tokens, file=prompts, tokenizer=runtime.tokenizer, chat=chat_settings
         )
         works = [Workload.of(texts, max_new_tokens or 128, source_of(prompts, target))]
     else:
         check_alone(task, target, prompts, drawn=(plot_file, page_folder))
-        asked = questions_for(
-            target, task, task_data or (), number=num_prompts, max_new_tokens=max_new_tokens, system=system,
+        questions = questions_for(
+            target, task, task_data or (), num_questions=num_prompts, max_new_tokens=max_new_tokens, system=system,
             capacity=runtime.capacity, tokenizer=runtime.tokenizer,
         )  # fmt: skip
-        works = [one.work for one in asked]
+        works = [each.work for each in questions]
     unused = _unused(chosen)
     unused += ["vllm_python"] * (not any(is_vllm(method.name) for method in chosen))
     unused += ["llama_cpp_python"] * (not any(is_llama_cpp(method.name) for method in chosen))
@@ -250,7 +236,11 @@ def bench(
         (task is None, "without --task", ("task_data",)),
         (task is None and not chat, "without --chat or --task", ("system", "chat_template_kwargs")),
         (task is not None, "with --task, whose questions are asked in a chat", ("chat", "chat_template_kwargs")),
-        (bool(asked) and not asked[0].tokenizer.chat_template, "on a target without a chat template", ("system",)),
+        (
+            bool(questions) and not questions[0].tokenizer.chat_template,
+            "on a target without a chat template",
+            ("system",),
+        ),
     )
     for spec, why in skipped.items():
         print(f"warning: {spec} is skipped. {why}", file=sys.stderr)
@@ -258,66 +248,58 @@ def bench(
         target=target, methods=chosen, sampling=sampling, runs=runs, acceptance=acceptance, profiled=profile,
         runtime=runtime, vllm_python=vllm_python, llama_cpp_python=llama_cpp_python,
     )  # fmt: skip
-    aside = console(stderr=True)
-    with news(aside, "preparing") as tell:
-        found = run_benchmark(benchmark, works, tell)
-    results = {work.name: {**one, "skipped": skipped} for work, one in zip(works, found, strict=True)}
-    if how is not None:
-        for one in results.values():
-            one["arguments"]["chat"] = asdict(how)
-    for question in asked:
-        results[question.task.name]["task"] = question.as_json()
-    whole, summary = _show(results, aside)
+    errors = console(stderr=True)
+    with news(errors, "preparing") as report:
+        measured = run_benchmark(benchmark, works, report)
+    results = {work.name: {**result, "skipped": skipped} for work, result in zip(works, measured, strict=True)}
+    if chat_settings is not None:
+        for result in results.values():
+            result["arguments"]["chat"] = asdict(chat_settings)
+    for each in questions:
+        results[each.task.name]["task"] = each.as_json()
+    whole, summary = _show(results, errors)
     output.write(whole)
     if plot_file is not None:
         plot(whole, plot_file)
     if page_folder is not None:
-        aside.print(f"report: {write_page(page_folder, whole)}")
+        errors.print(f"report: {write_page(page_folder, whole)}")
     output.end_with(summary)
 
 
 def _unused(chosen: list[Method]) -> list[str]:
-    """The options for settings that every method leaves out or sets itself."""
-    taken = frozenset[str]().union(*(method.left_out for method in chosen))
-    return [name for name in (*options.OPTIONS[Speculation], "dtype") if name.removesuffix("_budget") not in taken]
+    """Options for settings that every method leaves out or sets itself."""
+    used = frozenset[str]().union(*(method.left_out for method in chosen))
+    return [name for name in (*options.OPTIONS[Speculation], "dtype") if name.removesuffix("_budget") not in used]
 
 
-def _show(results: dict[str, dict[str, Any]], aside: Console) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Prints what was measured, and aside what is no figure.
-
-    Args:
-        results: of each work, by its name.
-        aside: for what is no result.
-
-    Returns:
-        What the file holds, with the title; and the summary, that of each task and their mean if there are several.
-    """
+def _show(results: dict[str, dict[str, Any]], errors: Console) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Prints the results, with notes on `errors`; returns the JSON file's content and the summary."""
     from paradraft.bench.labels import labels
     from paradraft.bench.profile import profile_table
     from paradraft.bench.summary import latency_table, notes, table, title_of
 
-    titled = {name: {"title": title_of(one), **one} for name, one in results.items()}
-    for one in titled.values():
-        title, methods = one["title"], one["methods"]
+    titled = {name: {"title": title_of(result), **result} for name, result in results.items()}
+    for result in titled.values():
+        title, methods = result["title"], result["methods"]
         console().print(table(methods, title))
         print("\n".join(notes(methods)))
         if (latencies := latency_table(methods)) is not None:
             print()
             console().print(latencies)
-        if one["arguments"]["runtime"]["compiled"] is not False:
+        if result["arguments"]["runtime"]["compiled"] is not False:
             shown = labels(methods)
             first = "; ".join(f"{shown[spec]}: {figures['warm_up_s']:.0f} s" for spec, figures in methods.items())
-            aside.print(f"first answers, with what had to be compiled: {first}")
-        if "profile" in one:
-            console().print(profile_table(one["profile"], f"where a round's time goes: {title}", labels(methods)))
-    return report_mean(titled) if len(titled) > 1 else (one, methods)
+            errors.print(f"first answers, with what had to be compiled: {first}")
+        if "profile" in result:
+            console().print(profile_table(result["profile"], f"where a round's time goes: {title}", labels(methods)))
+    return report_mean(titled) if len(titled) > 1 else (result, methods)
 
 
 def _with_batches(specs: list[str], sizes: str) -> list[str]:
-    """Every method with every batch size; a single size of 1 need not be said."""
-    numbers = batch_sizes_of(sizes)
-    if numbers == [1]:
+    """Combines methods with batch sizes; a single size of 1 adds nothing to the specs."""
+    batch_sizes = batch_sizes_of(sizes)
+    if batch_sizes == [1]:
         return specs
     if any(":batch=" in spec for spec in specs):
         raise ValueError(f"--batch-size {sizes}: a method has a batch of its own; give one or the other")
-    return [f"{spec}:batch={size}" for size in numbers for spec in specs]
+    return [f"{spec}:batch={size}" for size in batch_sizes for spec in specs]

@@ -46,7 +46,7 @@ HELP = """/reset            forget the conversation
 SETTINGS = (
     "/temperature", "/top-p", "/top-k", "/min-p", "/repetition-penalty", "/presence-penalty", "/frequency-penalty"
 )  # fmt: skip
-"""Commands that set the fields of `Sampling` of these names."""
+"""Commands that set a field of `Sampling`."""
 
 
 @options.with_options
@@ -78,8 +78,8 @@ def chat(
         runtime = replace(runtime, width=speculation.pass_width)
         engine = load_engine(target, speculation, kept_rows=1, runtime=runtime, placement=placement, tries_plain=True)
     template_of(engine.target.tokenizer, variables)  # raises ValueError
-    asked = asked_by(engine.target, target, generation_config)
-    sampling = completed(context, sampling, asked)
+    defaults = asked_by(engine.target, target, generation_config)
+    sampling = completed(context, sampling, defaults)
     options.warn_ignored(
         context,
         options.without_chance(sampling.is_greedy),
@@ -88,23 +88,23 @@ def chat(
         options.with_gamma(speculation),
         options.without_process(placement),
     )
-    if asked or not sampling.is_greedy:
-        told = "; --generation-config none leaves out what the model asks for" if asked else ""
-        print(f"paradraft: {in_words(sampling)}{told}", file=sys.stderr)
+    if defaults or not sampling.is_greedy:
+        hint = "; --generation-config none leaves out what the model asks for" if defaults else ""
+        print(f"paradraft: {in_words(sampling)}{hint}", file=sys.stderr)
     with engine:
         Chat(engine, sampling, system=system, variables=variables, max_new_tokens=max_new_tokens).run()
         tell_advice(engine)
 
 
 class Chat:
-    """A conversation with one person.
+    """An interactive conversation.
 
     Args:
-        engine: keeps the cache of the last answer, so that a turn is read from there on.
+        engine: keeps the KV cache of the last answer, so that the next turn prefills only its new tokens.
         sampling: of all answers.
-        system: what the model is told first.
+        system: system message.
         variables: of the chat template.
-        max_new_tokens: most tokens of an answer; fewer where the model has no room for so many.
+        max_new_tokens: most tokens of an answer; fewer at the end of the context.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class Chat:
     ) -> None:
         self._with_drafter = self._engine = engine
         self._sampling, self._variables, self._max_new_tokens = sampling, variables, max_new_tokens
-        self._told: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self.messages = list(self._told)
+        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self._system)
 
     def run(self) -> None:
-        """Until there are no more questions."""
+        """Reads questions until the end of the input or /quit."""
         is_person = sys.stdin.isatty()
         if is_person:
             with suppress(ImportError):
-                import readline  # noqa: F401  # lets the lines be edited, and earlier ones be found
+                import readline  # noqa: F401  # line editing and history
             print("Ask something; /help tells what else there is.", file=sys.stderr)
         while True:
             try:
@@ -144,26 +144,26 @@ class Chat:
                 print(f"paradraft: {' '.join(str(error).split())}", file=sys.stderr)
 
     def command(self, line: str) -> str:
-        """Does what a line that begins with a slash asks for; returns what is to be said of it.
+        """Runs a slash command; returns the message to print.
 
         Raises:
-            ValueError: there is no such command, or it lacks its number.
+            ValueError: there is no such command, or its number is missing.
         """
         match line.split():
             case ["/reset"]:
-                self.messages = list(self._told)
+                self.messages = list(self._system)
                 return "The conversation is forgotten."
-            case [command, number] if command in SETTINGS:
-                setting: dict[str, Any] = {command[1:].replace("-", "_"): number_in(number, command)}
+            case [command, value] if command in SETTINGS:
+                setting: dict[str, Any] = {command[1:].replace("-", "_"): number_in(value, command)}
                 self._sampling = replace(self._sampling, **setting)
                 return f"{in_words(self._sampling).capitalize()}."
             case [command] if command in SETTINGS:
                 raise ValueError(f"{command} needs a number, such as {command} 1")
             case ["/seed"]:
                 return self.command(f"/seed {secrets.randbits(SEED_BITS)}")
-            case ["/seed", number] if number.isdecimal():
-                self._sampling = replace(self._sampling, seed=int(number))
-                return f"Seed {number}." + (" At temperature 0 it changes nothing." if self._sampling.is_greedy else "")
+            case ["/seed", seed] if seed.isdecimal():
+                self._sampling = replace(self._sampling, seed=int(seed))
+                return f"Seed {seed}." + (" At temperature 0 it changes nothing." if self._sampling.is_greedy else "")
             case ["/drafter", ("on" | "off") as state]:
                 self._engine = self._with_drafter if state == "on" else self._plain()
                 return f"Drafter {state}."
@@ -172,18 +172,18 @@ class Chat:
         raise ValueError(f"there is no command {line!r}; /help lists them")
 
     def _plain(self) -> Engine:
-        """The same target without a drafter, which may not say what the drafter forbids either."""
+        """Engine of the same target without a drafter; the drafter's reserved tokens stay forbidden."""
         from paradraft.drafters.none import NoDrafter
         from paradraft.engine.engine import Engine
 
-        drafted = self._with_drafter
-        return Engine(drafted.target, NoDrafter(drafted.drafter.reserved_tokens), Speculation(k=1), kept_rows=1)
+        engine = self._with_drafter
+        return Engine(engine.target, NoDrafter(engine.drafter.reserved_tokens), Speculation(k=1), kept_rows=1)
 
     def ask(self, question: str) -> None:
-        """Prints the answer to a question, as it comes.
+        """Streams the answer to a question.
 
         Raises:
-            ValueError: the model has no room for it, or its template refuses it.
+            ValueError: the conversation exceeds the context, or the chat template refuses it.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         tokens = self._engine.chat_tokens(messages, self._variables)
@@ -194,27 +194,27 @@ class Chat:
                 f"{self._engine.target.capacity}: /reset begins anew"
             )
         chunks = self._engine.stream(tokens, max_new_tokens=min(self._max_new_tokens, room), sampling=self._sampling)
-        told = ""
+        answer = ""
         with StatusLine() as status, until_interrupted() as is_interrupted, closing(chunks):
-            progress = Progress()
+            speed = Speed()
             for chunk in chunks:
                 status.write(chunk.drafted_text, GREEN)
                 status.write(chunk.own_text)
-                told += chunk.text
-                progress.add(chunk)
-                status.show(progress.line)
+                answer += chunk.text
+                speed.add(chunk)
+                status.show(speed.line)
                 if is_interrupted():
                     break
-        explain_empty(told, chunk)
-        self.messages = [*messages, {"role": "assistant", "content": told}]
-        print(f"[{progress.line}{', interrupted' if is_interrupted() else ''}]", file=sys.stderr)
+        explain_empty(answer, chunk)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        print(f"[{speed.line}{', interrupted' if is_interrupted() else ''}]", file=sys.stderr)
 
 
 def number_in(text: str, command: str) -> float:
-    """The number of a command; a whole one is an int.
+    """Parses the number of a command; whole numbers become int.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no number.
     """
     for kind in (int, float):
         with suppress(ValueError):
@@ -222,22 +222,22 @@ def number_in(text: str, command: str) -> float:
     raise ValueError(f"{command} {text}: give a number, such as {command} 1")
 
 
-class Progress:
-    """How fast an answer comes."""
+class Speed:
+    """Decoding speed of an answer."""
 
     def __init__(self) -> None:
         self._began_s = time.perf_counter()
         self._rounds = self._tokens = self._drafted = 0
 
     def add(self, chunk: Chunk) -> None:
-        """Another piece."""
+        """Counts a chunk."""
         self._rounds += 1
         self._tokens += len(chunk.tokens)
         self._drafted += chunk.accepted
 
     @property
     def line(self) -> str:
-        """In words."""
+        """Status line."""
         seconds = time.perf_counter() - self._began_s
         return (
             f"{number_of(self._tokens, 'token')}, {self._tokens / seconds:.0f} tokens/s, "
@@ -248,19 +248,19 @@ class Progress:
 
 @contextmanager
 def until_interrupted() -> Iterator[Any]:
-    """Inside, the first Ctrl-C is noted, a second one is what it always is; gives what tells whether there was one."""
-    noted = threading.Event()
+    """Catches the first Ctrl-C and restores the handler for the second; yields a function: was there a Ctrl-C?"""
+    interrupted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield noted.is_set
+        yield interrupted.is_set
         return
-    before = signal.getsignal(signal.SIGINT)
+    previous = signal.getsignal(signal.SIGINT)
 
     def note(*_: object) -> None:
-        noted.set()
-        signal.signal(signal.SIGINT, before)
+        interrupted.set()
+        signal.signal(signal.SIGINT, previous)
 
     signal.signal(signal.SIGINT, note)
     try:
-        yield noted.is_set
+        yield interrupted.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from paradraft.engine.engine import Result
     from paradraft.text.chat_template import Message
 
-ASKED = "this is an instruct model, prompts are asked as in a chat; --no-chat continues them"
-CONTINUED = (
+CHAT_NOTE = "this is an instruct model, prompts are asked as in a chat; --no-chat continues them"
+CONTINUED_NOTE = (
     "prompts are continued: the model has a chat template, but its texts do not end as turns end there; --chat asks "
     "prompts through it"
 )
@@ -75,22 +75,22 @@ def generate(
         runtime = replace(runtime, width=speculation.pass_width)
         engine = load_engine(target, speculation, runtime=runtime, placement=placement, tries_plain=True)
     if placement.tensor_parallel and not is_main_process():
-        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # the first process speaks
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # only rank 0 prints
     is_open = chat is None and system is None and any("prompt" in record for record in records)
     chat = engine.target.is_instruct if is_open else chat or system is not None
-    asked = [_messages(record, chat=chat, system=system) for record in records]
+    conversations = [_messages(record, chat=chat, system=system) for record in records]
     texts = [
         record["prompt"] if messages is None else engine.chat_tokens(messages, variables)
-        for record, messages in zip(records, asked, strict=True)
+        for record, messages in zip(records, conversations, strict=True)
     ]
     is_lossless = rule_name(speculation.verify) not in LOSSY
-    ours = {"text", "tokens", "finish_reason", "lossless", "stats"}
-    taken = ours.intersection(key for record in records for key in record) if as_json else set()
-    if taken:
-        raise ValueError(f"prompts have a key {sorted(taken)[0]!r}, which --json would overwrite: rename it")
+    result_keys = {"text", "tokens", "finish_reason", "lossless", "stats"}
+    clashes = result_keys.intersection(key for record in records for key in record) if as_json else set()
+    if clashes:
+        raise ValueError(f"prompts have a key {sorted(clashes)[0]!r}, which --json would overwrite: rename it")
     engine.check(texts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop or ())
     if is_open and engine.target.tokenizer.chat_template:
-        print(f"paradraft: {ASKED if chat else CONTINUED}", file=sys.stderr)
+        print(f"paradraft: {CHAT_NOTE if chat else CONTINUED_NOTE}", file=sys.stderr)
     options.warn_ignored(
         context,
         options.without_chance(sampling.is_greedy),
@@ -99,7 +99,7 @@ def generate(
         options.with_gamma(speculation),
         options.without_process(placement),
         (prompts is None or not as_json, "without --prompts and --json", ["batch_size"]),
-        (not any(asked), "without conversations", ["chat_template_kwargs"]),
+        (not any(conversations), "without conversations", ["chat_template_kwargs"]),
     )
     size = min(batch_size, len(texts)) if as_json else 1
     if engine.target.lm.warm_up_rounds:
@@ -120,11 +120,11 @@ def generate(
 
 
 def _messages(record: Mapping[str, Any], *, chat: bool, system: str | None) -> list[Message] | None:
-    """The conversation that a record asks for; None for a prompt that is continued as it is."""
+    """Conversation of a record; None for a prompt that is continued as it is."""
     if "prompt" not in record:
         return list(record["messages"])
-    told = [] if system is None else [{"role": "system", "content": system}]
-    return [*told, {"role": "user", "content": record["prompt"]}] if chat else None
+    prefix = [] if system is None else [{"role": "system", "content": system}]
+    return [*prefix, {"role": "user", "content": record["prompt"]}] if chat else None
 
 
 def _as_json(result: Result, is_lossless: bool) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""How commands import the libraries that do their work: when they run, and with nothing of them on the terminal.
+"""Lazy imports of heavy libraries, without their output on the terminal.
 
-A module of a command imports at its top only what its options are made of, so that its help and its complaints about
-options come at once. Torch, transformers and what needs them is imported in the command itself, inside `importing`.
+A command's module imports at its top only what its options need, so that help and option errors are instant. Torch,
+transformers and modules that need them are imported in the command itself, inside `importing`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from paradraft.cli import INTERRUPTED
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Inside, Ctrl-C ends the process at once: what a library makes of an import that is cut off is anything.
+    """Lets Ctrl-C end the process at once, because libraries turn an interrupted import into arbitrary errors.
 
-    Afterwards the bars of `transformers` for loading and saving are off.
+    Afterwards the progress bars of `transformers` are off.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda *_: _leave_at_once())
+    previous = signal.signal(signal.SIGINT, lambda *_: _leave_at_once())
     try:
         yield
         hide_progress_bars()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 def _leave_at_once() -> None:
@@ -39,7 +39,7 @@ def _leave_at_once() -> None:
 
 
 def hide_progress_bars() -> None:
-    """Turns off the bars of `transformers`, if it is imported; downloads keep theirs."""
+    """Turns off the progress bars of `transformers`, if imported, except those of downloads."""
     if "transformers" not in sys.modules:
         return
     from huggingface_hub.utils.tqdm import enable_progress_bars

@@ -66,21 +66,23 @@ def init_draft(
 
 
 def _origin(fresh: bool, source: str | None, **settings: int | None) -> InitFrom:
-    """Where the options say that the draft comes from; one that would be ignored is a mistake."""
+    """Origin of the draft's weights; an option that would be ignored is an error."""
     from paradraft.train.init.init_from import PretrainedSibling, PrunedTarget, RandomInit
 
-    given = {name: value for name, value in settings.items() if value is not None}
-    options = {name: f"--{name.replace('_', '-')}" for name in given} | ({} if source is None else {"source": "--from"})
+    set_options = {name: value for name, value in settings.items() if value is not None}
+    options = {name: f"--{name.replace('_', '-')}" for name in set_options} | (
+        {} if source is None else {"source": "--from"}
+    )
     if fresh:
         for name in ("every", "source"):
             if name in options:
                 raise ValueError(f"--fresh takes nothing over: leave {options[name]} out")
-        return RandomInit(**given)
+        return RandomInit(**set_options)
     for name in ("hidden_size", "heads", "seed"):
         if name in options:
             raise ValueError(f"{options[name]} is for --fresh: add it, or leave the option out")
     if source is None:
-        return PrunedTarget(**given)
+        return PrunedTarget(**set_options)
     for name in ("layers", "every", "intermediate_size"):
         if name in options:
             raise ValueError(f"--from keeps all layers as they are: leave {options[name]} out")
@@ -88,31 +90,30 @@ def _origin(fresh: bool, source: str | None, **settings: int | None) -> InitFrom
 
 
 def _report(target: str, out: Path, origin: InitFrom, made: NewDraft) -> list[str]:
-    """What was made, and what to do next."""
     from paradraft.train.init.init_from import PretrainedSibling, RandomInit
 
     match origin:
         case PretrainedSibling():
-            what = origin.name
+            source = origin.name
         case RandomInit():
-            what = f"random weights, {number_of(origin.layers, 'layer')} of width {origin.hidden_size}"
+            source = f"random weights, {number_of(origin.layers, 'layer')} of width {origin.hidden_size}"
         case _:
-            what = f"layers {', '.join(map(str, made.layers))} of the target"
+            source = f"layers {', '.join(map(str, made.layers))} of the target"
             if origin.intermediate_size is not None:
-                what += f" with {origin.intermediate_size} neurons each"
+                source += f" with {origin.intermediate_size} neurons each"
     share = made.parameters / made.target_parameters
     lines = [
         f"target      {target}, {made.target_parameters:,} parameters",
-        f"draft       {what}, {made.parameters:,} parameters, {share:.1%} of the target's",
+        f"draft       {source}, {made.parameters:,} parameters, {share:.1%} of the target's",
         f"vocabulary  {made.rows} rows, the target has {made.target_rows}",
         f"mask token  {'none is free' if made.mask_id is None else f'{made.mask_id}, {made.mask_token}'}",
     ]
     if made.mask_id is None or made.rows > made.target_rows:
-        which = ", ".join(made.elsewhere[-3:])
+        candidates = ", ".join(made.elsewhere[-3:])
         fix = (
             f"for vLLM set mask_token_id in {made.recipes[-1]} to a special token that no text of yours holds, such as "
-            f"{which}, before it is trained"
-            if which
+            f"{candidates}, before it is trained"
+            if candidates
             else "its tokenizer has no special token to spare, so vLLM cannot serve a PARD drafter for it"
         )
         lines.append(f"note        the target leaves no id for a mask, and vLLM takes no more rows than it has: {fix}")

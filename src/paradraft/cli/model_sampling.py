@@ -1,4 +1,4 @@
-"""How tokens are chosen where the user does not say: as the model's author asks for, in `generation_config.json`."""
+"""Default sampling parameters from the model's `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ UNSAID = options.Offer(
         "seed": "The same seed gives the same answers, with any drafter. By default one is drawn, and shown.",
     },
 )
-"""What `chat` offers of a `Sampling`."""
+"""Options of `chat` for `Sampling`: no defaults, so that the model's apply."""
 
 
 def expect_penalty(choice: Choice) -> None:
-    """Lets a command that obeys the model load it without a warning that others do not."""
+    """Silences the warning about an ignored repetition penalty in commands that apply it."""
     from paradraft.text.generation_config import PenaltyWarning
 
     if choice == "auto":
@@ -47,15 +47,10 @@ def expect_penalty(choice: Choice) -> None:
 
 
 def asked_by(target: Target, name: str, choice: Choice) -> Mapping[str, float]:
-    """What a model asks for, as fields of `Sampling`.
-
-    Args:
-        target: the model.
-        name: of the model, for messages.
-        choice: `--generation-config`.
+    """Model's sampling parameters, as fields of `Sampling`; `name` is the model's in messages.
 
     Raises:
-        ValueError: the model asks for what there is not.
+        ValueError: the model's generation config has a setting that is not supported.
     """
     from paradraft.text.generation_config import sampling_defaults
 
@@ -68,21 +63,21 @@ def asked_by(target: Target, name: str, choice: Choice) -> Mapping[str, float]:
 
 
 def completed(context: typer.Context, sampling: Sampling, defaults: Mapping[str, float]) -> Sampling:
-    """A sampling with the defaults in place of what was not given, and with a seed that was drawn."""
+    """Fills in options that were not set: from `defaults`, and a random seed."""
     values: dict[str, Any] = {"seed": secrets.randbits(SEED_BITS), **defaults}
     return replace(sampling, **{name: value for name, value in values.items() if not options.given(context, (name,))})
 
 
 def in_words(sampling: Sampling) -> str:
-    """The settings that matter; two of the same words give the same answers.
+    """Settings that affect the answer; equal words mean equal answers.
 
     >>> in_words(Sampling(temperature=0.7, top_p=0.8, seed=5)), in_words(Sampling(top_p=0.8, repetition_penalty=1.1))
     ('temperature 0.7, top-p 0.8, seed 5', 'temperature 0 (greedy), repetition-penalty 1.1')
     """
     neutral = Sampling()
-    chance = () if sampling.is_greedy else ("top_k", "top_p", "min_p")
-    names = (*chance, "repetition_penalty", "presence_penalty", "frequency_penalty")
+    random_only = () if sampling.is_greedy else ("top_k", "top_p", "min_p")
+    names = (*random_only, "repetition_penalty", "presence_penalty", "frequency_penalty")
     changed = [name for name in names if getattr(sampling, name) != getattr(neutral, name)]
-    told = [f"temperature {sampling.temperature:g}" + " (greedy)" * sampling.is_greedy]
-    told += [f"{name.replace('_', '-')} {getattr(sampling, name):g}" for name in changed]
-    return ", ".join(told if sampling.is_greedy else [*told, f"seed {sampling.seed}"])
+    parts = [f"temperature {sampling.temperature:g}" + " (greedy)" * sampling.is_greedy]
+    parts += [f"{name.replace('_', '-')} {getattr(sampling, name):g}" for name in changed]
+    return ", ".join(parts if sampling.is_greedy else [*parts, f"seed {sampling.seed}"])

@@ -1,7 +1,7 @@
-"""The options that commands share, how they become settings, and warnings about those that have no effect.
+"""Options that commands share, and warnings about options without effect.
 
-A command that has a `Speculation`, a `Sampling` or a `Runtime` as a parameter gets options for its fields: their types
-and defaults are those of the fields, their names and help texts are in `OPTIONS`.
+A command with a parameter of type `Speculation`, `Sampling` or `Runtime` gets options for its fields: types and
+defaults come from the fields, names and help texts from `OPTIONS`.
 """
 
 from __future__ import annotations
@@ -32,31 +32,27 @@ from paradraft.tree import Tree
 from paradraft.wording import number_of
 
 Rule = tuple[bool, str, Collection[str]]
-"""Whether it holds for this run, when that is, and which parameters then have no effect."""
+"""Whether the rule holds for this run, its condition in words, and the parameters without effect."""
 
 
 def without_chance(is_greedy: bool) -> Rule:
-    """What a run that draws no random numbers ignores."""
+    """Options ignored by greedy runs."""
     return is_greedy, "at temperature 0", ("top_k", "top_p", "min_p", "seed", "seeds")
 
 
 def without_drafter(speculation: Speculation) -> Rule:
-    """What a run that drafts nothing ignores."""
+    """Options ignored without a drafter."""
     return speculation.drafter == "none", "without a drafter", ("k", "verify", "lengths", "draft_dtype")
 
 
 def with_own_tree(speculation: Speculation) -> Rule:
-    """What a run ignores whose drafter's own settings say how large its drafts are."""
+    """Options ignored with a drafter whose settings fix the size of its drafts."""
     is_own = drafter_class(speculation.drafter).branching == "own"
     return is_own, "with this drafter, whose own settings say how deep it drafts", ("k",)
 
 
 def use_threads(threads: int | None) -> None:
-    """Lets torch compute with so many threads; None leaves it as it is.
-
-    Raises:
-        ValueError: the process has fewer CPUs.
-    """
+    """Sets torch's thread count; None leaves it. Raises ValueError if the process has fewer CPUs."""
     if threads is None:
         return
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or threads)
@@ -68,12 +64,12 @@ def use_threads(threads: int | None) -> None:
 
 
 def with_gamma(speculation: Speculation) -> Rule:
-    """What a run ignores that is told how many tokens to draft ahead."""
+    """Options ignored with a fixed gamma."""
     return isinstance(speculation.gamma, int), "with --gamma, which says how many tokens are drafted", ("k",)
 
 
 def without_process(placement: Placement) -> Rule:
-    """What a run ignores whose drafter has no process of its own."""
+    """Options ignored without a drafter process."""
     return (
         not placement.has_process and placement.target_stages is None,
         "without --draft-cpus or --draft-device",
@@ -82,23 +78,14 @@ def without_process(placement: Placement) -> Rule:
 
 
 def warn_ignored(context: typer.Context, *rules: Rule) -> None:
-    """Says in a line for each option that was given and that a rule names that it has no effect.
-
-    Args:
-        context: of the command.
-        rules: they may name parameters that the command does not have.
-    """
+    """Warns of each set option without effect; rules may name parameters that the command does not have."""
     for holds, when, names in rules:
         for option in given(context, names) if holds else ():
             print(f"warning: {option} has no effect {when}", file=sys.stderr)
 
 
 def checked(check: Callable[[str], object]) -> Callable[[str | None], str | None]:
-    """The callback of an option whose text is read when the command runs: a wrong one is reported at once.
-
-    Args:
-        check: raises ValueError for a text that is wrong.
-    """
+    """Callback that validates an option's text at once; `check` raises ValueError."""
 
     def callback(text: str | None) -> str | None:
         if text is not None:
@@ -109,7 +96,7 @@ def checked(check: Callable[[str], object]) -> Callable[[str | None], str | None
 
 
 def given(context: typer.Context, names: Collection[str]) -> list[str]:
-    """Those of the named parameters that stand on the command line, as they are written there."""
+    """Named parameters that are set on the command line, as option names."""
     options = {str(parameter.name): parameter.opts[0] for parameter in context.command.params}
     sources = {name: context.get_parameter_source(name) for name in options if name in names}
     return [options[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
@@ -123,7 +110,7 @@ Prompts = Annotated[Path | None, typer.Option(help=_PROMPTS)]
 MeasuredPrompts = Annotated[
     Path | None, typer.Option("--prompts", help=f"{_PROMPTS} By default {DEFAULT}.", show_default=False)
 ]
-"""The prompts of commands that measure, which have some of their own."""
+"""Prompts of commands that measure, with a default."""
 TemplateVariables = Annotated[
     str | None,
     typer.Option(
@@ -134,11 +121,11 @@ TemplateVariables = Annotated[
 
 
 FEW = 8
-"""Prompts that audits and exports ask by default."""
+"""Default number of prompts of audits and exports."""
 
 
 def num_prompts_option(usual: int) -> Any:
-    """The option `--num-prompts` of a command, by how many prompts it uses without it."""
+    """Option `--num-prompts` of a command with this default."""
     return typer.Option(
         help=f"How many of the prompts to use, from the first; by default {usual}, or all where there are fewer."
     )
@@ -198,7 +185,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "min_p": typer.Option(help="Keep tokens at least p times as likely as the likeliest."),
         "repetition_penalty": typer.Option(help="Above 1: what was said before becomes less likely."),
         "presence_penalty": typer.Option(help="Taken off the logit of what the answer has said."),
-        "frequency_penalty": typer.Option(help="The same, for each time it was said."),
+        "frequency_penalty": typer.Option(help="Subtracted from a token's logit per occurrence."),
         "logit_bias": typer.Option(help="TOKEN_ID=NUMBER, added to its logit; -inf forbids it; may be repeated."),
         "seed": typer.Option(help="The same seed gives the same text, with any drafter."),
     },
@@ -215,8 +202,8 @@ OPTIONS: dict[type, dict[str, Any]] = {
         ),
         "compiled": typer.Option(
             "--compile/--no-compile",
-            help="Compile passes, also where it takes a minute or two and pays off after thousands of tokens. By "
-            "default where it takes seconds: on CPUs, in float32, bfloat16, int8 and int4.",
+            help="Force torch.compile (1-2 min start-up). By default only where compiling takes seconds: on CPUs, in "
+            "float32, bfloat16, int8 and int4.",
         ),
         "capacity": typer.Option(help="Most tokens of prompt and answer; by default the model's limit."),
     },
@@ -234,7 +221,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "draft_timeout_s": typer.Option(help="Seconds after which a drafter's process that says nothing is given up."),
     },
     Limits: {
-        "max_batch": typer.Option(help="Most answers that are decoded together; n answers of a request are n."),
+        "max_batch": typer.Option(help="Maximum batch size; n=4 counts as 4."),
         "max_queue": typer.Option(help="Most answers that wait for their turn; more are refused (429)."),
         "max_new_tokens": typer.Option(help="Most tokens of an answer."),
         "max_body_bytes": typer.Option(help="Most bytes of a request."),
@@ -242,14 +229,14 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "drain_s": typer.Option(help="Seconds that requests have to end when the server is told to."),
     },
 }
-"""For each of the dataclasses its options, in the order of the help."""
+"""Options of each dataclass, in the order of the help."""
 SECTIONS = {
     Speculation: sections.DRAFTING, Sampling: sections.SAMPLING, Runtime: sections.HARDWARE,
     Placement: sections.DEVICES, Limits: sections.LIMITS,
 }  # fmt: skip
-"""Where the help lists them; see `paradraft.cli.sections`."""
+"""Help section of each dataclass; see `paradraft.cli.sections`."""
 IN_TURN = (Sampling, Placement, Limits, Runtime, Speculation)
-"""How the dataclasses are read: last those that import torch, so that a mistake in the others is reported at once."""
+"""Order of reading: dataclasses that import torch come last, so that mistakes in the others are reported at once."""
 TYPES: dict[str, Any] = {
     "tree_budget": int | None,
     "tree_paths": str | None,
@@ -259,18 +246,18 @@ TYPES: dict[str, Any] = {
     "target_stages": str | None,
     "draft_cpus": str | None,
 }
-"""Of the options that are read into a field of another type; by default they are None."""
+"""Types of options that are parsed into a field of another type; their default is None."""
 REQUIRED = inspect.Parameter.empty
-"""The default of an option that has none."""
+"""Default of a required option."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """How a command differs from others in the options of a dataclass: `Annotated[Sampling, Offer(without=("seed",))]`.
+    """Changes to a dataclass's options in one command: `Annotated[Sampling, Offer(without=("seed",))]`.
 
     Args:
-        without: options that it does not have; their fields have the defaults of the dataclass.
-        defaults: by option, instead of those of the dataclass; `REQUIRED` for none.
+        without: options left out; their fields keep the dataclass's defaults.
+        defaults: by option, instead of the dataclass's; `REQUIRED` for none.
         helps: help texts by option, instead of those in `OPTIONS`.
     """
 
@@ -281,24 +268,18 @@ class Offer:
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 FIXED = Offer(defaults={"lengths": "fixed"})
-"""What commands that look at drafts offer of a `Speculation`: all K tokens in every round, whether that pays or not."""
+"""Options of `Speculation` in commands that examine drafts: all K tokens in every round, even if slower."""
 COMPILED = Offer(
     defaults={"compiled": True},
     helps={
-        "compiled": "Compile passes, also where it takes a minute or two, as on GPUs; else by the models' own code."
+        "compiled": "Decode by compiled passes, even if that takes 1-2 min, as on GPUs; else by the models' own code."
     },
 )
-"""What commands that measure offer of a `Runtime`: their figures are those of compiled passes."""
+"""Options of `Runtime` in commands that measure: passes are compiled."""
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a command: each parameter that is a dataclass of `OPTIONS` becomes options in its place.
-
-    `typer` sees the options; the command is called with the dataclasses, read from them.
-
-    Raises:
-        ValueError: when the command is called, from a dataclass whose settings are wrong.
-    """
+    """Decorates a command: `typer` sees the options of each dataclass of `OPTIONS`, the command gets the dataclass."""
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     parts: dict[type, tuple[str, list[str]]] = {}
@@ -323,13 +304,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _offered(hint: Any) -> tuple[Any, Offer]:
-    """The type of a parameter, and what is offered of it if it is one of the dataclasses."""
     kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     return kind, next((note for note in notes if isinstance(note, Offer)), Offer())
 
 
 def _options(kind: type, offer: Offer) -> Iterator[inspect.Parameter]:
-    """The options of a dataclass, as parameters of a command."""
     assert {*offer.without, *offer.defaults, *offer.helps} <= {*OPTIONS[kind]}
     types = get_type_hints(kind) | TYPES
     defaults = {field.name: field.default for field in fields(kind)} | dict.fromkeys(TYPES) | dict(offer.defaults)
@@ -342,14 +321,13 @@ def _options(kind: type, offer: Offer) -> Iterator[inspect.Parameter]:
 
 
 def _read(kind: type, values: dict[str, Any]) -> Any:
-    """The dataclass that options ask for."""
     if kind is Speculation:
         values["tree"] = tree_of(values.pop("tree_budget", None), values.pop("tree_paths", None))
         values["gamma"] = gamma_of(values.get("gamma"))
     if kind is Placement:
         values |= {name: cpus_of(values.get(name)) for name in ("target_cpus", "draft_cpus")}
         values["target_stages"] = stages_of(values.get("target_stages"))
-    if kind is Sampling:  # None is what a command offers without a default
+    if kind is Sampling:  # None: an option without a default, not set
         values = {name: value for name, value in values.items() if value is not None}
     if "logit_bias" in values:
         values["logit_bias"] = biases_of(values["logit_bias"])
@@ -357,7 +335,7 @@ def _read(kind: type, values: dict[str, Any]) -> Any:
 
 
 def tree_of(budget: int | None, paths: str | None) -> Tree | None:
-    """The shape of drafts that two options ask for."""
+    """Draft tree of `--tree-budget` or `--tree-paths`."""
     if budget is not None and paths is not None:
         raise ValueError("give either --tree-budget or --tree-paths")
     if paths is None:
@@ -370,7 +348,7 @@ def tree_of(budget: int | None, paths: str | None) -> Tree | None:
 
 
 def biases_of(pairs: list[str]) -> dict[int, float]:
-    """The biases of tokens that an option names.
+    """Parses the values of `--logit-bias`.
 
     >>> biases_of(["17=-2.5", "3=-inf"])
     {17: -2.5, 3: -inf}
@@ -379,25 +357,17 @@ def biases_of(pairs: list[str]) -> dict[int, float]:
     for pair in pairs:
         token, _, bias = pair.partition("=")
         try:
-            number, value = int(token), float(bias)
+            token_id, value = int(token), float(bias)
         except ValueError:
             raise ValueError(f"--logit-bias {pair}: write TOKEN_ID=NUMBER, such as 17=-2.5 or 17=-inf") from None
-        if number in biases:
-            raise ValueError(f"--logit-bias {pair}: token {number} has a bias already, give it one")
-        biases[number] = value
+        if token_id in biases:
+            raise ValueError(f"--logit-bias {pair}: token {token_id} has a bias already, give it one")
+        biases[token_id] = value
     return biases
 
 
 def key_in(variable: str | None, option: str = "--api-key-env") -> str | None:
-    """The key of a server.
-
-    Args:
-        variable: of the environment that has it; None for no key.
-        option: that has named it, for messages.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """API key in an environment variable; None for no key. Raises ValueError, naming `option`, if it holds none."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
@@ -407,7 +377,7 @@ def key_in(variable: str | None, option: str = "--api-key-env") -> str | None:
 
 
 def check_png(file: Path | None) -> None:
-    """Raises ValueError if a picture would have another format than its name says, or nothing can draw it."""
+    """Raises ValueError unless the file is a .png and matplotlib is installed."""
     if file is None:
         return
     if file.suffix != ".png":

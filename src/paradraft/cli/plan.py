@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from paradraft.plan.sizes import SizeTask
 
 MOST = 4096
-"""Largest number that a list of lengths, budgets or batch sizes may have."""
+"""Largest value in a list of lengths, budgets or batch sizes."""
 BATCH_SIZES = (1, 2, 4, 8, 16)
 FROM_REPORT = ("num_prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
-"""The options that a report answers."""
+"""Options whose values an acceptance file already has."""
 
 
 def numbers_of(option: str, text: str) -> tuple[int, ...]:
-    """Whole numbers of at least 1, with commas between them; a-b is all from a to b. In rising order, each once.
+    """Parses comma-separated whole numbers and ranges a-b, at least 1; sorted, without duplicates.
 
     >>> numbers_of("--k", "8,1-3,2")
     (1, 2, 3, 8)
     """
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
@@ -47,8 +47,8 @@ def numbers_of(option: str, text: str) -> tuple[int, ...]:
             raise ValueError(
                 f"{option} {text}: use whole numbers from 1 to {MOST} with commas between them; 1-8 is all from 1 to 8"
             )
-        found |= set(range(int(first), int(last) + 1))
-    return tuple(sorted(found))
+        numbers |= set(range(int(first), int(last) + 1))
+    return tuple(sorted(numbers))
 
 
 @options.with_options
@@ -119,10 +119,10 @@ def plan(
         from paradraft.plan.task import Task, doubts, known_of, ways_of
         from paradraft.sources.loading import settled
 
-    found = None if acceptance is None else (read_result_file(acceptance, PARTS), acceptance.name)
-    if found is not None:
-        asked = arguments_of(*found)
-        sampling, max_new_tokens, num_prompts = asked.sampling, asked.max_new_tokens, asked.num_prompts
+    measured = None if acceptance is None else (read_result_file(acceptance, PARTS), acceptance.name)
+    if measured is not None:
+        workload = arguments_of(*measured)
+        sampling, max_new_tokens, num_prompts = workload.sampling, workload.max_new_tokens, workload.num_prompts
     options.use_threads(threads)
     texts = held_out_prompts(num_prompts, prompts, target, runtime.tokenizer)
     runtime = settled(runtime, target)
@@ -131,8 +131,8 @@ def plan(
     options.check_png(plot_file)
     budgets = None if tree_budgets is None else numbers_of("--tree-budget", tree_budgets)
     if split_settings(speculation.drafter)[0] == "ppd":
-        wanted = {"--acceptance": acceptance, "--k": k, "--batch-size": batch_sizes, "--plot": plot_file}
-        for option, value in wanted.items():
+        unusable = {"--acceptance": acceptance, "--k": k, "--batch-size": batch_sizes, "--plot": plot_file}
+        for option, value in unusable.items():
             if value is not None:
                 raise ValueError(f"{option}: ppd is planned by the size of its passes at batch 1, leave it out")
         options.warn_ignored(
@@ -153,27 +153,27 @@ def plan(
         trees=budgets,
         prompts=texts, max_new_tokens=max_new_tokens, sampling=sampling, source=source_of(prompts, target),
     )  # fmt: skip
-    known = None if found is None else known_of(task, *found, runtime.dtype)
-    for doubt in () if found is None or known is None else doubts(task, known, *found):
+    known = None if measured is None else known_of(task, *measured, runtime.dtype)
+    for doubt in () if measured is None or known is None else doubts(task, known, *measured):
         print(f"warning: {doubt}", file=sys.stderr)
     ways = list(known or ways_of(task))
     runtime = replace(runtime, width=max(task.speculate(way).pass_width for way in ways))
     options.warn_ignored(
         context,
-        (found is not None, "with --acceptance, whose answers it is about", FROM_REPORT),
-        options.without_chance(sampling.is_greedy and found is None),
+        (measured is not None, "with --acceptance, whose answers it is about", FROM_REPORT),
+        options.without_chance(sampling.is_greedy and measured is None),
         (not check, "without --check", ("runs",)),
     )
-    with news(console(stderr=True), "preparing") as tell:
+    with news(console(stderr=True), "preparing") as report:
         result = run_plan(
-            task, runtime, known=known, source=None if found is None else found[1], check_runs=runs if check else 0,
-            report=tell,
+            task, runtime, known=known, source=None if measured is None else measured[1],
+            check_runs=runs if check else 0, report=report,
         )  # fmt: skip
     chance = "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
-    asked_of_all = f"{counted(len(texts), task.source)} × {number_of(max_new_tokens, 'token')}"
-    title = f"{short_name(target)} with {speculation.drafter}, {asked_of_all}, {chance}"
-    if found is not None:
-        title = marked(title, found[0]["arguments"])
+    questions = f"{counted(len(texts), task.source)} × {number_of(max_new_tokens, 'token')}"
+    title = f"{short_name(target)} with {speculation.drafter}, {questions}, {chance}"
+    if measured is not None:
+        title = marked(title, measured[0]["arguments"])
     console().print(table(result, title))
     if (unsteady := unsteady_plan(result)) is not None:
         print(unsteady)
@@ -185,7 +185,7 @@ def plan(
 
 
 def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: JsonOutput) -> None:
-    """Plans for a drafter whose prompt tokens ride in the target's pass, and writes the plan beside its checkpoint."""
+    """Plans PPD, whose prompt tokens are part of the target's pass, and writes the plan beside the checkpoint."""
     from paradraft.data.prompt_source import counted
     from paradraft.drafters.ppd import PLANS, Plan, read_plans, write_plan
     from paradraft.plan.sizes import run_size_plan, table
@@ -198,9 +198,9 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: Js
     is_written = speculation.draft is not None and Path(draft).is_dir()
     if is_written:
         check_outputs(Path(draft) / PLANS, output.file)
-        read_plans(draft)  # so that one that cannot be read is told now
-    with news(console(stderr=True), "preparing") as tell:
-        result = run_size_plan(task, runtime, check_runs=check_runs, report=tell)
+        read_plans(draft)  # an unreadable file is an error now, not after the measurement
+    with news(console(stderr=True), "preparing") as report:
+        result = run_size_plan(task, runtime, check_runs=check_runs, report=report)
     chance = "greedy" if task.sampling.is_greedy else f"temperature {task.sampling.temperature:g}"
     prompts = f"{counted(len(task.prompts), task.source)} × {number_of(task.max_new_tokens, 'token')}"
     title = f"{short_name(task.target)} with {speculation.drafter}, {prompts}"
@@ -226,5 +226,5 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: Js
         print(f"plan written to {write_plan(draft, Plan(**result['plan']))}")
     else:
         print(f"give the size with the drafter: --drafter ppd:size={result['chosen']}")
-    told = ("chosen", "speedup", "lossless", "plan", "checked")
-    output.end_with({key: result[key] for key in told})
+    summary = ("chosen", "speedup", "lossless", "plan", "checked")
+    output.end_with({key: result[key] for key in summary})

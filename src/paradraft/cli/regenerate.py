@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from paradraft.data.regenerate import Progress
 
 EVERY_S = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines of progress without a terminal."""
 
 
 @contextmanager
 def shown(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """Gives a report for `regenerate`: a bar on a terminal, elsewhere a line now and then."""
+    """Yields a progress callback: a bar on a terminal, else a line every `EVERY_S`."""
     if console.is_terminal and not console.is_dumb_terminal:
         with bars.Progress(bars.BarColumn(), bars.TextColumn("{task.description}"), console=console) as bar:
             task = bar.add_task("")
@@ -54,7 +54,7 @@ def shown(console: Console) -> Iterator[Callable[[Progress], None]]:
 
 
 def line_of(progress: Progress) -> str:
-    """Done, speed, and time left."""
+    """Progress in words: done, speed, time left."""
     parts = [f"{progress.total - progress.missing}/{progress.total} answers"]
     elapsed_s = time.monotonic() - progress.started_s
     if progress.written and elapsed_s > 0:
@@ -67,7 +67,7 @@ def line_of(progress: Progress) -> str:
 
 HERE = (*options.OPTIONS[Speculation], "batch_size", *options.OPTIONS[Runtime])
 THERE = ("model", "concurrency", "retries", "timeout", "api_key_env", "request_fields")
-"""The options that only --target or only --endpoint has a use for."""
+"""Options of only --target (HERE) or only --endpoint (THERE)."""
 SHOWN_FAILURES = 5
 
 
@@ -143,9 +143,9 @@ def regenerate(
 
     if (target is None) == (endpoint is None):
         raise ValueError("give either --target (a model to run here) or --endpoint (a server's address)")
-    if useless := options.given(context, THERE if endpoint is None else HERE):
-        beside = "--target" if endpoint is None else "--endpoint"
-        raise ValueError(f"{useless[0]} has no use with {beside}: leave it out")
+    if unused := options.given(context, THERE if endpoint is None else HERE):
+        source = "--target" if endpoint is None else "--endpoint"
+        raise ValueError(f"{unused[0]} has no use with {source}: leave it out")
     if sampling.is_greedy and samples > 1:
         raise ValueError(f"--samples {samples} would give the same answer {samples} times: raise --temperature above 0")
     check_outputs(out)
@@ -185,14 +185,14 @@ def regenerate(
         options.with_own_tree(speculation),
         without_conversations,
     )
-    aside = console(stderr=True)
+    errors = console(stderr=True)
     try:
-        with shown(aside) as report:
+        with shown(errors) as report:
             progress = regenerate(answerer, questions, out, report)
     except KeyboardInterrupt:
-        aside.print(f"stopped; {out} keeps what was written, and the same command goes on from there", soft_wrap=True)
+        errors.print(f"stopped; {out} keeps what was written, and the same command goes on from there", soft_wrap=True)
         raise
-    _summarize(progress, out, aside)
+    _summarize(progress, out, errors)
 
 
 def _summarize(progress: Progress, out: Path, console: Console) -> None:
@@ -203,8 +203,8 @@ def _summarize(progress: Progress, out: Path, console: Console) -> None:
             f"ended early, without room for another turn: {number_of(progress.shortened, 'conversation')}",
             soft_wrap=True,
         )
-    there = progress.total - progress.missing
-    print(f"{there} of {progress.total} answers are in {out}, {progress.written} of them new")
+    answered = progress.total - progress.missing
+    print(f"{answered} of {progress.total} answers are in {out}, {progress.written} of them new")
     if unasked := progress.missing - len(progress.failed):
         console.print(f"the endpoint seems to be down: {number_of(unasked, 'prompt')} not asked", soft_wrap=True)
     if progress.missing:

@@ -31,17 +31,17 @@ def report(
     check_folder(out)
     check_outputs(plot_file)
     options.check_png(plot_file)
-    found = read_result(result)
+    content = read_result(result)
     if methods is not None:
-        found = selected(found, [spec.strip() for spec in methods.split(",")])
+        content = selected(content, [spec.strip() for spec in methods.split(",")])
     if plot_file is not None:
-        plot(found, plot_file)
+        plot(content, plot_file)
         print(plot_file)
     if out is not None:
-        print(write_page(out, found))
+        print(write_page(out, content))
     if out is None and plot_file is None:
-        console().print(table(found["methods"], title_of(found)))
-        print("\n".join(notes(found["methods"])))
-        if (latencies := latency_table(found["methods"])) is not None:
+        console().print(table(content["methods"], title_of(content)))
+        print("\n".join(notes(content["methods"])))
+        if (latencies := latency_table(content["methods"])) is not None:
             print()
             console().print(latencies)

@@ -1,7 +1,7 @@
-"""The help of a command: its options in sections, first those that a newcomer needs.
+"""Help of a command with its options in sections, the most used first.
 
-An option names its section as `rich_help_panel`; one that names none is in `COMMON`. The sections are plain text, as
-Rich's boxes cut the names of long options off where a terminal is narrow.
+An option names its section as `rich_help_panel`; the default is `COMMON`. Sections are plain text, because Rich's boxes
+truncate long option names on narrow terminals.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ SECTIONS = (
 )  # fmt: skip
 """In the order of the help."""
 FIRST = ("target", "drafter", "methods", "prompt", "prompts", "out", "max_new_tokens", "temperature")
-"""The parameters that come first, in this order, in whatever section of a command they would be."""
+"""Parameters that come first, in this order, whatever their section."""
 
 
 class SectionedCommand(TyperCommand):
     """A command whose help has sections."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes the arguments, and the options section by section; a single section needs no name."""
+        """Writes arguments and options by section; a single section is called Options."""
         sections: dict[str, list[tuple[str, str]]] = {name: [] for name in SECTIONS}
         for parameter in sorted(self.get_params(ctx), key=_rank):
             if (record := parameter.get_help_record(ctx)) is not None:

@@ -30,7 +30,7 @@ Processes = Annotated[int, typer.Option(min=1, rich_help_panel=SERVERS, help="Wi
 
 
 def check_engine(name: str) -> None:
-    """Raises ValueError if there is no engine of this name."""
+    """Raises ValueError for an unknown engine."""
     if name not in ENGINES:
         raise ValueError(f"--engine {name}: use one of {', '.join(ENGINES)}")
 
@@ -41,7 +41,7 @@ def serve(
     *,
     target: options.Target,
     speculation: Speculation,
-    host: Annotated[str, typer.Option(help="Where to listen; another one than this machine's own wants a key.")] = (
+    host: Annotated[str, typer.Option(help="Address to listen on. Other than localhost requires --api-key-env.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 is one that is free.")] = 8000,
@@ -54,7 +54,7 @@ def serve(
     ] = None,
     generation_config: GenerationConfig = "auto",
     kept_rows: Annotated[
-        int, typer.Option(min=0, help="Of how many answers the caches are kept, for the next turn of a conversation.")
+        int, typer.Option(min=0, help="Finished requests whose KV cache is kept for prefix reuse.")
     ] = 0,
     runtime: Runtime,
     threads: options.Threads = None,
@@ -111,7 +111,7 @@ def serve(
         if installed_python(vllm_python) is None:
             raise ValueError(NOT_INSTALLED)
         name = server.check(runtime.device)
-        bound(host, port).close()  # raises ValueError where vLLM would say so after a minute
+        bound(host, port).close()  # a port in use raises ValueError now; vLLM would fail after a minute
         if server.speculative is not None and "cpu" in name:
             print(f"warning: {LOSSY_ON_CPUS}", file=sys.stderr)
         print(f"paradraft: starting {name}; Ctrl-C ends it", file=sys.stderr)
@@ -145,8 +145,10 @@ def serve(
             )
             listen(listening)
             if defaults:
-                told = ", ".join(f"{name}={value:g}" for name, value in defaults.items())
-                print(f"paradraft: requests that do not say otherwise have {told}, as the model asks", file=sys.stderr)
+                listed = ", ".join(f"{name}={value:g}" for name, value in defaults.items())
+                print(
+                    f"paradraft: requests that do not say otherwise have {listed}, as the model asks", file=sys.stderr
+                )
             print(f"paradraft: serving {target} at {url_of(listening)}; Ctrl-C ends it", file=sys.stderr, flush=True)
             Server(app, admission).run(sockets=[listening])
             tell_advice(loaded)

@@ -1,4 +1,4 @@
-"""`paradraft serve --engine vllm`: what becomes of each option, and which are refused."""
+"""`paradraft serve --engine vllm`: maps options to vLLM's, and refuses options that vLLM lacks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REFUSED = {
     "max_body_bytes": LIMIT,
     "timeout_s": LIMIT,
 }
-"""Options that vLLM cannot honour, and what to do instead."""
+"""Options that vLLM lacks, and the fix for each."""
 
 
 def refuse_others(context: typer.Context) -> None:
@@ -72,14 +72,14 @@ def command_of(
     generation_config: Choice,
     sizes: Mapping[str, int],
 ) -> VllmServer:
-    """The server that the options of `paradraft serve` ask for; warns of those that have no effect.
+    """vLLM's server for the options of `paradraft serve`; warns of options without effect.
 
     Raises:
-        ValueError: vLLM cannot do it, or could not load the models.
+        ValueError: vLLM lacks an option, or could not load the models.
     """
-    for name, told in REFUSED.items():
+    for name, fix in REFUSED.items():
         for option in options.given(context, (name,)):
-            raise ValueError(f"{option} with --engine vllm: {told}")
+            raise ValueError(f"{option} with --engine vllm: {fix}")
     if speculation.verify not in ("match", "rejection"):
         raise ValueError(f"--verify {speculation.verify} with --engine vllm: vLLM's rule is lossless, leave it out")
     if runtime.dtype not in (AUTO, *DTYPES):
@@ -130,29 +130,29 @@ def _settings(
     runtime: Runtime,
     sizes: Mapping[str, int],
 ) -> dict[str, object]:
-    """What vLLM calls the options that are given, and those whose default is another one there."""
+    """vLLM's names of the options that are set, or whose default differs there."""
     config = load_config(folder)
     check_capacity(runtime.capacity, config.max_position_embeddings)
-    # Its "auto" rounds what is stored in float32.
+    # vLLM's "auto" rounds float32 checkpoints.
     is_float32 = runtime.dtype == AUTO and config.dtype in (torch.float32, "float32")
-    found: dict[str, object] = {"--host": host, "--port": port}
+    settings: dict[str, object] = {"--host": host, "--port": port}
     if is_float32 or runtime.dtype != AUTO:
-        found["--dtype"] = "float32" if is_float32 else runtime.dtype
+        settings["--dtype"] = "float32" if is_float32 else runtime.dtype
     if runtime.capacity is not None:
-        found["--max-model-len"] = runtime.capacity
+        settings["--max-model-len"] = runtime.capacity
     if runtime.tokenizer is not None:
-        found["--tokenizer"] = runtime.tokenizer
-    given = {
+        settings["--tokenizer"] = runtime.tokenizer
+    renamed = {
         "max_batch": ("--max-num-seqs", limits.max_batch),
         "max_new_tokens": ("--override-generation-config", json.dumps({"max_new_tokens": limits.max_new_tokens})),
         "drain_s": ("--shutdown-timeout", math.ceil(limits.drain_s)),
     }
-    found |= dict(value for name, value in given.items() if options.given(context, (name,)))
-    return found | {name: size for name, size in sizes.items() if size > 1}
+    settings |= dict(value for name, value in renamed.items() if options.given(context, (name,)))
+    return settings | {name: size for name, size in sizes.items() if size > 1}
 
 
 def _name(target: str, folder: str, served: str | None) -> dict[str, object]:
-    """The name of the model, where vLLM would call it otherwise."""
+    """Served model name, if it differs from vLLM's default."""
     return {} if served is None and folder == target else {"--served-model-name": served or target}
 
 

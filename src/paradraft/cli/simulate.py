@@ -48,11 +48,11 @@ def simulate(
     json_file: Annotated[Path | None, json_option("the predictions")] = None,
 ) -> None:
     """Predict speeds from the times of passes: of AR+, VSD, PARD and PEARL, on any machine."""
-    given = {
+    values = {
         "--target-ms": target_ms, "--draft-ms": draft_ms, "--verify-ms": verify_ms, "--window-ms": window_ms,
         "--transport-ms": transport_ms, "--rest-ms": rest_ms, "--contention": contention,
     }  # fmt: skip
-    for option, value in given.items():
+    for option, value in values.items():
         least = {"--transport-ms": 0.0, "--rest-ms": 0.0, "--contention": 1.0}.get(option, LEAST_MS)
         if value is not None and not least <= value <= MOST_MS:
             raise ValueError(f"{option} {value:g}: use a number from {least:g} to {MOST_MS:g}")
@@ -71,7 +71,7 @@ def simulate(
         verify_s=None if verify_ms is None else verify_ms / 1e3,
         window_s=None if window_ms is None else window_ms / 1e3, contention=contention,
     )  # fmt: skip
-    found = predicted(times, rates, parallel)
+    predictions = predicted(times, rates, parallel)
     table = FoldingTable(
         f"predicted: target {target_ms:g} ms, draft {draft_ms:g} ms",
         columns("method", "K or gamma", "tok/s", "vs AR+"),
@@ -80,17 +80,17 @@ def simulate(
             "yield most · in turn: VSD, PARD · ahead, each side on its own device: PEARL"
         ],
     )
-    for one in found:
-        tokens = "" if one.tokens is None else str(one.tokens)
-        table.add_row(one.method, tokens, f"{one.tokens_per_s:.1f}", f"{one.speedup:.2f}x")
+    for each in predictions:
+        tokens = "" if each.tokens is None else str(each.tokens)
+        table.add_row(each.method, tokens, f"{each.tokens_per_s:.1f}", f"{each.speedup:.2f}x")
     console().print(table)
-    whole = [asdict(one) for one in found]
+    whole = [asdict(each) for each in predictions]
     output.write({"predicted": whole})
     output.end_with(whole)
 
 
 def _rates(option: str, text: str) -> list[float]:
-    """Shares of drafts by position, as an option says them.
+    """Parses acceptance rates by position; a single rate r becomes r, r², ...
 
     >>> _rates("--acceptance", "0.9,0.8"), len(_rates("--acceptance", "0.5"))
     ([0.9, 0.8], 64)
@@ -105,4 +105,4 @@ def _rates(option: str, text: str) -> list[float]:
         return rates
     from paradraft.plan.simulate import MOST_TOKENS
 
-    return [rates[0] ** (place + 1) for place in range(MOST_TOKENS)]
+    return [rates[0] ** (position + 1) for position in range(MOST_TOKENS)]

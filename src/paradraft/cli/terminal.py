@@ -1,4 +1,4 @@
-"""The terminal: a streamed answer, coloured by where its tokens came from, and progress bars."""
+"""Terminal output: streamed answers coloured by the origin of their tokens, progress, and a status line."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 DIM, GREEN, PLAIN = "\x1b[2m", "\x1b[32m", "\x1b[0m"
 LEAST_LINES = 4
-"""Of a terminal, to spare one of them."""
+"""Fewest terminal lines for a status line."""
 REFRESH_S = 0.1
 LINE_S = 5.0
-"""Seconds between two lines about a loading where lines stay."""
+"""Seconds between two lines of loading progress without a terminal."""
 EMPTY = {
     "eos": "the model ended it at once",
     "stop": "it began with a text that ends it",
     "length": "its tokens have no text, allow more of them",
     None: "it was interrupted",
 }
-"""Why an answer has no text, by its finish reason."""
+"""Reason of an empty answer, by finish reason."""
 
 
 def stream_answer(
@@ -43,9 +43,9 @@ def stream_answer(
     sampling: Sampling,
     stop: Sequence[str] = (),
 ) -> None:
-    """Prints a prompt that is a text dim, drafted and accepted text green, the target's own tokens plain.
+    """Prints a text prompt dim, accepted draft tokens green, the target's own tokens plain.
 
-    A line with tokens per second and acceptance length goes to the standard error.
+    A line with tokens per second and acceptance length goes to stderr.
 
     Raises:
         ValueError: see `Engine.stream`.
@@ -53,15 +53,15 @@ def stream_answer(
     chunks = engine.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
     # Written as it is: a formatter would expand tabs and drop control characters.
     write(prompt if isinstance(prompt, str) else "", DIM)
-    told = ""
+    answer = ""
     try:
         for chunk in chunks:
             write(chunk.drafted_text, GREEN)
             write(chunk.own_text)
-            told += chunk.text
+            answer += chunk.text
     finally:
         write("\n")
-    explain_empty(told, chunk)
+    explain_empty(answer, chunk)
     stats = engine.clock.stats
     console(stderr=True).print(
         f"{number_of(stats.tokens, 'token')} in {stats.total_s:.2f} s, {stats.tokens / stats.total_s:.0f} tokens/s, "
@@ -69,37 +69,32 @@ def stream_answer(
     )
 
 
-def explain_empty(told: str, last: Chunk) -> None:
-    """Says in a line on the standard error why an answer has no text, if it has none.
-
-    Args:
-        told: all of its text.
-        last: its last piece.
-    """
-    if not told.strip():
+def explain_empty(answer: str, last: Chunk) -> None:
+    """Prints the reason on stderr if an answer has no text; `last` is its last chunk."""
+    if not answer.strip():
         print(f"paradraft: the answer is empty: {EMPTY[last.finish_reason]}", file=sys.stderr)
 
 
 def tell_advice(engine: Engine) -> None:
-    """Says on the standard error, at the end of a command, where drafting has not paid."""
+    """Prints `Engine.advice` on stderr, if any."""
     if (advice := engine.advice) is not None:
         print(f"note: {advice}", file=sys.stderr)
 
 
 def write(text: str, style: str = "") -> None:
-    """Writes text as it is, at once; styled on a terminal that shows colours."""
+    """Writes text unchanged and flushes; styled on a terminal with colours."""
     is_styled = bool(text and style) and has_styles(sys.stdout)
     sys.stdout.write(f"{style}{text}{PLAIN}" if is_styled else text)
     sys.stdout.flush()
 
 
 def has_styles(stream: TextIO) -> bool:
-    """Whether to colour: on a terminal, unless it or the user says no (https://no-color.org)."""
+    """Whether to use colours: on a terminal, unless TERM=dumb or NO_COLOR is set (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where tables and news are printed: plain where `has_styles` says so, and texts as they are."""
+    """Console without markup and highlighting; plain unless `has_styles`."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(
         stderr=stderr, highlight=False, markup=False, emoji=False, color_system="auto" if has_styles(stream) else None
@@ -108,13 +103,9 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def news(console: Console, first: str) -> Iterator[Callable[[str], None]]:
-    """Reports what is going on: in a line that is replaced, or line by line where a terminal cannot do that.
+    """Yields a progress callback: a line that is replaced, or one line per report without a terminal.
 
-    What the loading of models logs is reported too; where lines stay, only now and then.
-
-    Args:
-        console: where.
-        first: what is going on first.
+    Log messages of model loading are reported too, less often without a terminal. `first` is the first message.
     """
     if console.is_terminal and not console.is_dumb_terminal:
         with console.status(first) as status:
@@ -131,19 +122,18 @@ def news(console: Console, first: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _loading_shown(show: Callable[[str], None], *, every_s: float) -> Iterator[None]:
-    """Inside, what the loading of models logs is shown, at most every so many seconds."""
-    logger, handler = logging.getLogger("paradraft.models"), _Progress(show, every_s)
-    before = logger.level
+    logger, handler = logging.getLogger("paradraft.models"), _ThrottledHandler(show, every_s)
+    previous = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(previous)
         logger.removeHandler(handler)
 
 
-class _Progress(logging.Handler):
+class _ThrottledHandler(logging.Handler):
     def __init__(self, show: Callable[[str], None], every_s: float) -> None:
         super().__init__(logging.INFO)
         self._show, self._every_s, self._shown_s = show, every_s, time.monotonic()
@@ -155,10 +145,10 @@ class _Progress(logging.Handler):
 
 
 class StatusLine:
-    """A line at the bottom of the terminal while an answer is written above; nothing where there is no such terminal.
+    """Status line at the bottom of the terminal below a streamed answer; does nothing without a terminal.
 
-    It is drawn where the cursor can be saved and restored without a loss: not at the last column, nor where the
-    column is not certain (see `Cursor`), nor after the terminal was resized.
+    It is drawn only where saving and restoring the cursor is safe: not at the last column, nor at an uncertain column
+    (see `Cursor`), nor after a resize.
     """
 
     def __init__(self) -> None:
@@ -174,13 +164,13 @@ class StatusLine:
         return self
 
     def write(self, text: str, style: str = "") -> None:
-        """Writes a part of the answer, see `write`."""
+        """Writes text of the answer, see `write`."""
         write(text, style)
         if self._cursor is not None:
             self._cursor.follow(text)
 
     def show(self, text: str) -> None:
-        """Replaces the line, a few times a second."""
+        """Replaces the line, at most every `REFRESH_S`."""
         if self._cursor is None or not self._cursor.is_before_edge or terminal_size() != self._size:
             return
         if (now_s := time.perf_counter()) - self._shown_s > REFRESH_S:
@@ -190,7 +180,7 @@ class StatusLine:
             write(f"\x1b7\x1b[{self._size.lines};1H\x1b[2K{styled}\x1b8")
 
     def __exit__(self, *error: object) -> None:
-        """Ends the answer's line, so that the cursor is at the first column."""
+        """Ends the answer's line and erases the status line."""
         write("\n")
         if self._cursor is not None:
             erase = f"\x1b[{self._size.lines};1H\x1b[2K" if terminal_size() == self._size else ""
@@ -198,7 +188,7 @@ class StatusLine:
 
 
 def terminal_size() -> os.terminal_size:
-    """Of the terminal that the standard output is, in columns and lines; nothing where it is none."""
+    """Size of the terminal on stdout in columns and lines; (0, 0) if stdout is no terminal."""
     if not sys.stdout.isatty():
         return os.terminal_size((0, 0))
     return os.get_terminal_size(sys.stdout.fileno())

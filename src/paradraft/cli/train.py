@@ -1,4 +1,4 @@
-"""`paradraft train`: runs a recipe with live progress on the terminal."""
+"""`paradraft train`: runs a recipe with live progress."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 
 def run_with_display(recipe: R, build: Builder[R]) -> None:
-    """Trains, showing loss, right guesses by position and time left; says so if it was done before.
-
-    On a terminal a bar is kept up to date; elsewhere every report is a line.
+    """Trains with a display of loss, accuracy by position and time left: a bar on a terminal, else lines.
 
     Raises:
         ValueError, OSError, StoppedError: see `paradraft.train.run.launch.train`.
@@ -63,16 +61,16 @@ def run_with_display(recipe: R, build: Builder[R]) -> None:
         )
         console.print(f"stopped; the same command {saved}", soft_wrap=True)
         raise
-    said = (
+    message = (
         f"drafter written to {recipe.out}" if is_new else f"{recipe.out} is already trained; delete it to train again"
     )
-    console.print(said, soft_wrap=True)
+    console.print(message, soft_wrap=True)
     if is_new and (kept := _kept(read_record(recipe.out))) is not None:
         console.print(kept, soft_wrap=True)
 
 
 def _kept(record: dict[str, Any]) -> str | None:
-    """Which of the drafters of a run was kept, and what it was before; None if none was measured."""
+    """Best checkpoint of a run beside the untrained drafter; None if none was measured."""
     best, first = record.get("best"), record.get("before_training")
     if best is None:
         return None
@@ -101,7 +99,7 @@ def _line(report: Report) -> str:
 
 
 def _evaluated(report: Evaluation) -> str:
-    """An evaluation in fewer than 80 characters."""
+    """Evaluation in fewer than 80 characters."""
     when = f"step {report.step}" if report.step else "before training"
     length = "" if report.acceptance_length is None else f", {report.acceptance_length:.2f} tokens per target pass"
     best = ", best so far" if report.is_best and report.step else ""
@@ -109,7 +107,7 @@ def _evaluated(report: Evaluation) -> str:
 
 
 def _shares(report: Report) -> str:
-    """Which shares of the guesses are right, from position 1 on: ".62 .35"."""
+    """Accuracy by position, from position 1 on: ".62 .35"."""
     from paradraft.train.run.progress import by_position
 
     (shares,) = by_position([report])
@@ -117,7 +115,7 @@ def _shares(report: Report) -> str:
 
 
 class _Screen:
-    """A bar and a line that are kept up to date; each evaluation leaves a line above them."""
+    """Live bar and line; each evaluation leaves a line above them."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -185,17 +183,17 @@ def train_drafter(
             raise ValueError(f"--template {template}: {overrides[0]!r} is for the training, leave it out")
         file = recipe or Path(f"{name}-{template}.yaml")
         write_template(name, template, file)
-        what = "" if template == POCKET else "set model, data and out in it, then "
-        print(f"{file} is written: {what}paradraft train {name} {file}")
+        todo = "" if template == POCKET else "set model, data and out in it, then "
+        print(f"{file} is written: {todo}paradraft train {name} {file}")
         return
     if recipe is None:
         raise ValueError(f"train {name}: name a recipe, a YAML file; --template writes one, --settings explains it")
     try:
-        wanted = load_recipe(recipe_class(module), recipe, overrides or [])
-        run_with_display(wanted, module.build)
+        loaded = load_recipe(recipe_class(module), recipe, overrides or [])
+        run_with_display(loaded, module.build)
     except StoppedError as stop:
         raise typer.Exit(128 + stop.number) from None
     if is_main_process():
-        unknown = "" if wanted.measured_with else ", with the model whose text it is to guess as TARGET"
-        lines = next_steps(name, wanted, wanted.out, str(wanted.out))
-        print("\n".join(["", f"try it, measure it, serve it{unknown}:", *lines]))
+        placeholder = "" if loaded.measured_with else ", with the model whose text it is to guess as TARGET"
+        lines = next_steps(name, loaded, loaded.out, str(loaded.out))
+        print("\n".join(["", f"try it, measure it, serve it{placeholder}:", *lines]))
