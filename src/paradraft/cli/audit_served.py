@@ -46,13 +46,9 @@ class AuditSettings:
     """Settings of both audits.
 
     Args:
-        target: the reference model.
         prompts: a prompt file; None for the pocket family's.
-        num_prompts: prompts used; None for `options.FEW`, or all if there are fewer.
+        num_prompts: None for `options.FEW`, or all if there are fewer.
         seeds: sampled answers per prompt.
-        max_new_tokens: most tokens of an answer.
-        sampling: of the answers.
-        runtime: of the models loaded here.
     """
 
     target: str
@@ -70,16 +66,11 @@ class ServerSettings:
 
     Args:
         draft: folder of the server's draft model; None does not audit drafting.
-        k: tokens that the server drafts per round.
-        is_k_given: whether k is known; else it is an upper bound, and the longest accepted draft counts.
+        is_k_given: whether the server drafts k tokens; else at most k, and the most accepted in a round count.
         endpoint: URL of the server, up to `/v1`; None starts an engine.
         model: name of the target on the server.
-        api_key_env: environment variable with the server's key.
-        engine: engine to start; None with an endpoint.
-        vllm_python: interpreter of vLLM's environment; None for the one of `make vllm`.
         reference_endpoint: URL of a server to compare with; None loads the target here.
         reference_model: name of the target on the reference; None for `model`.
-        reference_api_key_env: environment variable with the reference's key.
     """
 
     draft: str | None
@@ -113,11 +104,7 @@ class ServerSettings:
 
 
 def audit_served(common: AuditSettings, served: ServerSettings) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """Audits a server; returns the report as lines and as JSON, and the settings.
-
-    Raises:
-        ValueError: a setting is wrong, or a server's response is invalid.
-    """
+    """Audits a server; returns the report as lines and as JSON, and the settings."""
     from paradraft.data.prompts import first_prompts
     from paradraft.text.generation_config import end_ids
 
@@ -245,11 +232,7 @@ def _endpoint(
 def _draft_model(
     served: ServerSettings, runtime: Runtime, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
 ) -> DraftModel:
-    """Loads the server's draft model.
-
-    Raises:
-        ValueError: there is no such model, or it reads the target's hidden states.
-    """
+    """Loads the server's draft model; raises ValueError for a head that reads the target's hidden states."""
     from paradraft.audit.server.draft_causes import DraftModel, special_ids
     from paradraft.drafters.parts.draft_loading import draft_runtime
     from paradraft.formats.head import is_head

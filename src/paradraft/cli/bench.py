@@ -48,11 +48,7 @@ def questions_for(
     capacity: int | None,
     tokenizer: str | None,
 ) -> list[Questions]:
-    """Selects the questions of all tasks before weights are loaded; warns of questions that are left out.
-
-    Raises:
-        ValueError: an unknown task or target, unreadable data, or too few questions.
-    """
+    """Selects the questions of all tasks before weights are loaded; warns of questions that are left out."""
     from paradraft.bench.tasks import Questions, files_of, read_questions, tasks_of
     from paradraft.sources.loading import load_config, locate, room, tokenizer_for
 
@@ -90,11 +86,7 @@ def report_mean(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dic
 
 
 def batch_sizes_of(text: str) -> list[int]:
-    """Parses comma-separated batch sizes.
-
-    Raises:
-        ValueError: a size is not a positive whole number.
-    """
+    """Parses comma-separated batch sizes; raises ValueError unless all are positive whole numbers."""
     sizes = [size.strip() for size in text.split(",")]
     if not all(size.isdecimal() and int(size) for size in sizes):
         raise ValueError(f"--batch-size {text}: use whole numbers of at least 1 with commas between them")

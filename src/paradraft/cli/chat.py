@@ -101,9 +101,6 @@ class Chat:
 
     Args:
         engine: keeps the KV cache of the last answer, so that the next turn prefills only its new tokens.
-        sampling: of all answers.
-        system: system message.
-        variables: of the chat template.
         max_new_tokens: most tokens of an answer; fewer at the end of the context.
     """
 
@@ -211,11 +208,7 @@ class Chat:
 
 
 def number_in(text: str, command: str) -> float:
-    """Parses the number of a command; whole numbers become int.
-
-    Raises:
-        ValueError: it is no number.
-    """
+    """Parses the number of a command, whole ones as int; raises ValueError for other texts."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)

@@ -74,8 +74,7 @@ def command_of(
 ) -> VllmServer:
     """vLLM's server for the options of `paradraft serve`; warns of options without effect.
 
-    Raises:
-        ValueError: vLLM lacks an option, or could not load the models.
+    Raises ValueError for options that vLLM lacks and models that it could not load.
     """
     for name, fix in REFUSED.items():
         for option in options.given(context, (name,)):

@@ -46,9 +46,6 @@ def stream_answer(
     """Prints a text prompt dim, accepted draft tokens green, the target's own tokens plain.
 
     A line with tokens per second and acceptance length goes to stderr.
-
-    Raises:
-        ValueError: see `Engine.stream`.
     """
     chunks = engine.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
     # Written as it is: a formatter would expand tabs and drop control characters.

@@ -48,7 +48,7 @@ class Result:
         tokens: new token ids; the last is the EOS token if finish_reason is "eos".
         finish_reason: "eos", "stop" (a stop string) or "length".
         stats: counts of this answer; the times are those of its batch.
-        accepted: drafted tokens of each round; one token of the target's own follows them unless the answer ends first.
+        accepted: accepted draft tokens of each round; one of the target's own follows unless the answer ends first.
         delivered_s: seconds from the request to the tokens of each round. The first is the time to first token (TTFT),
             the differences are the inter-token latencies (ITL).
     """
@@ -285,9 +285,7 @@ class Engine:
 
         Args:
             messages: each with a role and a content; the last is not the assistant's.
-            max_new_tokens: as the next two, see `generate`.
-            sampling: greedy by default.
-            stop: strings that end the answer.
+            max_new_tokens, sampling, stop: see `generate`.
             chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
@@ -349,10 +347,7 @@ class Engine:
         cancels the request.
 
         Args:
-            prompt: as the next three, see `generate`.
-            max_new_tokens: most tokens of the answer.
-            sampling: greedy by default.
-            stop: strings that end the answer.
+            prompt, max_new_tokens, sampling, stop: see `generate`.
             k: most tokens drafted per round, at most the engine's; 0 drafts none.
             logprobs: report the log probability of each token and of this many top tokens at its position, under the
                 target's distribution before `sampling`.
@@ -382,11 +377,7 @@ class Engine:
         sampling: Sampling = GREEDY,
         stop: str | Sequence[str] | None = None,
     ) -> Result:
-        """`generate` of one prompt for an event loop; see `astream`.
-
-        Raises:
-            ValueError: as `generate`.
-        """
+        """`generate` of one prompt for an event loop, with its errors; see `astream`."""
         (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
         strings = self._strings(stop)
         generation = self._generation(request, strings)

@@ -73,8 +73,7 @@ OURS = "_paradraft_engines"
 class Engines:
     """Engines of a model, kept as its attribute; copies and pickles of the model get none.
 
-    Args:
-        weights: address and version counter of each weight when the engines were built.
+    `weights` are the address and version counter of each weight when the engines were built.
     """
 
     def __init__(self, weights: tuple[tuple[int, int], ...] = ()) -> None:
@@ -108,15 +107,9 @@ def custom_generate(
     Args:
         model: a causal LM of an architecture that paradraft serves, from a folder or a Hugging Face id.
         input_ids: `[B, L]` prompts, padded on the left.
-        logits_processor: functions of a text and its logits.
-        stopping_criteria: those of `generate`, and the user's.
-        generation_config: of this call.
         synced_gpus: must be False.
         streamer: gets the tokens of one prompt, if `transformers` passes it on (5.23 does not).
-        drafter: one of `drafter_names()`, with settings or without.
-        draft_model: its folder or Hugging Face id.
-        k: most tokens drafted per round.
-        lengths: draft length policy, see `paradraft.load`.
+        drafter, draft_model, k, lengths: see `paradraft.load`.
         seed: of the first row when sampling; row i uses seed + i. None draws it from torch's generator.
         model_kwargs: inputs that `generate` prepares for the model; the attention mask is read, positions are checked.
 

@@ -101,16 +101,13 @@ def load_engine(
     placement: Placement = HERE,
     tries_plain: bool = False,
 ) -> Engine:
-    """`load` with its settings in a `Speculation`.
+    """`load` with its settings in a `Speculation`, and the same errors.
 
     With `tries_plain` a few rounds draft nothing, where that changes no text, to time plain decoding for
     `Engine.advice`.
 
     Of two processes that `torchrun` starts for PEARL, rank 1 drafts: there this function does not return, and the
     process exits when rank 0 does.
-
-    Raises:
-        ValueError: see `load`.
     """
     speculation.check_models(target)
     if not isinstance(placement, Placement):
@@ -152,11 +149,7 @@ def load_engine(
 
 
 def tensor_parallel_ranks(speculation: Speculation, placement: Placement) -> int:
-    """Number of tensor-parallel processes.
-
-    Raises:
-        ValueError: `torchrun` has not started several, or a setting would make them draft differently.
-    """
+    """Number of tensor-parallel processes; raises ValueError for settings that would make them draft differently."""
     if (ranks := launched()) < 2:
         raise ValueError("tensor_parallel: start two or more processes by torchrun --nproc-per-node")
     if placement.has_process or placement.target_stages is not None:
@@ -167,11 +160,7 @@ def tensor_parallel_ranks(speculation: Speculation, placement: Placement) -> int
 
 
 def runtime_on(runtime: Runtime, placement: Placement) -> Runtime:
-    """Runtime of the target, on the device of its logits.
-
-    Raises:
-        ValueError: one of the devices cannot be used.
-    """
+    """Runtime of the target on the device of its logits; raises ValueError if a device cannot be used."""
     for device in (*(stage.device for stage in reversed(placement.target_stages or ())), placement.draft_device):
         if device is not None:
             replace(runtime, device=device)  # raises ValueError
@@ -196,11 +185,7 @@ def drafter_processes(speculation: Speculation, placement: Placement) -> list[Dr
 def load_drafter_in(
     processes: Sequence[DrafterProcess], speculation: Speculation, target: Target, runtime: Runtime
 ) -> Drafter:
-    """Loads a drafter into `processes`, or into this process if there are none.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
+    """Loads a drafter into `processes`, or into this process if there are none."""
     copies: list[Drafter] = []
     try:
         for process in processes:

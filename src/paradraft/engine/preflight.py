@@ -24,13 +24,7 @@ from paradraft.sources.target_loading import weights_bytes
 
 
 def fitted(runtime: Runtime, target: str, speculation: Speculation, placement: Placement) -> Runtime:
-    """Checks a target against its drafter, and lowers the capacity to the draft model's context if none is set.
-
-    Args:
-        runtime: the user's settings, without "auto".
-        target: name of the model.
-        speculation: names the drafter.
-        placement: devices of both.
+    """Checks a target against its drafter; a `runtime` without capacity gets the draft model's context if smaller.
 
     Raises:
         ValueError: the capacity exceeds the model, the draft model has another vocabulary, a smaller context or was

@@ -79,11 +79,7 @@ def requests_of(
 
 
 def tokens_of(target: Target, prompt: object, name: str = "the prompt") -> list[int]:
-    """Token ids of a prompt.
-
-    Raises:
-        ValueError: it is neither a text nor token ids; the message begins with `name`.
-    """
+    """Token ids of a prompt; raises ValueError, naming the prompt `name`, unless it is a text or token ids."""
     prompt = _plain(prompt)
     if isinstance(prompt, list):
         return _token_ids(prompt, name)

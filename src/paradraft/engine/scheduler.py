@@ -21,15 +21,7 @@ from paradraft.models.forward import NotFiniteError
 
 @dataclass(kw_only=True)
 class _Watched:
-    """A request whose reader waits in an event loop.
-
-    Args:
-        generation: the request.
-        loop: event loop of the reader.
-        wake: wakes the reader, called in the loop.
-        notified_rounds: rounds that the reader has been notified of.
-        is_over: whether the reader has been notified of the end.
-    """
+    """A request whose reader waits in an event loop, and what the reader was last notified of."""
 
     generation: Generation
     loop: asyncio.AbstractEventLoop

@@ -179,11 +179,7 @@ class Speculation:
         return (other, "--drafter none") if self.lengths != "expected" else ("--drafter none",)
 
     def fitted_to(self, drafter: Drafter) -> Speculation:
-        """Takes over the tree that a built drafter's settings fix; see `Drafter.tree`.
-
-        Raises:
-            ValueError: another tree is set.
-        """
+        """Takes over the tree that a drafter's settings fix (`Drafter.tree`); raises ValueError if another is set."""
         if drafter.tree is None:
             return self
         _check_no_other(self.tree, drafter.tree)
@@ -191,11 +187,7 @@ class Speculation:
 
 
 def gamma_of(text: str | None) -> int | Literal["auto"] | None:
-    """Parses γ of an option or of a method's spec.
-
-    Raises:
-        ValueError: it is neither a whole number nor "auto".
-    """
+    """Parses γ of an option or of a method's spec: a whole number or "auto", else ValueError."""
     if text is None:
         return None
     if text == "auto":

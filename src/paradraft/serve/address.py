@@ -60,11 +60,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def listen(sock: socket.socket) -> None:
-    """Lets a socket of `bound` listen.
-
-    Raises:
-        ValueError: another program has bound its address too and already listens.
-    """
+    """Listens on a socket of `bound`; raises ValueError if another program bound the address and already listens."""
     try:
         sock.listen()
     except OSError as error:

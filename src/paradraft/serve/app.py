@@ -42,9 +42,7 @@ def new_app(
     """Builds an application that answers requests with an engine, and its admission control.
 
     Args:
-        engine: may be used by other threads too.
         model: served model name.
-        limits: concurrency and size limits.
         key: API key that requests must send.
         defaults: sampling parameters that a request leaves out, by name; the rest have OpenAI's defaults.
     """

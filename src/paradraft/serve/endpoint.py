@@ -147,16 +147,7 @@ class Exchange:
 
 
 class Endpoint:
-    """ASGI application for one form of requests.
-
-    Args:
-        form: completions or chat.
-        answers: decodes the choices.
-        grammars: compiles JSON schemas of `response_format`.
-        model: served model name.
-        limits: of each request.
-        defaults: sampling parameters that a request leaves out.
-    """
+    """ASGI application for completions or chat; `defaults` are sampling parameters that a request leaves out."""
 
     def __init__(
         self,

@@ -31,18 +31,10 @@ class Form(Protocol):
     """Whether all answers of a request are to the same prompt."""
 
     def prompts(self, request: Any) -> list[object]:
-        """Prompts of a request, not validated yet.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Prompts of a request, not validated yet; raises ValueError if there is none."""
 
     def tokens(self, prompt: Any, request: Any, engine: Engine) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            ValueError: it is not a prompt.
-        """
+        """Token ids of a prompt; raises ValueError if it is no prompt."""
 
     def whole(self, text: str) -> dict[str, Any]:
         """Fields of a choice for a whole answer's text."""

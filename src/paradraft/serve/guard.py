@@ -28,7 +28,6 @@ class Guard:
     """ASGI middleware that rejects unauthorized requests.
 
     Args:
-        app: the guarded application.
         key: API key of requests to `/v1`. None, on a server bound to loopback: requests must then have a loopback
             `Host`, which those from a page of another site do not have (DNS rebinding).
     """

@@ -21,11 +21,7 @@ WHOLE_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 24
 class Metrics:
     """Counts and times of all answers; each choice of a request counts as one, as in vLLM.
 
-    Args:
-        model: served model name.
-        admission: source of the running and waiting counts.
-        slow_models: number of models whose C++ pass was refused or could not be built.
-        payoff: source of the speedup over plain decoding.
+    `slow_models` is the number of models whose C++ pass was refused or could not be built.
     """
 
     def __init__(self, model: str, admission: Admission, slow_models: int, payoff: Payoff) -> None:
@@ -82,13 +78,7 @@ class Metrics:
 
 
 class AnswerMetrics:
-    """Records the metrics of one answer while it is decoded.
-
-    Args:
-        metrics: of the server.
-        arrived_s: time of the request's arrival, by `time.perf_counter`.
-        prompt: length of the prompt in tokens.
-    """
+    """Records the metrics of one answer while it is decoded; `prompt` is the prompt's length in tokens."""
 
     def __init__(self, metrics: Metrics, arrived_s: float, prompt: int) -> None:
         self._metrics, self._arrived_s, self._prompt = metrics, arrived_s, prompt

@@ -24,11 +24,8 @@ class Choice:
     """One answer to decode.
 
     Args:
-        index: in the response.
         tokens: of the prompt.
         sampling: its `processors` include the grammar.
-        max_new_tokens: most tokens of the answer.
-        stop: strings that end the answer.
         k: most tokens drafted per round; None for the engine's.
         logprobs: top tokens reported per position; None reports no log probabilities.
         grammar: enforces the JSON schema of the answer; None for any text.
@@ -55,10 +52,7 @@ def choices_of(
     """Builds `n` choices of each prompt, with consecutive seeds.
 
     Args:
-        request: after `schemas.read`.
-        prompts: token ids.
         engine: validates the choices.
-        limits: of the server.
         name: of the prompt parameter, for errors.
         matcher: compiled JSON schema of the answers; None for any text.
 

@@ -24,11 +24,9 @@ class ApiError(Exception):
     """Error response in OpenAI's format.
 
     Args:
-        status: HTTP status.
         message: one line, for people.
         param: the wrong key of the request.
         code: for programs.
-        headers: of the response.
     """
 
     def __init__(

@@ -184,10 +184,7 @@ AskedT = TypeVar("AskedT", bound=ApiRequest)
 def read(body: bytes, schema: type[AskedT], defaults: Mapping[str, float] | None = None) -> AskedT:
     """Parses and validates a request.
 
-    Args:
-        body: JSON as received.
-        schema: of its endpoint.
-        defaults: parameters that a request leaves out, in place of the schema's defaults.
+    `defaults` replace the schema's defaults of parameters that a request leaves out.
 
     Raises:
         ApiError: the body is not JSON, or a parameter is wrong or not served.

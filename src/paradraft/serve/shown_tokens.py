@@ -19,7 +19,6 @@ class ShownToken:
     Args:
         name: its text, or "token_id:" and its id.
         text: decoded alone, special tokens too.
-        logprob: natural logarithm of its probability.
         likeliest: top tokens at its position.
     """
 

@@ -49,8 +49,6 @@ class VllmServer:
     """Settings of vLLM's server.
 
     Args:
-        python: interpreter of its environment.
-        target: folder or Hugging Face id.
         speculative: `--speculative-config`; None for no drafter.
         options: further options by name, in the order of the command.
         eager: no compilation and no CUDA graphs.
@@ -127,10 +125,7 @@ class VllmServer:
 
     @contextmanager
     def running(self, url: str) -> Iterator[None]:
-        """Runs the server as a child process, and ends its whole process group afterwards.
-
-        Args:
-            url: of the server, without `/v1`.
+        """Runs the server as a child process, and ends its whole process group afterwards; `url` is without `/v1`.
 
         Raises:
             ValueError: the server ends before it answers, or times out.
@@ -184,11 +179,7 @@ def _last_words(log: IO[bytes]) -> str:
 
 
 def _visible(device: int) -> str:
-    """`CUDA_VISIBLE_DEVICES` for one of the devices that this process sees.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    """`CUDA_VISIBLE_DEVICES` for one of this process's devices; raises ValueError if there is no such device."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return str(device)
