@@ -119,7 +119,7 @@ def news(console: Console, first: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _loading_shown(show: Callable[[str], None], *, every_s: float) -> Iterator[None]:
-    logger, handler = logging.getLogger("paradraft.models"), _ThrottledHandler(show, every_s)
+    logger, handler = logging.getLogger("paradraft"), _ThrottledHandler(show, every_s)
     previous = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paradraft.engine.engine import preflight
+from paradraft.engine import preflight
 from paradraft.engine.loader import HERE, load_engine
 from paradraft.engine.preflight import fitted
 from paradraft.engine.speculation import Speculation
