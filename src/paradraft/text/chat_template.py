@@ -1,4 +1,4 @@
-"""Chat templates: what a model reads of a conversation.
+"""Chat templates: write a conversation as the prompt of a model.
 
 Some templates have switches, such as Qwen3's `enable_thinking`. `transformers` takes them as further arguments,
 servers as `chat_template_kwargs`, which is their name here.
@@ -19,18 +19,18 @@ from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 CLOCK = "strftime_now"
-"""What templates call `transformers`' clock."""
+"""The name of `transformers`' clock in templates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """Writes conversations as a model reads them.
+    """Renders conversations as a model reads them.
 
     Args:
-        tokenizer: the model's; it has a chat template if anything is written.
-        variables: what is set in the template; see `check_variables`.
+        tokenizer: the model's; it must have a chat template before anything is rendered.
+        variables: of the template, see `check_variables`.
         end_ids: tokens with which the model ends a turn.
-        written: what is written instead of the tokenizer's own template; None writes that.
+        written: a template in place of the tokenizer's.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -44,28 +44,28 @@ class ChatTemplate:
         return re.search(r"\{%[-+]?\s*generation", self.tokenizer.get_chat_template()) is not None
 
     def text(self, messages: list[Message], *, ask: bool) -> str:
-        """The text of a conversation, with a generation prompt at the end if the next turn is asked for."""
+        """Renders a conversation as text; with `ask`, the generation prompt of the next turn is at its end."""
         write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
         return str(write(messages, tokenize=False, add_generation_prompt=ask, **self.variables))
 
     def tokens(self, messages: list[Message], *, ask: bool) -> list[int]:
-        """The same as tokens."""
+        """Renders a conversation as token ids."""
         write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
         return list(write(messages, return_dict=True, add_generation_prompt=ask, **self.variables)["input_ids"])
 
     def marked(self, messages: list[Message], *, ask: bool) -> tuple[list[int], list[bool]]:
-        """The same, and for each token whether the template marks it as the assistant's."""
+        """Token ids, and for each whether the template marks it as the assistant's."""
         write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
-        found = write(
+        encoding = write(
             messages, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=ask, **self.variables
         )
-        return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
+        return list(encoding["input_ids"]), list(map(bool, encoding["assistant_masks"]))
 
 
 def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError for the first variable that the chat template does not have, or that is not for users to set.
+    """Raises ValueError for the first variable that the chat template does not have, or that users may not set.
 
-    A template ignores what it does not know, so that a misspelt switch would stay as it is.
+    Because a template ignores unknown variables, a misspelt switch would have no effect.
     """
     template = tokenizer.get_chat_template() if variables and tokenizer.chat_template else ""
     for name in variables:
@@ -76,7 +76,7 @@ def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizer
 
 
 def names(template: str, variable: str) -> bool:
-    """Whether a template has a variable.
+    """Whether a template mentions a variable, as a whole word.
 
     >>> names("{% if enable_thinking %}a{% endif %}", "thinking")
     False
@@ -85,14 +85,14 @@ def names(template: str, variable: str) -> bool:
 
 
 def text_message(message: Mapping[str, Any], number: int) -> Message:
-    """A message whose content is a text.
+    """A message whose content is one text: the parts of type text of a list are joined by line breaks.
 
     Args:
-        message: with a role and a content: a text, or a list of parts of type text.
+        message: as OpenAI's API takes it, with a role.
         number: of the message, from 1.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: no role, or a content that is not text.
     """
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role")
@@ -116,27 +116,27 @@ def _is_text(part: object) -> bool:
 
 
 def check_questions(messages: object) -> list[Message]:
-    """The messages of a conversation whose next turn is the model's.
+    """The messages of a conversation that the model is to continue.
 
     Raises:
-        ValueError: they are none, one of them (named by number) is none of a text, or the last is the assistant's.
+        ValueError: no messages, a message (named by number) that is not text, or a last message of the assistant.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError('messages: use a list such as [{"role": "user", "content": "Hello"}]')
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping):
             raise ValueError(f'message {number} is {reprlib.repr(message)}: use {{"role": "user", "content": "Hello"}}')
-    found = [text_message(message, number) for number, message in enumerate(messages, start=1)]
-    if found[-1]["role"] == "assistant":
+    checked = [text_message(message, number) for number, message in enumerate(messages, start=1)]
+    if checked[-1]["role"] == "assistant":
         raise ValueError("the last message is the assistant's: end with what it is asked")
-    return found
+    return checked
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """The chat template of a model that answers conversations.
+    """The chat template of a model's tokenizer.
 
     Raises:
-        ValueError: it has none, or one of the variables is not in it.
+        ValueError: there is none, or it does not have one of the variables.
     """
     if not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so it cannot be asked conversations: ask a text")
@@ -147,23 +147,23 @@ def template_of(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that a chat template writes after what the assistant says; None where that cannot be seen."""
-    said = "Yes."
+    """The token that a chat template writes after an assistant's message; None where it cannot be determined."""
+    answer = "Yes."
     if not isinstance(tokenizer.chat_template, str | dict):
         return None
     try:
         text = ChatTemplate(tokenizer=tokenizer).text(
-            [{"role": "user", "content": "Are you well?"}, {"role": "assistant", "content": said}], ask=False
+            [{"role": "user", "content": "Are you well?"}, {"role": "assistant", "content": answer}], ask=False
         )
     except Exception:  # a template is a program, and this one does not write such a conversation
         return None
-    _, found, rest = text.rpartition(said)
-    tokens = tokenizer(rest.strip(), add_special_tokens=False)["input_ids"] if found else []
+    _, separator, rest = text.rpartition(answer)
+    tokens = tokenizer(rest.strip(), add_special_tokens=False)["input_ids"] if separator else []
     return tokens[0] if tokens else None
 
 
 def ask_text(messages: object, template: ChatTemplate) -> str:
-    """The text of a conversation up to where the answer begins.
+    """The prompt of a conversation as text, up to where the answer begins.
 
     Raises:
         ValueError: see `check_questions`; or the template refuses the conversation.
@@ -179,9 +179,5 @@ def ask_text(messages: object, template: ChatTemplate) -> str:
 
 
 def ask_tokens(messages: object, template: ChatTemplate) -> list[int]:
-    """The same as tokens: what servers read, with nothing put around it.
-
-    Raises:
-        ValueError: as `ask_text`.
-    """
+    """The prompt of a conversation as token ids, with no special tokens added; raises as `ask_text`."""
     return list(template.tokenizer(ask_text(messages, template), add_special_tokens=False)["input_ids"])

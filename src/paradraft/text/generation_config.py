@@ -1,9 +1,9 @@
-"""What a model's `generation_config` asks for: where its texts end, what is obeyed here, and what is ignored.
+"""A model's `generation_config`: EOS ids, suppressed tokens, sampling defaults, and a warning for ignored settings.
 
-`generate` of `transformers` reads these settings from the model. Here temperature, top-k, top-p, min-p, the repetition
-penalty and the length are given with every request (`Sampling`, `max_new_tokens`); what the model asks for is the
-default of `chat` and `serve` (`sampling_defaults`). The ends of a text and `suppress_tokens` are obeyed. All other
-settings that change texts are ignored, which is worth a warning.
+`generate` of `transformers` reads these settings from the model. Here every request sets temperature, top-k, top-p,
+min-p, the repetition penalty and the length (`Sampling`, `max_new_tokens`); the model's values are the defaults of
+`chat` and `serve` (`sampling_defaults`). `eos_token_id` and `suppress_tokens` are obeyed. All other settings that
+change texts are ignored, with a warning.
 """
 
 from __future__ import annotations
@@ -46,22 +46,21 @@ IGNORED: dict[str, tuple[object, ...]] = {
     "assistant_ensemble_weight": (),
     "token_healing": (False,),
 }
-"""Settings that `generate` obeys, that change texts, and that are ignored here; with their neutral values, besides
-None."""
+"""Settings that change texts in `generate` and are ignored here, each with its neutral values besides None."""
 IGNORED_IF_SAMPLED: dict[str, tuple[object, ...]] = {
     "top_h": (),
     "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
 }
-"""The same for settings that `generate` reads only where `do_sample` is set."""
+"""The same for settings that `generate` reads only with `do_sample`."""
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
-"""Settings of chance, which are fields of `Sampling` under the same names."""
+"""Sampling settings, which are fields of `Sampling` under the same names."""
 GIVEN_OR_OBEYED = (
     "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_length", "max_new_tokens",
     "eos_token_id", "suppress_tokens",
 )  # fmt: skip
-"""Settings that every request gives, and those that are obeyed."""
+"""Settings that every request sets, and settings that are obeyed."""
 NO_MATTER = (
     # of beams only, of models with an encoder, of prompts that are empty, of rows that have ended
     "early_stopping", "length_penalty", "decoder_start_token_id", "bos_token_id", "pad_token_id",
@@ -78,28 +77,24 @@ NO_MATTER = (
 
 
 class PenaltyWarning(UserWarning):
-    """A model asks for a repetition penalty, and whoever loads it must give it with requests."""
+    """A model's generation config has a repetition penalty, which requests must set to apply it."""
 
 
 def end_ids(config: GenerationConfig, name: str = "the model") -> frozenset[int]:
-    """The tokens that end a text, as `generate` finds them.
+    """The EOS ids, as `generate` reads them.
 
     Where a model has no `generation_config.json`, `transformers` fills its generation config from `config.json`. Where
     it has one without `eos_token_id`, no token ends a text.
 
-    Args:
-        config: of the model.
-        name: of the model, for the message.
-
     Raises:
-        ValueError: `eos_token_id` is neither a token id nor a list of them.
+        ValueError: `eos_token_id` is neither a token id nor a list of them; the message begins with `name`.
 
     Example:
         >>> sorted(end_ids(GenerationConfig(eos_token_id=[7, 2]))), sorted(end_ids(GenerationConfig()))
         ([2, 7], [])
     """
-    found = config.eos_token_id
-    return frozenset(_token_ids([found] if type(found) is int else found, "eos_token_id", name))
+    setting = config.eos_token_id
+    return frozenset(_token_ids([setting] if type(setting) is int else setting, "eos_token_id", name))
 
 
 def suppressed_ids(config: GenerationConfig, name: str = "the model") -> frozenset[int]:
@@ -112,22 +107,18 @@ def suppressed_ids(config: GenerationConfig, name: str = "the model") -> frozens
         >>> sorted(suppressed_ids(GenerationConfig(suppress_tokens=[3, -1, 5])))
         [3, 5]
     """
-    # `generate` passes over ids that are no tokens.
+    # `generate` skips negative ids too.
     return frozenset(token for token in _token_ids(config.suppress_tokens, "suppress_tokens", name) if token >= 0)
 
 
 def sampling_defaults(config: GenerationConfig, name: str = "the model") -> dict[str, float]:
-    """How tokens are chosen where a request does not say: fields of `Sampling`, as far as the model asks for them.
+    """The model's defaults for fields of `Sampling` that a request does not set.
 
-    As in vLLM a setting counts also without `do_sample`, and nothing but what the model's file has: where it has no
-    temperature, that is 1. With `do_sample: false` texts are greedy.
-
-    Args:
-        config: of the model.
-        name: of the model, for the message.
+    As in vLLM, settings count also without `do_sample`, and the temperature is 1 where only others are set. With
+    `do_sample: false` texts are greedy.
 
     Raises:
-        ValueError: a setting is out of range or has the wrong type.
+        ValueError: a setting is out of range or has the wrong type; the message begins with `name`.
 
     Example:
         >>> sampling_defaults(GenerationConfig(do_sample=True, top_p=0.8, repetition_penalty=1.1))
@@ -135,24 +126,24 @@ def sampling_defaults(config: GenerationConfig, name: str = "the model") -> dict
         >>> sampling_defaults(GenerationConfig(do_sample=False, temperature=0.6)), sampling_defaults(GenerationConfig())
         ({'temperature': 0.0}, {})
     """
-    found = {key: value for key in SAMPLED if (value := getattr(config, key)) is not None}
+    defaults = {key: value for key in SAMPLED if (value := getattr(config, key)) is not None}
     if config.do_sample is False:
-        found = {"temperature": 0.0}
-    elif found or config.do_sample:
-        found = {"temperature": 1.0} | found
+        defaults = {"temperature": 0.0}
+    elif defaults or config.do_sample:
+        defaults = {"temperature": 1.0} | defaults
     if config.repetition_penalty is not None:
-        found["repetition_penalty"] = config.repetition_penalty
+        defaults["repetition_penalty"] = config.repetition_penalty
     try:
-        Sampling(**found)
+        Sampling(**defaults)
     except ValueError as error:
         raise ValueError(f"{name}: in its generation config {error}") from None
-    return found
+    return defaults
 
 
 def ignored_settings(config: GenerationConfig) -> dict[str, Any]:
-    """The settings that `generate` obeys, that change texts, and that are ignored here, with their values.
+    """The settings that change texts in `generate` and are ignored here, with their values.
 
-    A setting that a later version of `transformers` has added counts, unless it has its default value.
+    Settings that a later version of `transformers` has added are among them, unless they have their default value.
 
     Example:
         >>> ignored_settings(GenerationConfig(num_beams=4, no_repeat_ngram_size=0, temperature=0.6, typical_p=0.9))
@@ -161,41 +152,41 @@ def ignored_settings(config: GenerationConfig) -> dict[str, Any]:
     watched = IGNORED | (IGNORED_IF_SAMPLED if config.do_sample else {})
     known = {*GIVEN_OR_OBEYED, *NO_MATTER, *IGNORED, *IGNORED_IF_SAMPLED, "cache_implementation"}
     added = {key: (value,) for key, value in vars(GenerationConfig()).items() if key not in known and key[0] != "_"}
-    found = {key: getattr(config, key, None) for key in watched | added}
-    found = {key: value for key, value in found.items() if value is not None and value not in (watched | added)[key]}
-    if config.cache_implementation == "quantized":  # the others hold the same numbers
-        found["cache_implementation"] = config.cache_implementation
-    return found
+    values = {key: getattr(config, key, None) for key in watched | added}
+    values = {key: value for key, value in values.items() if value is not None and value not in (watched | added)[key]}
+    if config.cache_implementation == "quantized":  # other caches hold the exact keys and values
+        values["cache_implementation"] = config.cache_implementation
+    return values
 
 
 def complaint(config: GenerationConfig) -> str | None:
-    """A sentence about the settings that are ignored; None where there are none.
+    """The warning about ignored settings; None without any.
 
     Example:
         >>> complaint(GenerationConfig(num_beams=4, min_length=3))
         'its generation_config asks for min_length=3, num_beams=4, which is ignored'
     """
-    found = ignored_settings(config)
-    values = {key: value.to_dict() if hasattr(value, "to_dict") else value for key, value in found.items()}
-    asked = ", ".join(f"{key}={reprlib.repr(value)}" for key, value in values.items())
-    return f"its generation_config asks for {asked}, which is ignored" if asked else None
+    ignored = ignored_settings(config)
+    values = {key: value.to_dict() if hasattr(value, "to_dict") else value for key, value in ignored.items()}
+    settings = ", ".join(f"{key}={reprlib.repr(value)}" for key, value in values.items())
+    return f"its generation_config asks for {settings}, which is ignored" if settings else None
 
 
 def penalty_complaint(config: GenerationConfig) -> str | None:
-    """A sentence about a repetition penalty, which `generate` of `transformers` obeys greedily too; None for none.
+    """The warning about a repetition penalty, which `generate` applies also to greedy decoding; None without one.
 
     Example:
         >>> penalty_complaint(GenerationConfig(repetition_penalty=1.1))
         'its generation_config asks for repetition_penalty=1.1, which only chat and serve obey unasked'
     """
     penalty = config.repetition_penalty
-    told = f"its generation_config asks for repetition_penalty={penalty}, which only chat and serve obey unasked"
-    return None if penalty in (None, 1) else told
+    warning = f"its generation_config asks for repetition_penalty={penalty}, which only chat and serve obey unasked"
+    return None if penalty in (None, 1) else warning
 
 
-def _token_ids(found: object, setting: str, name: str) -> list[int]:
-    if found is None:
+def _token_ids(value: object, setting: str, name: str) -> list[int]:
+    if value is None:
         return []
-    if not isinstance(found, (list, tuple)) or any(type(token) is not int for token in found):
-        raise ValueError(f"{name}: {setting} is {found!r} in its generation config, where token ids belong")
-    return list(found)
+    if not isinstance(value, (list, tuple)) or any(type(token) is not int for token in value):
+        raise ValueError(f"{name}: {setting} is {value!r} in its generation config, where token ids belong")
+    return list(value)

@@ -1,8 +1,8 @@
-"""From texts to token ids and back: prompts, what follows them, and the text of an answer as it grows.
+"""Tokenization of prompts and continuations, and incremental detokenization of an answer.
 
-A tokenizer may put a BOS before every text, an end-of-text after it, and a space before its first word. After a prompt,
-or between a prompt and its response, none of these belongs there: an end says that nothing follows. And a text that a
-chat template wrote begins with a BOS of its own.
+A tokenizer may put a BOS before every text, an EOS after it, and a space before its first word. After a prompt, or
+between a prompt and its response, none of these belongs there: an EOS says that nothing follows. And a text that a
+chat template wrote begins with the template's BOS.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 REPLACEMENT = "\ufffd"
-"""What tokenizers write for bytes that are no character."""
+"""The replacement character, which tokenizers write for invalid bytes."""
 _MARKS_A_SPACE = ("▁", "Ġ")
-"""What tokenizers write for a space at the beginning of a token."""
+"""Marks of a space at the beginning of a token."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""A token that stands for one byte, in tokenizers that write in bytes what they have no token for."""
+"""A byte token, in tokenizers with byte fallback."""
 _MOST_BYTES = 4
-"""Of a character."""
+"""Of a character in UTF-8."""
 
 
 def encode_prompt(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a text that others follow: a prompt, or the beginning of a document."""
-    # Of an empty text nothing tells what stands before it from what stands after.
-    around = tokenizer(text or "a", return_special_tokens_mask=True)
-    is_around = around["special_tokens_mask"]
-    before = around["input_ids"][: is_around.index(0)] if 0 in is_around else []
+    """Token ids of a prompt or of the beginning of a document: with a BOS if the tokenizer adds one, without an EOS."""
+    # Of an empty text nothing tells the special tokens before it from those after it.
+    encoding = tokenizer(text or "a", return_special_tokens_mask=True)
+    is_special = encoding["special_tokens_mask"]
+    before = encoding["input_ids"][: is_special.index(0)] if 0 in is_special else []
     tokens = _token_ids(text, tokenizer)
     return tokens if tokens[: len(before)] == before else before + tokens
 
 
 def encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a text that follows others: nothing is put around it, no space before it either."""
+    """Token ids of a text after another: without special tokens, and without a space that the tokenizer adds."""
     tokens = _token_ids(text, tokenizer)
     word = tokenizer.convert_ids_to_tokens(_token_ids("a", tokenizer)[:1])
     if not text or not (word and word[0].startswith(_MARKS_A_SPACE)):
         return tokens
-    # Such a tokenizer puts a space before the first word of every text. So the text is read after a line break, which
-    # takes the space, and the line break is cut off again.
-    line, both = (_token_ids(some, tokenizer) for some in ("\n", "\n" + text))
+    # Such a tokenizer puts a space before the first word of every text. So the text follows a line break, which
+    # takes the space; then the line break is cut off.
+    line, both = (_token_ids(each, tokenizer) for each in ("\n", "\n" + text))
     is_split = both[: len(line)] == line and tokenizer.unk_token_id not in line
     return both[len(line) :] if is_split else tokens
 
@@ -54,7 +54,7 @@ def _token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def text_of(token: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The text of a token; None for a special token and for an id that the tokenizer does not have."""
+    """The text of a token; None for special tokens and unknown ids."""
     added = tokenizer.added_tokens_decoder.get(token)
     if tokenizer.convert_ids_to_tokens(token) is None or (added is not None and added.special):
         return None
@@ -62,32 +62,29 @@ def text_of(token: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 class GrowingText(Protocol):
-    """The text of tokens that come one by one. Special tokens have no text."""
+    """Incremental detokenization. Special tokens have no text."""
 
     def add(self, token: int) -> str:
-        """Takes in one more token; the text that is new, and that no later token changes."""
+        """Takes in a token; returns the new text that no later token can change."""
 
     @property
     def rest(self) -> str:
-        """The text of the tokens that a later one may still change, if none follows: half a character is left out."""
+        """The text that a later token may still change; without the bytes of an incomplete character."""
 
     def end(self) -> str:
-        """Takes `rest` for good: what follows does not change it."""
+        """Returns `rest` as final: later tokens do not change it."""
 
 
 class Detokenizer:
-    """Writes tokens as text.
+    """Decodes answers token by token.
 
-    The text of an answer is what the tokenizer decodes of prompt and answer together, without the text of the prompt.
-    So prompt and answer can be joined; decoded alone, the answer may lack the space before its first word. Special
-    tokens are left out, half a character at the end is left out (bytes that begin a character which no token has
-    finished), and spaces are not cleaned up. Every token is decoded once or twice, however long the answer is.
-
-    Args:
-        tokenizer: whose tokens these are.
+    The text of an answer is that of prompt and answer decoded together, without the text of the prompt: decoded alone,
+    the answer may lack the space before its first word. Special tokens and an incomplete character at the end (bytes
+    that no token has completed) are left out, and spaces are not cleaned up. Every token is decoded once or twice,
+    however long the answer is.
 
     Attributes:
-        special: the special tokens by their texts.
+        special: ids of the special tokens by their texts.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -100,21 +97,21 @@ class Detokenizer:
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
 
     def after(self, prompt: Sequence[int]) -> GrowingText:
-        """The text of an answer to a prompt, with no token yet."""
+        """The text of an answer to a prompt, empty at first."""
         if self._is_byte_level:
             return _Bytes(self._bytes_of, prompt)
         return _Pieces(self._decode, self._bytes_of, self._is_silent, prompt)
 
     def _is_silent(self, token: int) -> bool:
-        """Whether a token is left out: a special one, or none of the tokenizer's."""
+        """Whether a token has no text: a special token or an unknown id."""
         return token in self._special_ids or self._tokenizer.convert_ids_to_tokens(token) is None
 
     def _bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for; none if its text is not made of bytes."""
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._find_bytes(token)
-        return found
+        """The bytes of a token; empty if its text is not made of bytes."""
+        content = self._bytes.get(token)
+        if content is None:
+            content = self._bytes[token] = self._find_bytes(token)
+        return content
 
     def _find_bytes(self, token: int) -> bytes:
         if self._is_silent(token):
@@ -122,12 +119,12 @@ class Detokenizer:
         piece = str(self._tokenizer.convert_ids_to_tokens(token))
         if not self._is_byte_level:
             byte = _BYTE.fullmatch(piece)
-            # A tokenizer may have such a token and write it as it is.
+            # A tokenizer may have such a token and decode it literally.
             return bytes([int(byte[1], 16)]) if byte and self._decode([token]) != piece else b""
         try:
             return bytes(self._byte_of[character] for character in piece)
         except KeyError:
-            return piece.encode()  # an added token is no bytes but a text
+            return piece.encode()  # an added token is written as text
 
     def _decode(self, tokens: list[int]) -> str:
         decode = self._tokenizer.decode
@@ -135,12 +132,12 @@ class Detokenizer:
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether texts are the bytes of their tokens, one after the other, and nothing else is done to them."""
+    """Whether a text is the bytes of its tokens, concatenated and otherwise unchanged."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if decoder is None:
         return False
     state = json.loads(decoder.__getstate__())
-    kinds = [one["type"] for one in state.get("decoders", [state])]
+    kinds = [step["type"] for step in state.get("decoders", [state])]
     return "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}
 
 
@@ -149,12 +146,12 @@ def _new_bytes() -> codecs.IncrementalDecoder:
 
 
 class _Bytes:
-    """Text that is bytes: it waits for the bytes of a character that has begun."""
+    """Text of a byte-level tokenizer: the bytes of an incomplete character wait for the rest."""
 
     def __init__(self, bytes_of: Callable[[int], bytes], prompt: Sequence[int]) -> None:
         self._bytes_of = bytes_of
         self._decoder = _new_bytes()
-        # See `_Pieces`.
+        # The prompt may end within a character, which the answer then completes.
         self._decoder.decode(_last_bytes(map(bytes_of, reversed(prompt))))
         if not _is_begun(self._decoder.getstate()[0]):
             self._decoder.reset()
@@ -174,8 +171,7 @@ class _Bytes:
 
 
 def _is_begun(pending: bytes) -> bool:
-    """Whether the bytes that Python's decoder waits after begin a character: those of a surrogate, after which it waits
-    too, begin none.
+    """Whether pending bytes begin a character. Python's decoder also keeps those of a surrogate, which begin none.
 
     >>> _is_begun(bytes([0xED, 0x9F])), _is_begun(bytes([0xED, 0xA0]))
     (True, False)
@@ -184,17 +180,17 @@ def _is_begun(pending: bytes) -> bool:
 
 
 def _last_bytes(parts: Iterable[bytes]) -> bytes:
-    """The bytes of the last tokens, given from the last one back: enough to know how a character has begun."""
-    found = b""
+    """The end of the bytes of `parts`, which are in reverse order: enough for an incomplete character."""
+    last = b""
     for part in parts:
-        found = part + found
-        if len(found) >= _MOST_BYTES:
+        last = part + last
+        if len(last) >= _MOST_BYTES:
             break
-    return found
+    return last
 
 
 class _Pieces:
-    """Text of any other tokenizer: decoded after the last token that has a text, which stands for all before it.
+    """Text of any other tokenizer: new tokens are decoded after the last token that has a text, in place of all before.
 
     A run of byte tokens waits for its end, because decoders write a whole run as replacement characters if a later byte
     makes it invalid.
@@ -214,7 +210,7 @@ class _Pieces:
         before = [token for token in prompt if not is_silent(token)]
         whole = len(before) - self._half(before)
         self._settle(before[:whole])
-        # Token ids may end within a character, which the answer then finishes.
+        # The prompt may end within a character, which the answer then completes.
         self._waiting = before[whole:]
 
     def add(self, token: int) -> str:
@@ -237,9 +233,9 @@ class _Pieces:
         return text
 
     def _settle(self, tokens: list[int]) -> None:
-        """Nothing that follows changes the text of these tokens."""
+        """Makes the text of these tokens final."""
         self._waiting = []
-        # Without the bytes at the end, which would be one run with those that follow.
+        # Without the byte tokens at the end, which would be one run with those that follow.
         run = len(list(self._run(tokens)))
         for self._before in _suffixes(tokens[: len(tokens) - run]):
             if text := self._decode(self._before):
@@ -249,14 +245,14 @@ class _Pieces:
         self._shown = len(text)
 
     def _run(self, tokens: list[int]) -> Iterator[bytes]:
-        """The byte tokens at the end, from the last one back."""
+        """The bytes of the byte tokens at the end, the last first."""
         for token in reversed(tokens):
             if not (byte := self._bytes_of(token)):
                 return
             yield byte
 
     def _half(self, tokens: list[int]) -> int:
-        """How many tokens at the end are the bytes of a character that is not finished."""
+        """The number of tokens at the end that are bytes of an incomplete character."""
         decoder = _new_bytes()
         decoder.decode(_last_bytes(self._run(tokens)))
         pending = decoder.getstate()[0]
@@ -264,7 +260,7 @@ class _Pieces:
 
 
 def _suffixes(tokens: list[int]) -> Iterator[list[int]]:
-    """Ends of a list, each twice as long as the one before; the last is the list.
+    """Ends of a list, each twice as long as the previous; the last is the whole list.
 
     >>> list(_suffixes([1, 2, 3, 4, 5]))
     [[5], [4, 5], [2, 3, 4, 5], [1, 2, 3, 4, 5]]

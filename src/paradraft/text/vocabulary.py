@@ -1,4 +1,4 @@
-"""The rows of an embedding: which of them a tokenizer uses, which are free, and how their number changes."""
+"""Embedding rows of a vocabulary: used and free ids, mask-token candidates, EOS ids, resizing."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 _RESERVED = re.compile(r"reserved|unused|place.?holder", re.IGNORECASE)
 _EQUAL = 0.01
-"""How far equal rows may be apart, as a share of their norm: rounding to 8 bits makes .005. Special tokens that were
-trained are .12 apart from all others in SmolLM2, and .33 in Qwen2.5-Coder, or more."""
+"""Largest distance of equal rows, as a share of their norm: rounding to 8 bits makes .005. Trained special tokens are
+at least .12 apart from all others in SmolLM2, and .33 in Qwen2.5-Coder."""
 
 
 def used_rows(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many rows a tokenizer needs: one more than its largest id, which `len` is not where ids are skipped."""
+    """Rows that a tokenizer needs: its largest id + 1, which `len` is not where ids are skipped."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def free_id(tokenizer: PreTrainedTokenizerBase, rows: int, taken: Collection[int] = ()) -> int | None:
-    """An id that no text is split into, fit to be the mask token.
+    """An id that occurs in no text, fit to be the mask token.
 
-    First choice is the row after the tokenizer's last, then an id that it skips. Where there is
-    neither, it is the last of the special tokens that are kept for later use, such as Llama 3's
-    `<|reserved_special_token_247|>`, unless the chat template or the tokenizer gives it a role.
+    First choice is the row after the tokenizer's last, then an id that it skips. Where there is neither, it is the last
+    of the reserved special tokens, such as Llama 3's `<|reserved_special_token_247|>`, unless the chat template or the
+    tokenizer gives it a role.
 
     Args:
-        tokenizer: whose texts are drafted.
-        rows: rows of the embedding.
+        tokenizer: of the target.
+        rows: of the embedding.
         taken: ids with a role that the tokenizer does not know, see `role_ids`.
 
     Returns:
         An id below `rows`; None where every row is in use.
     """
-    names = set(tokenizer.get_vocab().values())
-    behind = used_rows(tokenizer)
-    unnamed = [*range(behind, rows), *range(min(behind, rows) - 1, -1, -1)]
+    used = set(tokenizer.get_vocab().values())
+    end = used_rows(tokenizer)
+    by_preference = [*range(end, rows), *range(min(end, rows) - 1, -1, -1)]
     reserved = [
         index
         for index in sorted(without_role(tokenizer, taken), reverse=True)
         if index < rows and _RESERVED.search(tokenizer.added_tokens_decoder[index].content)
     ]
-    candidates = [index for index in unnamed if index not in names and index not in taken] + reserved
+    candidates = [index for index in by_preference if index not in used and index not in taken] + reserved
     return next(iter(candidates), None)
 
 
 def without_role(tokenizer: PreTrainedTokenizerBase, taken: Collection[int] = ()) -> list[int]:
-    """The special tokens that neither the tokenizer nor its chat template gives a role, in their order.
+    """The special tokens, ascending, that neither the tokenizer nor its chat template gives a role.
 
     Args:
-        tokenizer: whose tokens they are.
+        tokenizer: of the model.
         taken: ids with a role that the tokenizer does not know, see `role_ids`.
     """
     roles = {token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
@@ -65,28 +65,29 @@ def without_role(tokenizer: PreTrainedTokenizerBase, taken: Collection[int] = ()
 
 
 def unsaid_id(tokenizer: PreTrainedTokenizerBase, head_VD: Tensor, taken: Collection[int] = ()) -> int | None:
-    """A special token without a role that its model has never learnt to say, fit to be the mask token.
+    """An untrained special token without a role, fit to be the mask token.
 
-    Tokens that no training text held end with one and the same row in the output head, because all of them are only
-    ever pushed away from what is said. So such a token is known by a second special token with its row. In SmolLM2
-    these are 11 of 17, in Qwen2.5-Coder 11 of 20; `<filename>`, which the one was trained with, is not among them.
+    Tokens that were in no training text end with one and the same row in the output head, because all of them are only
+    ever pushed away from the hidden states. So an untrained token is recognized by a second special token with its row.
+    In SmolLM2 these are 11 of 17, in Qwen2.5-Coder 11 of 20; `<filename>`, which SmolLM2 was trained with, is not among
+    them.
 
     Args:
         tokenizer: the model's.
-        head_VD: rows of its output head; those of a model without weights say nothing.
+        head_VD: rows of its output head; None is returned for those of a model without weights (meta device).
         taken: ids with a role that the tokenizer does not know, see `role_ids`.
 
     Returns:
         The last such id; None if there is none.
 
-    Source: Land and Bartolo 2024, "Fishing for Magikarp", section 3.1, which knows such tokens by their output rows.
+    Source: Land and Bartolo 2024, "Fishing for Magikarp", section 3.1, which detects such tokens by their output rows.
     """
     rows = len(head_VD)
     special = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special and index < rows]
     free = [index for index in without_role(tokenizer, taken) if index in special]
     if head_VD.is_meta or not free:
         return None
-    # A head of few bits has no rows but through this.
+    # A quantized head returns rows only through `embedding`.
     rows_SD, rows_FD = (
         F.embedding(torch.tensor(ids, device=head_VD.device), head_VD.detach()).double() for ids in (special, free)
     )
@@ -97,24 +98,20 @@ def unsaid_id(tokenizer: PreTrainedTokenizerBase, head_VD: Tensor, taken: Collec
 
 
 def role_ids(*configs: PretrainedConfig | GenerationConfig) -> frozenset[int]:
-    """All tokens that a model's configs give a role: ends and beginnings of texts, filling, images.
+    """All tokens that a model's configs give a role: BOS, EOS, padding, images.
 
     Example:
         >>> sorted(role_ids(GenerationConfig(eos_token_id=[0, 2], pad_token_id=5)))
         [0, 2, 5]
     """
-    found = [value for config in configs for key, value in config.to_dict().items() if key.endswith("_token_id")]
-    return frozenset(index for ids in found for index in (ids if isinstance(ids, list) else [ids]) if index is not None)
+    settings = [value for config in configs for key, value in config.to_dict().items() if key.endswith("_token_id")]
+    return frozenset(
+        index for ids in settings for index in (ids if isinstance(ids, list) else [ids]) if index is not None
+    )
 
 
 def check_rows(rows: int, largest: int, name: str) -> None:
-    """Raises ValueError if texts hold a token that a model has no row for.
-
-    Args:
-        rows: of the model's embedding.
-        largest: token id of the texts.
-        name: of the model.
-    """
+    """Raises ValueError if the largest token id of the data has no row in a model's embedding."""
     if largest >= rows:
         raise ValueError(
             f"{name} has an embedding of {rows} rows, and the data holds token {largest}: use a model that knows all "
@@ -123,18 +120,18 @@ def check_rows(rows: int, largest: int, name: str) -> None:
 
 
 def end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """All tokens that end a text, by the model's config or its generation config."""
+    """All EOS ids of a model's config and generation config."""
     return named_ends(model.config, model.generation_config)
 
 
 def named_ends(*configs: PretrainedConfig | GenerationConfig) -> frozenset[int]:
-    """All tokens that a model's configs call the end of a text."""
-    found = [config.eos_token_id for config in configs]
-    return frozenset(index for ids in found for index in ([ids] if isinstance(ids, int) else ids or []))
+    """All EOS ids of some configs."""
+    settings = [config.eos_token_id for config in configs]
+    return frozenset(index for ids in settings for index in ([ids] if isinstance(ids, int) else ids or []))
 
 
 def of_one_family(ours: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
-    """Whether two vocabularies give the tokens that both know the same ids, and both know at least half of the smaller.
+    """Whether two vocabularies share at least half of the smaller one, and all shared tokens have the same ids.
 
     Example:
         >>> of_one_family({"a": 0, "b": 1, "c": 2}, {"a": 0, "b": 1, "<think>": 2})
@@ -148,21 +145,16 @@ def of_one_family(ours: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
 
 
 def set_to_mean(model: PreTrainedModel, index: int | slice, used: int) -> None:
-    """Makes rows of the embedding, and of an output head of its own, the mean of the first `used` rows."""
+    """Sets rows of the embedding, and of an untied output head, to the mean of the first `used` rows."""
     with torch.no_grad():
         for weight in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
             weight[index] = weight[:used].mean(0)
 
 
 def resize(model: PreTrainedModel, rows: int, used: int) -> None:
-    """Cuts or adds rows of the embedding at its end.
+    """Resizes the embedding and the output head to `rows`, in place.
 
     The logit of an added row is the mean of those of the first `used`, so it is never the largest.
-
-    Args:
-        model: changed in place.
-        rows: wanted rows.
-        used: rows that hold tokens.
     """
     before = model.get_input_embeddings().weight.shape[0]
     if rows != before:
