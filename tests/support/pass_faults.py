@@ -35,7 +35,7 @@ def faulty(plant: Plant) -> type[NativePass]:
 
 def numbers_of(native: NativePass, weight: Tensor) -> Tensor:
     """A weight as the pass has it, in float32."""
-    if id(weight) not in native._places:
+    if id(weight) not in native._packed:
         return weight.float()
     matrix, first = native.packed(weight)
     return matrix.panels.numbers_of(first, len(weight))

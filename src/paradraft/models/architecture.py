@@ -1,4 +1,4 @@
-"""Which models can be decoded here, judged by their config alone, before any weights are loaded."""
+"""Supported architectures: checks a model's config before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ARCHITECTURES = (
 )  # fmt: skip
 """Models whose cache, masks and output head are the ones `CausalLM` assumes."""
 SLIDING = "sliding_attention"
-"""What `layer_types` calls layers whose tokens see a window of the last ones."""
+"""The name of sliding-window layers in `layer_types`."""
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles depend on a token's position alone.
 
-Those of "dynamic" and "longrope" depend on the length of the text that a pass reads as well. Keys that are in the cache
-already would have to be rotated again, so the text would depend on how it was cut into passes: on the drafter, the
-batch and the chunks of the prompt."""
+Those of "dynamic" and "longrope" depend also on the length of the text that a pass reads. Cached keys would have to be
+rotated again, so the text would depend on how it was cut into passes: on the drafter, the batch and the prefill
+chunks."""
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -33,22 +33,19 @@ SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
-"""Settings of every supported architecture that are whole numbers above 0."""
+"""Settings of every supported architecture that are positive integers."""
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 """Settings of Granite."""
 EXPERT_SIZES = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "decoder_sparse_step")
-"""Further settings of mixtures of experts that are whole numbers above 0."""
+"""Further settings of mixtures of experts that are positive integers."""
 
 
 def check_architecture(config: PretrainedConfig, name: str) -> None:
-    """Checks that a model can be decoded here.
-
-    Args:
-        config: the model's.
-        name: of the model, for the message.
+    """Checks that a model is supported.
 
     Raises:
-        ValueError: its architecture, its layers or its rotary embedding are not supported, or a setting makes no sense.
+        ValueError: an unsupported architecture, layer type or rotary embedding, or a setting that makes no sense; the
+            message begins with `name`.
     """
     if config.model_type not in ARCHITECTURES:
         raise ValueError(
@@ -61,10 +58,9 @@ def check_architecture(config: PretrainedConfig, name: str) -> None:
 
 
 def context_of(config: PretrainedConfig) -> int:
-    """Most tokens of a text.
+    """The context length; of a model with sliding windows the size of a window.
 
-    Of a model with sliding windows as many as a window has: within it every token sees all before it, as in full
-    attention, so passes are exact. Beyond it keys would have to be forgotten.
+    Because within a window every token sees all before it, passes with full attention are exact there.
     """
     most, types = int(config.max_position_embeddings), getattr(config, "layer_types", None)
     window: int | None = getattr(config, "sliding_window", None)
@@ -73,13 +69,13 @@ def context_of(config: PretrainedConfig) -> int:
 
 
 def has_experts(config: PretrainedConfig) -> bool:
-    """Whether layers are mixtures of experts, of which each token goes through a few."""
+    """Whether layers are mixtures of experts."""
     return bool(config.model_type == "qwen3_moe")
 
 
 def experts_settings(dtype: torch.dtype, config: PretrainedConfig) -> dict[str, Any]:
-    """How mixtures of experts are computed, as `from_pretrained` takes it: by grouped products, as `transformers` does
-    it by itself, but for float64, and for rows that are no multiple of 16 bytes, for which torch has none."""
+    """Arguments of `from_pretrained` for mixtures of experts: `transformers`' default, grouped products, except where
+    torch has none: for float64, and for rows that are no multiple of 16 bytes."""
     if not has_experts(config):
         return {}
     sizes = (config.hidden_size, config.moe_intermediate_size)
@@ -88,7 +84,7 @@ def experts_settings(dtype: torch.dtype, config: PretrainedConfig) -> dict[str, 
 
 
 def ropes_of(config: PretrainedConfig) -> dict[str | None, Mapping[str, Any]]:
-    """The settings of rotary embeddings: in Gemma 3 for each type of layer that it has, else as None of all."""
+    """The rotary embedding's settings by layer type (Gemma 3); under the key None if all layers share them."""
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     if config.model_type != "gemma3_text":
         return {None: rope}
@@ -96,12 +92,7 @@ def ropes_of(config: PretrainedConfig) -> dict[str | None, Mapping[str, Any]]:
 
 
 def check_capacity(capacity: int | None, most: int) -> None:
-    """Raises ValueError if a model has no room for so many tokens of a row.
-
-    Args:
-        capacity: asked for; None for as many as there are.
-        most: tokens that it has room for.
-    """
+    """Raises ValueError unless the capacity of a row is from 1 to `most` tokens, or None for `most`."""
     if capacity is not None and not 1 <= capacity <= most:
         raise ValueError(f"capacity={capacity}: this model has room for 1 to {most} tokens")
 
@@ -147,8 +138,8 @@ def _check_sizes(config: PretrainedConfig, name: str) -> None:
             f"{name!r}: heads of {head_size!r} numbers cannot be rotated: head_dim must be even and above 0"
         )
     act = "hidden_activation" if config.model_type == "gemma3_text" else "hidden_act"
-    if (found := getattr(config, act)) not in ACT2FN:
-        raise ValueError(f"{name!r}: transformers knows no activation {act}={found!r}")
+    if (activation := getattr(config, act)) not in ACT2FN:
+        raise ValueError(f"{name!r}: transformers knows no activation {act}={activation!r}")
     if not 0 <= config.rms_norm_eps < math.inf:
         raise ValueError(
             f"{name!r}: rms_norm_eps is {config.rms_norm_eps!r}, where a small number of at least 0 belongs"
@@ -175,7 +166,7 @@ def _check_rope(rope: Mapping[str, Any], config: PretrainedConfig, name: str, la
 
 
 def _check_angles(config: PretrainedConfig, kind: str, name: str, layer_type: str | None) -> None:
-    """Raises ValueError where `transformers` cannot compute the angles, or makes others than a head needs."""
+    """Raises ValueError unless `transformers` computes finite angles, as many as a head needs."""
     try:
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
         is_right = bool(frequencies.isfinite().all()) and math.isfinite(scale)
@@ -189,5 +180,5 @@ def _check_angles(config: PretrainedConfig, kind: str, name: str, layer_type: st
 
 
 def _head_size(config: PretrainedConfig) -> Any:
-    found = getattr(config, "head_dim", None)
-    return config.hidden_size // config.num_attention_heads if found is None else found
+    size = getattr(config, "head_dim", None)
+    return config.hidden_size // config.num_attention_heads if size is None else size

@@ -1,8 +1,7 @@
-"""A Hugging Face causal LM that reads several tokens per row in one pass and can go back.
+"""Causal LM with a ragged KV cache: forward passes over drafts, chunked prefill, commit and rollback.
 
-On CPUs the forward pass is one in C++, built once for all models (`forward/cpu`). Where that does not serve, torch
-computes it (`forward/eager.py`, `forward/compiled.py`). Prompts are read by the same pass. Attention reads the used
-part of the cache only.
+On CPUs passes are in C++, built once for all models (`forward/cpu`); for unsupported models torch computes them
+(`forward/eager.py`, `forward/compiled.py`). Prefill uses the same pass. Attention reads the used slots only.
 
 Shape letters: B rows of a batch, N tokens of a pass, T tokens of a prompt, R tokens whose logits are wanted,
 V vocabulary, D hidden size, E rows of the embedding, P rows added to it.
@@ -36,13 +35,13 @@ from paradraft.tree import ABSENT
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One pass of a causal LM over a batch.
+    """The size of one pass over a batch.
 
     Args:
-        rows: texts of the batch.
-        tokens: new tokens of each.
-        logits: tokens of each whose logits are wanted; 0 while a prompt is read.
-        context: tokens that the longest row had before.
+        rows: of the batch.
+        tokens: new tokens per row.
+        logits: tokens per row whose logits are computed; 0 in prefill.
+        context: cached tokens of the longest row.
     """
 
     rows: int
@@ -53,12 +52,11 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOut:
-    """What reading prompts returns.
+    """Result of prefill.
 
     Args:
         last: for each row its last token, which was not read.
-        hidden: for each hidden layer that was asked for `[B, T - 1, D]` states of all tokens but the last, 0 where a
-            row has no token.
+        hidden: by requested layer, `[B, T - 1, D]` states of all tokens but the last, 0 where a row has no token.
     """
 
     last: list[list[int]]
@@ -67,42 +65,36 @@ class PrefillOut:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRow:
-    """What a cache held of one row.
-
-    Args:
-        length: how many tokens.
-        storage: their keys and values.
-    """
+    """Keys and values of the first `length` tokens of a row."""
 
     length: int
     storage: kv_cache.Storage
 
 
 FIRST_CAPACITY = 4096
-"""Tokens of a row that a cache has room for at first, if the model has room for more."""
+"""Initial capacity of a row, unless the model's is smaller."""
 PREFILL_CHUNK = 256
 
 
 class CausalLM:
-    """A model, its cache, and how many tokens of each row the cache holds.
+    """A model, its KV cache and the length of each row.
 
     Args:
-        model: one of `ARCHITECTURES`, in evaluation mode; its weights must not
-            change afterwards, because compiled passes have copies.
+        model: one of `ARCHITECTURES`, in evaluation mode; its weights must not change afterwards, because compiled
+            passes have copies.
         vocab_size: ids from here on are never chosen (rows that only pad the embedding).
-        capacity: most tokens a row may have; at most the model's `context_of`.
-        width: most tokens of one decoding pass; the cache has that much room to spare.
-        compiled: compile the passes; falls back to eager, with a warning, where it fails. None compiles what takes
-            no more than seconds: passes in C++. False runs the model's own code.
-        pad_to: run decoding passes with at least this many tokens, so that passes of different
-            rounds go through the same kernels; in C++ all do.
+        capacity: most tokens of a row; at most the model's `context_of`.
+        width: most tokens of one decoding pass; the cache has so many extra slots.
+        compiled: compile passes; falls back to eager, with a warning, where it fails. None compiles only what takes
+            seconds: passes in C++. False runs the model's own code.
+        pad_to: least tokens of a decoding pass, so that passes of different rounds use the same kernels; in C++ all do.
         cuda_graphs: record and replay passes that `torch.compile` makes for a GPU.
-        stages: the parts of the model, if its layers are shared out; else it is on one device.
-        ranks: how many processes share the heads of each layer.
-        probe: that of an earlier pass in C++ over the same packed weights, see `NativePass`.
+        stages: pipeline stages; empty if the model is on one device.
+        ranks: tensor-parallel processes that share the heads of each layer.
+        probe: of an earlier pass in C++ over the same packed weights, see `NativePass`.
 
     Raises:
-        ValueError: an architecture or capacity that this cache cannot serve.
+        ValueError: an unsupported architecture or capacity.
         OtherLogitsError: its pass in C++ has another `probe`.
     """
 
@@ -132,29 +124,29 @@ class CausalLM:
         self.width = max(width, pad_to, 2)
         parts = [stage.model for stage in stages] or [model]
         self.device = parts[-1].device
-        """Where tokens and logits are: the device of the last stage."""
+        """Device of tokens and logits: that of the last stage."""
         self._layer_devices = [part.device for part in parts for _ in part.model.layers]
         self._ranks = ranks
         self.refusals: list[str] = []
-        """Why passes in C++ were refused that could have served, as a user was told."""
+        """Warnings about passes in C++ that were refused for a supported model."""
         forward_of = partial(
             chosen, compiled=compiled, cuda_graphs=cuda_graphs, pad_to=pad_to, probe=probe, refusals=self.refusals
         )
         self._compute: Forward = PipelinePass(stages, forward_of) if stages else forward_of(model)
         self._added: Tensor | None = None
         self.starts = 0
-        """How often `start` was called: there is one cache, so whoever starts ends what others had in it."""
+        """Number of `start` calls: because there is one cache, each call drops the rows of the one before."""
         self._slots = self._slots_for(min(self.capacity, FIRST_CAPACITY))
         self._largest = self._allocate(1, self._slots)
         self._storage: kv_cache.Storage = []
         self._rows = 0
-        """Rows that passes decode; those after them are apart."""
+        """Rows that decoding passes read; later rows are still in prefill."""
         self.passes = Counter[Pass]()
-        """The passes since `start`, for whoever wants to know what they cost."""
+        """Count of the passes since `start`, by size."""
         self._set_lengths([])
 
     def _slots_for(self, tokens: int) -> int:
-        """How many slots a row of so many tokens needs, with room for a pass after them."""
+        """Slots for a row of this length and one pass after it."""
         return -(-(tokens + graph_size(self.width)) // BUCKET) * BUCKET
 
     def _allocate(self, batch_size: int, slots: int) -> kv_cache.Storage:
@@ -168,19 +160,18 @@ class CausalLM:
         )
 
     def start(self) -> None:
-        """Forgets all rows."""
+        """Removes all rows."""
         self.starts += 1
         self._storage, self._rows = [], 0
         self._set_lengths([])
         self.passes = Counter()
 
     def join(self, rows: int, *, apart: bool = False) -> None:
-        """Adds empty rows after the others.
+        """Appends empty rows.
 
         Args:
-            rows: how many.
-            apart: only `prefill` reads them, until `admit`; other passes are over the rows before them. Nothing joins
-                meanwhile.
+            rows: their number.
+            apart: for chunked prefill: decoding passes skip these rows until `admit`, and no row may join before.
 
         Raises:
             ValueError: the cache does not fit into memory.
@@ -193,29 +184,30 @@ class CausalLM:
         self._use(self._rows if apart else total)
 
     def admit(self) -> None:
-        """From now on passes are over all rows, those that were apart too."""
+        """Ends chunked prefill: decoding passes read all rows again."""
         self._use(len(self.lengths))
 
     def _use(self, rows: int) -> None:
-        """Has passes go over so many rows."""
+        """Sets how many rows decoding passes read."""
         self._rows, self._storage = rows, kv_cache.rows_of(self._largest, 0, rows)
 
     def save(self, row: int, most: int) -> SavedRow:
-        """Keys and values of at most `most` first tokens of a row, for another row that begins with the same."""
+        """Copies keys and values of at most `most` first tokens of a row, for the prefix cache."""
         length = min(self.lengths[row], most)
         return SavedRow(length=length, storage=kv_cache.copied(self._storage, row, length))
 
     def restore(self, row: int, saved: SavedRow, most: int) -> int:
-        """Begins an empty row with at most `most` first tokens of another; returns how many there are."""
+        """Fills an empty row with at most `most` tokens of a saved one; returns their number."""
         length = min(saved.length, most)
         self._reserve(length)
         kv_cache.restore(self._largest, row, saved.storage, length)
-        self._set_lengths([length if index == row else before for index, before in enumerate(self.lengths)])
+        self._set_lengths([length if index == row else other for index, other in enumerate(self.lengths)])
         return length
 
     def _reserve(self, tokens: int) -> None:
-        """Makes room for rows of so many tokens and a pass after them: twice as much each time, so that little is
-        copied, and few are the shapes of caches that a pass is recorded or compiled for.
+        """Grows the cache for rows of this length and one pass after them.
+
+        It doubles each time, so that little is copied and passes are recorded or compiled for few cache shapes.
 
         Raises:
             ValueError: the cache does not fit into memory.
@@ -226,7 +218,7 @@ class CausalLM:
             self._use(self._rows)
 
     def _grow(self, rows: int, slots: int) -> None:
-        """A larger cache. Without rows, the smaller one is given back before; else what it holds is copied."""
+        """Allocates a larger cache and copies the rows; without rows, the old one is freed before."""
         self._storage = []
         self._compute.forget()
         before = self._largest if self.lengths else []
@@ -240,13 +232,13 @@ class CausalLM:
     def prefill(
         self, rows: list[list[int]], hidden_layers: Sequence[int] = (), vectors: Tensor | None = None
     ) -> PrefillOut:
-        """Reads and keeps all but the last token of each row; at any length, in chunks.
+        """Prefill: reads and keeps all but the last token of each row, in chunks.
 
         Args:
-            rows: for each row of the batch the tokens after those that it has; none for a row that is not read. The
-                first rows that have no more than one take no part in the passes.
-            hidden_layers: whose states to return, as in `Forward`. For `FINAL_NORM` and the last layer, all of that
-                layer is computed, which nothing else needs of a prompt.
+            rows: for each row of the batch its new tokens; none for a row that is not read. Leading rows with at most
+                one token take no part in the passes.
+            hidden_layers: whose states to return, as in `Forward`. `FINAL_NORM` and the last layer cost most: else the
+                last layer is not computed in full for a prompt.
             vectors: `[B, T - 1, D]` or longer, read in place of the embeddings.
 
         Raises:
@@ -259,22 +251,22 @@ class CausalLM:
         parts: dict[int, list[Tensor]] = {layer: [self._no_states(len(rest_bT))] for layer in hidden_layers}
         for start in range(0, rest_bT.shape[1], PREFILL_CHUNK):
             chunk_bN = rest_bT[:, start : start + PREFILL_CHUNK]
-            read = None if vectors is None else vectors[first:, start : start + chunk_bN.shape[1]]
-            for layer, states in self._read(chunk_bN, first, hidden_layers, read).hidden.items():
+            chunk_vectors = None if vectors is None else vectors[first:, start : start + chunk_bN.shape[1]]
+            for layer, states in self._read(chunk_bN, first, hidden_layers, chunk_vectors).hidden.items():
                 parts[layer].append(states)
         hidden = {layer: torch.cat(states, dim=1) for layer, states in parts.items()}
         hidden = {layer: torch.nn.functional.pad(states, (0, 0, 0, 0, first, 0)) for layer, states in hidden.items()}
         return PrefillOut(last=[tokens[-1:] for tokens in rows], hidden=hidden)
 
     def _read(self, chunk_bN: Tensor, first: int, hidden_layers: Sequence[int], vectors: Tensor | None) -> ForwardOut:
-        """Reads and keeps a piece of the texts of the rows from `first` on."""
+        """Reads and keeps one prefill chunk of the rows from `first` on."""
         self._reserve(self._longest + chunk_bN.shape[1])
         storage = kv_cache.rows_of(self._largest, first, len(self.lengths))
-        nothing_b0 = torch.zeros(len(chunk_bN), 0, dtype=torch.long, device=self.device)
+        no_logits_b0 = torch.zeros(len(chunk_bN), 0, dtype=torch.long, device=self.device)
         chains_bN = parents_of_chains(*chunk_bN.shape, self.device)
         lengths = self.lengths[first:]
         try:
-            out = self._pass(storage, lengths, chunk_bN, chains_bN, nothing_b0, hidden_layers, vectors)
+            out = self._pass(storage, lengths, chunk_bN, chains_bN, no_logits_b0, hidden_layers, vectors)
         except NotFiniteError as error:
             raise NotFiniteError(first + error.row) from None
         self.advance([0] * first + (chunk_bN != ABSENT).sum(1).tolist())
@@ -294,19 +286,18 @@ class CausalLM:
         hidden_layers: Sequence[int] = (),
         vectors: Tensor | None = None,
     ) -> ForwardOut:
-        """Reads new tokens after the kept ones; nothing is kept until `advance` or `accept_path`.
+        """Reads new tokens after the cached ones; none is kept until `advance` or `accept_path`.
 
         Args:
             tokens_BN: `[B, N]` token ids, `ABSENT` where a row has fewer.
-            parents_BN: `[B, N]` the token that each one follows, -1 for the last kept token; by
-                default each follows the one before it.
+            parents_BN: `[B, N]` parents in the draft tree, -1 for the last cached token; a chain by default.
             logit_rows: `[B, R]` indices of the tokens whose logits are wanted; all by default.
             hidden_layers: whose states to return, as in `Forward`.
             vectors: `[B, N, D]` read in place of the embeddings.
 
         Returns:
-            `[B, R, V]` logits of what comes next, -inf for ids that may not be chosen, and `[B, N, D]` states of each
-            of `hidden_layers`.
+            `[B, R, V]` logits of the next token, -inf for ids that may not be chosen, and `[B, N, D]` states of each of
+            `hidden_layers`.
 
         Raises:
             ValueError: there is no such hidden layer.
@@ -353,15 +344,12 @@ class CausalLM:
 
     @torch.no_grad()
     def add_embeddings(self, rows_PD: Tensor) -> range:
-        """Gives further token ids an embedding: of prompt tokens, which are read but never chosen.
+        """Adds ids with these embeddings `[P, D]`, for prompt tokens, which are read but never chosen.
 
-        The model, its logits and all other ids stay as they are.
-
-        Args:
-            rows_PD: `[P, D]` one row for each id; at least one.
+        The model, its logits and all other ids do not change.
 
         Returns:
-            The ids: those after the last row of the embedding and after those of earlier calls.
+            The ids, which follow the last row of the embedding and those of earlier calls.
 
         Raises:
             ValueError: the rows do not have the model's hidden size.
@@ -377,19 +365,18 @@ class CausalLM:
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings `[…, D]` of token ids `[…]`; of an absent token that of some other."""
+        """The embeddings `[…, D]` of token ids `[…]`; arbitrary for absent tokens."""
         embedding = self.model.get_input_embeddings()
         vectors: Tensor = embedding(tokens.clamp(min=0).to(embedding.weight.device))
         return vectors.to(self.device)
 
     @torch.no_grad()
     def head(self, states: Tensor) -> Tensor:
-        """The logits `[…, V]` that follow from states `[…, D]` after the final norm, -inf for ids that may not be
-        chosen."""
+        """The logits `[…, V]` of states `[…, D]` after the final norm, -inf for ids that may not be chosen."""
         return self.allowed(self._compute.head(states.flatten(0, -2)).unflatten(0, states.shape[:-1]))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """A linear layer of a drafter, computed as the model's own: `[…, outputs]` of `[…, inputs]`.
+        """A linear layer of a drafter, computed as the model's own: a function from `[…, inputs]` to `[…, outputs]`.
 
         Args:
             weight: `[outputs, inputs]`; copied.
@@ -400,83 +387,83 @@ class CausalLM:
 
     @property
     def is_native(self) -> bool:
-        """Whether passes are in C++: logits are then the same to the last bit in every cut, batch and tree, and passes
-        have threads of their own."""
+        """Whether passes are in C++: logits are then bitwise the same in every chunk, batch and tree, and
+        passes have their own threads."""
         return self._compute.is_native
 
     @property
     def native(self) -> NativePass | None:
-        """The pass in C++, if one computes all that the model does."""
+        """The pass in C++; None if torch or several stages compute the model."""
         return self._compute if isinstance(self._compute, NativePass) else None
 
     @property
     def probe(self) -> str | None:
-        """A digest of what a pass in C++ says of a few tokens; None for other passes."""
+        """A digest of the logits of a few tokens of a pass in C++; None for other passes."""
         return self._compute.probe if isinstance(self._compute, NativePass) else None
 
     @property
     def threads(self) -> int:
-        """Most threads of a pass in C++, else of torch's operations."""
+        """Most threads of a pass."""
         return self._compute.threads
 
     @property
     def draw(self) -> Draw | None:
-        """What draws tokens from its logits, with the threads of its passes; None unless these are in C++."""
+        """The C++ sampler, with the threads of the passes; None unless these are in C++."""
         return partial(draw, threads=self.threads) if self.is_native else None
 
     @property
     def is_ragged(self) -> bool:
-        """Whether a pass computes only the tokens that there are; else absent ones cost as much as others."""
+        """Whether a pass skips absent tokens; else they cost as much as others."""
         return self.is_native
 
     @property
     def min_rows(self) -> int:
-        """How few rows a batch of several may shrink to: `torch.compile` makes another pass for one row."""
+        """Least rows of a batch that shrinks: 2 where `torch.compile` would compile another pass for one row."""
         return self._compute.min_rows
 
     @property
     def warm_up_rounds(self) -> int:
-        """How often a pass must have run before it is compiled and recorded; 0 if it is neither."""
+        """Passes of a shape until it is compiled and recorded; 0 without either."""
         return self._compute.warm_up_rounds
 
     def weight_bytes(self, weight: Tensor) -> int:
-        """What a pass reads of one of the model's weights."""
+        """Bytes that a pass reads of one of the model's weights."""
         return self._compute.weight_bytes(weight)
 
     def allowed(self, logits: Tensor) -> Tensor:
-        """Logits `[…, V]` of the tokens that may be chosen, in place; forbidden ones are -inf."""
+        """Cuts logits to `[…, V]` and sets those of forbidden and reserved tokens to -inf, in place."""
         logits = logits.narrow(-1, 0, self.vocab_size)
         for token in self._forbidden | self._reserved:
             logits.select(-1, token).fill_(-torch.inf)
         return logits
 
     def forbid(self, tokens: Iterable[int]) -> None:
-        """Makes sure that tokens, such as those that the model suppresses, are never chosen."""
+        """Forbids tokens for good, such as the model's suppressed ones."""
         self._forbidden |= {token for token in tokens if token < self.vocab_size}
 
     def reserve(self, tokens: Iterable[int]) -> None:
-        """Makes sure that these tokens, such as a drafter's mask, are not chosen until others are named."""
+        """Forbids tokens, such as a drafter's mask token, until the next call."""
         self._reserved = {token for token in tokens if token < self.vocab_size}
 
     def _set_lengths(self, lengths: list[int]) -> None:
         self.lengths = list(lengths)
-        """How many tokens of each row the cache holds."""
+        """Cached tokens of each row."""
         self._longest = max(lengths, default=0)
 
     def advance(self, counts: list[int]) -> None:
-        """Keeps the first tokens of the last pass, `counts` of each row."""
-        # A row that has ended is read on until all rows of its batch have; it must not outgrow the cache.
+        """Keeps the first `counts` tokens of each row of the last pass."""
+        # A finished row is still decoded until all rows of its batch have finished; it must not outgrow the cache.
         self._set_lengths([min(sum(pair), self.capacity) for pair in zip(self.lengths, counts, strict=True)])
 
     def accept_path(self, paths: list[list[int]]) -> None:
-        """Keeps the tokens of the last pass that each row's path names, in its order."""
+        """Keeps the tokens of the last pass on each row's accepted path, by compaction."""
         if any(path != list(range(len(path))) for path in paths):
             first_slot_B = upload(self.lengths[: self._rows], self.device)
             kv_cache.compact(self._storage, first_slot_B, from_lists(paths, self.device))
         self.advance([*map(len, paths), *[0] * (len(self.lengths) - self._rows)])
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets all rows but `rows`, `[b]` the index that each had before; those that are apart stay the last."""
+        """Compaction: drops all rows but `rows`, `[b]` old indices in the new order; rows in prefill stay last."""
         is_whole = self._rows == len(self.lengths)
         storage = self._storage if is_whole else kv_cache.rows_of(self._largest, 0, len(self.lengths))
         kv_cache.move_rows(storage, rows, self.lengths)
@@ -484,6 +471,6 @@ class CausalLM:
         self._set_lengths([self.lengths[row] for row in rows.tolist()])
 
     def rollback(self, lengths: list[int]) -> None:
-        """Goes back to earlier lengths of the rows."""
+        """Shortens rows to earlier lengths."""
         assert all(earlier <= now for earlier, now in zip(lengths, self.lengths, strict=True))
         self._set_lengths(lengths)

@@ -1,11 +1,9 @@
-"""A key/value cache whose rows stand at different lengths.
+"""Ragged KV cache: each row has its own length.
 
-Memory is allocated once. Each row writes after its own length; going back is setting the length
-back, and the accepted path of a tree is moved together by one gather. `transformers`' own static
-cache has one position for the whole batch and cannot go back.
+Each row writes after its length. Rollback sets the length back; compaction moves the accepted path of a tree together
+by one gather. The static cache of `transformers` has one position for the whole batch and cannot roll back.
 
-Shape letters: B rows of a batch, H key/value heads, C capacity in slots, D head size,
-N new tokens, S slots in use.
+Shape letters: B rows of a batch, H key/value heads, C capacity in slots, D head size, N new tokens, S slots in use.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from paradraft.models.forward.cpu import tree as in_cpp
 from paradraft.tree import ABSENT
 
 Storage = list[tuple[Tensor, Tensor]]
-"""For each layer its keys and its values, both `[B, C, H, D]`. One tensor each, so that a compiled
-pass can write into them in place; slots before heads, so that a token is one contiguous run."""
+"""Keys and values of each layer, both `[B, C, H, D]`. One tensor each, so that a compiled pass can write in place;
+slots before heads, so that a token is contiguous."""
 
 
 def allocate(
@@ -38,7 +36,7 @@ def allocate(
     devices: Sequence[torch.device],
     ranks: int = 1,
 ) -> Storage:
-    """Empty storage for a causal LM.
+    """Allocates empty storage for a causal LM.
 
     Args:
         config: the model's.
@@ -46,7 +44,7 @@ def allocate(
         capacity: slots of a row.
         dtype: of keys and values.
         devices: of each layer.
-        ranks: how many processes share the heads of a layer.
+        ranks: tensor-parallel processes that share the heads of a layer.
 
     Raises:
         ValueError: there is not enough memory for it.
@@ -67,7 +65,7 @@ def allocate(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on Linux's CPUs the system makes them where they are used for the first time, and not before."""
+    """Zeros; on CPUs under Linux, pages that take memory only when they are first used."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or sys.platform != "linux" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -79,17 +77,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def head_size(config: PretrainedConfig) -> int:
-    """The width of an attention head, which not every config says."""
+    """The size of an attention head, also where the config has no `head_dim`."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def slots_of(storage: Storage) -> int:
-    """How many slots a row has."""
+    """Slots of a row."""
     return storage[0][0].shape[1]
 
 
 def rows_of(storage: Storage, start: int, stop: int) -> Storage:
-    """Some rows of a storage, one after the other, in the same memory."""
+    """Rows `start` to `stop` of a storage, in the same memory."""
     parts = []
     for layer in storage:
         keys, values = (_shared(stored_BCHD, start, stop) for stored_BCHD in layer)
@@ -98,18 +96,18 @@ def rows_of(storage: Storage, start: int, stop: int) -> Storage:
 
 
 def move_rows(storage: Storage, rows_b: Tensor, used: Sequence[int]) -> None:
-    """Moves some rows to the front, in place: row `rows_b[i]` becomes row i; of each row at least the slots in use.
+    """Compaction of rows, in place: row `rows_b[i]` becomes row i.
 
     Args:
         storage: changed in place.
-        rows_b: `[b]` the index that each row had before.
-        used: of each row, by that index, how many slots.
+        rows_b: `[b]` old indices.
+        used: slots in use, by old index; at least these are moved.
     """
     moves = {to: row for to, row in enumerate(rows_b.tolist()) if to != row}
     to_m, from_m = list(moves), list(moves.values())
     is_downwards = all(row > to for to, row in moves.items())
     for stored_BCHD in (each for layer in storage for each in layer):
-        if is_downwards:  # so that none is written before it is read; eight times as fast as lists of rows
+        if is_downwards:  # no row is written before it is read; eight times as fast as indexing with lists of rows
             for to, row in moves.items():
                 stored_BCHD[to, : used[row]] = stored_BCHD[row, : used[row]]
         else:
@@ -117,7 +115,7 @@ def move_rows(storage: Storage, rows_b: Tensor, used: Sequence[int]) -> None:
 
 
 def copied(storage: Storage, row: int, used: int) -> Storage:
-    """A copy of the first `used` slots of one row, `[S, H, D]` each."""
+    """A copy of the first `used` slots of a row, `[S, H, D]` each."""
     return [(keys[row, :used].clone(), values[row, :used].clone()) for keys, values in storage]
 
 
@@ -129,7 +127,7 @@ def restore(storage: Storage, row: int, copy: Storage, used: int) -> None:
 
 
 def _shared(stored_BCHD: Tensor, start: int, stop: int) -> Tensor:
-    # Not a view, because torch.compile guards on what a view is a view of.
+    # Not a view, because torch.compile guards on the base of a view.
     part = torch.empty(0, dtype=stored_BCHD.dtype, device=stored_BCHD.device)
     shape, stride = (stop - start, *stored_BCHD.shape[1:]), stored_BCHD.stride()
     part.set_(stored_BCHD.untyped_storage(), start * stride[0], shape, stride)
@@ -137,9 +135,9 @@ def _shared(stored_BCHD: Tensor, start: int, stop: int) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that can still be had; infinite where it is not known."""
+    """Free memory of a device; infinite where it is unknown."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps of a smaller cache is free too
+        torch.cuda.empty_cache()  # memory that torch keeps of a smaller cache is free too
         return float(torch.cuda.mem_get_info(device)[0])
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if device.type == "cpu" and info.exists() else []
@@ -147,18 +145,18 @@ def free_bytes(device: torch.device) -> float:
 
 
 def _marked(stored_BCHD: Tensor) -> Tensor:
-    # Else torch.compile may take a size that equals another by chance, such as 64 slots and a head of
-    # 64, for the same variable, and compile again when they part. Only the number of rows changes.
+    # Else torch.compile may take two sizes that are equal by chance, such as 64 slots and a head size of 64, for one
+    # variable, and compile again when they differ. Only the number of rows changes.
     torch._dynamo.mark_static(stored_BCHD, [1, 2, 3])
     return stored_BCHD
 
 
 class SlotCache(Cache):
-    """The view of the storage that one forward pass hands to a `transformers` model.
+    """The storage as the `Cache` of one forward pass of a `transformers` model.
 
     Args:
         storage: from `allocate`.
-        slots_BN: `[B, N]` where the new tokens of each row are written.
+        slots_BN: slots of the new tokens.
         used: S; attention reads the first S slots only.
     """
 
@@ -168,7 +166,7 @@ class SlotCache(Cache):
         self.slots_BN = slots_BN
         self.used = used
         self.is_finite_BN = torch.ones_like(slots_BN).bool()
-        """`[B, N]` whether all keys and values of each new token are finite numbers."""
+        """`[B, N]` whether all keys and values of each new token are finite."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, cache_kwargs: object = None
@@ -176,7 +174,7 @@ class SlotCache(Cache):
         """Writes `[B, H, N, D]` keys and values, returns `[B, H, S, D]` views of all in use.
 
         NaN and infinity are replaced by zeros and noted in `is_finite_BN`. Attention multiplies the values of masked
-        slots by 0, and 0 times NaN is NaN: one such token would reach texts that do not see it.
+        slots by 0, and 0 times NaN is NaN: one such token would change texts that do not see it.
         """
         views = []
         for stored_BCHD, new_BHND in zip(self.storage[layer_idx], (key_states, value_states), strict=True):
@@ -189,15 +187,14 @@ class SlotCache(Cache):
 
 
 def compact(storage: Storage, first_slot_B: Tensor, path_BN: Tensor) -> None:
-    """Moves the slots of an accepted path to the front of the slots its pass has written.
+    """Compaction of an accepted path: moves its slots to the front of those that its pass has written.
 
     Args:
         storage: changed in place.
-        first_slot_B: `[B]` slot of node 0.
-        path_BN: `[B, N]` nodes to keep in order, then `ABSENT`.
+        first_slot_B: slot of node 0.
+        path_BN: nodes to keep in order, then `ABSENT`.
 
-    Worked example: node 0 is in slot 10 and the path is 0, 2, 3. Slots 10, 12, 13 go to
-    10, 11, 12.
+    Worked example: node 0 is in slot 10 and the path is 0, 2, 3. Slots 10, 12, 13 move to 10, 11, 12.
     """
     stored_on: dict[torch.device, list[Tensor]] = {}
     for stored_BCHD in (each for layer in storage for each in layer):
@@ -207,7 +204,6 @@ def compact(storage: Storage, first_slot_B: Tensor, path_BN: Tensor) -> None:
 
 
 def _compact(stored: list[Tensor], first_slot_B: Tensor, path_BN: Tensor) -> None:
-    """`compact` on one device."""
     if path_BN.device.type == "cpu" and in_cpp.compact(stored, first_slot_B, path_BN):
         return
     to_BN = first_slot_B[:, None] + torch.arange(path_BN.shape[1], device=path_BN.device)
@@ -218,6 +214,6 @@ def _compact(stored: list[Tensor], first_slot_B: Tensor, path_BN: Tensor) -> Non
 
 
 def write(stored_BCHD: Tensor, slots_BN: Tensor, new_BNHD: Tensor) -> None:
-    """Puts new entries into each row's own slots, in place."""
+    """Writes new entries into each row's slots, in place."""
     rows_B1 = torch.arange(len(slots_BN), device=slots_BN.device)[:, None]
     stored_BCHD.index_put_((rows_B1, slots_BN), new_BNHD)

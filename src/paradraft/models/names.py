@@ -5,11 +5,11 @@ from __future__ import annotations
 POCKET = "pocket"
 """The shipped family."""
 PREFIX = "shape:"
-"""How the name of a shape begins; see `paradraft.sources.presets`."""
+"""Prefix of the name of a shape, see `paradraft.sources.presets`."""
 
 
 def is_shape(name: str) -> bool:
-    """Whether a model name asks for a shape.
+    """Whether a model name is that of a shape.
 
     >>> is_shape("shape:llama-3.1-8b"), is_shape("pocket")
     (True, False)
@@ -18,7 +18,7 @@ def is_shape(name: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """A model's name for a title: of a path the last part; a Hugging Face id as it is.
+    """A model's name for a title: the last part of a path; a Hugging Face id unchanged.
 
     >>> [short_name(name) for name in ("build/real/qwen.Q4_K_M.gguf", "models/qwen.gguf", "Qwen/Qwen3-8B", "/m/qwen/")]
     ['qwen.Q4_K_M.gguf', 'qwen.gguf', 'Qwen/Qwen3-8B', 'qwen']
@@ -28,6 +28,6 @@ def short_name(name: str) -> str:
 
 
 def check_has_weights(name: str) -> None:
-    """Raises ValueError for a shape, where a model is needed that says something."""
+    """Raises ValueError for a shape, because its random weights give no meaningful text."""
     if is_shape(name):
         raise ValueError(f"{name!r} has random weights and says nothing: only `paradraft bench` takes it, to time it")

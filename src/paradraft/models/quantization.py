@@ -16,16 +16,16 @@ from paradraft.models.architecture import has_experts
 from paradraft.models.quantized import GROUP, QuantizedTensor, round_linears
 
 NF4_BLOCK, NF4_SCALES = 64, 256
-"""Weights that share a scale in NF4, and scales that share one of theirs: those of QLoRA."""
+"""Weights that share a scale in NF4, and scales that share a scale (double quantization), as in QLoRA."""
 
 
 def check_quantization(bits: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ValueError, before anything is loaded, if there are no kernels for this: on CPUs there always are.
+    """Raises ValueError, before anything is loaded, if a device has no kernels for these bits; CPUs always have.
 
     Args:
         bits: 8 or 4.
-        device: where the model is to run.
-        dtype: what passes compute in.
+        device: of the model.
+        dtype: of activations.
     """
     if device.type == "cpu":
         return
@@ -37,15 +37,15 @@ def check_quantization(bits: int, device: torch.device, dtype: torch.dtype) -> N
 
 
 def quantize(model: PreTrainedModel, bits: int) -> None:
-    """Rounds the weights of all linear layers, the head's too, in place.
+    """Quantizes the weights of all linear layers, the head's too, in place.
 
-    Embeddings and norms stay as they are. A head that was the embedding becomes a matrix of its own. On CPUs what is
-    multiplied is rounded too, and the head and shared keys and values keep 8 bits; see `paradraft.models.quantized`.
-    Elsewhere torchao rounds weights alone.
+    Embeddings and norms are not quantized; a tied head is untied. On CPUs activations are quantized too, and the head
+    and the projections of shared keys and values keep 8 bits, see `paradraft.models.quantized`. Elsewhere torchao
+    quantizes weights only.
 
     Args:
-        model: on the device it is to run on.
-        bits: 8, a scale for each output; or 4, a scale for `GROUP` inputs.
+        model: on its device.
+        bits: 8, with a scale for each output; or 4, with a scale for each `GROUP` inputs.
 
     Raises:
         ValueError: torchao cannot do it.
@@ -72,7 +72,7 @@ def _torchao(bits: int) -> tuple[Callable[[nn.Module, Any], None], Any]:
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         raise ValueError(f"dtype='int{bits}' needs torchao ({error}): pip install 'paradraft[quantized]'") from None
-    # By default it would also change the settings that other models are compiled with.
+    # By default torchao also changes the settings that other models are compiled with.
     if bits == 8:
         return quantize_, Int8WeightOnlyConfig(set_inductor_config=False)
     packed = Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
@@ -80,13 +80,13 @@ def _torchao(bits: int) -> tuple[Callable[[nn.Module, Any], None], Any]:
 
 
 def store_in_nf4(model: PreTrainedModel, device: torch.device) -> None:
-    """Stores the matrices of all layers in 4 bits (NF4, Dettmers et al. 2023, QLoRA), in place, and moves the model.
+    """Stores the linear layers of all decoder layers in NF4 (QLoRA, Dettmers et al. 2023), in place, on `device`.
 
-    Embeddings, norms and the head stay as they are. Unlike after `quantize`, gradients pass through on every device.
+    Embeddings, norms and the head are not quantized. Unlike after `quantize`, gradients pass through on every device.
 
     Args:
         model: frozen.
-        device: where it is to be; the whole matrices are there one by one.
+        device: the unquantized matrices are moved there one at a time.
 
     Raises:
         ValueError: torchao is not installed.
@@ -103,7 +103,7 @@ def store_in_nf4(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a weight is stored in: itself, or the whole numbers and scales of a quantized one."""
+    """The tensors that store a weight: itself, or the integers, scales and offsets of a quantized one."""
     if isinstance(tensor, QuantizedTensor):
         numbers = [part for part in tensor.parts if part is not None]
         return [each for part in numbers for each in (part.tensors if isinstance(part, Products) else [part])]
@@ -114,7 +114,7 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """What a weight takes in memory; the element size of a quantized one would be the original's."""
+    """Bytes of a weight in memory. Its `element_size` would be that of the dtype before quantization."""
     if isinstance(tensor, QuantizedTensor):
         return tensor.stored_bytes
     return sum(part.numel() * part.element_size() for part in stored_parts(tensor))

@@ -1,10 +1,9 @@
-"""Weights of 8 or 4 bits, and products with them: the definition that the kernels of CPUs follow to the last bit.
+"""Quantized weights (4 to 8 bits) and products with them: the definition that the CPU kernels follow to the last bit.
 
-A weight is `scale * value`, or `scale * value + offset`: a scale, and an offset where there are any, belong to a group
-of inputs of one output (all of them where there is one group). What is multiplied with weights is rounded too: each
-token's inputs in blocks of 32, each block to whole numbers from -127 to 127 and a scale. So a product is a sum of whole
-numbers in each block, which is exact in any order, and a float32 sum over blocks in their order: the same for a token
-whatever else is computed with it, and on every CPU.
+A weight is `scale * value`, or `scale * value + offset`; a scale, and an offset if there are any, belong to a group of
+inputs of one output (all inputs if there is one group). Activations are quantized too: each token's inputs in blocks of
+32, each block to integers from -127 to 127 and a scale. So a product is a sum of integers in each block, which is exact
+in any order, and a float32 sum over blocks in their order: the same for a token in every batch and on every CPU.
 
 Shape letters: M tokens, N outputs, K inputs, B blocks of inputs, G groups of inputs.
 """
@@ -23,28 +22,28 @@ from torch.nn import functional
 from paradraft.formats.gguf_blocks import Numbers, Products
 
 BLOCK = 32
-"""Inputs of a token that are rounded with one scale."""
+"""Inputs of a token that share a scale."""
 GROUP = 32
-"""Weights that share a scale when we round to 4 bits, as in Q4_0."""
+"""Weights that share a scale when quantized to 4 bits here, as in Q4_0."""
 LARGEST = 127
-"""Of the whole numbers that inputs and weights of 8 bits are rounded to; -128 could overflow a CPU's sums."""
+"""Largest 8-bit integer of inputs and weights, and minus the smallest; -128 could overflow a CPU's sums."""
 OUTPUTS_AT_ONCE = 4096
-"""Of a product in torch, so that few weights are numbers at a time."""
+"""Outputs that torch dequantizes at a time, to save memory."""
 SHRINKINGS = 16
-"""Scales that are tried for a group of 4-bit weights."""
+"""Candidate scales of a group of 4-bit weights."""
 ROUNDED_AT_ONCE = 2**17
-"""Weights that are rounded at once, so that all that is computed of them stays in the cache."""
+"""Weights that are quantized at a time, so that all intermediate results stay in the CPU cache."""
 KEPT_IN_8_BITS = ("k_proj", "v_proj")
-"""Layers whose weights keep 8 bits where others get 4, if several heads of queries share what they compute."""
+"""Layers that keep 8 bits where others get 4, if several query heads share a key/value head."""
 ROUNDING = 2
-"""The version of how weights are rounded. What was rounded before is not taken for what would be today."""
+"""Version of the quantization; weights that another version has stored are not reused."""
 SUPERBLOCK = 256
 """Inputs that share the factors of `Products`."""
 Parts = tuple[Tensor, Numbers, Numbers | None]
 
 
 class NumberKind(IntEnum):
-    """How scales or offsets are stored: not at all, in float32, in float16, or as `Products`."""
+    """Storage of scales or offsets: none, float32, float16, or `Products`."""
 
     NONE = 0
     FLOATS = 1
@@ -53,7 +52,7 @@ class NumberKind(IntEnum):
 
     @staticmethod
     def of(numbers: Numbers | None) -> NumberKind:
-        """The kind of some numbers."""
+        """The kind of scales or offsets."""
         if numbers is None:
             return NumberKind.NONE
         if isinstance(numbers, Products):
@@ -62,12 +61,12 @@ class NumberKind(IntEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the numbers, or of the factors of products."""
+        """The dtype of the numbers, or of the factors of products."""
         return torch.float32 if self is NumberKind.FLOATS else torch.float16
 
 
 class Format(NamedTuple):
-    """How weights of few bits are stored.
+    """The storage format of quantized weights.
 
     Args:
         bits: 4, 5, 6 or 8.
@@ -105,27 +104,27 @@ _FORMATS: dict[int, dict[tuple[NumberKind, NumberKind], tuple[int, ...]]] = {
     16: {(_P, _N): (6,)},
     32: {(_H, _N): (4, 5, 8), (_H, _H): (4, 5), (_H, _F): (4,), (_F, _N): (4,), (_F, _F): (4,), (_P, _P): (4, 5)},
 }
-"""The bits that kernels take, by the inputs of a group (32 for more too) and the kinds of scales and offsets."""
+"""Bits with a kernel, by group size (32 stands for larger ones too) and kinds of scales and offsets."""
 
 
 @runtime_checkable
 class HasRows(Protocol):
-    """What has the parts of weights in another form, and need not make all of them for a few."""
+    """A source of weights that can return the parts of some outputs alone."""
 
     def rows(self, outputs: Tensor) -> Parts:
         """The parts of these outputs `[U]`."""
 
 
 class QuantizedTensor(Tensor):
-    """Weights `[N, K]` of few bits, in place of an ordinary tensor in a linear layer or an embedding.
+    """Quantized weights `[N, K]`, in place of an ordinary tensor in a linear layer or an embedding.
 
     Args:
-        values: `[N, K]` int8. With offsets 0 to 15 of 4 bits, else -8 to 7, and so on.
+        values: `[N, K]` int8; 4 bits are 0 to 15 with offsets, else -8 to 7, and so on.
         scales: `[N, G]` float16, float32 or products; a group has K inputs if G is 1, else `group`.
         offsets: likewise, or None.
         bits: 4, 5, 6 or 8.
         group: inputs of a group, 16 or a multiple of 32; the last may be smaller. K if G is 1.
-        dtype: in which results are returned.
+        dtype: of results.
 
     Raises:
         ValueError: the parts do not fit each other, or there is no kernel for them.
@@ -146,10 +145,10 @@ class QuantizedTensor(Tensor):
         group: int,
         dtype: torch.dtype = torch.float32,
     ) -> QuantizedTensor:
-        made: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
             cls, values.shape, dtype=dtype, device=values.device, requires_grad=False
         )
-        return made
+        return tensor
 
     def __init__(
         self,
@@ -162,11 +161,11 @@ class QuantizedTensor(Tensor):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         kinds = NumberKind.of(scales), NumberKind.of(offsets)
-        in_blocks = group
+        stored_group = group
         if group == values.shape[-1]:
             has_one_scale = bits in _FORMATS[0].get(kinds, ())
-            in_blocks = 0 if has_one_scale else -(-group // BLOCK) * BLOCK
-        format = Format(bits, in_blocks, *kinds)
+            stored_group = 0 if has_one_scale else -(-group // BLOCK) * BLOCK
+        format = Format(bits, stored_group, *kinds)
         _check(values, scales, offsets, format, group)
         self._hold(format, group, (values, scales, offsets), None)
 
@@ -174,32 +173,32 @@ class QuantizedTensor(Tensor):
         self.format, self.bits, self.group = format, format.bits, group
         self._parts = parts
         self.source = source
-        """What has or makes the parts, if they are not here."""
+        """Returns the parts, if they are not stored here."""
         self.product: Callable[[Tensor], Tensor] | None = None
-        """What computes `[M, N]` of `[M, K]` with the weights, if a kernel does."""
+        """The kernel that computes `[M, N]` of `[M, K]`; None for torch."""
 
     @classmethod
     def elsewhere(
         cls, source: Callable[[], Parts], shape: Sequence[int], *, format: Format, group: int, dtype: torch.dtype
     ) -> QuantizedTensor:
-        """Weights on the CPU whose parts are in another form, or are not made yet.
+        """Weights on the CPU whose parts `source` returns: it stores them in another form, or computes them later.
 
         Args:
-            source: makes them.
+            source: of the parts.
             shape: N, K.
-            format: how they are stored.
+            format: of the weights.
             group: inputs of a group.
-            dtype: in which results are returned.
+            dtype: of results.
         """
-        made: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"), requires_grad=False
         )
-        made._hold(format, group, None, source)
-        return made
+        tensor._hold(format, group, None, source)
+        return tensor
 
     @property
     def parts(self) -> Parts:
-        """Values, scales and offsets, or None in place of these."""
+        """Values, scales, and offsets or None."""
         if self._parts is not None:
             return self._parts
         assert self.source is not None
@@ -207,15 +206,15 @@ class QuantizedTensor(Tensor):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the weights in their few bits, with scales and offsets."""
+        """Bytes of the weights, with scales and offsets."""
         return self.format.stored_bytes(*self.shape)
 
     def move_to(self, source: Callable[[], Parts]) -> None:
-        """Forgets the parts, which `source` has in another form."""
+        """Frees the parts, which `source` returns from now on."""
         self._parts, self.source = None, source
 
     def keep_parts(self) -> None:
-        """Makes the parts once, where every product needs them."""
+        """Stores the parts here, where every product needs them."""
         self._parts, self.source = self.parts, None
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch passes nothing
@@ -243,18 +242,18 @@ class QuantizedTensor(Tensor):
         raise NotImplementedError(f"{function} of weights of few bits: `dequantize()` has them as numbers")
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """The weights `[…, K]` of some outputs `[…]`: an embedding's rows."""
+        """Embedding lookup: the weights `[…, K]` of outputs `[…]`."""
         if not tokens.numel():
             return torch.empty(*tokens.shape, self.shape[1], dtype=self.dtype, device=self.device)
-        outputs_U, which = tokens.unique(return_inverse=True)
+        outputs_U, inverse = tokens.unique(return_inverse=True)
         if self._parts is None and isinstance(self.source, HasRows):
-            return self._numbers(self.source.rows(outputs_U))[which]
+            return self._numbers(self.source.rows(outputs_U))[inverse]
         values, scales, offsets = self.parts
-        some = values[outputs_U], scales[outputs_U], None if offsets is None else offsets[outputs_U]
-        return self._numbers(some)[which]
+        parts = values[outputs_U], scales[outputs_U], None if offsets is None else offsets[outputs_U]
+        return self._numbers(parts)[inverse]
 
     def dequantize(self) -> Tensor:
-        """The weights `[N, K]` as numbers."""
+        """The weights `[N, K]` in the dtype of results."""
         return self._numbers(self.parts)
 
     def _numbers(self, parts: Parts) -> Tensor:
@@ -262,12 +261,7 @@ class QuantizedTensor(Tensor):
 
 
 def numbers_of(parts: Parts, group: int) -> Tensor:
-    """Weights `[N, K]` as float32.
-
-    Args:
-        parts: of the weights.
-        group: inputs of a group.
-    """
+    """Dequantizes weights in groups of `group` inputs to `[N, K]` float32."""
     values, scales, offsets = parts
     numbers = values * _spread(scales.float(), group, values.shape[1])
     if offsets is not None:
@@ -285,34 +279,34 @@ def _check(values: Tensor, scales: Numbers, offsets: Numbers | None, format: For
     if group != inputs and group != BLOCK // 2 and group % BLOCK:
         raise ValueError(f"groups of {group} inputs: use {BLOCK // 2}, a multiple of {BLOCK}, or all {inputs}")
     for part in (scales, offsets):
-        for found, per in (
+        for numbers, per in (
             [(part.factors, SUPERBLOCK), (part.numbers, group)] if isinstance(part, Products) else [(part, group)]
         ):
-            if found is not None and found.shape != (needed := (outputs, -(-inputs // per))):
-                raise ValueError(f"scales or offsets of shape {list(found.shape)}: these weights need {list(needed)}")
+            if numbers is not None and numbers.shape != (needed := (outputs, -(-inputs // per))):
+                raise ValueError(f"scales or offsets of shape {list(numbers.shape)}: these weights need {list(needed)}")
     if not format.is_known:
         raise ValueError(
             f"{bits} bits in groups of {group} inputs, scales {format.scales.name} and offsets {format.offsets.name}: "
             "there is no kernel for weights that are stored so"
         )
     lowest, highest = (0, 2**bits - 1) if offsets is not None else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    found_least, found_most = (int(values.min()), int(values.max())) if values.numel() else (0, 0)
-    if not lowest <= found_least <= found_most <= highest:
-        raise ValueError(f"values of {bits} bits from {found_least} to {found_most}: use {lowest} to {highest}")
+    least, most = (int(values.min()), int(values.max())) if values.numel() else (0, 0)
+    if not lowest <= least <= most <= highest:
+        raise ValueError(f"values of {bits} bits from {least} to {most}: use {lowest} to {highest}")
 
 
 def _spread(groups: Tensor, group: int, inputs: int) -> Tensor:
-    """`[…, K]` what each input's group has, of `[…, G]`."""
+    """Expands the numbers of groups `[…, G]` to inputs `[…, K]`."""
     return groups[..., None].expand(*groups.shape, group).flatten(-2)[..., :inputs]
 
 
 def round_linears(model: nn.Module, bits: int, head: nn.Module) -> None:
-    """Rounds the weights of all linear layers of a model, in place, to as many bits as `bits_of` says.
+    """Quantizes the linear layers of a model on the CPU, in place: the head to 8 bits, the others as `bits_of` says.
 
     Args:
         model: on the CPU.
         bits: 8 or 4.
-        head: the output head. Where it was the embedding, it gets a matrix of its own.
+        head: the output head; untied if it shared its weights with the embedding.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -321,16 +315,16 @@ def round_linears(model: nn.Module, bits: int, head: nn.Module) -> None:
 
 
 def bits_of(name: str, weight: Tensor, bits: int) -> int:
-    """To how many bits a linear layer of a model that is rounded to 8 or 4 is rounded, if it is not the head.
+    """The bits of a linear layer, other than the head, of a model that is quantized to 8 or 4 bits.
 
-    In 4 bits the head, keys and values keep 8: a value is read by all heads of queries that share it, and an error in
-    it is an error of all of them. With fewer heads of keys and values than of queries these are a few hundredths of the
-    weights. Where there are as many of both, they are a third of an attention's, and get 4 bits like all others.
+    In a 4-bit model, projections of shared keys and values keep 8 bits, because an error in one of them is an error in
+    all query heads that share it. With fewer key/value heads than query heads these are a few percent of the weights.
+    With as many of both they are half of an attention's weights, and get 4 bits like all others.
 
     Args:
-        name: the layer's; `v_proj` at its end is that of values.
+        name: of the layer; `v_proj` at its end is that of values.
         weight: `[N, K]`.
-        bits: 8 or 4.
+        bits: of the model, 8 or 4.
 
     >>> bits_of("layers.0.self_attn.v_proj", torch.zeros(192, 576), 4)
     8
@@ -342,12 +336,12 @@ def bits_of(name: str, weight: Tensor, bits: int) -> int:
 
 
 def rounded(weight: Tensor, bits: int) -> QuantizedTensor:
-    """Rounds weights `[N, K]` to 8 or 4 bits."""
+    """Quantizes weights `[N, K]` to 8 or 4 bits."""
     return rounded_to_8_bits(weight) if bits == 8 else rounded_to_4_bits(weight)
 
 
 def rounded_to_8_bits(weight: Tensor) -> QuantizedTensor:
-    """Rounds weights `[N, K]` to 8 bits, with a scale for each output.
+    """Quantizes weights `[N, K]` to 8 bits, with a scale for each output.
 
     >>> rounded_to_8_bits(torch.tensor([[1.0, -0.5, 0.004]])).parts[0].tolist()
     [[127, -64, 1]]
@@ -355,32 +349,32 @@ def rounded_to_8_bits(weight: Tensor) -> QuantizedTensor:
     outputs, inputs = weight.shape
     values = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
     scales = torch.empty(outputs, 1, dtype=torch.float32, device=weight.device)
-    for some in _slices(weight):
-        numbers = weight[some].detach().float()
-        scales[some] = numbers.abs().amax(dim=1, keepdim=True) / LARGEST
-        values[some] = (numbers / scales[some].where(scales[some] > 0, 1.0)).round_().clamp_(-LARGEST, LARGEST)
+    for rows in _slices(weight):
+        numbers = weight[rows].detach().float()
+        scales[rows] = numbers.abs().amax(dim=1, keepdim=True) / LARGEST
+        values[rows] = (numbers / scales[rows].where(scales[rows] > 0, 1.0)).round_().clamp_(-LARGEST, LARGEST)
     return QuantizedTensor(values, scales, bits=8, group=inputs, dtype=weight.dtype)
 
 
 def rounded_to_4_bits(weight: Tensor) -> QuantizedTensor:
-    """Rounds weights `[N, K]` to 4 bits, with a float16 scale for each `GROUP` inputs.
+    """Quantizes weights `[N, K]` to 4 bits, with a float16 scale for each `GROUP` inputs.
 
-    The number of the largest size becomes -8, as in Q4_0 of llama.cpp, or a little less or more than that: of
-    `SHRINKINGS` scales the one with the smallest sum of squared errors.
+    As in Q4_0 of llama.cpp, the scale maps the weight of the largest magnitude to -8, or to a value near it: of
+    `SHRINKINGS` scales the one with the smallest sum of squared errors is taken.
     """
     outputs, inputs = weight.shape
     values = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
     scales = torch.empty(outputs, -(-inputs // GROUP), dtype=torch.float16, device=weight.device)
-    for some in _slices(weight):
-        numbers = functional.pad(weight[some].detach().float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
+    for rows in _slices(weight):
+        numbers = functional.pad(weight[rows].detach().float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
         best = _best_scales(numbers)
-        values[some] = _whole_numbers(numbers, best).flatten(1)[:, :inputs]
-        scales[some] = best[:, :, 0]
+        values[rows] = _integers(numbers, best).flatten(1)[:, :inputs]
+        scales[rows] = best[:, :, 0]
     return QuantizedTensor(values, scales, bits=4, group=GROUP, dtype=weight.dtype)
 
 
 def _slices(weight: Tensor) -> Iterator[slice]:
-    """Outputs that are rounded at once."""
+    """The outputs in pieces that are quantized at a time."""
     rows = max(ROUNDED_AT_ONCE // max(weight.shape[1], 1), 1)
     return (slice(first, first + rows) for first in range(0, len(weight), rows))
 
@@ -391,44 +385,41 @@ def _best_scales(numbers: Tensor) -> Tensor:
     best_error, best_scales = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
     for step in range(SHRINKINGS):
         scales = (largest / (-8.5 + step / SHRINKINGS * 2)).half().float()
-        error = _whole_numbers(numbers, scales).mul_(scales).sub_(numbers).square_().sum(dim=2, keepdim=True)
+        error = _integers(numbers, scales).mul_(scales).sub_(numbers).square_().sum(dim=2, keepdim=True)
         is_better = error < best_error
         best_error, best_scales = error.where(is_better, best_error), scales.where(is_better, best_scales)
     return best_scales
 
 
-def _whole_numbers(numbers: Tensor, scales: Tensor) -> Tensor:
-    """What numbers are rounded to in 4 bits, as float32."""
+def _integers(numbers: Tensor, scales: Tensor) -> Tensor:
+    """The 4-bit integers of numbers, as float32."""
     return (numbers / scales.where(scales != 0, 1.0)).round_().clamp_(-8, 7)
 
 
 def keep_parts(model: nn.Module) -> None:
-    """Makes the parts of all weights of few bits, for products by torch alone."""
+    """Stores the parts of all quantized weights in their tensors, for products by torch alone."""
     for weight in model.parameters():
         if isinstance(weight, QuantizedTensor):
             weight.keep_parts()
 
 
 def rounded_inputs(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds what is multiplied with weights of few bits.
-
-    Args:
-        inputs: `[M, K]`.
+    """Quantizes activations `[M, K]`.
 
     Returns:
-        `[M, B, BLOCK]` whole numbers as float32, 0 after the last input; `[M, B]` scales, NaN where an input is.
+        `[M, B, BLOCK]` integers as float32, 0 after the last input; `[M, B]` scales, NaN where an input is.
     """
     padded = functional.pad(inputs.float(), (0, -inputs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     largest = padded.abs().amax(dim=2)
-    # Below, 127 divided by it would be infinite.
-    is_nothing = largest < torch.finfo(torch.float32).tiny * 128
-    # Not `LARGEST / largest`, of which torch makes the product with a reciprocal that is rounded.
-    factors = torch.full_like(largest, LARGEST).div(largest).where(~is_nothing, 0.0)
-    return (padded * factors[:, :, None]).round().nan_to_num(0), (largest * (1 / LARGEST)).where(~is_nothing, 0.0)
+    # 127 divided by less would be infinite.
+    is_zero = largest < torch.finfo(torch.float32).tiny * 128
+    # Not `LARGEST / largest`, which torch computes as a product with a rounded reciprocal.
+    factors = torch.full_like(largest, LARGEST).div(largest).where(~is_zero, 0.0)
+    return (padded * factors[:, :, None]).round().nan_to_num(0), (largest * (1 / LARGEST)).where(~is_zero, 0.0)
 
 
 def _linear(inputs: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    """`[…, N]` the product of inputs `[…, K]`."""
+    """The product `[…, N]` of inputs `[…, K]`, by the weight's kernel or torch."""
     flat_MK = inputs.flatten(0, -2)
     totals_MN = plain_product(flat_MK, weight) if weight.product is None else weight.product(flat_MK)
     if bias is not None:
@@ -437,19 +428,19 @@ def _linear(inputs: Tensor, weight: QuantizedTensor, bias: Tensor | None = None)
 
 
 def plain_product(inputs_MK: Tensor, weight: QuantizedTensor) -> Tensor:
-    """`[M, N]` the product of inputs with weights, by torch: slow, and the oracle of the kernels."""
+    """The product `[M, N]` by torch: slow, and the oracle of the kernels."""
     rounded = rounded_inputs(inputs_MK)
     values, scales, offsets = weight.parts
     step, has_one_scale = min(weight.group, BLOCK), weight.format.group == 0
-    some = []
+    pieces = []
     for first in range(0, len(weight), OUTPUTS_AT_ONCE):
-        of = slice(first, first + OUTPUTS_AT_ONCE)
-        some_scales, some_offsets = scales[of].float(), None if offsets is None else offsets[of].float()
+        rows = slice(first, first + OUTPUTS_AT_ONCE)
+        row_scales, row_offsets = scales[rows].float(), None if offsets is None else offsets[rows].float()
         totals_MN = _products(
-            rounded, values[of], None if has_one_scale else some_scales, some_offsets, step, weight.group
+            rounded, values[rows], None if has_one_scale else row_scales, row_offsets, step, weight.group
         )
-        some.append(totals_MN * some_scales[:, 0] if has_one_scale else totals_MN)
-    return torch.cat(some, dim=1)
+        pieces.append(totals_MN * row_scales[:, 0] if has_one_scale else totals_MN)
+    return torch.cat(pieces, dim=1)
 
 
 def _products(
@@ -460,7 +451,7 @@ def _products(
     step: int,
     group: int,
 ) -> Tensor:
-    """`[M, N]` sums over blocks; without scales, what is to be multiplied with an output's own."""
+    """Sums `[M, N]` over blocks; without `scales`, before the factor of each output's one scale."""
     (blocks_MBI, scales_MB), K = rounded, values_NK.shape[1]
     totals_MN = torch.zeros(len(blocks_MBI), len(values_NK), dtype=torch.float32, device=values_NK.device)
     for block in range(-(-K // BLOCK)):
@@ -468,7 +459,7 @@ def _products(
         for first in range(block * BLOCK, min((block + 1) * BLOCK, K), step):
             last = min(first + step, (block + 1) * BLOCK, K)
             few_MI = blocks_MBI[:, block, first - block * BLOCK : last - block * BLOCK]
-            # Whole numbers below 2^24: exact in any order.
+            # Integers below 2^24: exact in any order.
             sums_MN = few_MI @ values_NK[:, first:last].float().T
             if offsets is not None:
                 products_MN = _fused(few_MI.sum(1, keepdim=True), offsets[:, first // group], products_MN)
@@ -482,10 +473,10 @@ def _products(
 def _fused(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
     """`left * right + total`, rounded once: in float64 the product is exact."""
     product, total = left.double() * right.double(), total.double()
-    found = product + total
-    of_total = found - product
-    lost = (product - (found - of_total)) + (total - of_total)
-    # Rounded to odd: of a sum in the middle of two float32 numbers, what float64 has lost says which is nearer.
-    is_even = found.view(torch.int64) & 1 == 0
-    found = torch.where(is_even & (lost.abs() > 0), found.nextafter(lost.sign() * torch.inf), found)
-    return found.float()
+    result = product + total
+    of_total = result - product
+    error = (product - (result - of_total)) + (total - of_total)
+    # Rounded to odd: for a sum in the middle of two float32 numbers, the error of float64 decides which is nearer.
+    is_even = result.view(torch.int64) & 1 == 0
+    result = torch.where(is_even & (error.abs() > 0), result.nextafter(error.sign() * torch.inf), result)
+    return result.float()

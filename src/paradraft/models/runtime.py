@@ -1,6 +1,6 @@
-"""Where and how models run: device, dtype, compilation.
+"""Runtime settings of models: device, dtype, compilation.
 
-Torch is imported when a device is asked what it can do, so that options can be read without it.
+Torch is imported only when a device is checked, so that options are read without it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZED = {"int8": 8, "int4": 4}
-"""Names of weights that are rounded to few bits; passes compute in `Runtime.computed_in`."""
+"""Names and bits of quantized weights; passes compute in `Runtime.computed_in`."""
 STORED = "stored"
-"""Weights of few bits as a file has them; those of other models as with `AUTO`."""
+"""Quantized weights as the file has them; other models as with `AUTO`."""
 PRECISIONS = (*DTYPES, *QUANTIZED, STORED)
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 AUTO = "auto"
@@ -23,24 +23,25 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Where and how models run; the same for target and draft.
+    """Device, dtype and compilation of target and draft.
 
     Args:
         device: a torch device name; "auto" is a GPU if there is one.
         dtype: of the weights, one of `PRECISIONS` or `SHORT`; "auto" is that of the checkpoint, or float32 where the
-            device computes that one slowly. Weights that are stored in few bits stay so, and have no other.
-        draft_dtype: the same for a draft model; None is `dtype`, but for weights that are stored in few bits.
-        tokenizer: folder or Hugging Face id of the target's tokenizer; None for the one that comes with the target.
+            device computes that one slowly. Weights that are stored quantized stay as
+            they are, and another dtype is an error.
+        draft_dtype: the same for a draft model; None is `dtype`, except for weights that are stored quantized.
+        tokenizer: folder or Hugging Face id of the target's tokenizer; None for the target's own.
         compiled: compile the passes, also where that takes a minute or two: worth it for thousands of tokens. None
             compiles where it takes seconds, on CPUs in float32, bfloat16, int8 and int4; False never.
-        capacity: most tokens of a row, prompt included; None takes the limit of the model, or of its draft if that is
-            smaller. Caches grow with the texts.
+        capacity: most tokens of a row, prompt included; None for the context length of the model, or of its draft if
+            that is smaller. Caches grow with the texts.
         width: most tokens of one decoding pass.
-        pad_to: least tokens of one decoding pass; passes in C++ need none.
+        pad_to: least tokens of one decoding pass; passes in C++ need no padding.
         cuda_graphs: on a GPU, record compiled decoding passes and replay them.
 
     Raises:
-        ValueError: an unknown dtype or device, or a dtype that cannot be had there.
+        ValueError: an unknown dtype or device, or a dtype that the device does not support.
     """
 
     device: str = AUTO
@@ -68,10 +69,10 @@ class Runtime:
             check_quantization(QUANTIZED[self.dtype], device, self.computed_in)
 
     def settled(self, stored: torch.dtype | None) -> Runtime:
-        """Without "auto".
+        """A copy without "auto".
 
         Args:
-            stored: the dtype of the checkpoint; None if it does not say.
+            stored: the dtype of the checkpoint; None if unknown.
         """
         from paradraft.models.devices import device_of, fast_dtype
 
@@ -81,12 +82,12 @@ class Runtime:
 
     @property
     def of_draft(self) -> Runtime:
-        """That of a draft model."""
+        """The runtime of a draft model."""
         return self if self.draft_dtype is None else replace(self, dtype=self.draft_dtype)
 
     @property
     def computed_in(self) -> torch.dtype:
-        """The dtype of activations and caches; with quantized weights bf16, or float32 where that is faster."""
+        """The dtype of activations and caches; for quantized weights bf16, or float32 where that is faster."""
         from paradraft.models.devices import computed_in
 
         return computed_in(self.dtype, self.device)
@@ -95,17 +96,13 @@ class Runtime:
 def precision_of(name: object, setting: str = "dtype") -> str:
     """The full name of a dtype, or "auto".
 
-    Args:
-        name: as it was given.
-        setting: for what, for the message.
-
     Raises:
-        ValueError: there is none of this name.
+        ValueError: an unknown name; the message begins with `setting`.
 
     >>> precision_of("bf16"), precision_of("int8"), precision_of("auto")
     ('bfloat16', 'int8', 'auto')
     """
-    found = SHORT.get(name, name) if isinstance(name, str) else name
-    if found not in (AUTO, *PRECISIONS):
+    precision = SHORT.get(name, name) if isinstance(name, str) else name
+    if precision not in (AUTO, *PRECISIONS):
         raise ValueError(f"{setting}={name!r}: use one of {', '.join((AUTO, *PRECISIONS, *SHORT))}")
-    return str(found)
+    return str(precision)

@@ -21,12 +21,14 @@ from paradraft.wording import number_of
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFacts:
-    """What a draft model must fit; a `Target` has it too. Drafters that run ahead are built from nothing else.
+    """The facts about a target that a draft model must fit; attributes of `Target` too.
+
+    Drafters that run ahead (PEARL) are built from these alone.
 
     Args:
         tokenizer: of the target.
         vocab_size: ids from here on are never chosen.
-        capacity: most tokens, prompt included, that a row may have.
+        capacity: most tokens of a row, prompt included.
         eos_ids: the tokens that end a text.
     """
 
@@ -37,13 +39,13 @@ class TargetFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PartlyRead:
-    """A prompt that is read piece by piece.
+class _ChunkedPrefill:
+    """A prompt in chunked prefill.
 
     Args:
         tokens: of the prompt.
-        known: how many of its first tokens were not read but taken from another row.
-        states: of each piece that was read, by layer.
+        known: its first tokens that came from the prefix cache.
+        states: of each chunk, by layer.
     """
 
     tokens: list[int]
@@ -60,7 +62,7 @@ class Target:
     Args:
         lm: the model.
         tokenizer: its tokenizer.
-        named_ends: the tokens that the model's files name as the end of its texts, if it has files.
+        named_ends: all EOS ids in the model's files; empty without files.
     """
 
     def __init__(
@@ -69,21 +71,21 @@ class Target:
         self.lm = lm
         self.tokenizer = tokenizer
         self.named_ends = named_ends
-        self._partly: _PartlyRead | None = None
+        self._prefill: _ChunkedPrefill | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """Device of its tensors."""
         return self.lm.device
 
     @property
     def starts(self) -> int:
-        """How often a batch was started: there is one cache, so a new batch ends the one before."""
+        """Number of batches started: because there is one cache, a new batch ends the one before."""
         return self.lm.starts
 
     @property
     def capacity(self) -> int:
-        """Most tokens, prompt included, that a row may have."""
+        """Most tokens of a row, prompt included."""
         return self.lm.capacity
 
     @property
@@ -93,26 +95,26 @@ class Target:
 
     @property
     def facts(self) -> TargetFacts:
-        """What a draft model must fit."""
+        """The facts that a draft model must fit."""
         return TargetFacts(
             tokenizer=self.tokenizer, vocab_size=self.vocab_size, capacity=self.capacity, eos_ids=self.eos_ids
         )
 
     @property
     def fewest_rows(self) -> int:
-        """How few rows a batch may shrink to."""
+        """Least rows that the batch may shrink to."""
         return min(self.lm.min_rows, len(self.lm.lengths))
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The tokens that end a text, as `generate` of `transformers` finds them."""
+        """The tokens that end a text, as `generate` of `transformers` reads them."""
         return end_ids(self.lm.model.generation_config)
 
     @property
     def is_instruct(self) -> bool:
-        """Whether it has learnt to answer in a chat: its texts end with what ends a turn in its chat template.
+        """Whether it is a chat model: an EOS id of its files ends a turn in its chat template.
 
-        A base model may have the template of its family; its texts end with another token.
+        A base model may have the template of its family, but ends its texts with another token.
         """
         return end_of_turn(self.tokenizer) in self.named_ends
 
@@ -122,7 +124,7 @@ class Target:
         hidden_layers: tuple[int, ...] = (),
         prompt_hidden_layers: tuple[int, ...] = (),
     ) -> None:
-        """Forgets all rows, and serves those that join from now on for one drafter.
+        """Removes all rows and starts a batch for one drafter.
 
         Args:
             reserved_tokens: tokens that are not chosen.
@@ -130,21 +132,21 @@ class Target:
             prompt_hidden_layers: layers whose states `join` returns.
         """
         self._hidden_layers, self._prompt_hidden_layers = hidden_layers, prompt_hidden_layers
-        self._partly = None
+        self._prefill = None
         self.lm.start()
         self.lm.reserve(reserved_tokens)
         self._root_B1 = torch.empty(0, 1, dtype=torch.long, device=self.device)
 
     def join(self, requests: Sequence[Request], begun: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:
-        """Adds rows after the others and reads their prompts, all but the last tokens.
+        """Appends rows and prefills their prompts, all but the last tokens.
 
         Args:
             requests: one for each new row.
-            begun: for each a row that was saved, and how many of its first tokens the prompt begins with; they are not
-                read again. Nothing for none.
+            begun: for each a saved row and its common prefix with the prompt, in tokens, which is not read again; None
+                without one, empty if no request has one.
 
         Raises:
-            ValueError: a prompt is longer than the capacity, its states are not numbers, or the cache does not fit into
+            ValueError: a prompt is longer than the capacity, its states are not finite, or the cache does not fit into
                 memory.
         """
         prompts = [request.tokens for request in requests]
@@ -152,10 +154,10 @@ class Target:
         before = len(self._root_B1)
         self.lm.join(len(prompts))
         known = [0] * len(prompts)
-        for index, found in enumerate(begun):
-            known[index] = self._restore(before + index, prompts[index], found)
-        unread = [prompt[number:] for prompt, number in zip(prompts, known, strict=True)]
-        # Of the other rows nothing is read: their roots are theirs until the next round.
+        for index, prefix in enumerate(begun):
+            known[index] = self._restore(before + index, prompts[index], prefix)
+        unread = [prompt[length:] for prompt, length in zip(prompts, known, strict=True)]
+        # The other rows are not read: their roots stay the same until the next round.
         read = self.lm.prefill([[]] * before + unread, self._prompt_hidden_layers)
         self._root_B1 = torch.cat([self._root_B1, upload(read.last[before:], self.device)])
         tokens = from_lists(prompts, self.device)
@@ -163,10 +165,10 @@ class Target:
         return Committed(tokens=tokens, hidden=hidden)
 
     def begin(self, request: Request, begun: tuple[SavedRow, int] | None = None) -> None:
-        """Adds a row whose prompt `read` reads, piece by piece; it takes part in no pass until then, and nothing joins.
+        """Appends a row for chunked prefill by `read`; until its end no pass decodes the row, and no other may join.
 
         Args:
-            request: see `join`, for the others too.
+            request: of the row.
             begun: see `join`.
 
         Raises:
@@ -175,26 +177,26 @@ class Target:
         self._check_room(len(request.tokens))
         self.lm.join(1, apart=True)
         known = self._restore(len(self._root_B1), request.tokens, begun)
-        self._partly = _PartlyRead(tokens=request.tokens, known=known)
+        self._prefill = _ChunkedPrefill(tokens=request.tokens, known=known)
 
     def read(self, most: int) -> tuple[int, Committed | None]:
-        """Reads at most `most` tokens of the row that `begin` has added.
+        """Prefills a chunk of at most `most` tokens of the row of `begin`.
 
         Returns:
-            How many were read; and what `join` returns, as soon as all but the last one are.
+            The tokens read; and the result of `join` after the last chunk, else None.
 
         Raises:
-            ValueError: states are not numbers, or the cache does not fit into memory.
+            ValueError: states are not finite, or the cache does not fit into memory.
         """
-        assert self._partly is not None
-        row, prompt = self._partly, self._partly.tokens
+        assert self._prefill is not None
+        row, prompt = self._prefill, self._prefill.tokens
         before, first = len(self._root_B1), self.lm.lengths[-1]
         last = min(first + most, len(prompt) - 1)
         read = self.lm.prefill([[]] * before + [prompt[first : last + 1]], self._prompt_hidden_layers)
         row.states.append({layer: states[before:] for layer, states in read.hidden.items()})
         if last < len(prompt) - 1:
             return last - first, None
-        self._partly = None
+        self._prefill = None
         self.lm.admit()
         self._root_B1 = torch.cat([self._root_B1, upload([prompt[-1:]], self.device)])
         hidden = {
@@ -204,8 +206,8 @@ class Target:
         return last - first, Committed(tokens=from_lists([prompt], self.device), hidden=hidden)
 
     def give_up(self) -> None:
-        """Forgets the row that `begin` has added."""
-        self._partly = None
+        """Removes the row of `begin`."""
+        self._prefill = None
         self.lm.keep(torch.arange(len(self._root_B1)))
 
     def _check_room(self, tokens: int) -> None:
@@ -215,16 +217,16 @@ class Target:
             )
 
     def _restore(self, row: int, prompt: list[int], begun: tuple[SavedRow, int] | None) -> int:
-        """Begins a row with what was saved of another; returns how many tokens of its prompt are known by that."""
+        """Copies a saved prefix into a row; returns its length in tokens."""
         if begun is None:
             return 0
         saved, shared = begun
-        # Of the last token that is known the state is wanted again: the first unread one is predicted from it.
+        # The last known token is read again for its state, from which the first unread one is predicted.
         most = min(shared, len(prompt) - 1) - bool(self._prompt_hidden_layers)
         return self.lm.restore(row, saved, max(most, 0))
 
     def forward(self, draft: Draft) -> TargetOut:
-        """Reads the last committed tokens and the whole draft in one pass, and what is probed with it."""
+        """Reads the last committed tokens, the whole draft and its probes in one pass."""
         tokens = torch.cat([self._root_B1, draft.tokens], dim=1)
         parents = with_root(draft.parents)
         if draft.probes is not None:
@@ -247,32 +249,32 @@ class Target:
         return Committed(tokens=verdict.tokens, hidden=hidden, drawn=verdict.drawn, probes=probes)
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets all rows but `rows`, `[b]` the index that each had before; one that is partly read stays."""
-        partly = torch.arange(len(self._root_B1), len(self.lm.lengths))
-        self.lm.keep(torch.cat([rows, partly]))
+        """Drops all rows but `rows`, `[b]` old indices in the new order; one in chunked prefill stays."""
+        in_prefill = torch.arange(len(self._root_B1), len(self.lm.lengths))
+        self.lm.keep(torch.cat([rows, in_prefill]))
         self._root_B1 = self._root_B1[rows]
 
 
 def _after(states_BND: Tensor, known: list[int], tokens: int) -> Tensor:
-    """For each token of some texts the state `[B, M, D]` from which it was predicted, that of the token before it.
+    """For each token the state `[B, M, D]` of the token before it, from which it was predicted.
 
-    It is 0 for the first token of a text, and for those before the first state.
+    It is 0 for the first token of a row, and for those before the first state.
 
     Args:
         states_BND: of the tokens that were read.
-        known: for each text, how many tokens came before these.
+        known: for each row, the tokens before these.
         tokens: M.
 
     >>> _after(torch.tensor([[[1.0], [2.0], [3.0]], [[5.0], [0.0], [0.0]]]), [0, 2], 4)[:, :, 0].tolist()
     [[0.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 5.0]]
     """
     before_BMD = torch.nn.functional.pad(states_BND, (0, 0, 1, tokens - 1 - states_BND.shape[1]))
-    for row, number in enumerate(known):
-        if number:
-            before_BMD[row] = before_BMD[row].roll(number, dims=0)
+    for row, shift in enumerate(known):
+        if shift:
+            before_BMD[row] = before_BMD[row].roll(shift, dims=0)
     return before_BMD
 
 
 def gathered(states_BMD: Tensor, rows_BR: Tensor) -> Tensor:
-    """`[B, R, D]` the states at some places of each row."""
+    """The states `[B, R, D]` at indices `rows_BR` of each row."""
     return states_BMD.gather(1, rows_BR[:, :, None].expand(-1, -1, states_BMD.shape[2]))

@@ -1,4 +1,4 @@
-"""Which pass computes a model: the one in C++ where it serves and is right, else torch's."""
+"""Choice of the forward pass: C++ where it supports the model and passes its self-check, else torch."""
 
 from __future__ import annotations
 
@@ -26,18 +26,12 @@ def chosen(
     probe: str | None,
     refusals: list[str],
 ) -> Forward:
-    """What computes a model's passes; the other arguments are those of `CausalLM`.
+    """The forward pass of a model; see `CausalLM` for the arguments.
 
-    Args:
-        model: loaded.
-        compiled: see there.
-        cuda_graphs: see there.
-        pad_to: see there.
-        probe: see there.
-        refusals: gets why a pass in C++ was refused, which is also a warning.
+    A warning that a pass in C++ was refused is also appended to `refusals`.
 
     Raises:
-        OtherLogitsError: see there.
+        OtherLogitsError: see `CausalLM`.
     """
     wrong: WrongPassError | None = None
     reason: str | None = None
@@ -64,7 +58,7 @@ def chosen(
 
 @torch.no_grad()
 def _refusal(model: PreTrainedModel, wrong: WrongPassError) -> str:
-    """What a user is told whose model's pass in C++ failed its self-check."""
+    """The warning that a model's pass in C++ failed its self-check."""
     times = "many times"
     if wrong.seconds is not None:
         token = torch.zeros(1, 1, dtype=torch.long, device="cpu")
@@ -84,7 +78,7 @@ def _refusal(model: PreTrainedModel, wrong: WrongPassError) -> str:
 
 
 def _not_finite(model: PreTrainedModel) -> str | None:
-    """The name of a weight that is not all finite numbers."""
+    """The name of a weight with NaN or infinity."""
     for name, weight in model.named_parameters():
         parts = weight.parts[1:] if isinstance(weight, QuantizedTensor) else [weight]
         if not all(part.float().isfinite().all() for part in parts if part is not None):

@@ -1,4 +1,4 @@
-"""A pass through `torch.compile`, made once for all its shapes; on a GPU recorded as CUDA graphs.
+"""Forward pass through `torch.compile`, compiled once for all shapes; on a GPU recorded as CUDA graphs.
 
 Shape letters as in `eager.py`.
 """
@@ -23,28 +23,27 @@ from paradraft.models.forward.eager import BUCKET, EagerPass, Layers, NewTokens,
 from paradraft.tree import ABSENT
 
 REPLAYED_BUCKET = 256
-"""As `BUCKET`, for passes that are replayed: each step is one more to record."""
+"""As `BUCKET`, for passes that are replayed; larger, because each step is another shape to record."""
 Result = TypeVar("Result")
 MOST_KEPT_BYTES = 2**30
-"""Largest model of which a compiled pass is kept on disk: on a CPU its packed weights are part of it."""
+"""Largest model whose compiled pass is cached on disk: on a CPU its packed weights are part of it."""
 
 
 class CompiledPass(EagerPass):
-    """The eager pass, compiled: one for a single row and one for more, for each choice of hidden layers and of inputs.
+    """The eager pass, compiled for one row and for several, for each choice of hidden layers and kinds of inputs.
 
-    What is asked for is part of what is compiled, so that a pass without hidden layers, vectors and added embeddings
-    is what it would be if there were none of these.
+    These choices are compiled in, so a pass without hidden layers, vectors and added embeddings does not pay for them.
 
     Args:
         model: in evaluation mode; its weights must not change afterwards, because compiled passes have copies.
-        pad_to: run passes whose logits are wanted with at least this many tokens, and this many logits.
+        pad_to: least tokens, and least logits, of a pass with logits.
         cuda_graphs: on a GPU, record passes and replay them.
     """
 
     min_rows = 2
 
     def __init__(self, model: PreTrainedModel, *, pad_to: int, cuda_graphs: bool) -> None:
-        # A pass of one token would be compiled a second time: torch.compile takes sizes 0 and 1 for constants.
+        # A pass of one token would be compiled separately: torch.compile takes sizes 0 and 1 for constants.
         super().__init__(model, pad_to=max(pad_to, 2))
         self._compiled: dict[tuple[Layers, bool, bool], Callable[..., tuple[Tensor, ...]]] = {}
         self.replays: Replays | None = replays_on(model.device) if cuda_graphs else None
@@ -53,7 +52,7 @@ class CompiledPass(EagerPass):
     def add_embeddings(self, rows_PD: Tensor) -> None:
         """See `Forward`."""
         super().add_embeddings(rows_PD)
-        self.forget()  # recordings read the rows that were there
+        self.forget()  # recordings read the old rows
         for key in [key for key in self._compiled if key[2]]:
             del self._compiled[key]
 
@@ -72,14 +71,14 @@ class CompiledPass(EagerPass):
         return self.replays(run, inputs, partial(self._others, kv_cache.slots_of(storage), *inputs), kind=layers)
 
     def _read(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
-        """Prompts come in many lengths and are not recorded."""
+        """Prefill; not recorded, because prompts have many lengths."""
         new = new.padded(self._pad_to, self._pad_to)
         run = self._compiled_for(layers, new)
         inputs = self._inputs(storage, lengths, new, BUCKET)
         return run(self._model, storage, self._added, contiguous_copy(new.logit_rows), *inputs)
 
     def _compiled_for(self, layers: Layers, new: NewTokens) -> Callable[..., tuple[Tensor, ...]]:
-        """The pass that returns the states of these layers, for inputs of this kind."""
+        """The compiled pass for these layers and kinds of inputs."""
         key = (layers, new.vectors is not None, self._added is not None)
         if key not in self._compiled:
             self._compiled[key] = compile_pass(logits_and_states_of(layers), self._model)
@@ -89,8 +88,8 @@ class CompiledPass(EagerPass):
         self, slots: int, logit_rows: Tensor, slots_S: Tensor, tokens_BN: Tensor, lengths_B: Tensor, depth_BN: Tensor,
         sees_BNN: Tensor, *vectors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Different inputs of the same shapes, to check a recording with; the slots follow from their number. Nothing
-        that is kept is written over; where the cache is full there is no place further."""
+        """Other inputs of the same shapes, to check a recording. They write after the cached tokens, one slot further
+        than the pass unless the cache is full."""
         N = tokens_BN.shape[1]
         tokens_BN = torch.where(tokens_BN == ABSENT, ABSENT, (tokens_BN + 1) % self._model.config.vocab_size)
         lengths_B = (lengths_B + 1).clamp(max=slots - N)
@@ -100,7 +99,7 @@ class CompiledPass(EagerPass):
 
 
 def logits_and_states_of(layers: Layers) -> Callable[..., tuple[Tensor, ...]]:
-    """`logits_and_states` of some layers, as a function of its other arguments."""
+    """`logits_and_states` for fixed layers."""
 
     def run(
         model: PreTrainedModel, storage: kv_cache.Storage, added_PD: Tensor | None, logit_rows: Tensor, *inputs: Tensor
@@ -111,21 +110,21 @@ def logits_and_states_of(layers: Layers) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def compile_pass(function: Callable[..., Result], model: nn.Module) -> Callable[..., Result]:
-    """A pass through `torch.compile`, for any sizes; eager, with a warning, where that fails.
+    """Compiles a pass by `torch.compile`, for any sizes; falls back to eager, with a warning, where that fails.
 
     On a CPU the weights are packed ("freezing"; they must not change afterwards) and everything is called from C++.
-    The matrix products are compiled too: the libraries' need 25 µs for each call, which is longer than a small
-    model's products take. What was compiled is kept on disk, where torch keeps it.
+    Matrix products are compiled too, because a call of a library's takes 25 µs, longer than a small model's product.
+    The result is in torch's cache on disk.
 
     Args:
-        function: what to compile.
-        model: what every call computes with.
+        function: to compile.
+        model: first argument of every call.
     """
     weight = next(model.parameters())
     is_whole = all(type(tensor) is nn.Parameter for tensor in model.parameters())
     tag = _tag(model) if weight.device.type == "cpu" else ""
-    # Not shared between models, because nothing is left in the guards that tells one model from another. Nor in pieces:
-    # one made for a layer would be taken for another's.
+    # Not shared between models, because no guard is left that tells one model from another. One graph, because a piece
+    # that was compiled for a layer would be taken for another layer's.
     fast = torch.compile(  # type: ignore[call-overload]  # torch 2.13 forgets `isolate_recompiles` in its overloads
         function, fullgraph=True, dynamic=True, isolate_recompiles=True, options={"guard_filter_fn": _on_inputs}
     )
@@ -154,30 +153,30 @@ def compile_pass(function: Callable[..., Result], model: nn.Module) -> Callable[
 
 
 def _tag(model: nn.Module) -> str | None:
-    """What tells a model's tensors from others of the same shapes; None if they are too large to be kept, or quantized.
+    """A digest of a model's tensors for torch's cache on disk; None if they are quantized or too large to cache.
 
-    Torch takes what it has kept for any model of the same shapes, and finds the packed weights of another in it.
-    Buffers such as the frequencies of the rotary embedding, which no `state_dict` has, are frozen like weights. Nor
-    does torch's key say which vector instructions the CPU had.
+    Torch's own key is the same for all models of the same shapes, although the cached graph has the packed weights of
+    one of them, and for all CPUs, whatever their vector instructions. Buffers such as the frequencies of the rotary
+    embedding, which no `state_dict` has, are frozen like weights.
     """
     tensors = [*model.parameters(), *model.buffers()]
     if any(type(tensor) not in (nn.Parameter, Tensor) for tensor in tensors):
         return None
     if sum(tensor.nbytes for tensor in tensors) > MOST_KEPT_BYTES:
         return None
-    found = hashlib.sha256(torch.backends.cpu.get_cpu_capability().encode())
+    digest = hashlib.sha256(torch.backends.cpu.get_cpu_capability().encode())
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 @contextmanager
 def _settings(device: torch.device, dtype: torch.dtype | None, tag: str | None) -> Iterator[None]:
-    """How a pass is compiled. They cost 50 µs, so that they are set only where something may be compiled.
+    """Settings of a compilation. Because they cost 50 µs, they are set only where a pass may be compiled.
 
     Args:
         device: of the model.
-        dtype: of its weights; None if they are quantized, for which Inductor has not all products of its own.
+        dtype: of its weights; None if they are quantized, for which Inductor's own products are incomplete.
         tag: of the weights.
     """
     on_cpu = device.type == "cpu"
@@ -185,9 +184,9 @@ def _settings(device: torch.device, dtype: torch.dtype | None, tag: str | None) 
     own_products = on_cpu and dtype in (torch.float32, torch.bfloat16, torch.float16)
     with ExitStack() as settings:
         settings.enter_context(torch.compiler.config.patch(cache_key_tag=tag or ""))  # type: ignore[attr-defined]  # see above
-        # Two sizes that are equal in the first pass are still two, else it is compiled again when they part.
+        # Sizes that are equal in the first pass stay separate, else it is compiled again when they differ.
         settings.enter_context(sizes_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]  # see above
-        # Numbers such as the attention's scale never change; taking them for variables costs a second tracing.
+        # Floats such as the attention's scale never change; as variables they would cost a second tracing.
         settings.enter_context(torch._dynamo.config.patch(specialize_float=True))
         settings.enter_context(
             torch._inductor.config.patch(
@@ -199,23 +198,23 @@ def _settings(device: torch.device, dtype: torch.dtype | None, tag: str | None) 
             )
         )
         if on_cpu:
-            # Else the weights are packed for oneDNN, only to be unpacked again, and torch does not keep such a graph.
+            # Else the weights are packed for oneDNN, only to be unpacked again, and torch does not cache such a graph.
             settings.enter_context(_without_onednn())
         yield
 
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    was = torch._C._get_mkldnn_enabled()
+    before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(was)
+        torch._C._set_mkldnn_enabled(before)
 
 
 def _on_inputs(guards: Sequence[Any]) -> list[bool]:
-    """Which guards are checked in every pass: those on the tensors that change, not the hundreds on the model."""
+    """Filters the guards of every pass: keeps those on inputs, drops the hundreds on the model."""
     return [
         guard.guard_type == "SHAPE_ENV" or (guard.guard_type == "TENSOR_MATCH" and not guard.name.startswith("model"))
         for guard in guards

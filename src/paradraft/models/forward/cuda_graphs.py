@@ -1,11 +1,11 @@
-"""Passes on a GPU as CUDA graphs: recorded once for each shape, then sent with one call.
+"""CUDA graphs: each shape of a pass is recorded once, then launched with one call.
 
-A pass is hundreds of kernels, and sending each of them takes the host microseconds: longer than a small model's kernels
-run. A graph is a recording of them all. It reads and writes the addresses that it was recorded with, so inputs are
-copied to where it reads, and the cache must stay where it is.
+A pass is hundreds of kernels, and launching each of them takes the host microseconds: longer than a small model's
+kernels run. A graph is a recording of all launches. It reads and writes the addresses of its recording, so inputs are
+copied there, and the cache must not move.
 
-A recording that is wrong would give other tokens without an error. So none is believed: each is compared with the pass
-that it was made from, for the inputs of the recording and for others. If one differs nothing is replayed any more.
+A wrong graph would silently change tokens, so each graph is checked against the pass it recorded, for the inputs of the
+recording and for others. If one differs, no graph is replayed any more.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 STEP = 8
-"""Passes of more than two tokens are filled up to multiples of it, so that there are few shapes to record. Reading the
-weights takes the time, however few rows are multiplied with them."""
+"""Passes of more than two tokens are padded to multiples of it, so that few shapes are recorded. Padding costs little,
+because a pass is bound by reading the weights."""
 MOST = 256
-"""Recordings, and shapes seen once, that are kept."""
+"""Most recordings, including shapes seen once and not yet recorded; the oldest are dropped."""
 Inputs = tuple[Tensor, ...]
 Results = tuple[Tensor, ...]
 
 
 def graph_size(tokens: int) -> int:
-    """How many tokens a pass over so many is filled up to.
+    """The size to which a pass over some tokens is padded.
 
     >>> [graph_size(tokens) for tokens in (1, 2, 3, 8, 9)]
     [1, 2, 8, 8, 16]
@@ -38,22 +38,18 @@ def graph_size(tokens: int) -> int:
 
 
 class Recorder(Protocol):
-    """Records what a function asks a device for."""
+    """Records the kernels that a function launches."""
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
-        """What does all of it again; whether it is done now too is not said."""
+        """Returns the replay. The kernels may or may not run during the recording."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs, which share their memory.
-
-    Args:
-        device: a GPU.
-    """
+    """Records CUDA graphs, which share their memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # torch's own would be of the device that records first
+        self._stream = torch.cuda.Stream(device)  # torch's default belongs to the device that records first
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
@@ -61,7 +57,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         now = torch.cuda.current_stream(self._device)
         recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        # `now` is set again at the end: where recording fails, torch stays on its stream.
+        # Sets `now` again at the end, because torch stays on the stream of a recording that fails.
         with torch.cuda.device(self._device), torch.cuda.stream(now), recording:
             run()
         return graph.replay
@@ -69,24 +65,24 @@ class CudaRecorder:
 
 @dataclass(frozen=True, kw_only=True)
 class _Recording:
-    """A pass of one shape, the tensors that it reads, and those that it writes."""
+    """A recorded pass of one shape, with the tensors that it reads and writes."""
 
     inputs: Inputs
     again: Callable[[], None]
     results: Results
 
     def replay(self, inputs: Inputs) -> Results:
-        for ours, given in zip(self.inputs, inputs, strict=True):
-            ours.copy_(given)
+        for recorded, new in zip(self.inputs, inputs, strict=True):
+            recorded.copy_(new)
         self.again()
         return tuple(result.clone() for result in self.results)  # the next replay writes over them
 
 
 class Replays:
-    """Runs passes, and replays those whose shape has come before.
+    """Runs passes, and replays those whose shape has occurred before.
 
     Args:
-        new_recorder: makes what records; a new one whenever all recordings have been dropped.
+        new_recorder: makes a recorder; called again after all recordings have been dropped.
     """
 
     def __init__(self, new_recorder: Callable[[], Recorder]) -> None:
@@ -95,7 +91,7 @@ class Replays:
         self.forget()
 
     def forget(self) -> None:
-        """Drops all recordings, so that the memory which they read and write can be given back."""
+        """Drops all recordings, so that the memory which they read and write can be freed."""
         self._recordings: dict[Hashable, _Recording | None] = {}
         self._record: Recorder | None = None
         self._results: list[Tensor] = []
@@ -103,24 +99,23 @@ class Replays:
     def __call__(
         self, run: Callable[..., Results], inputs: Inputs, others: Callable[[], Inputs], *, kind: Hashable = ()
     ) -> Results:
-        """What a pass says to its inputs.
+        """Runs or replays a pass.
 
         Args:
-            run: the pass: it reads its inputs and the cache, and writes the cache, which stays where it is until
-                `forget`.
+            run: the pass: it reads its inputs and the cache, and writes the cache, which must not move until `forget`.
             inputs: tensors on the device.
-            others: other inputs of the same shapes, for which nothing is written that is kept.
-            kind: tells passes apart whose inputs have the same shapes.
+            others: other inputs of the same shapes, which overwrite no cached token.
+            kind: distinguishes passes whose inputs have the same shapes.
         """
         if not self._works:
             return run(*inputs)
         key = kind, tuple(tensor.shape for tensor in inputs)
-        has_come = key in self._recordings
+        is_repeated = key in self._recordings
         recording = self._recordings.pop(key, None)
         if recording is not None:
             results = recording.replay(inputs)
         else:
-            if has_come:
+            if is_repeated:
                 recording = self._compared(run, inputs, others)
             results = run(*inputs)  # the last to write the cache
         self._recordings[key] = recording
@@ -129,14 +124,14 @@ class Replays:
         return results
 
     def _compared(self, run: Callable[..., Results], inputs: Inputs, others: Callable[[], Inputs]) -> _Recording | None:
-        """A recording of a pass that does what the pass does; None, with a warning, if there is none."""
+        """Records a pass and checks the recording; None, with a warning, if it fails."""
         try:
             self._record = self._record or self._new_recorder()
-            ours = tuple(tensor.clone() for tensor in inputs)
-            results = self._room_for(run(*inputs))
-            again = self._record(partial(_write, results, run, ours))
-            recording = _Recording(inputs=ours, again=again, results=results)
-            if all(_are_same(recording.replay(given), run(*given)) for given in (inputs, others())):
+            recorded = tuple(tensor.clone() for tensor in inputs)
+            results = self._buffers_for(run(*inputs))
+            again = self._record(partial(_write, results, run, recorded))
+            recording = _Recording(inputs=recorded, again=again, results=results)
+            if all(_are_same(recording.replay(tensors), run(*tensors)) for tensors in (inputs, others())):
                 return recording
             reason = "a recording does not do what it recorded"
         except RuntimeError as error:
@@ -146,16 +141,16 @@ class Replays:
         warnings.warn(f"decoding goes on without CUDA graphs: {reason}", stacklevel=2)
         return None
 
-    def _room_for(self, results: Results) -> Results:
-        """Tensors like some results, in memory that all recordings write theirs to: one piece for each place."""
-        room = []
-        for place, result in enumerate(results):
-            if place == len(self._results):
+    def _buffers_for(self, results: Results) -> Results:
+        """Tensors for results, in buffers that all recordings share: one buffer for each index of a result."""
+        buffers = []
+        for index, result in enumerate(results):
+            if index == len(self._results):
                 self._results.append(result.new_empty(0))
-            if len(self._results[place]) < result.numel():
-                self._results[place] = result.new_empty(result.numel())
-            room.append(self._results[place][: result.numel()].view(result.shape))
-        return tuple(room)
+            if len(self._results[index]) < result.numel():
+                self._results[index] = result.new_empty(result.numel())
+            buffers.append(self._results[index][: result.numel()].view(result.shape))
+        return tuple(buffers)
 
 
 def _write(results: Results, run: Callable[..., Results], inputs: Inputs) -> None:
@@ -164,7 +159,7 @@ def _write(results: Results, run: Callable[..., Results], inputs: Inputs) -> Non
 
 
 def replays_on(device: torch.device) -> Replays | None:
-    """What replays passes on a device; None where nothing can be recorded."""
+    """`Replays` on a GPU; None on other devices."""
     return Replays(partial(CudaRecorder, device)) if device.type == "cuda" else None
 
 
@@ -173,12 +168,12 @@ def _are_same(replayed: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 
 def _is_same(replayed: Tensor, expected: Tensor) -> bool:
-    """Whether the logits `[B, R, V]`, or states, of each token differ by roundings at most: half of the digits, in
+    """Whether the logits `[B, R, V]`, or states, of each token differ by rounding at most: half of the digits, in
     standard deviations."""
     if torch.equal(replayed, expected):
         return True
     most = torch.finfo(expected.dtype).eps ** 0.5
-    # A few tokens at a time: of a large batch and vocabulary float64 would take gigabytes.
+    # A few tokens at a time: for a large batch and vocabulary float64 would take gigabytes.
     for ours, theirs in zip(replayed.flatten(0, 1).split(16), expected.flatten(0, 1).split(16), strict=True):
         errors = (ours.double() - theirs.double()).square().mean(-1).sqrt()
         if not (errors < most * theirs.double().std(-1)).all():

@@ -1,4 +1,4 @@
-"""A pass by the model's own code in torch, as it is.
+"""Forward pass by the model's own code in torch.
 
 Shape letters: B rows of a batch, N tokens of a pass, R tokens whose logits are wanted, S slots in use,
 V vocabulary, D hidden size, E rows of the embedding, P rows added to it.
@@ -25,7 +25,7 @@ from paradraft.ragged import upload
 from paradraft.tree import ABSENT
 
 BUCKET = 64
-"""Attention reads the used part of the cache, in steps of this many slots."""
+"""Attention reads the used slots, rounded up to a multiple of this."""
 Layers = tuple[int, ...]
 
 
@@ -43,13 +43,13 @@ def hidden_states(
 ) -> tuple[Tensor, ...]:
     """The states `[B, N, D]` of one pass: after the final norm, then of each of `layers`, named as in `Forward`.
 
-    A function of tensors, but for the cache it writes. The states of a token that sees another without finite keys and
-    values, in whichever layer, are NaN, and no other states are changed. Those of `layers` are 0 where a row has no
-    token.
+    A pure function of tensors, except that it writes the cache. States of a token that sees a token with NaN or
+    infinite keys or values, in any layer, are NaN; other tokens are unaffected. States of `layers` are 0 for absent
+    tokens.
     """
     B, N = tokens_BN.shape
     S = slots_S.shape[0]
-    # A row that has ended is read on with the others; past the room it writes the last slot.
+    # A finished row is decoded on with the others; beyond the capacity it writes to the last slot.
     last_slot = storage[0][0].shape[1] - 1
     written_BN = (lengths_B[:, None] + torch.arange(N, device=tokens_BN.device)).clamp(max=last_slot)
     offset_BS = slots_S[None] - lengths_B[:, None]
@@ -75,12 +75,12 @@ def hidden_states(
     is_finite_BN1 = (cache.is_finite_BN[:, None] | ~visible_BNN).all(2)[:, :, None]
     last_BND = states[FINAL_NORM].where(is_finite_BN1, torch.nan)
     is_token_BN1 = (tokens_BN != ABSENT)[:, :, None]
-    asked = (states[layer].where(is_finite_BN1, torch.nan).where(is_token_BN1, 0.0) for layer in layers)
-    return last_BND, *asked
+    requested = (states[layer].where(is_finite_BN1, torch.nan).where(is_token_BN1, 0.0) for layer in layers)
+    return last_BND, *requested
 
 
 def _embedded(model: PreTrainedModel, added_PD: Tensor, tokens_BN: Tensor) -> Tensor:
-    """The embeddings `[B, N, D]` of tokens, of which those from E on are the added rows."""
+    """The embeddings `[B, N, D]` of tokens; ids from E on read the added rows."""
     embedding = model.model.embed_tokens
     E = len(embedding.weight)
     added_BND = added_PD[(tokens_BN - E).clamp(min=0)]
@@ -88,21 +88,21 @@ def _embedded(model: PreTrainedModel, added_PD: Tensor, tokens_BN: Tensor) -> Te
 
 
 def layer_by_layer(body: Any, vectors_BND: Tensor, settings: dict[str, Any]) -> dict[int, Tensor]:
-    """The states of all layers, by their names in `Forward`: what the forward of a model's body does.
+    """The states of all layers, numbered as in `Forward`, computed as by the forward of a model's body.
 
-    Not their `output_hidden_states`, which does not have what the last layer returns before the final norm, and leaves
-    hooks in the model.
+    Not by `output_hidden_states`, which lacks the output of the last layer before the final norm, and leaves hooks in
+    the model.
     """
     multiplier = getattr(body, "embedding_multiplier", None)  # Granite's
     states = {0: vectors_BND if multiplier is None else vectors_BND * multiplier}
-    # Gemma 3 rotates by other angles where layers have windows.
+    # In Gemma 3, sliding-window layers have other angles.
     by_type = {
         layer_type: body.rotary_emb(states[0], settings["position_ids"], *([layer_type] if layer_type else []))
         for layer_type in ropes_of(body.config)
     }
-    for number, layer in enumerate(body.layers, 1):
+    for index, layer in enumerate(body.layers, 1):
         angles = by_type[layer.self_attn.layer_type if None not in by_type else None]
-        states[number] = layer(states[number - 1], position_embeddings=angles, **settings)
+        states[index] = layer(states[index - 1], position_embeddings=angles, **settings)
     return states | {FINAL_NORM: body.norm(states[len(body.layers)])}
 
 
@@ -110,9 +110,9 @@ def logits_and_states(
     model: PreTrainedModel, storage: kv_cache.Storage, layers: Layers, added_PD: Tensor | None, logit_rows: Tensor,
     *inputs: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The logits `[B, R, V]` of some rows of one pass, and the states of `layers`; fit to be compiled."""
-    last_BND, *asked = hidden_states(model, storage, layers, added_PD, *inputs)
-    return logits_of(model, _rows_of(last_BND, logit_rows)), *asked
+    """The logits `[B, R, V]` of some rows of one pass, and the states of `layers`; can be compiled."""
+    last_BND, *states = hidden_states(model, storage, layers, added_PD, *inputs)
+    return logits_of(model, _rows_of(last_BND, logit_rows)), *states
 
 
 def _rows_of(states_BND: Tensor, rows_BR: Tensor) -> Tensor:
@@ -121,14 +121,7 @@ def _rows_of(states_BND: Tensor, rows_BR: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class NewTokens:
-    """What a pass reads.
-
-    Args:
-        tokens: `[B, N]` ids, `ABSENT` where a row has fewer.
-        parents: `[B, N]` the token that each one follows, -1 for the last kept one.
-        logit_rows: `[B, R]` tokens whose logits are wanted.
-        vectors: `[B, N, D]` in place of the embeddings.
-    """
+    """Inputs of a pass, see `Forward`."""
 
     tokens: Tensor
     parents: Tensor
@@ -136,7 +129,7 @@ class NewTokens:
     vectors: Tensor | None
 
     def padded(self, tokens: int, logits: int) -> NewTokens:
-        """As many tokens, absent ones, and as many logits, or more if there are."""
+        """Padded to at least this many tokens, by absent ones, and logits."""
         (B, N), R = self.tokens.shape, self.logit_rows.shape[1]
         if tokens <= N and logits <= R:
             return self
@@ -158,7 +151,7 @@ class EagerPass:
 
     Args:
         model: in evaluation mode; its weights must not change afterwards.
-        pad_to: run passes whose logits are wanted with at least this many tokens, and this many logits.
+        pad_to: least tokens, and least logits, of a pass with logits.
     """
 
     min_rows = 1
@@ -211,7 +204,7 @@ class EagerPass:
         (B, N), R = tokens_BN.shape, logit_rows.shape[1]
         layers = tuple(hidden_layers)
         vectors = None if vectors is None else vectors.to(self._model.dtype)
-        if not R:  # the last token of a row sees all of them, so it tells whether one is not finite
+        if not R:  # the last token of a row sees all others, so its states tell whether one is not finite
             logit_rows = ((tokens_BN != ABSENT).sum(1, keepdim=True) - 1).clamp(min=0)
         new = NewTokens(tokens=tokens_BN, parents=parents_BN, logit_rows=logit_rows, vectors=vectors)
         outputs_BRX, *states = (self._run if R else self._read)(storage, lengths, layers, new)
@@ -223,19 +216,19 @@ class EagerPass:
         return ForwardOut(logits=outputs_BRX[:, :R], hidden=hidden)
 
     def _run(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
-        """The logits `[B, R, V]`, then the states of `layers`; perhaps of further tokens too."""
+        """The logits `[B, R, V]`, then the states of `layers`; maybe with padding at the end."""
         new = new.padded(self._pad_to, self._pad_to)
         inputs = self._inputs(storage, lengths, new, BUCKET)
         return logits_and_states(self._model, storage, layers, self._added, new.logit_rows, *inputs)
 
     def _read(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
-        """Reads a prompt: as `_run`, but in place of logits it may return anything that is NaN where they would be."""
+        """Prefill: as `_run`, but may return states in place of logits, which are NaN in the same tokens."""
         inputs = self._inputs(storage, lengths, new, BUCKET)
         last_BND, *states = hidden_states(self._model, storage, layers, self._added, *inputs)
         return _rows_of(last_BND, new.logit_rows), *states
 
     def _inputs(self, storage: kv_cache.Storage, lengths: list[int], new: NewTokens, bucket: int) -> tuple[Tensor, ...]:
-        """What a pass is told: slots in use, tokens, kept lengths, depths, who sees whom, and vectors if there are."""
+        """Inputs of a pass: slots in use, tokens, cached lengths, depths, tree attention mask, and vectors if any."""
         device = new.tokens.device
         used = min(-(-(max(lengths) + new.tokens.shape[1]) // bucket) * bucket, kv_cache.slots_of(storage))
         slots_S, lengths_B = torch.arange(used, device=device), upload(lengths, device)
@@ -245,6 +238,6 @@ class EagerPass:
 
 
 def contiguous_copy(tensor: Tensor) -> Tensor:
-    """A copy without a history: `torch.compile` guards on strides and on what a view is a view of, and would compile
+    """A contiguous copy that is no view: `torch.compile` guards on strides and on the base of a view, and would compile
     again for others."""
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
-"""The pass of a model whose layers are shared out over several devices, one after the other (pipeline parallelism).
+"""Pipeline parallelism: forward pass of a model whose layers are split over several devices.
 
-Each stage is a model of its own: it has some of the layers, the first one reads the embeddings and the others what the
-stage before has made, and the last one has the output head. So whatever computes a pass computes a stage. There is one
-pass at a time: a device is free while the others compute.
+Each stage is a causal LM of some of the layers: the first one reads the embeddings, the others read the states of the
+previous stage, and the last one has the output head. So every implementation of `Forward` can compute a stage. There is
+one pass at a time: a device is idle while the others compute.
 
 Shape letters as in the package.
 """
@@ -28,12 +28,12 @@ FEW_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class StageModel:
-    """Some layers of a model, on their device.
+    """One stage of a model, on its device.
 
     Args:
         stage: its device and CPUs.
-        model: a causal LM of these layers alone.
-        first: which layer of the whole model its first one is, from 0.
+        model: a causal LM of its layers alone.
+        first: index of its first layer in the whole model, from 0.
     """
 
     stage: Stage
@@ -42,35 +42,35 @@ class StageModel:
 
     @property
     def layers(self) -> int:
-        """How many it has."""
+        """Number of its layers."""
         return len(self.model.model.layers)
 
 
 def split(model: PreTrainedModel, stages: Sequence[Stage]) -> list[StageModel]:
-    """Shares the layers of a model out and moves them to their devices; the first stages may have one more than others.
+    """Splits the layers of a model into stages and moves them to their devices; earlier ones may have a layer more.
 
-    The model itself cannot compute with a cache any more: layers are numbered anew within their stage.
+    The model itself cannot compute with a cache any more, because layer indices are those within their stage.
 
     Raises:
         ValueError: there are more stages than layers.
     """
-    whole, number = model.model, len(stages)
-    if number > (count := len(whole.layers)):
-        raise ValueError(f"{number} stages, and {model.config.name_or_path!r} has {count} layers: use fewer stages")
-    bounds = [-(-count * place // number) for place in range(number + 1)]
-    found = [
+    whole, parts = model.model, len(stages)
+    if parts > (layers := len(whole.layers)):
+        raise ValueError(f"{parts} stages, and {model.config.name_or_path!r} has {layers} layers: use fewer stages")
+    bounds = [-(-layers * index // parts) for index in range(parts + 1)]
+    stage_models = [
         StageModel(
             stage=stage, model=_part(model, first, stop, torch.empty(0, device=stage.device).device), first=first
         )
         for stage, (first, stop) in zip(stages, pairwise(bounds), strict=True)
     ]
-    whole.embed_tokens, last = found[0].model.model.embed_tokens, found[-1].model
+    whole.embed_tokens, last = stage_models[0].model.model.embed_tokens, stage_models[-1].model
     whole.norm, model.lm_head = last.model.norm, last.lm_head
-    return found
+    return stage_models
 
 
 def _part(model: PreTrainedModel, first: int, stop: int, device: torch.device) -> PreTrainedModel:
-    """A causal LM of the layers from `first` to before `stop`, which has their weights themselves."""
+    """A causal LM of layers `first` to `stop`, which shares their weights."""
     whole = model.model
     config = copy(model.config)
     config.num_hidden_layers = stop - first
@@ -85,35 +85,35 @@ def _part(model: PreTrainedModel, first: int, stop: int, device: torch.device) -
     body.layers = whole.layers[first:stop].to(device)
     for index, layer in enumerate(body.layers):
         layer.self_attn.layer_idx = index
-    body.embed_tokens = _there(whole.embed_tokens if first == 0 else _few_rows(whole.embed_tokens), device)
-    part.lm_head = _there(model.lm_head if stop == len(whole.layers) else _few_rows(model.lm_head), device)
-    body.norm, body.rotary_emb = _there(whole.norm, device), _there(whole.rotary_emb, device)
+    body.embed_tokens = _moved(whole.embed_tokens if first == 0 else _few_rows(whole.embed_tokens), device)
+    part.lm_head = _moved(model.lm_head if stop == len(whole.layers) else _few_rows(model.lm_head), device)
+    body.norm, body.rotary_emb = _moved(whole.norm, device), _moved(whole.rotary_emb, device)
     return part.eval()
 
 
-def _there(module: nn.Module, device: torch.device) -> nn.Module:
-    """A module on a device; a copy if it is elsewhere, because other stages and tied weights need it where it is."""
-    is_there = all(each.device == device for each in (*module.parameters(), *module.buffers()))
-    return module if is_there else deepcopy(module).to(device)
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """A module on a device; copied if it is elsewhere, because other stages and tied weights need the original."""
+    is_on_device = all(each.device == device for each in (*module.parameters(), *module.buffers()))
+    return module if is_on_device else deepcopy(module).to(device)
 
 
 @torch.no_grad()
 def _few_rows(module: nn.Module) -> nn.Module:
-    """An embedding or an output head with its first rows alone."""
-    found = copy(module)
-    found._parameters = {
+    """A copy of an embedding or an output head with its first rows alone."""
+    cut = copy(module)
+    cut._parameters = {
         name: None if each is None else nn.Parameter(each[:FEW_ROWS].clone(), requires_grad=False)
         for name, each in module._parameters.items()
     }
-    return found
+    return cut
 
 
 class PipelinePass:
     """Computes the stages of a model, one after the other.
 
     Args:
-        parts: of the model, from the first to the last.
-        forward_of: makes what computes one of them.
+        parts: the stages in order.
+        forward_of: makes the forward pass of a stage.
     """
 
     def __init__(self, parts: Sequence[StageModel], forward_of: Callable[[PreTrainedModel], Forward]) -> None:
@@ -141,17 +141,19 @@ class PipelinePass:
         hidden_layers: Sequence[int] = (),
         vectors: Tensor | None = None,
     ) -> ForwardOut:
-        """See `Forward`; all is returned on the device of the last stage."""
+        """See `Forward`; results are on the device of the last stage."""
         if storage is not self._storage:
             self._storage = storage
             self._storages = [storage[part.first : part.first + part.layers] for part in self._parts]
         hidden: dict[int, Tensor] = {}
         for part, forward, stored in zip(self._parts, self._forwards, self._storages, strict=True):
             device, is_last = part.model.device, forward is self._last
-            asked = [layer for layer in hidden_layers if self._stage_of(layer) is part]
-            own = [layer if layer == FINAL_NORM else layer - part.first for layer in asked]
+            requested = [layer for layer in hidden_layers if self._stage_of(layer) is part]
+            own = [layer if layer == FINAL_NORM else layer - part.first for layer in requested]
             handed_on = [] if is_last or part.layers in own else [part.layers]
-            ids_BN = tokens_BN if vectors is None else tokens_BN.clamp(max=0)  # of which it has few, and reads none
+            ids_BN = (
+                tokens_BN if vectors is None else tokens_BN.clamp(max=0)
+            )  # a stage has few rows of them, and reads none
             with on_cpus(part.stage.cpus):
                 out = forward(
                     stored,
@@ -162,14 +164,14 @@ class PipelinePass:
                     hidden_layers=[*own, *handed_on],
                     vectors=None if vectors is None else vectors.to(device, non_blocking=True),
                 )
-            hidden |= {layer: out.hidden[index] for layer, index in zip(asked, own, strict=True)}
+            hidden |= {layer: out.hidden[index] for layer, index in zip(requested, own, strict=True)}
             vectors = None if is_last else out.hidden[part.layers]
         last_device = out.logits.device
         hidden = {layer: states.to(last_device, out.logits.dtype) for layer, states in hidden.items()}
         return ForwardOut(logits=out.logits, hidden=hidden)
 
     def _stage_of(self, layer: int) -> StageModel:
-        """The one that computes the states of a layer, named as in `Forward`: the embeddings are the first one's."""
+        """The stage of a layer, numbered as in `Forward`: the embeddings are on the first."""
         if layer == FINAL_NORM:
             return self._parts[-1]
         return next(part for part in self._parts if layer <= part.first + part.layers)
@@ -184,7 +186,7 @@ class PipelinePass:
             return self._last.head(states)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """See `Forward`; beside the head."""
+        """See `Forward`; on the last stage."""
         return self._last.linear(weight, bias)
 
     def weight_bytes(self, weight: Tensor) -> int:

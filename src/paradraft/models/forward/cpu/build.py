@@ -1,10 +1,9 @@
-"""Builds the C++ beside this file for the CPU at hand, once; later processes find it on disk.
+"""Compiles the C++ of `native/` for this CPU, once; later processes load the library from the user's cache.
 
-What is found on disk is run, so it is only taken from a folder that no other user can write into. It must be whole:
-to load a library that is cut off can end the process. A digest at the end of the file says that it is whole, and what
-it was built from.
+Because the library is executed, it is loaded only from a folder that no other user can write into. A digest at its end
+covers content and sources, because loading a truncated library can end the process.
 
-A wheel of `make wheel` brings libraries for common CPUs (prebuilt.py), of which one is loaded where it fits.
+A wheel of `make wheel` has prebuilt libraries for common CPUs (prebuilt.py), which are preferred.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ FLAGS = (
     "-mcpu=native" if (platform.system(), platform.machine()) == ("Darwin", "arm64") else "-march=native",
 )
 SECONDS = 300
-"""How long the compiler may take; on a slow core it takes ten."""
+"""Time limit of the compiler, which takes ten seconds on a slow core."""
 DIGEST_BYTES = 32
-"""Of the digest at the end of a library's file."""
+"""Size of the digest at the end of a library's file."""
 
 
 def openmp_flags() -> list[tuple[str, ...]]:
-    """What asks a compiler for OpenMP, in the order in which it is tried; the last does without.
+    """Compiler options for OpenMP, in the order in which they are tried; the last does without OpenMP.
 
-    Apple's clang has OpenMP and neither its option nor its library: torch brings that one. Without it weights are
-    packed by one thread, once; passes have threads of their own.
+    Apple's clang has OpenMP, but neither the option nor the library, which is torch's. Without OpenMP weights are
+    packed by one thread, once; passes have their own threads.
     """
     torchs = Path(torch.__file__).parent / "lib" / "libomp.dylib"
     apples = [("-Xpreprocessor", "-fopenmp", str(torchs))] if torchs.is_file() else []
@@ -56,81 +55,81 @@ def openmp_flags() -> list[tuple[str, ...]]:
 
 
 class CannotBuildError(Exception):
-    """There is no library for this machine, and why."""
+    """There is no library for this machine; the message is the reason."""
 
 
 def library() -> ctypes.CDLL:
-    """The compiled passes.
+    """The compiled library, built if necessary.
 
     Raises:
-        CannotBuildError: no compiler, or one that cannot do it.
+        CannotBuildError: no compiler, or one that fails.
     """
-    found = _library()
-    if isinstance(found, CannotBuildError):
-        raise found
-    return found
+    native = _library()
+    if isinstance(native, CannotBuildError):
+        raise native
+    return native
 
 
 def is_built() -> bool:
-    """Whether there is a library; it is built if it can be."""
+    """Whether there is a library; builds it if necessary."""
     return not isinstance(_library(), CannotBuildError)
 
 
 def kernel_names() -> list[str]:
-    """The instructions that products on this machine's CPU use, such as "avx512" and "vnni"; none without a library."""
-    found = _library()
-    return [] if isinstance(found, CannotBuildError) else found.kernel_names().decode().split()
+    """The CPU instructions that products use, such as "avx512" and "vnni"; empty without a library."""
+    native = _library()
+    return [] if isinstance(native, CannotBuildError) else native.kernel_names().decode().split()
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | CannotBuildError:
-    """The library, or why there is none, so that a compiler that fails is asked once."""
+    """The library, or the error, so that a failing compiler runs once."""
     try:
-        found = _load()
+        native = _load()
     except CannotBuildError as error:
         return error
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         return CannotBuildError(str(error))
-    found.kernel_names.restype = ctypes.c_char_p
-    found.packed_bytes.argtypes = [ctypes.c_void_p]
-    found.packed_bytes.restype = ctypes.c_int64
-    for pack in (found.pack_matrix, found.pack_integers):
+    native.kernel_names.restype = ctypes.c_char_p
+    native.packed_bytes.argtypes = [ctypes.c_void_p]
+    native.packed_bytes.restype = ctypes.c_int64
+    for pack in (native.pack_matrix, native.pack_integers):
         pack.argtypes = [ctypes.c_void_p] * 3
         pack.restype = None
-    found.unpack_integers.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p]
-    found.unpack_integers.restype = None
-    found.copy_outputs.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]
-    found.copy_outputs.restype = None
-    found.multiply_all.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]
-    found.multiply_all.restype = ctypes.c_int64
-    found.set_openmp_threads.argtypes = [ctypes.c_int]
-    found.set_openmp_threads.restype = ctypes.c_int
-    found.new_scratch.restype = ctypes.c_void_p
-    found.delete_scratch.argtypes = [ctypes.c_void_p]
-    found.forward.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
-    found.forward.restype = ctypes.c_int64
-    found.grow_trees.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_double, *[ctypes.c_void_p] * 3]
-    found.grow_trees.restype = ctypes.c_int64
-    found.draw_chains.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
-    found.draw_chains.restype = None
-    found.grow_corrected.argtypes = [
+    native.unpack_integers.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p]
+    native.unpack_integers.restype = None
+    native.copy_outputs.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]
+    native.copy_outputs.restype = None
+    native.multiply_all.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]
+    native.multiply_all.restype = ctypes.c_int64
+    native.set_openmp_threads.argtypes = [ctypes.c_int]
+    native.set_openmp_threads.restype = ctypes.c_int
+    native.new_scratch.restype = ctypes.c_void_p
+    native.delete_scratch.argtypes = [ctypes.c_void_p]
+    native.forward.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
+    native.forward.restype = ctypes.c_int64
+    native.grow_trees.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_double, *[ctypes.c_void_p] * 3]
+    native.grow_trees.restype = ctypes.c_int64
+    native.draw_chains.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
+    native.draw_chains.restype = None
+    native.grow_corrected.argtypes = [
         *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int64
     ]  # fmt: skip
-    found.grow_corrected.restype = None
-    found.draw_tokens.argtypes = [
+    native.grow_corrected.restype = None
+    native.draw_tokens.argtypes = [
         ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p,
         ctypes.c_int64,
     ]  # fmt: skip
-    found.draw_tokens.restype = ctypes.c_int64
-    found.compact_paths.argtypes = [
+    native.draw_tokens.restype = ctypes.c_int64
+    native.compact_paths.argtypes = [
         ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2
     ]  # fmt: skip
-    found.compact_paths.restype = ctypes.c_int64
-    return found
+    native.compact_paths.restype = ctypes.c_int64
+    return native
 
 
 def _load() -> ctypes.CDLL:
-    """Loads the wheel's library, or that of the first folder that has one, and builds it where none has."""
+    """Loads the wheel's library or that of the first folder with one, else builds it."""
     if (shipped := _shipped()) is not None:
         return shipped[0]
     key = library_key()
@@ -140,7 +139,7 @@ def _load() -> ctypes.CDLL:
             try:
                 # torch's own OpenMP is loaded already and has the same name, so that both share their threads.
                 return ctypes.CDLL(str(file))
-            except OSError:  # nothing may be run there, or it was built on a system with other libraries
+            except OSError:  # a noexec file system, or the library was built on a system with other libraries
                 continue
     content = b""
     problem: Exception = CannotBuildError("no folder for it is yours alone: set XDG_CACHE_HOME to one that is")
@@ -150,16 +149,16 @@ def _load() -> ctypes.CDLL:
         try:
             _write(file, content + _digest(content, key))
             return ctypes.CDLL(str(file))
-        except OSError as error:  # the disk is full or read-only, or nothing may be run there
+        except OSError as error:  # the disk is full or read-only, or a noexec file system
             problem = error
     raise problem
 
 
 @functools.cache
 def _shipped() -> tuple[ctypes.CDLL, str] | None:
-    """The library that the wheel brings for this CPU, with its key; None where it brings none that can be loaded.
+    """The wheel's library for this CPU, with its key; None if there is none that can be loaded.
 
-    Whoever can write into the installation can change its Python too, so only what is damaged is refused.
+    Its folder's permissions are not checked, because who can write there can change the Python code too.
     """
     level = level_of(platform.machine(), instructions())
     if level is None or not FOLDER.is_dir():
@@ -180,13 +179,10 @@ def _shipped() -> tuple[ctypes.CDLL, str] | None:
 
 
 def build_for_wheel(folder: Path) -> None:
-    """Compiles the libraries that a wheel brings, for CPUs that this machine's need not be.
-
-    Args:
-        folder: for their files, which is made if it is not there.
+    """Compiles the prebuilt libraries of a wheel into a folder; this machine's CPU need not run them.
 
     Raises:
-        CannotBuildError: no compiler, or one that cannot do it.
+        CannotBuildError: no compiler, or one that fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for level in LEVELS:
@@ -195,41 +191,41 @@ def build_for_wheel(folder: Path) -> None:
 
 
 def _compiler() -> list[str]:
-    """The command of the compiler, with what `CXX` says after it."""
-    wanted = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["g++"], ["clang++"], ["c++"]]
-    for command in wanted:
+    """The command of the compiler: `CXX` with its options, or the first one installed."""
+    candidates = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["g++"], ["clang++"], ["c++"]]
+    for command in candidates:
         if command and shutil.which(command[0]):
             return command
-    raise CannotBuildError(f"there is no C++ compiler ({', '.join(map(' '.join, wanted))})")
+    raise CannotBuildError(f"there is no C++ compiler ({', '.join(map(' '.join, candidates))})")
 
 
 def _folders() -> list[Path]:
-    """Where the library may be kept: in the user's cache, else in a folder of its own among the temporary files."""
+    """Folders for the library: in the user's cache, else in the temporary folder."""
     temporary = Path(tempfile.gettempdir()) / f"paradraft-{os.geteuid()}"
     return [temporary] if (cache := cache_folder()) is None else [cache, temporary]
 
 
 def cache_folder() -> Path | None:
-    """Our folder in the user's cache, which may not be there yet; None where there is no home."""
+    """Our folder in the user's cache, which may not exist yet; None without a home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "")
     try:
-        cache = cache if cache.is_absolute() else Path.home() / ".cache"  # the standard wants others ignored
+        cache = cache if cache.is_absolute() else Path.home() / ".cache"  # the standard ignores relative paths
     except RuntimeError:
         return None
-    # The user may have moved the cache and left a link to it. Among the temporary files a link may be any user's.
+    # The user may have moved the cache and left a link to it. In the temporary folder a link may be any user's.
     return Path(os.path.realpath(cache / "paradraft"))
 
 
 def is_made(folder: Path, kept: str) -> bool:
-    """Makes a folder if it is not there, and says whether no other user can write into it.
+    """Makes a folder if necessary, and returns whether no other user can write into it.
 
     Args:
-        folder: in the user's cache or among the temporary files.
-        kept: what is to be kept there, with "is" or "are", for the warning.
+        folder: in the user's cache or the temporary folder.
+        kept: subject of the warning, with "is" or "are".
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:  # of a system where no user may write
+    except OSError:  # users may not write there
         return False
     if is_private(folder, is_folder=True):
         return True
@@ -241,10 +237,10 @@ def is_made(folder: Path, kept: str) -> bool:
     return False
 
 
-def is_private(place: Path, *, is_folder: bool = False) -> bool:
-    """Whether a file or folder is no link, belongs to this user or to root, and no other user can write into it."""
+def is_private(path: Path, *, is_folder: bool = False) -> bool:
+    """Whether a file or folder is no link, belongs to this user or root, and no other user can write into it."""
     try:
-        status = place.lstat()
+        status = path.lstat()
     except OSError:
         return False
     is_kind = stat.S_ISDIR if is_folder else stat.S_ISREG
@@ -252,7 +248,7 @@ def is_private(place: Path, *, is_folder: bool = False) -> bool:
 
 
 def _is_whole(file: Path, key: str) -> bool:
-    """Whether a file is a library that was built for this key, and nothing of it is missing."""
+    """Whether a file is a complete library for this key."""
     try:
         return is_private(file) and _has_digest(file, key)
     except OSError:
@@ -265,16 +261,16 @@ def _has_digest(file: Path, key: str) -> bool:
 
 
 def _digest(library: bytes, key: str) -> bytes:
-    """What stands at the end of a library's file, where the loader does not look."""
+    """The digest at the end of a library's file, which the loader ignores."""
     return hashlib.sha256(key.encode() + library).digest()
 
 
 def library_key() -> str:
-    """What decides how the library comes out, and in which order it reads weights: the sources and the CPU's
-    instructions, and which compiler is asked for; or the sources and the options of the wheel's library.
+    """A key of all that the library, and its order of packed weights, depends on: sources, `CXX` and CPU instructions;
+    for the wheel's library sources and options.
 
-    Not the compiler's version: then a machine without one could not use what it has. So a library is kept when the
-    compiler is renewed.
+    Not of the compiler's version, because then a machine without a compiler could not use its library. So a library
+    outlives an update of the compiler.
     """
     if (shipped := _shipped()) is not None:
         return shipped[1]
@@ -282,49 +278,48 @@ def library_key() -> str:
 
 
 def _key(choices: object) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in SOURCES:
-        found.update((NATIVE / name).read_bytes())
-    found.update(repr(choices).encode())
-    return found.hexdigest()[:16]
+        digest.update((NATIVE / name).read_bytes())
+    digest.update(repr(choices).encode())
+    return digest.hexdigest()[:16]
 
 
 def instructions() -> str:
-    """Which instructions the CPU has, as Linux says it."""
+    """The CPU's instructions: the line of `/proc/cpuinfo`; empty without one."""
     return next((line for line in _cpu() if line.startswith(("flags", "Features"))), "")
 
 
 def _cpu() -> list[str]:
-    """What Linux says of the first CPU and the others."""
     file = Path("/proc/cpuinfo")
     return file.read_text().splitlines() if file.exists() else []
 
 
 def _compiled(command: list[str]) -> bytes:
-    """The library as the compiler makes it, whose command and options these are."""
+    """Compiles the library; returns its content."""
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "pass.so"
-        complaints: list[str] = []
+        file = Path(folder) / "pass.so"
+        problems: list[str] = []
         for openmp in openmp_flags():
-            if problem := _build([*command, *openmp], made):
-                complaints.append(problem)
+            if problem := _build([*command, *openmp], file):
+                problems.append(problem)
             else:
-                return made.read_bytes()
-        raise CannotBuildError(complaints[0])
+                return file.read_bytes()
+        raise CannotBuildError(problems[0])
 
 
 def _build(command: list[str], to: Path) -> str | None:
-    """Compiles the sources, several at a time, and links them; returns what the compiler complains of, if it fails."""
+    """Compiles the sources in parallel and links them; returns the compiler's error, if it fails."""
     sources = [NATIVE / name for name in SOURCES if name.endswith(".cpp")]
     objects = [to.with_name(f"{source.stem}.o") for source in sources]
-    commands = [[*command, "-c", str(file), "-o", str(made)] for file, made in zip(sources, objects, strict=True)]
+    commands = [[*command, "-c", str(source), "-o", str(made)] for source, made in zip(sources, objects, strict=True)]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         problems = [*threads.map(_problem, commands)]
     return next(filter(None, problems), None) or _problem([*command, "-shared", *map(str, objects), "-o", str(to)])
 
 
 def _problem(command: list[str]) -> str | None:
-    """The first line of what a command complains of, if it fails."""
+    """The first line of a command's error, if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     if not done.returncode:
         return None
@@ -333,11 +328,7 @@ def _problem(command: list[str]) -> str | None:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Writes a file of this user's alone.
-
-    It takes its place when it is whole and on the disk, so that neither processes that build at the same time nor a
-    loss of power leave a part of it.
-    """
+    """Writes a file of this user alone, atomically: neither concurrent builds nor a power loss leave a part of it."""
     descriptor, new = tempfile.mkstemp(dir=file.parent)
     try:
         with open(descriptor, "wb") as opened:
@@ -348,7 +339,7 @@ def _write(file: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(new)
         raise
-    with suppress(OSError):  # not every file system can do that for a folder
+    with suppress(OSError):  # not every file system supports that for a folder
         folder = os.open(file.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

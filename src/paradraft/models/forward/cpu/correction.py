@@ -1,6 +1,6 @@
-"""Drafts that are drawn token by token in C++ (`correction.cpp`), each after a correction by the tokens before it.
+"""Drafts drawn token by token in C++ (`correction.cpp`), with logits corrected by the tokens drawn before.
 
-Shape letters: B rows of a batch, K places of a draft, N nodes of a tree, V vocabulary, D hidden size, X rank of the
+Shape letters: B rows of a batch, K positions of a draft, N nodes of a tree, V vocabulary, D hidden size, X rank of the
 correction.
 """
 
@@ -23,15 +23,15 @@ class _Correction(ctypes.Structure):
     )
 
 
-class _Places(ctypes.Structure):
+class _Positions(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "places")),
+        *((name, ctypes.c_int64) for name in ("rows", "positions")),
         *((name, ctypes.c_void_p) for name in ("logits", "reads", "temperatures", "noise")),
     )
 
 
 class NativeCorrection:
-    """Draws what a head of `paradraft.drafters.parts.previous_token` says.
+    """Draws drafts with a head of `paradraft.drafters.parts.previous_token`.
 
     Args:
         embedding: `[rows, D]` in float32 or bfloat16.
@@ -63,19 +63,19 @@ class NativeCorrection:
         noise_BKV: Tensor | None,
         threads: int,
     ) -> Tensor:
-        """The tokens `[B, K]`, as the match rule draws them; `INVALID` where the logits are no numbers.
+        """The tokens `[B, K]`, drawn as by the match rule; `INVALID` where logits are NaN or the largest is infinite.
 
         Args:
             logits_BKV: float32, before any correction.
-            reads_BKX: `[B, K - 1, X]` float32; what the states of all places but the first add to their memories.
+            reads_BKX: `[B, K - 1, X]` float32; added to the memory at each position but the first.
             temperatures: of the rows; 0 is greedy.
             noise_BKV: float64; None if all rows are greedy.
             threads: most threads.
         """
         assert noise_BKV is not None or not any(temperatures)
         tokens_BK = torch.empty(logits_BKV.shape[:2], dtype=torch.long, device="cpu")
-        places, kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
-        library().draw_chains(ctypes.byref(self._correction), ctypes.byref(places), tokens_BK.data_ptr(), threads)
+        positions, kept = self._positions(logits_BKV, reads_BKX, temperatures, noise_BKV)
+        library().draw_chains(ctypes.byref(self._correction), ctypes.byref(positions), tokens_BK.data_ptr(), threads)
         del kept
         return tokens_BK
 
@@ -92,31 +92,26 @@ class NativeCorrection:
     ) -> tuple[Tensor, Tensor]:
         """The tokens and the parents `[B, N]` of each row's likeliest nodes, best first, `ABSENT` after the last one.
 
-        The likelihood of a token is that of the softmax of its scores, which are the logits divided by the temperature,
-        plus noise.
+        The likelihood of a token is the softmax of its scores, which are the logits divided by the temperature, plus
+        noise. See `chains` for the other arguments.
 
         Args:
-            logits_BKV: see `chains`.
-            reads_BKX: see `chains`.
-            temperatures: see `chains`.
-            noise_BKV: see `chains`.
-            threads: most threads.
-            number: tokens that are thought of after a node.
+            number: candidates after a node.
             budget: N.
         """
         nodes = torch.empty(2, len(logits_BKV), budget, dtype=torch.long, device="cpu")
-        places, kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
+        positions, kept = self._positions(logits_BKV, reads_BKX, temperatures, noise_BKV)
         library().grow_corrected(
-            ctypes.byref(self._correction), ctypes.byref(places), min(number, logits_BKV.shape[2]), budget,
+            ctypes.byref(self._correction), ctypes.byref(positions), min(number, logits_BKV.shape[2]), budget,
             nodes[0].data_ptr(), nodes[1].data_ptr(), threads,
         )  # fmt: skip
         del kept
         return nodes[0], nodes[1]
 
-    def _places(
+    def _positions(
         self, logits_BKV: Tensor, reads_BKX: Tensor, temperatures: Sequence[float], noise_BKV: Tensor | None
-    ) -> tuple[_Places, list[object]]:
-        """What the library is given, and what must be kept while it works."""
+    ) -> tuple[_Positions, list[object]]:
+        """The library's inputs, and objects that must live while it runs."""
         B, K, V = logits_BKV.shape
         logits, reads = logits_BKV.contiguous(), reads_BKX.float().contiguous()
         noise = None if noise_BKV is None else noise_BKV.contiguous()
@@ -124,8 +119,8 @@ class NativeCorrection:
         assert reads.shape == (B, K - 1, self._matrices[1].matrix.inputs) and len(temperatures) == B
         assert noise is None or (noise.shape == logits.shape and noise.dtype == torch.float64)
         temperatures_B = (ctypes.c_float * B)(*temperatures)
-        places = _Places(
-            rows=B, places=K, logits=logits.data_ptr(), reads=reads.data_ptr(),
+        positions = _Positions(
+            rows=B, positions=K, logits=logits.data_ptr(), reads=reads.data_ptr(),
             temperatures=ctypes.addressof(temperatures_B), noise=None if noise is None else noise.data_ptr(),
         )  # fmt: skip
-        return places, [logits, reads, noise, temperatures_B]
+        return positions, [logits, reads, noise, temperatures_B]

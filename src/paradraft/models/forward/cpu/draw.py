@@ -1,4 +1,4 @@
-"""Tokens drawn from logits in C++ (`draw.cpp`).
+"""Sampling of tokens from logits in C++ (`draw.cpp`).
 
 Shape letters: B rows of a batch, R positions, V vocabulary.
 """
@@ -25,16 +25,16 @@ class _Choice(ctypes.Structure):
 
 
 def draw(logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor, *, threads: int) -> Tensor | None:
-    """The tokens `[B, R]` that `Sampler.draw` chooses, `INVALID` where logits are no numbers.
+    """The tokens `[B, R]` that `Sampler.draw` chooses, `INVALID` where logits are NaN or the largest is infinite.
 
     Args:
-        logits_BRV: after bias, penalties and processors, on the CPU.
+        logits_BRV: after bias, penalties and logits processors, on the CPU.
         samplings: of the rows.
         positions_BR: of the tokens in their texts.
         threads: most threads.
 
     Returns:
-        None where the logits are not float32, or where a token depends on how torch rounds.
+        None if the logits are not float32, or if a token depends on how torch rounds.
 
     Raises:
         CannotBuildError: there is no library for this machine.
@@ -55,5 +55,5 @@ def draw(logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor
 
 def _choice(sampling: Sampling, vocabulary: int) -> _Choice:
     least = math.log(sampling.min_p) if sampling.min_p else -math.inf
-    top_k = min(sampling.top_k, vocabulary)  # it may be more than 64 bits hold
+    top_k = min(sampling.top_k, vocabulary)  # it may exceed 64 bits
     return _Choice(sampling.seed, top_k, sampling.top_p, sampling.temperature, least)

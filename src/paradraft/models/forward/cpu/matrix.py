@@ -1,4 +1,4 @@
-"""Matrices of weights in the order in which the C++ reads them."""
+"""Weights packed in the order in which the C++ reads them, and products with them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from paradraft.models.forward.cpu.threads import one_torch_thread
 from paradraft.models.quantized import SUPERBLOCK, Format, NumberKind, Parts, QuantizedTensor, numbers_of
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""How weights may be stored, with the numbers that `gemm.h` has for them."""
+"""Storage types of weights, with their codes in `gemm.h`."""
 
 CHECKED_AT_ONCE = 2**18
-"""Weights that are float32 numbers at a time, while it is checked how they were packed: they stay in the cache."""
+"""Weights that are unpacked at a time to check the packing, so that they stay in the CPU cache."""
 
 
 class WrongPassError(Exception):
-    """A pass in C++ does not compute what the model's own code does, and how far it is from that.
+    """A pass in C++ does not compute what the model's own code does.
 
     Args:
-        found: in words.
-        seconds: that the pass takes for one token, if it was made.
+        difference: in words.
+        seconds: time of the pass for one token, if there is a pass.
     """
 
-    def __init__(self, found: str, seconds: float | None = None) -> None:
-        super().__init__(found)
+    def __init__(self, difference: str, seconds: float | None = None) -> None:
+        super().__init__(difference)
         self.seconds = seconds
 
 
@@ -50,9 +50,9 @@ class _Weights(ctypes.Structure):
     @staticmethod
     def of(parts: Parts) -> _Weights:
         values, *numbers = parts
-        firsts = [each.factors if isinstance(each, Products) else each for each in numbers]
+        factors = [each.factors if isinstance(each, Products) else each for each in numbers]
         products = [each.numbers if isinstance(each, Products) else None for each in numbers]
-        return _Weights(*(None if each is None else each.data_ptr() for each in (values, *firsts, *products)))
+        return _Weights(*(None if each is None else each.data_ptr() for each in (values, *factors, *products)))
 
 
 class Matrix(ctypes.Structure):
@@ -65,13 +65,13 @@ class Matrix(ctypes.Structure):
 
 
 def is_known(weight: Tensor) -> bool:
-    """Whether weights can be packed: plain ones, or those of few bits."""
+    """Whether weights can be packed: plain or quantized ones."""
     return isinstance(weight, QuantizedTensor) or type(weight) in (nn.Parameter, Tensor)
 
 
 def packed_dtype(weight: Tensor) -> torch.dtype:
-    """What weights, `[outputs, inputs]`, are packed as: bfloat16 where nothing is lost by it, as in nearly all that are
-    published. Those are packed in pairs of inputs."""
+    """The dtype in which weights `[outputs, inputs]` are packed: bfloat16 where that is exact, as for nearly all
+    published weights, and inputs can be packed in pairs."""
     if isinstance(weight, QuantizedTensor):
         return torch.int8
     is_bfloat16 = weight.dtype == torch.bfloat16 or torch.equal(weight.bfloat16().float(), weight)
@@ -86,9 +86,9 @@ class Panels:
         outputs: of all layers.
         inputs: of each.
         numbers: the weights, `[bytes]` uint8.
-        dtype: what they are packed as, one of `KINDS`.
-        scales: `[outputs]` float32, of whole numbers that have one scale for each output, else None.
-        format: of whole numbers, else None.
+        dtype: of the packed weights, one of `KINDS`.
+        scales: `[outputs]` float32 if quantized with one scale for each output, else None.
+        format: if quantized, else None.
     """
 
     outputs: int
@@ -99,18 +99,18 @@ class Panels:
     format: Format | None = None
 
     def matrix(self, bias: Tensor | None = None) -> Matrix:
-        """The same for the C++."""
+        """As a struct for the C++."""
         grouping = None if self.format is None else _Grouping(*self.format)
         return _matrix(self.outputs, self.inputs, self.dtype, self.numbers, self.scales, bias, grouping)
 
     def numbers_of(self, first: int, count: int, threads: int = 1) -> Tensor:
-        """`[count, inputs]` the weights of some outputs as float32, as passes read them."""
+        """The weights `[count, inputs]` of outputs from `first` on, as passes read them, as float32."""
         numbers = torch.empty(count, self.inputs, dtype=torch.float32, device="cpu")
         library().copy_outputs(ctypes.byref(self.matrix()), first, count, numbers.data_ptr(), threads)
         return numbers
 
     def unpacked(self, first: int, count: int) -> Parts:
-        """What was packed of some outputs, if they are whole numbers."""
+        """The parts of outputs from `first` on, if quantized."""
         assert self.format is not None
         group = self.format.group
         values = torch.empty(count, self.inputs, dtype=torch.int8, device="cpu")
@@ -127,7 +127,7 @@ class Panels:
 
 
 def _no_numbers(kind: NumberKind, outputs: int, groups: int, inputs: int) -> Numbers | None:
-    """Room for scales or offsets."""
+    """Empty scales or offsets."""
     if kind is NumberKind.NONE:
         return None
     if kind is not NumberKind.PRODUCTS:
@@ -138,40 +138,34 @@ def _no_numbers(kind: NumberKind, outputs: int, groups: int, inputs: int) -> Num
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedRows:
-    """Where the parts of a weight are: some outputs of panels.
-
-    Args:
-        panels: of whole numbers.
-        first: output.
-        count: of outputs.
-    """
+    """A quantized weight that is `count` outputs of panels, from output `first` on."""
 
     panels: Panels
     first: int
     count: int
 
     def __call__(self) -> Parts:
-        """The parts."""
+        """All parts."""
         return self.panels.unpacked(self.first, self.count)
 
     def rows(self, outputs: Tensor) -> Parts:
-        """The parts of these outputs `[U]`, of those that there are here."""
+        """The parts of these outputs `[U]` of the weight."""
         return joined([self.panels.unpacked(self.first + output, 1) for output in outputs.tolist()])
 
 
 class PackedMatrix:
-    """The weights of linear layers with the same inputs, as one matrix: a copy of plain ones.
+    """The weights of linear layers with the same inputs, packed as one matrix.
 
-    Weights of few bits forget their parts, which are here then. Those that are packed already, these and no others in
-    this order, stay where they are.
+    Plain weights are copied. Quantized weights free their parts, which are here from then on; panels of just these
+    weights in this order are reused.
 
     Args:
-        weights: each `[outputs, inputs]`, one that `is_known`; all of one dtype, or all of one format of few bits.
+        weights: each `[outputs, inputs]`, one that `is_known`; all of one dtype, or quantized in one format.
         biases: of each `[outputs]`, or None.
 
     Raises:
         CannotBuildError: there is no library for this machine.
-        WrongPassError: weights were packed as others than they are.
+        WrongPassError: the packed weights differ from the original ones.
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> None:
@@ -186,19 +180,19 @@ class PackedMatrix:
             whole = whole.to(packed_dtype(whole))
             outputs, inputs = whole.shape
             self.panels = Panels(outputs=outputs, inputs=inputs, numbers=_packed(whole), dtype=whole.dtype)
-            _check_packed(self.panels, lambda few: whole[few].float())
+            _check_packed(self.panels, lambda rows: whole[rows].float())
         self.matrix = self.panels.matrix(self._bias)
 
     def multiply(self, inputs: Tensor, outputs: Tensor, threads: int | None = None) -> bool:
-        """Sets `outputs`, `[rows, outputs]` of float32, to what the layers make of `inputs`, `[rows, inputs]`.
+        """Computes the layers' outputs in place.
 
         Args:
-            inputs: float32; or bfloat16, if the weights are packed as such.
-            outputs: changed in place.
+            inputs: `[rows, inputs]` float32; or bfloat16, if the weights are packed as bfloat16.
+            outputs: `[rows, outputs]` float32, overwritten.
             threads: most threads; by default as many as torch uses.
 
         Returns:
-            False, with nothing done, where the CPU has no products of bfloat16 numbers.
+            False, with nothing done, if the CPU has no products of bfloat16.
         """
         are_bfloat16 = inputs.dtype == torch.bfloat16
         assert are_bfloat16 or inputs.dtype == torch.float32, "other numbers would be read as these"
@@ -212,7 +206,7 @@ class PackedMatrix:
 
 
 def _joined(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
-    """The biases of several layers in a row, zeros where a layer has none; None if none has one."""
+    """The biases of all layers, concatenated, 0 for a layer without one; None if none has one."""
     if all(bias is None for bias in biases):
         return None
     parts = zip(weights, biases, strict=True)
@@ -238,7 +232,6 @@ def _matrix(
 
 
 def _packed(weights: Tensor) -> Tensor:
-    """The bytes of panels of numbers."""
     outputs, inputs = weights.shape
     matrix = _matrix(outputs, inputs, weights.dtype, None, None, None, None)
     numbers = torch.empty(library().packed_bytes(ctypes.byref(matrix)), dtype=torch.uint8, device="cpu")
@@ -247,7 +240,6 @@ def _packed(weights: Tensor) -> Tensor:
 
 
 def _packed_integers(parts: Parts, format: Format) -> Tensor:
-    """The bytes of panels of few bits."""
     outputs, inputs = parts[0].shape
     matrix = _matrix(outputs, inputs, torch.int8, None, None, None, _Grouping(*format))
     numbers = torch.empty(library().packed_bytes(ctypes.byref(matrix)), dtype=torch.uint8, device="cpu")
@@ -256,7 +248,7 @@ def _packed_integers(parts: Parts, format: Format) -> Tensor:
 
 
 def _panels_of(weights: Sequence[QuantizedTensor]) -> Panels | None:
-    """The panels that have just these weights, in this order."""
+    """The panels that consist of just these weights, in this order; None without such."""
     rows = [weight.source for weight in weights if isinstance(weight.source, PackedRows)]
     if len(rows) < len(weights) or any(each.panels is not rows[0].panels for each in rows):
         return None
@@ -279,7 +271,9 @@ def _pack_quantized(weights: Sequence[QuantizedTensor]) -> Panels:
     )
     _check_packed(
         panels,
-        lambda few: numbers_of((values[few], scales[few], None if offsets is None else offsets[few]), weights[0].group),
+        lambda rows: numbers_of(
+            (values[rows], scales[rows], None if offsets is None else offsets[rows]), weights[0].group
+        ),
     )
     first = 0
     for weight in weights:
@@ -289,7 +283,7 @@ def _pack_quantized(weights: Sequence[QuantizedTensor]) -> Panels:
 
 
 def joined(parts: Sequence[Parts]) -> Parts:
-    """The parts of weights of one format as those of one matrix."""
+    """Concatenates the parts of weights of one format."""
     values, scales, offsets = zip(*parts, strict=True)
     joined_scales = _joined_numbers(scales)
     assert joined_scales is not None
@@ -308,24 +302,20 @@ def _joined_numbers(numbers: Sequence[Numbers | None]) -> Numbers | None:
 
 
 def _check_packed(panels: Panels, numbers_of: Callable[[slice], Tensor]) -> None:
-    """Compares all weights, as they were packed, with what they were, to the last bit.
-
-    Raises:
-        WrongPassError: one is another.
-    """
+    """Raises WrongPassError if packed weights differ from the original ones in any bit."""
     step, threads = max(CHECKED_AT_ONCE // panels.inputs, 1), torch.get_num_threads()
-    with one_torch_thread():  # several would wait for each other in each of many short steps
+    with one_torch_thread():  # several threads would wait for each other in each of many short steps
         for first in range(0, panels.outputs, step):
-            few = slice(first, min(first + step, panels.outputs))
-            found, expected = panels.numbers_of(few.start, few.stop - few.start, threads), numbers_of(few)
-            if not torch.equal(found.view(torch.int32), expected.view(torch.int32)):
+            rows = slice(first, min(first + step, panels.outputs))
+            packed, expected = panels.numbers_of(rows.start, rows.stop - rows.start, threads), numbers_of(rows)
+            if not torch.equal(packed.view(torch.int32), expected.view(torch.int32)):
                 raise WrongPassError(f"weights of the shape {[panels.outputs, panels.inputs]} are packed as others")
 
 
 def compute_products(model: nn.Module) -> None:
-    """Has the C++ compute all products of a model with weights of few bits, in the model's own code.
+    """Makes the C++ compute all products with quantized weights in a model's own code.
 
-    Torch computes those of weights that would be packed wrongly, much more slowly, with a warning.
+    Torch computes those of weights whose packing is wrong, much more slowly, with a warning.
 
     Raises:
         CannotBuildError: there is no library for this machine.

@@ -1,9 +1,8 @@
-"""A model's forward pass in C++, for CPUs: one call a pass, weights in the order in which they are read.
+"""Forward pass in C++ for CPUs: one call per pass, over weights packed in the order in which they are read.
 
-Arithmetic is float32. Weights that are bfloat16 numbers are stored as such, also where the model is a
-float32 one: nothing is lost, and half as much is read. Nearly all published weights are. In a bfloat16
-model what is multiplied with them is rounded too, as the model's own code does, on CPUs that have
-instructions for it: passes over many tokens take half the time.
+Arithmetic is float32. Weights that bfloat16 represents exactly, as nearly all published ones, are stored as bfloat16
+also in a float32 model, so half as much is read. In a bfloat16 model activations are rounded to bfloat16 too, as by the
+model's own code, on CPUs that have instructions for it: passes over many tokens take half the time.
 
 Shape letters as in `causal_lm.py`.
 """
@@ -38,11 +37,11 @@ from paradraft.models.quantized import QuantizedTensor, rounded_inputs
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 PLAIN = re.compile(r"Linear|Embedding|(Llama|Mistral|Qwen2|Qwen3)(RMSNorm|RotaryEmbedding)|SiLU|SiLUActivation")
-"""Kinds of modules without parts in these; an adapter has others."""
+"""Types of leaf modules in these architectures; an adapter has others."""
 PROFILED_AS = "paradraft::pass"
 LOG = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
-"""That models compute in."""
+"""Supported dtypes of a model."""
 
 
 class _Layer(ctypes.Structure):
@@ -74,7 +73,7 @@ class _Batch(ctypes.Structure):
 
 
 def can_serve(model: PreTrainedModel) -> bool:
-    """Whether a model is of the kind that the C++ computes, on a system for which it is built."""
+    """Whether the C++ supports a model and this system."""
     config: PretrainedConfig = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     return (
@@ -91,24 +90,25 @@ def can_serve(model: PreTrainedModel) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module does what its weights and its model's config say: no adapter, no hook."""
+    """Whether a module has no hook and is no adapter."""
     is_part = next(module.children(), None) is None
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
     return not has_hooks and (not is_part or PLAIN.fullmatch(type(module).__name__) is not None)
 
 
 class NativePass:
-    """Computes what the forward pass of a model does. The weights must not change afterwards: those that are not packed
-    already are copied.
+    """The forward pass of a model in C++.
+
+    The weights must not change afterwards, because those that are not packed already are copied.
 
     Args:
-        model: one that `can_serve` names.
+        model: supported by `can_serve`.
         threads: most threads of a pass; by default `granted_threads()` at the time of loading.
-        probe: its `probe` when it was compared with the model's own code, in place of another comparison.
+        probe: the `probe` of an equal pass that has passed its self-check, which is not repeated then.
 
     Raises:
         CannotBuildError: there is no library for this machine.
-        WrongPassError: it does not compute what the model does.
+        WrongPassError: it fails its self-check.
         OtherLogitsError: it has another `probe`.
     """
 
@@ -122,13 +122,13 @@ class NativePass:
         self._kept: list[Tensor] = []
         self._added: Tensor | None = None
         self._matrices: list[PackedMatrix] = []
-        self._places: dict[int, tuple[PackedMatrix, int]] = {}
+        self._packed: dict[int, tuple[PackedMatrix, int]] = {}
         self._config: PretrainedConfig = model.config
         config: PretrainedConfig = model.config
         body: Any = model.model
         layers = []
-        for number, layer in enumerate(body.layers, 1):
-            LOG.info("%s: packing layer %d of %d", Path(model.name_or_path).name, number, len(body.layers))
+        for index, layer in enumerate(body.layers, 1):
+            LOG.info("%s: packing layer %d of %d", Path(model.name_or_path).name, index, len(body.layers))
             layers.append(self._layer(layer))
         head = self._matrix([model.lm_head])
         self._head = self._matrices[-1]
@@ -172,26 +172,26 @@ class NativePass:
         return None if tensor is None else self._keep(tensor.float()).data_ptr()
 
     def _matrix(self, linears: Sequence[nn.Linear]) -> Matrix:
-        """Linear layers with the same inputs as one matrix, packed."""
+        """Packs linear layers with the same inputs as one matrix."""
         packed, first = PackedMatrix([each.weight for each in linears], [each.bias for each in linears]), 0
         self._matrices.append(packed)
         for each in linears:
-            self._places[id(each.weight)] = packed, first
+            self._packed[id(each.weight)] = packed, first
             first += len(each.weight)
         return packed.matrix
 
     def _qkv(self, linears: Sequence[nn.Linear]) -> Any:
-        """The projections of queries, keys and values: those whose weights are stored alike are one matrix."""
-        alike = groupby(linears, lambda each: getattr(each.weight, "format", None))
-        return (Matrix * 3)(*(self._matrix([*some]) for _, some in alike))
+        """Packs the projections of queries, keys and values; consecutive ones of one format are one matrix."""
+        by_format = groupby(linears, lambda each: getattr(each.weight, "format", None))
+        return (Matrix * 3)(*(self._matrix([*group]) for _, group in by_format))
 
     def _embedding(self, weight: Tensor, head: Tensor) -> dict[str, Any]:
-        """Where the embedding is, under its name in the struct."""
+        """The embedding's address, by its field in the struct."""
         if isinstance(weight, QuantizedTensor):
-            # The output head is stored already.
+            # A tied output head is packed already.
             packed = self._head if weight is head else PackedMatrix([weight])
             self._matrices.append(packed)
-            self._places[id(weight)] = packed, 0
+            self._packed[id(weight)] = packed, 0
             return {"embedding_integers": ctypes.pointer(packed.matrix)}
         name = "embedding_bfloat16" if weight.dtype == torch.bfloat16 else "embedding"
         return {name: self._keep(weight).data_ptr()}
@@ -216,11 +216,11 @@ class NativePass:
         return self.product(self._head, states)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """See `Forward`; what comes out is float32."""
+        """See `Forward`; outputs are float32."""
         return partial(self.product, PackedMatrix([weight], [bias]))
 
     def product(self, matrix: PackedMatrix, inputs: Tensor) -> Tensor:
-        """`[M, outputs]` of `[M, inputs]`, rounded before if those of a pass's own products are."""
+        """`[M, outputs]` of `[M, inputs]`, with inputs rounded as in a pass."""
         outputs = torch.empty(len(inputs), matrix.matrix.outputs, dtype=torch.float32, device="cpu")
         dtype = torch.bfloat16 if self._rounds_to_bfloat16(matrix) else torch.float32
         matrix.multiply(inputs.to(dtype).contiguous(), outputs, self.threads)
@@ -230,18 +230,18 @@ class NativePass:
         return self._rounds and matrix.matrix.kind == KINDS[torch.bfloat16] and "bf16" in kernel_names()
 
     def rounded(self, matrix: PackedMatrix, inputs: Tensor) -> Tensor:
-        """What `product` multiplies with a matrix in place of `inputs`, as float32."""
+        """The rounded inputs that `product` multiplies with a matrix, as float32."""
         if matrix.matrix.kind == KINDS[torch.int8]:
             blocks_MBI, scales_MB = rounded_inputs(inputs)
             return (blocks_MBI * scales_MB[:, :, None]).flatten(1)[:, : inputs.shape[1]]
         return inputs.bfloat16().float() if self._rounds_to_bfloat16(matrix) else inputs.float()
 
     def packed(self, weight: Tensor) -> tuple[PackedMatrix, int]:
-        """The matrix that a weight of the model is part of, and which of its outputs is the weight's first."""
-        return self._places[id(weight)]
+        """The packed matrix of a weight, and the index there of the weight's first output."""
+        return self._packed[id(weight)]
 
     def weight_bytes(self, weight: Tensor) -> int:
-        """What a pass reads of a weight of the model; of one of few bits, its scales and offsets too."""
+        """Bytes that a pass reads of a weight of the model, scales and offsets included."""
         if isinstance(weight, QuantizedTensor):
             return weight.stored_bytes
         return weight.numel() * (packed_dtype(weight) if weight.ndim == 2 else torch.float32).itemsize
@@ -257,8 +257,8 @@ class NativePass:
         hidden_layers: Sequence[int] = (),
         vectors: Tensor | None = None,
     ) -> ForwardOut:
-        """See `Forward`; logits and states are float32. Those after the final norm are what the head reads: in a
-        bfloat16 model, on CPUs that multiply such numbers, they are rounded."""
+        """See `Forward`; logits and states are float32. States after the final norm are as the head reads them: rounded
+        in a bfloat16 model, on CPUs with products of bfloat16."""
         (B, N), R = tokens_BN.shape, logit_rows.shape[1]
         logits = torch.empty(B, R, self._vocab_rows, dtype=torch.float32, device="cpu")
         if storage is not self._storage:
@@ -269,21 +269,21 @@ class NativePass:
         assert all(tensor.dtype == torch.long for tensor in (tokens_BN, parents_BN, logit_rows))
         assert len(storage[0][0]) == len(lengths) == len(logit_rows) == B and parents_BN.shape == (B, N)
         integers = [tensor.contiguous() for tensor in (tokens_BN, parents_BN, logit_rows)]
-        ids, parents, places = (tensor.data_ptr() for tensor in integers)
+        ids, parents, wanted = (tensor.data_ptr() for tensor in integers)
         lengths_B = (ctypes.c_int64 * B)(*lengths)
         hidden, states = self._states(B, N, hidden_layers) if hidden_layers else ({}, None)
         if vectors is not None:
             assert vectors.shape == (B, N, self._model.hidden_size)
             vectors = vectors.float().contiguous()
         batch = _Batch(
-            rows=B, tokens=N, wanted=R, slots=kv_cache.slots_of(storage), ids=ids, parents=parents, places=places,
+            rows=B, tokens=N, wanted=R, slots=kv_cache.slots_of(storage), ids=ids, parents=parents, places=wanted,
             lengths=ctypes.addressof(lengths_B), keys=keys, values=values, logits=logits.data_ptr(),
             vectors=None if vectors is None else vectors.data_ptr(),
             states=None if states is None else ctypes.addressof(states),
         )  # fmt: skip
-        # A profiler sees nothing of what is not torch's; where no profiler runs, a label would cost microseconds.
-        is_watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # torch does not export it
-        with torch.profiler.record_function(PROFILED_AS) if is_watched else nullcontext():
+        # A profiler sees only torch's functions, so it needs a label; without a profiler that would cost microseconds.
+        is_profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # torch does not export it
+        with torch.profiler.record_function(PROFILED_AS) if is_profiled else nullcontext():
             is_wrong = self._library.forward(
                 ctypes.byref(self._model), ctypes.byref(batch), self._scratch, self.threads
             )
@@ -291,7 +291,7 @@ class NativePass:
         return ForwardOut(logits=logits, hidden=hidden)
 
     def _rotate(self, positions: int) -> None:
-        """Tells passes how queries and keys are rotated at so many positions, unless they know of more."""
+        """Computes the rotary embedding for this many positions, unless there is one for more."""
         if positions > len(self._rotations[0]):
             angles = self._rotary(
                 torch.zeros(1, dtype=torch.float32, device="cpu"), torch.arange(positions, device="cpu")[None]
@@ -304,7 +304,7 @@ class NativePass:
     def _states(
         self, batch_size: int, tokens: int, layers: Sequence[int]
     ) -> tuple[dict[int, Tensor], ctypes.Array[ctypes.c_void_p]]:
-        """Room for the states of some layers, and for each layer where it is."""
+        """Buffers for the states of some layers, and the address of each layer's."""
         shape, count = (batch_size, tokens, self._model.hidden_size), self._model.layers
         hidden = {layer: torch.empty(shape, dtype=torch.float32, device="cpu") for layer in layers}
         addresses = (ctypes.c_void_p * (count + 2))()
@@ -319,35 +319,35 @@ class NativePass:
         self._model.added, self._model.added_rows = self._added.data_ptr(), len(rows_PD)
 
     def forget(self) -> None:
-        """Lets go of the storage, before another is allocated."""
+        """See `Forward`."""
         self._storage, self._pointers = [], []
 
     def logits_at(
         self, tokens_N: Tensor, positions_N: Tensor, *, exactly: bool = False, parts: Sequence[int] = ()
     ) -> Tensor:
-        """The logits `[N, V]` of one text whose tokens stand at any positions.
+        """The logits `[N, V]` of one text at arbitrary positions.
 
         Args:
             tokens_N: ids.
             positions_N: ascending.
-            exactly: rounds nothing but float32 arithmetic; slow, for comparison.
-            parts: tokens of each of several passes; by default one pass reads all.
+            exactly: without rounding of activations; slow, for comparison.
+            parts: tokens of each of several passes; one pass by default.
         """
         count, self._model.is_exact = len(tokens_N), exactly
         dtype = torch.float32 if exactly else self._stored_dtype
         try:
             passes = self._passes_at(self._storage_for(tokens_N, dtype), tokens_N, positions_N, parts or [count])
-            return torch.cat([made.logits[0] for made in passes])
+            return torch.cat([out.logits[0] for out in passes])
         finally:
             self._model.is_exact = False
 
     def course_of(self, tokens_N: Tensor, positions_N: Tensor) -> Course:
-        """The course of one text through a pass; see `logits_at`."""
+        """The intermediate results of the pass of `logits_at`."""
         layers = range(self._model.layers + 1)
         storage = self._storage_for(tokens_N, self._stored_dtype)
-        (made,) = self._passes_at(storage, tokens_N, positions_N, [len(tokens_N)], layers)
+        (out,) = self._passes_at(storage, tokens_N, positions_N, [len(tokens_N)], layers)
         keys, values = (torch.cat(each).transpose(1, 2).float() for each in zip(*storage, strict=True))
-        return Course(torch.cat([made.hidden[layer] for layer in layers]), keys, values)
+        return Course(torch.cat([out.hidden[layer] for layer in layers]), keys, values)
 
     def as_stored(self, numbers: Tensor) -> Tensor:
         """Keys or values as the cache holds them, as float32."""
@@ -372,14 +372,16 @@ class NativePass:
         self._rotate(int(positions_N[-1]) + 1)
         rotations = [each[positions_N].contiguous() for each in self._rotations]
         self._model.cosines, self._model.sines = (each.data_ptr() for each in rotations)
-        made, done = [], 0
+        outs, done = [], 0
         try:
             for part in parts:
-                places_BN = torch.arange(part, device="cpu")[None]
+                indices_BN = torch.arange(part, device="cpu")[None]
                 tokens_BN = tokens_N[None, done : done + part]
-                made.append(self(storage, [done], tokens_BN, places_BN - 1, logit_rows=places_BN, hidden_layers=layers))
+                outs.append(
+                    self(storage, [done], tokens_BN, indices_BN - 1, logit_rows=indices_BN, hidden_layers=layers)
+                )
                 done += part
-            return made
+            return outs
         finally:
             self._model.cosines, self._model.sines = (each.data_ptr() for each in self._rotations)
             self.forget()

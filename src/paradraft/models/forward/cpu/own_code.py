@@ -1,11 +1,11 @@
-"""A model's own code as the self-check runs it: in float32, and with the roundings of a pass in C++, layer by layer.
+"""The model's own code as the self-check runs it: in float32, and with the roundings of a pass in C++, layer by layer.
 
 A text is read in two or five rows at once. All compute in float32:
 
 1. as the model's own code does;
-2. the same, with all that is multiplied moved by what float32 rounds away in a sum;
+2. the same, with the operands of products moved by the rounding error of a float32 sum;
 3. each layer from the state that the pass in C++ has before it;
-4. the same, with inputs of products rounded as the pass rounds them, and the pass's keys and values;
+4. the same, with inputs of products rounded as in the pass, and the pass's keys and values;
 5. the same as 4, moved as 2 is, so that some roundings flip.
 
 Shape letters: R rows, N tokens, V vocabulary, K inputs of a matrix, L layers, D size of a state, H heads of keys and
@@ -34,18 +34,18 @@ from paradraft.models.forward.cpu.threads import use_one_torch_thread
 from paradraft.models.quantized import QuantizedTensor
 
 LEAST_ROUNDING = 1e-4
-"""Less rounding counts as this share of what a layer adds to a state, or of the deviation of logits."""
+"""Least effect of rounding, as a share of a layer's change of the state, or of the deviation of logits."""
 LEAST_APART = 0.05
-"""Smaller distances of two right layers count as this share of what rounding does in the layer."""
+"""Least distance of two right layers, as a share of the effect of rounding in the layer."""
 LEAST_RATIO = 1e-6
-"""Smaller ratios of distances count as this, so that they have logarithms."""
+"""Least ratio of distances, so that all have logarithms."""
 AT_ONCE = 2**21
-"""Weights that are float32 numbers at a time."""
+"""Weights that are dequantized at a time."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """The course of one text through a pass.
+    """Intermediate results of a pass over one text.
 
     Args:
         states: `[L + 1, N, D]` before each of L layers and after the last.
@@ -59,38 +59,37 @@ class Course:
 
 
 class Checked(Protocol):
-    """What the check needs of a pass."""
+    """The interface of a pass that the check needs, see `NativePass`."""
 
     threads: int
 
     def logits_at(
         self, tokens_N: Tensor, positions_N: Tensor, *, exactly: bool = False, parts: Sequence[int] = ()
     ) -> Tensor:
-        """`[N, V]` of one text whose tokens stand at these positions; exactly: without any rounding of inputs; parts:
-        tokens of each of several passes."""
+        """The logits `[N, V]` of one text at these positions."""
 
     def course_of(self, tokens_N: Tensor, positions_N: Tensor) -> Course:
-        """Of the pass of `logits_at`."""
+        """The intermediate results of the pass of `logits_at`."""
 
     def as_stored(self, numbers: Tensor) -> Tensor:
         """Keys or values as the cache holds them, as float32."""
 
     def packed(self, weight: Tensor) -> tuple[PackedMatrix, int]:
-        """The matrix that a weight is part of, and the number of its first output there."""
+        """The packed matrix of a weight, and the index there of the weight's first output."""
 
     def product(self, matrix: PackedMatrix, inputs: Tensor) -> Tensor:
         """`[M, outputs]` of `[M, K]`, bias included."""
 
     def rounded(self, matrix: PackedMatrix, inputs: Tensor) -> Tensor:
-        """What `product` multiplies with a matrix in place of `inputs`."""
+        """The rounded inputs that `product` multiplies with a matrix."""
 
 
 @contextmanager
 def float32_products() -> Iterator[None]:
-    """Inside, products of float32 numbers on CPUs are not rounded to fewer bits, even where the program allows that."""
+    """Inside, float32 products on CPUs have full precision, even where the program allows less."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch's module is an object that has it
     before, matmul.fp32_precision = matmul.fp32_precision, "none"
-    if matmul.fp32_precision == before:  # it was that of all backends, and is to follow it again
+    if matmul.fp32_precision == before:  # inherited from all backends, and will be again
         before = "none"
     matmul.fp32_precision = "ieee"
     try:
@@ -106,15 +105,15 @@ def mean(ratios_N: Tensor) -> float:
 
 
 def own_logits(model: PreTrainedModel, tokens_N: Tensor, positions_N: Tensor, last: int, *, rows: int) -> Tensor:
-    """`[rows, last, V]` the logits of the model's own code, in float32; rows are equal texts."""
+    """The logits `[rows, last, V]` of the model's own code, as float32; all rows are the same text."""
     ids = tokens_N.expand(rows, -1)
-    # Without a mask, positions that are not neighbours are taken for those of several texts.
+    # Without a mask, positions with gaps are taken for those of several packed texts.
     mask = torch.ones_like(ids)
-    places = positions_N.expand(rows, -1)
+    positions = positions_N.expand(rows, -1)
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa")  # which the modes below know
     try:
-        out = model(ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=last)
+        out = model(ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=last)
     finally:
         model.set_attn_implementation(attention)
     logits: Tensor = out.logits
@@ -122,19 +121,20 @@ def own_logits(model: PreTrainedModel, tokens_N: Tensor, positions_N: Tensor, la
 
 
 def rounding_of(differences: Tensor, sizes: Tensor) -> Tensor:
-    """Root mean squares over the last dimension of what rounding does; see `LEAST_ROUNDING`."""
+    """Root mean squares of differences over the last dimension, at least `LEAST_ROUNDING` of the sizes."""
     least = (LEAST_ROUNDING * sizes).clamp(min=torch.finfo(torch.float32).tiny)
     return differences.square().mean(-1).sqrt().maximum(least)
 
 
 class Anchored(TorchFunctionMode):
-    """Gives layers the states, keys and values of a pass, so that a rounding that flips shows in its layer and at its
-    place only; compares the fourth row with the pass, by how far the fifth is from it.
+    """Gives layers the states, keys and values of a pass, so that a flipped rounding affects only its layer and token.
+
+    Compares the fourth row with the pass, in distances of the fifth row from the fourth.
 
     Args:
-        model: whose layers they are.
+        model: of the pass.
         native: the pass.
-        course: the pass's. If it has other layers than the model, something else is wrong too.
+        course: intermediate results of the pass.
     """
 
     def __init__(self, model: PreTrainedModel, native: Checked, course: Course) -> None:
@@ -175,7 +175,7 @@ class Anchored(TorchFunctionMode):
         return max(self._apart)
 
     def _compare_stored(self, rows: Tensor, stored_HNE: Tensor) -> Tensor:
-        """The rows, with the pass's keys or values as the last two."""
+        """Compares keys or values; returns the rows with the pass's own as the last two."""
         stored = stored_HNE.repeat_interleave(rows.shape[1] // len(stored_HNE), dim=0)
         compared = torch.cat([rows[2:3], self._native.as_stored(rows[3:]), stored[None]])
         floats_NK, alike_NK, moved_NK, stored_NK = compared.transpose(1, 2).flatten(2)
@@ -190,8 +190,8 @@ class Anchored(TorchFunctionMode):
 
         return hook
 
-    def _compare(self, floats: Tensor, alike: Tensor, moved: Tensor, found: Tensor, added: Tensor) -> None:
-        apart_N, right_N, sizes_N = (each.square().mean(1).sqrt() for each in (alike - found, alike - moved, added))
+    def _compare(self, floats: Tensor, alike: Tensor, moved: Tensor, native: Tensor, added: Tensor) -> None:
+        apart_N, right_N, sizes_N = (each.square().mean(1).sqrt() for each in (alike - native, alike - moved, added))
         rounding_N = rounding_of(floats - alike, sizes_N)
         self._apart.append(mean(apart_N / rounding_N) / max(mean(right_N / rounding_N), LEAST_APART))
 
@@ -209,8 +209,8 @@ def _anchor(state_ND: Tensor) -> Callable[..., Any]:
 
 
 class OwnFloats(TorchFunctionMode):
-    """Makes a model's own code compute in float32, with weights that become such numbers a few at a time, and compares
-    the products of the first row with those of the pass."""
+    """Makes the model's own code compute in float32, dequantizing a few weights at a time, and compares the products of
+    the first row with those of the pass."""
 
     def __init__(self, native: Checked) -> None:
         super().__init__()
@@ -232,7 +232,6 @@ class OwnFloats(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _rows(self, weight: Tensor, tokens: Tensor) -> Tensor:
-        """An embedding's rows as float32."""
         if not isinstance(weight, QuantizedTensor):
             return weight[tokens].float()
         matrix, first = self.native.packed(weight)
@@ -253,12 +252,12 @@ class OwnFloats(TorchFunctionMode):
             outputs += bias.float()
         own_NO, moved_NO, expected_NO, *others = outputs.chunk(len(rows))
         self._compare(matrix, own_NK, expected_NO, first, rounded_NK.norm(dim=1)[:, None] * lengths)
-        if bias is not None:  # which may be far larger than the product
+        if bias is not None:  # it may be far larger than the product
             moved_NO = self._moved(moved_NO, 1.0)
         return torch.stack([own_NO, moved_NO, *others])
 
     def _product(self, inputs_MK: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 products `[M, outputs]`, and the lengths of the weight's rows."""
+        """Float32 products `[M, outputs]`, and the norms of the weight's rows."""
         size, threads = len(weight), self.native.threads
         outputs = torch.empty(len(inputs_MK), size, dtype=torch.float32, device="cpu")
         lengths = torch.empty(size, dtype=torch.float32, device="cpu")
@@ -266,26 +265,25 @@ class OwnFloats(TorchFunctionMode):
 
         @torch.no_grad()
         def multiply(start: int) -> None:
-            few = slice(start, min(start + step, size))
-            numbers = self._slice(weight, few)
-            outputs[:, few] = inputs_MK @ numbers.T
-            lengths[few] = numbers.norm(dim=1)
+            piece = slice(start, min(start + step, size))
+            numbers = self._slice(weight, piece)
+            outputs[:, piece] = inputs_MK @ numbers.T
+            lengths[piece] = numbers.norm(dim=1)
 
-        # OpenMP's threads would wait for each other at each product, long where another program runs.
+        # OpenMP's threads would wait for each other at each product, for long if another program runs.
         with ThreadPoolExecutor(threads, initializer=use_one_torch_thread) as pool:
             deque(pool.map(multiply, range(0, size, step)), maxlen=0)
         return outputs, lengths
 
-    def _slice(self, weight: Tensor, few: slice) -> Tensor:
-        """Some outputs of a weight as float32."""
+    def _slice(self, weight: Tensor, piece: slice) -> Tensor:
         if not isinstance(weight, QuantizedTensor):
-            return weight[few].float()
+            return weight[piece].float()
         matrix, first = self.native.packed(weight)
-        return matrix.panels.numbers_of(first + few.start, few.stop - few.start)
+        return matrix.panels.numbers_of(first + piece.start, piece.stop - piece.start)
 
     def _moved(self, numbers: Tensor, units: float | None = None) -> Tensor:
-        """Numbers that are some units in the last place away, by default as a sum over their last dimension may be: its
-        error grows with the root of the number of terms."""
+        """Adds noise of some units in the last place; by default as the error of a sum over the last dimension, which
+        grows with the square root of its length."""
         units = math.sqrt(numbers.shape[-1]) / 4 if units is None else units
         noise = torch.randn(numbers.shape, generator=self._random, dtype=torch.float32, device="cpu")
         return numbers * (1 + units * torch.finfo(torch.float32).eps * noise)
@@ -294,13 +292,13 @@ class OwnFloats(TorchFunctionMode):
         return torch.cat([rows[:1], self._moved(rows[1:2]), rows[2:]])
 
     def _compare(self, matrix: PackedMatrix, inputs: Tensor, expected: Tensor, first: int, sizes: Tensor) -> None:
-        found = self.native.product(matrix, inputs)[:, first : first + expected.shape[1]]
-        errors = (found - expected).abs() / (sizes + expected.abs()).clamp(min=torch.finfo(torch.float32).tiny)
+        product = self.native.product(matrix, inputs)[:, first : first + expected.shape[1]]
+        errors = (product - expected).abs() / (sizes + expected.abs()).clamp(min=torch.finfo(torch.float32).tiny)
         self.largest = max(self.largest, float(errors.max()))
 
 
 class OwnProducts(TorchFunctionMode):
-    """Has the C++ compute the products of a model's own code with weights of few bits."""
+    """Makes the C++ compute the products with quantized weights in the model's own code."""
 
     def __init__(self, native: Checked) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The compiled libraries that a wheel of `make wheel` brings, for x86 CPUs of several levels.
+"""Prebuilt libraries in wheels of `make wheel`, for several levels of x86 CPUs.
 
 They are in a folder beside this file, which an installation from sources does not have.
 """
@@ -13,12 +13,12 @@ FOLDER = Path(__file__).parent / "libraries"
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """CPUs that have certain instructions.
+    """A level of CPU instructions.
 
     Args:
         name: of its library.
-        needs: instructions, as `/proc/cpuinfo` writes them.
-        flags: options of the compiler for them.
+        needs: instructions, as in `/proc/cpuinfo`.
+        flags: compiler options for them.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Level:
 
     @property
     def file(self) -> str:
-        """The name of its library's file."""
+        """The file name of its library."""
         return f"pass-{self.name}.so"
 
 
@@ -45,21 +45,21 @@ LEVELS = (
         flags=("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     ),
 )
-"""A later one is faster where a CPU has several."""
+"""In ascending order of speed on a CPU that has several."""
 
 
 def level_of(machine: str, instructions: str) -> Level | None:
     """The highest level of a CPU; None if it has none.
 
     Args:
-        machine: as `platform.machine` says it.
-        instructions: separated by spaces, as `/proc/cpuinfo` writes them.
+        machine: from `platform.machine`.
+        instructions: separated by spaces, from `/proc/cpuinfo`.
 
     >>> level_of("x86_64", "flags : abm avx2 bmi1 bmi2 f16c fma movbe sse2").name
     'avx2'
     >>> level_of("aarch64", "Features : asimd") is None
     True
     """
-    found = set(instructions.split())
-    fitting = [level for level in LEVELS if machine == "x86_64" and level.needs <= found]
+    available = set(instructions.split())
+    fitting = [level for level in LEVELS if machine == "x86_64" and level.needs <= available]
     return fitting[-1] if fitting else None

@@ -1,28 +1,28 @@
-"""Whether a pass in C++ computes what the model's own code does, asked once after loading.
+"""Self-check after loading: compares a pass in C++ with the model's own code.
 
-Two right passes do not give the same logits: each rounds what it multiplies, and models amplify that, some more than
-others and on some tokens more than on others. So there is no single bound on a difference. The check has four parts,
-each of which knows how much difference is right:
+Two right passes do not give the same logits: each rounds its activations, and models amplify that, some more than
+others and on some tokens more than on others. So no single bound on the difference is right for all. The check has four
+parts, each with a bound of its own:
 
 1. *The formula.* The C++ has an exact mode, in which nothing is rounded but float32 arithmetic. It is compared with the
-   model's own code in float32, over the same weights. How far two right float32 passes are apart is measured: the own
-   code reads the same tokens a second time, with all that it multiplies moved by about a unit in the last place.
-2. *The kernels.* Each product of the pass, of the states that the model really has, is compared with a float32 product
-   of the same rounded inputs, all outputs of all matrices. Only the order of a sum differs.
+   model's own code in float32, over the same weights. The bound is relative to the distance of two right float32
+   passes, which is measured: the own code reads the same tokens again, with the operands of all products moved by about
+   a unit in the last place.
+2. *The kernels.* Each product of the pass, on the model's real states, is compared with a float32 product of the same
+   rounded inputs, for all outputs of all matrices. Only the order of a sum differs.
 3. *The rounding.* The logits of the pass are at most `MOST_ROUNDING` times as far from the exact ones as those of the
    model's own code in the model's dtype.
-4. *Each layer.* Over a whole model, roundings that flip hide what else is wrong. So the model's own code computes every
-   layer, and the head, from the state that the pass has before it and from the keys and values that it has stored, with
-   inputs rounded as the pass rounds them. How far two right layers are apart is measured, as for the formula.
+4. *Each layer.* Over a whole model, roundings that flip hide other errors. So the model's own code computes every
+   layer, and the head, from the pass's state before it and from the pass's keys and values, with inputs rounded as in
+   the pass. The bound is relative to the measured distance of two right layers, as in part 1.
 
-Then the same text is read in several passes, as text is decoded: the logits are the same to the last bit.
+Then the text is read in several passes, as in decoding: the logits must be bitwise the same.
 
-Where all logits are the same, as with a head of zeros, only the products say something.
+Where all logits are the same, as with a head of zeros, only part 2 detects errors. `PackedMatrix` checks to the last
+bit that weights are packed correctly.
 
-That weights were packed as they are is checked to the last bit where they are packed (`PackedMatrix`).
-
-Tokens are spread over the vocabulary, and stand at positions that are farther and farther apart, so that rotations by
-large angles are compared too.
+Tokens are spread over the vocabulary, at positions that are farther and farther apart, so that rotations by large
+angles are compared too.
 
 Shape letters: N tokens, V vocabulary, K inputs of a matrix.
 """
@@ -55,47 +55,47 @@ from paradraft.models.forward.cpu.verdicts import has_passed, remember, verdict_
 
 TOKENS = 16
 FARTHEST = 4096
-"""Positions of the tokens are below this."""
+"""Bound of the positions."""
 GOLDEN = 0.6180339887498949
 MOST_FORMULA = 5.0
-"""Times the distance of two right float32 passes that the exact mode may be from the own code, as a geometric mean over
-all places; of right passes it was at most 1.6."""
+"""Largest distance of the exact mode from the own code, in distances of two right float32 passes, as a geometric mean
+over all tokens; right passes had at most 1.6."""
 MOST_AT_A_PLACE = 30.0
-"""The same at each place, where it was at most 5.6."""
+"""The same at each token; right passes had at most 5.6."""
 MOST_KERNEL = 5e-6
-"""Of a product's error, where 1 is the product of the lengths of the two vectors."""
+"""Largest error of a product, relative to the product of the lengths of the two vectors."""
 MOST_ROUNDING = 2.5
-"""Times the own code's distance from the exact logits that the pass may have, as a geometric mean over all places. Of
-one place, two right passes had between a fifth and 4.3 times the other's; the mean of 16 was at most 1.1."""
+"""Largest distance of the pass from the exact logits, in distances of the own code from them, as a geometric mean over
+all tokens. At one token, right passes had 0.2 to 4.3; the mean of 16 was at most 1.1."""
 MOST_LAYER = 5.0
-"""Times the distance of two right layers with the same roundings that the pass may be from the own code, as a geometric
-mean over all places, at the worst layer, which keys and values are too. Of right passes it was at most 0.61, with
-attention scaled by 1.01 at least 8.5."""
+"""Largest distance of the pass from the own code with the same roundings, in distances of two right layers, as a
+geometric mean over all tokens, in the worst layer, key or value. Right passes had at most 0.61, passes with attention
+scaled by 1.01 at least 8.5."""
 MOST_HEAD = 1.0
-"""Times what rounding does in the head that the largest difference of a place may be, likewise. Of right passes it was
-at most 0.13, with a quarter added to a logit at least 3.9."""
+"""Likewise of the largest difference of a token's logits, relative to the effect of rounding in the head. Right passes
+had at most 0.13, passes with 0.25 added to a logit at least 3.9."""
 SPREAD = 0.75
-"""Standard deviation of the logarithm of how far two right passes are from the exact one at a place, one by the other:
-between a fifth and 4.3 times."""
+"""Standard deviation of the logarithm of the ratio of two right passes' distances from the exact one at a token; the ratio
+is from 0.2 to 4.3."""
 LEAST = 1e-6
-"""A distance, in standard deviations of the logits, that is never too large."""
+"""Smaller distances, in standard deviations of the logits, count as this."""
 
 
 class OtherLogitsError(Exception):
-    """A pass does not compute what it did before."""
+    """A pass computes other logits than when it was checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What was measured.
+    """Results of the check, each to be compared with its bound.
 
     Args:
-        formula: distance of the exact mode from the own code, times that of two right float32 passes; a geometric mean.
-        worst: the same at the worst place.
-        kernel: the largest error of a product, see `MOST_KERNEL`.
-        rounding: distance of the pass from the exact logits, times the own code's; 0 where nothing is rounded.
-        layer: distance of the worst layer from the own code with the same roundings, see `MOST_LAYER`; likewise 0.
-        head: that of the logits, see `MOST_HEAD`; likewise 0.
+        formula: see `MOST_FORMULA`.
+        worst: the same at the worst token, see `MOST_AT_A_PLACE`.
+        kernel: see `MOST_KERNEL`.
+        rounding: see `MOST_ROUNDING`; 0 where only float32 arithmetic is rounded.
+        layer: see `MOST_LAYER`; likewise 0.
+        head: see `MOST_HEAD`; likewise 0.
     """
 
     formula: float
@@ -107,8 +107,8 @@ class Figures:
 
     @property
     def is_right(self) -> bool:
-        """Whether the pass is the model's."""
-        return all(found <= most for found, most in self._limited)
+        """Whether the pass is within all bounds."""
+        return all(figure <= most for figure, most in self._limited)
 
     @property
     def _limited(self) -> list[tuple[float, float]]:
@@ -120,27 +120,27 @@ class Figures:
     def __str__(self) -> str:
         names = "formula", "formula at a place", "products", "rounding", "layers", "head"
         limited = zip(names, self._limited, strict=True)
-        return ", ".join(f"{name} {found:.2g} of at most {most:g}" for name, (found, most) in limited)
+        return ", ".join(f"{name} {figure:.2g} of at most {most:g}" for name, (figure, most) in limited)
 
 
 def text_for(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """The tokens and positions `[N]` of the check.
 
-    The vocabulary's first ids are often special tokens that were hardly trained, and its last ones rows that no token
-    has, so ids are spread by the golden ratio; positions begin close together and end at `FARTHEST`.
+    Because the first ids are often special tokens that were hardly trained, and the last ones unused rows, ids are
+    spread by the golden ratio. Positions begin close together and end at `FARTHEST`.
     """
     most, rows = model.config.max_position_embeddings, len(model.get_input_embeddings().weight)
     count, last = min(TOKENS, most), min(FARTHEST, most) - 1
-    tokens = [int((place + 1) * GOLDEN % 1 * rows) for place in range(count)]
-    steps = [round(last ** (place / max(count - 1, 1))) for place in range(count)]
+    tokens = [int((index + 1) * GOLDEN % 1 * rows) for index in range(count)]
+    steps = [round(last ** (index / max(count - 1, 1))) for index in range(count)]
     positions = [0]
-    for place in range(1, count):
-        positions.append(min(max(steps[place], positions[-1] + 1), last - (count - 1 - place)))
+    for index in range(1, count):
+        positions.append(min(max(steps[index], positions[-1] + 1), last - (count - 1 - index)))
     return torch.tensor(tokens, device="cpu"), torch.tensor(positions, device="cpu")
 
 
 def parts_of(tokens: int) -> list[int]:
-    """Passes of all small sizes that together read a text; each has kernels of its own.
+    """Sizes of passes that together read a text: all small ones, because each has its own kernels.
 
     >>> parts_of(16)
     [1, 2, 3, 4, 5, 1]
@@ -153,30 +153,30 @@ def parts_of(tokens: int) -> list[int]:
 
 @torch.no_grad()
 def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
-    """Checks a pass that was just made.
+    """Checks a new pass.
 
     Args:
-        model: whose pass it is.
+        model: of the pass.
         native: the pass.
-        probe: what an earlier check of a pass over the same packed weights has returned; only that is compared then.
+        probe: the digest of an earlier pass over the same packed weights; only digests are compared then.
 
     Returns:
         A digest of the logits of a few tokens.
 
     Raises:
-        OtherLogitsError: it is another than `probe`.
-        WrongPassError: the pass does not compute what the model's own code does.
+        OtherLogitsError: the digest is not `probe`.
+        WrongPassError: the pass differs from the model's own code.
     """
     logits_NV = native.logits_at(*text_for(model))
-    found = hashlib.sha256(logits_NV.numpy().tobytes()).hexdigest()
+    digest = hashlib.sha256(logits_NV.numpy().tobytes()).hexdigest()
     if probe is not None:
-        if found != probe:
+        if digest != probe:
             raise OtherLogitsError
-        return found
-    if has_passed(verdict := verdict_of(model, found)):
-        return found
+        return digest
+    if has_passed(verdict := verdict_of(model, digest)):
+        return digest
     start = time.perf_counter()
-    # Several threads would wait for each other after each operation, long where another program runs.
+    # Several threads would wait for each other after each operation, for long if another program runs.
     with one_torch_thread():
         figures = figures_of(model, native, logits_NV)
     if not figures.is_right:
@@ -184,11 +184,11 @@ def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
     if not torch.equal(native.logits_at(*text_for(model), parts=parts_of(len(logits_NV))), logits_NV):
         raise WrongPassError("logits of one pass and of several passes are not the same", _seconds(native))
     remember(verdict, time.perf_counter() - start)
-    return found
+    return digest
 
 
 def _seconds(native: Checked) -> float:
-    """That a pass over one token takes."""
+    """Time of a pass over one token."""
     token_N = torch.zeros(1, dtype=torch.long, device="cpu")
     start = time.perf_counter()
     native.logits_at(token_N, token_N)
@@ -197,15 +197,15 @@ def _seconds(native: Checked) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Readings:
-    """The last n tokens of a text, as several right passes read them: logits `[n, V]`.
+    """Logits `[n, V]` of the last n tokens of a text by several right passes.
 
     Args:
-        exact: of the pass in C++, of which only float32 arithmetic is rounded.
-        floats: of the model's own code in float32.
-        moved: of the same, with all that it multiplies moved by about a unit in the last place.
-        rounded: of the model's own code in its own dtype, with products of few bits by the C++; None where nothing but
+        exact: by the C++ in exact mode.
+        floats: by the model's own code in float32.
+        moved: by the same, with operands of products moved by about a unit in the last place.
+        rounded: by the model's own code in its dtype, with products of quantized weights by the C++; None where only
             float32 arithmetic is rounded.
-        kernel: the largest error of a product, see `MOST_KERNEL`.
+        kernel: see `Figures`.
         layer: see `Figures`.
         head: see `Figures`.
     """
@@ -219,7 +219,7 @@ class Readings:
     head: float = 0.0
 
     def figures(self, logits_nV: Tensor) -> Figures:
-        """What says whether logits of the pass in C++ are right."""
+        """The figures of logits of the pass in C++."""
         apart_n = distances(self.exact, self.floats) / distances(self.moved, self.floats).clamp(min=LEAST)
         rounding = 0.0
         if self.rounded is not None:
@@ -239,11 +239,11 @@ def readings_of(
     """Reads a text with the exact mode of a pass in C++ and with the model's own code.
 
     Args:
-        model: on the CPU; its weights of few bits are packed.
+        model: on the CPU; its quantized weights are packed.
         native: the pass.
         tokens_N: the text.
         positions_N: of its tokens, ascending.
-        logits_nV: what the pass says of the last n tokens.
+        logits_nV: of the pass, for the last n tokens.
     """
     last = len(logits_nV)
     exact_nV = native.logits_at(tokens_N, positions_N, exactly=True)[-last:]
@@ -266,29 +266,29 @@ def readings_of(
     )
 
 
-def allowance(places: int) -> float:
-    """By what factor a geometric mean over some places may be larger than one over very many: four standard deviations.
+def allowance(tokens: int) -> float:
+    """The factor by which a geometric mean over some tokens may exceed one over very many: four standard deviations.
 
     >>> round(allowance(512), 2), round(allowance(16), 2), round(allowance(1), 1)
     (1.14, 2.12, 20.1)
     """
-    return math.exp(4 * SPREAD / math.sqrt(places))
+    return math.exp(4 * SPREAD / math.sqrt(tokens))
 
 
-def as_of_many(ratio: float, places: int) -> float:
-    """A geometric mean over some places, less what it may be larger than one over `TOKENS` places, of which limits are.
+def as_of_many(ratio: float, tokens: int) -> float:
+    """A geometric mean over some tokens, reduced to be comparable to one over `TOKENS` tokens, as the bounds are.
 
     >>> as_of_many(2.0, 16), round(as_of_many(4.2, 1), 2)
     (2.0, 0.44)
     """
-    return ratio / max(1.0, allowance(places) / allowance(TOKENS))
+    return ratio / max(1.0, allowance(tokens) / allowance(TOKENS))
 
 
 def over_texts(figures: Sequence[Figures]) -> Figures:
-    """The worst of several texts; of rounding, which varies from place to place, the geometric mean.
+    """The worst figures of several texts; of rounding, which varies from token to token, the geometric mean.
 
-    >>> one, two = (Figures(formula=n, worst=2 * n, kernel=n, rounding=n, layer=n, head=n) for n in (1.0, 4.0))
-    >>> over_texts([one, two])
+    >>> first, second = (Figures(formula=n, worst=2 * n, kernel=n, rounding=n, layer=n, head=n) for n in (1.0, 4.0))
+    >>> over_texts([first, second])
     Figures(formula=4.0, worst=8.0, kernel=4.0, rounding=2.0, layer=4.0, head=4.0)
     """
     return Figures(
@@ -302,11 +302,11 @@ def over_texts(figures: Sequence[Figures]) -> Figures:
 
 
 def figures_of(model: PreTrainedModel, native: Checked, logits_NV: Tensor) -> Figures:
-    """Compares what a pass says of `text_for` with the model's own code."""
+    """Compares the logits of a pass for `text_for` with the model's own code."""
     return readings_of(model, native, *text_for(model), logits_NV).figures(logits_NV)
 
 
 def distances(a_NV: Tensor, b_NV: Tensor) -> Tensor:
-    """`[N]` root mean squares of differences, in standard deviations of the second."""
+    """The root mean squares `[N]` of differences, in standard deviations of the second."""
     deviations_N = b_NV.std(dim=1, correction=0).clamp(min=torch.finfo(torch.float32).tiny)  # 0 if all are the same
     return (a_NV - b_NV).square().mean(dim=1).sqrt() / deviations_N

@@ -1,4 +1,4 @@
-"""How many threads a pass in C++ may use, and one thread for what torch computes between passes."""
+"""Thread counts: of passes in C++ by affinity and CPU quota, and one thread for torch between passes."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def granted_threads() -> int:
-    """As many threads as torch uses, but no more than this process has CPUs, by its affinity and by its quota."""
+    """The number of torch's threads, limited to the CPUs of this process by affinity and quota."""
     return max(min(torch.get_num_threads(), len(os.sched_getaffinity(0)), math.ceil(min(cpu_quota(), sys.maxsize))), 1)
 
 
 def cpu_quota(cgroups: Path = CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> float:
-    """CPUs that the process may use at once according to its control groups; infinite without a limit.
+    """The CPU quota of the process's control groups (cgroups), in CPUs; infinite without a limit.
 
     Args:
-        cgroups: where the control groups are mounted.
+        cgroups: their mount point.
         membership: the file with the groups of the process.
     """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
         return math.inf
-    found = [math.inf]
+    quotas = [math.inf]
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = cgroups / controllers if controllers else cgroups
         group = root / path.lstrip("/")
-        # A group may use no more than any group that it is part of.
-        found += [_quota_of(folder) for folder in (group, *group.parents) if folder.is_relative_to(root)]
-    return min(found)
+        # The quotas of all ancestors apply too.
+        quotas += [_quota_of(folder) for folder in (group, *group.parents) if folder.is_relative_to(root)]
+    return min(quotas)
 
 
 def _quota_of(folder: Path) -> float:
-    """The limit of one group: `cpu.max` of version 2, `cpu.cfs_quota_us` of version 1."""
+    """The quota of one group: `cpu.max` in version 2, `cpu.cfs_quota_us` in version 1."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
@@ -60,8 +60,8 @@ def _quota_of(folder: Path) -> float:
 def one_torch_thread() -> Iterator[None]:
     """Inside, torch computes on the calling thread alone; other threads of the process are not affected.
 
-    What it computes between passes is little. OpenMP's threads would spin for milliseconds after each operation, on the
-    CPUs that the threads of the next pass need.
+    Because OpenMP's threads spin for milliseconds after each operation, they would take the CPUs of the next pass for
+    the little that torch computes between passes.
     """
     before = use_one_torch_thread()
     try:
@@ -71,10 +71,10 @@ def one_torch_thread() -> Iterator[None]:
 
 
 @contextmanager
-def torch_threads(number: int) -> Iterator[None]:
+def torch_threads(threads: int) -> Iterator[None]:
     """Inside, torch computes on this many threads."""
     before = torch.get_num_threads()
-    torch.set_num_threads(number)
+    torch.set_num_threads(threads)
     try:
         yield
     finally:
@@ -82,6 +82,6 @@ def torch_threads(number: int) -> Iterator[None]:
 
 
 def use_one_torch_thread() -> int:
-    """From now on, torch computes on the calling thread alone; returns how many threads it used until now."""
-    torch.get_num_threads()  # asked for the first time in a thread, torch sets OpenMP's number itself
+    """From now on, torch computes on the calling thread alone; returns the number of threads before."""
+    torch.get_num_threads()  # the first call in a thread sets OpenMP's number of threads
     return int(library().set_openmp_threads(1))

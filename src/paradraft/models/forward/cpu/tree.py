@@ -1,6 +1,6 @@
-"""Token trees in C++ (`tree.cpp`): growing them, and moving the keys and values of an accepted path together.
+"""Draft trees in C++ (`tree.cpp`): tree growth, and compaction of the keys and values of an accepted path.
 
-Where there is no library, both return None, and the caller does it in Python.
+Without a library both return None, and the caller does it in Python.
 
 Shape letters: B rows of a batch, K positions, C candidates, N nodes.
 """
@@ -25,7 +25,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def grow(log_probs_BKC: Tensor, budget: int, *, aside: float) -> Tensor | None:
-    """What `sampling.candidates.grow` does, in C++, with the same result to the last node.
+    """`sampling.candidates.grow` in C++, with the same result.
 
     Args:
         log_probs_BKC: `[B, K, C]` of the candidates, on any device.
@@ -35,8 +35,8 @@ def grow(log_probs_BKC: Tensor, budget: int, *, aside: float) -> Tensor | None:
     Returns:
         `[3, B, N]` on the CPU: depths, ranks and parents; None without the library.
     """
-    found = _library()
-    if found is None:
+    native = _library()
+    if native is None:
         return None
     B, K, C = log_probs_BKC.shape
     nodes = torch.full((3, B, budget), -1, dtype=torch.long, device="cpu")
@@ -45,12 +45,12 @@ def grow(log_probs_BKC: Tensor, budget: int, *, aside: float) -> Tensor | None:
     log_probs_BKC = log_probs_BKC.detach().to(device="cpu", dtype=torch.float64).contiguous()
     depths, ranks, parents = (part.data_ptr() for part in nodes)
     discount = math.log(aside) if aside else -math.inf
-    most = found.grow_trees(log_probs_BKC.data_ptr(), B, K, C, budget, discount, depths, ranks, parents)
+    most = native.grow_trees(log_probs_BKC.data_ptr(), B, K, C, budget, discount, depths, ranks, parents)
     return nodes[:, :, :most]
 
 
 def compact(stored: Sequence[Tensor], first_slot_B: Tensor, path_BN: Tensor) -> bool | None:
-    """What `kv_cache.compact` does, in C++.
+    """`kv_cache.compact` in C++.
 
     Args:
         stored: `[B, C, H, D]` tensors on the CPU, all of one shape and dtype; changed in place.
@@ -58,15 +58,15 @@ def compact(stored: Sequence[Tensor], first_slot_B: Tensor, path_BN: Tensor) -> 
         path_BN: `[B, N]` nodes to keep in order, then -1.
 
     Returns:
-        True; None, with nothing done, without the library, or if a path does not rise.
+        True; None, with nothing done, without the library or if a path is not ascending.
     """
-    found = _library()
-    if found is None or not all(tensor.is_contiguous() for tensor in stored):
+    native = _library()
+    if native is None or not all(tensor.is_contiguous() for tensor in stored):
         return None
     B, slots, heads, size = stored[0].shape
     addresses = (ctypes.c_void_p * len(stored))(*(tensor.data_ptr() for tensor in stored))
     first_slot_B, path_BN = first_slot_B.contiguous(), path_BN.contiguous()
-    is_wrong = found.compact_paths(
+    is_wrong = native.compact_paths(
         ctypes.addressof(addresses), len(stored), slots, heads * size * stored[0].element_size(),
         first_slot_B.data_ptr(), path_BN.data_ptr(), B, path_BN.shape[1],
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Which passes have passed their self-check before, so that later loads of a model need not repeat it.
+"""Cache of self-check verdicts, so that later loads of a model need not repeat the check.
 
-A pass is known by the logits of the check's text, to the last bit, and by all code and settings that they come from. Of
-each there is an empty file `checked-*` in the user's cache; to delete those is safe at any time.
+The key of a verdict is a digest of the logits of the check's text and of all code and settings that they depend on. A
+verdict is an empty file `checked-*` in the user's cache, which can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from paradraft.models.forward.cpu.build import cache_folder, instructions, is_pr
 VERSION = 4
 """Of the self-check."""
 LEAST_S = 0.3
-"""Checks that take less are repeated, and leave no file."""
+"""Shorter checks are repeated and not cached."""
 MOST_DAYS = 30
-"""After which a file is deleted that no load has asked for."""
+"""Days without a use after which a file is deleted."""
 _DAY_S = 24 * 60 * 60
 
 
 def verdict_of(model: PreTrainedModel, probe: str) -> Path | None:
-    """The file that says that a pass is right; None where there is no folder for it.
+    """The file of a pass's verdict, whether it exists or not; None where there is no folder for it.
 
     Args:
-        model: whose pass it is.
-        probe: a digest of the logits.
+        model: of the pass.
+        probe: a digest of the pass's logits.
     """
     folder = cache_folder()
     if folder is None or not is_private(folder, is_folder=True):
         return None
     code = VERSION, library_key(), instructions(), version("torch"), version("transformers")
     settings = [
-        (place, type(module).__qualname__, name, value)
-        for place, module in model.named_modules()
+        (path, type(module).__qualname__, name, value)
+        for path, module in model.named_modules()
         for name, value in sorted(vars(module).items())
         if type(value) in (bool, int, float, str)
     ]
@@ -48,21 +48,16 @@ def verdict_of(model: PreTrainedModel, probe: str) -> Path | None:
 
 
 def has_passed(verdict: Path | None) -> bool:
-    """Whether the pass was found to be right before."""
+    """Whether the pass has passed an earlier check."""
     if verdict is None or not is_private(verdict):
         return False
     with suppress(OSError):
-        os.utime(verdict)  # it is in use
+        os.utime(verdict)  # marks its last use
     return True
 
 
 def remember(verdict: Path | None, seconds: float) -> None:
-    """Notes that a pass is right, if to find that out took long, and forgets others that are old.
-
-    Args:
-        verdict: its file.
-        seconds: that the check took.
-    """
+    """Writes the verdict that a pass is right, if the check took at least `LEAST_S`, and deletes unused ones."""
     if verdict is None or seconds < LEAST_S:
         return
     with suppress(OSError):  # it is checked again then
