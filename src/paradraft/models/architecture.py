@@ -41,12 +41,8 @@ EXPERT_SIZES = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "
 
 
 def check_architecture(config: PretrainedConfig, name: str) -> None:
-    """Checks that a model is supported.
-
-    Raises:
-        ValueError: an unsupported architecture, layer type or rotary embedding, or a setting that makes no sense; the
-            message begins with `name`.
-    """
+    """Raises ValueError for an unsupported architecture, layer type or rotary embedding, and for settings that make no
+    sense."""
     if config.model_type not in ARCHITECTURES:
         raise ValueError(
             f"{name!r} is a {config.model_type} model; supported architectures are {', '.join(ARCHITECTURES)}"

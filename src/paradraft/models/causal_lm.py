@@ -174,7 +174,7 @@ class CausalLM:
             apart: for chunked prefill: decoding passes skip these rows until `admit`, and no row may join before.
 
         Raises:
-            ValueError: the cache does not fit into memory.
+            ValueError: the cache does not fit into memory; also in `restore`, `prefill` and `forward`, which grow it.
         """
         assert self._rows == len(self.lengths), "rows are apart"
         total = len(self.lengths) + rows
@@ -208,9 +208,6 @@ class CausalLM:
         """Grows the cache for rows of this length and one pass after them.
 
         It doubles each time, so that little is copied and passes are recorded or compiled for few cache shapes.
-
-        Raises:
-            ValueError: the cache does not fit into memory.
         """
         needed = self._slots_for(min(tokens, self.capacity))
         if needed > self._slots:
@@ -242,7 +239,6 @@ class CausalLM:
             vectors: `[B, T - 1, D]` or longer, read in place of the embeddings.
 
         Raises:
-            ValueError: there is no such hidden layer.
             NotFiniteError: states became NaN or infinite.
         """
         first = next((row for row, tokens in enumerate(rows) if len(tokens) > 1), len(rows))
@@ -298,9 +294,6 @@ class CausalLM:
         Returns:
             `[B, R, V]` logits of the next token, -inf for ids that may not be chosen, and `[B, N, D]` states of each of
             `hidden_layers`.
-
-        Raises:
-            ValueError: there is no such hidden layer.
         """
         B, N = tokens_BN.shape
         assert N <= self.width, f"a pass of {N} tokens, but room for {self.width}"
@@ -350,9 +343,6 @@ class CausalLM:
 
         Returns:
             The ids, which follow the last row of the embedding and those of earlier calls.
-
-        Raises:
-            ValueError: the rows do not have the model's hidden size.
         """
         width = self.model.config.hidden_size
         if rows_PD.ndim != 2 or rows_PD.shape[1] != width or not len(rows_PD):
@@ -378,9 +368,7 @@ class CausalLM:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         """A linear layer of a drafter, computed as the model's own: a function from `[…, inputs]` to `[…, outputs]`.
 
-        Args:
-            weight: `[outputs, inputs]`; copied.
-            bias: `[outputs]`.
+        The weight `[outputs, inputs]` and the bias `[outputs]` are copied.
         """
         product = self._compute.linear(weight, bias)
         return lambda inputs: product(inputs.flatten(0, -2)).unflatten(0, inputs.shape[:-1])

@@ -39,7 +39,7 @@ def allocate(
     """Allocates empty storage for a causal LM.
 
     Args:
-        config: the model's.
+        config: of the model.
         batch_size: rows.
         capacity: slots of a row.
         dtype: of keys and values.
@@ -96,13 +96,7 @@ def rows_of(storage: Storage, start: int, stop: int) -> Storage:
 
 
 def move_rows(storage: Storage, rows_b: Tensor, used: Sequence[int]) -> None:
-    """Compaction of rows, in place: row `rows_b[i]` becomes row i.
-
-    Args:
-        storage: changed in place.
-        rows_b: `[b]` old indices.
-        used: slots in use, by old index; at least these are moved.
-    """
+    """Compaction of rows, in place: row `rows_b[i]` becomes row i, at least its first `used[rows_b[i]]` slots."""
     moves = {to: row for to, row in enumerate(rows_b.tolist()) if to != row}
     to_m, from_m = list(moves), list(moves.values())
     is_downwards = all(row > to for to, row in moves.items())
@@ -187,10 +181,10 @@ class SlotCache(Cache):
 
 
 def compact(storage: Storage, first_slot_B: Tensor, path_BN: Tensor) -> None:
-    """Compaction of an accepted path: moves its slots to the front of those that its pass has written.
+    """Compaction of an accepted path, in place: moves its slots to the front of those that its pass has written.
 
     Args:
-        storage: changed in place.
+        storage: of all rows.
         first_slot_B: slot of node 0.
         path_BN: nodes to keep in order, then `ABSENT`.
 

@@ -211,7 +211,7 @@ def forward_with_probes(
     Each row's prompt tokens directly follow its last token, so the pass is only as wide as its widest row needs.
 
     Args:
-        lm: reads them.
+        lm: computes the pass.
         probes: the prompt tokens.
         tokens_BM: the tokens, see `CausalLM.forward`.
         parents_BM: likewise.

@@ -20,13 +20,8 @@ NF4_BLOCK, NF4_SCALES = 64, 256
 
 
 def check_quantization(bits: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ValueError, before anything is loaded, if a device has no kernels for these bits; CPUs always have.
-
-    Args:
-        bits: 8 or 4.
-        device: of the model.
-        dtype: of activations.
-    """
+    """Raises ValueError, before anything is loaded, if a device has no kernels for 8 or 4 bits with activations of this
+    dtype; CPUs always have."""
     if device.type == "cpu":
         return
     _torchao(bits)
@@ -48,7 +43,7 @@ def quantize(model: PreTrainedModel, bits: int) -> None:
         bits: 8, with a scale for each output; or 4, with a scale for each `GROUP` inputs.
 
     Raises:
-        ValueError: torchao cannot do it.
+        ValueError: experts, or torchao fails.
     """
     if has_experts(model.config):
         raise ValueError(f"dtype='int{bits}': linear layers are rounded, and experts are none: use bfloat16")
@@ -83,13 +78,7 @@ def store_in_nf4(model: PreTrainedModel, device: torch.device) -> None:
     """Stores the linear layers of all decoder layers in NF4 (QLoRA, Dettmers et al. 2023), in place, on `device`.
 
     Embeddings, norms and the head are not quantized. Unlike after `quantize`, gradients pass through on every device.
-
-    Args:
-        model: frozen.
-        device: the unquantized matrices are moved there one at a time.
-
-    Raises:
-        ValueError: torchao is not installed.
+    The unquantized matrices are on `device` one at a time. Raises ValueError if torchao is not installed.
     """
     try:
         from torchao.quantization import to_nf4

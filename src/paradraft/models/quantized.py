@@ -181,15 +181,7 @@ class QuantizedTensor(Tensor):
     def elsewhere(
         cls, source: Callable[[], Parts], shape: Sequence[int], *, format: Format, group: int, dtype: torch.dtype
     ) -> QuantizedTensor:
-        """Weights on the CPU whose parts `source` returns: it stores them in another form, or computes them later.
-
-        Args:
-            source: of the parts.
-            shape: N, K.
-            format: of the weights.
-            group: inputs of a group.
-            dtype: of results.
-        """
+        """Weights on the CPU whose parts `source` returns: it stores them in another form, or computes them later."""
         tensor: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"), requires_grad=False
         )
@@ -303,10 +295,7 @@ def _spread(groups: Tensor, group: int, inputs: int) -> Tensor:
 def round_linears(model: nn.Module, bits: int, head: nn.Module) -> None:
     """Quantizes the linear layers of a model on the CPU, in place: the head to 8 bits, the others as `bits_of` says.
 
-    Args:
-        model: on the CPU.
-        bits: 8 or 4.
-        head: the output head; untied if it shared its weights with the embedding.
+    A tied head is untied.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -322,7 +311,7 @@ def bits_of(name: str, weight: Tensor, bits: int) -> int:
     With as many of both they are half of an attention's weights, and get 4 bits like all others.
 
     Args:
-        name: of the layer; `v_proj` at its end is that of values.
+        name: of the layer; its last part decides.
         weight: `[N, K]`.
         bits: of the model, 8 or 4.
 

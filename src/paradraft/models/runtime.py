@@ -69,11 +69,7 @@ class Runtime:
             check_quantization(QUANTIZED[self.dtype], device, self.computed_in)
 
     def settled(self, stored: torch.dtype | None) -> Runtime:
-        """A copy without "auto".
-
-        Args:
-            stored: the dtype of the checkpoint; None if unknown.
-        """
+        """A copy without "auto"; `stored` is the dtype of the checkpoint, None if unknown."""
         from paradraft.models.devices import device_of, fast_dtype
 
         device = device_of(self.device)
@@ -94,10 +90,7 @@ class Runtime:
 
 
 def precision_of(name: object, setting: str = "dtype") -> str:
-    """The full name of a dtype, or "auto".
-
-    Raises:
-        ValueError: an unknown name; the message begins with `setting`.
+    """The full name of a dtype, or "auto"; raises ValueError for an unknown name.
 
     >>> precision_of("bf16"), precision_of("int8"), precision_of("auto")
     ('bfloat16', 'int8', 'auto')

@@ -61,7 +61,7 @@ class Target:
 
     Args:
         lm: the model.
-        tokenizer: its tokenizer.
+        tokenizer: of the model.
         named_ends: all EOS ids in the model's files; empty without files.
     """
 
@@ -167,12 +167,7 @@ class Target:
     def begin(self, request: Request, begun: tuple[SavedRow, int] | None = None) -> None:
         """Appends a row for chunked prefill by `read`; until its end no pass decodes the row, and no other may join.
 
-        Args:
-            request: of the row.
-            begun: see `join`.
-
-        Raises:
-            ValueError: the prompt is longer than the capacity, or the cache does not fit into memory.
+        See `join` for `begun` and errors.
         """
         self._check_room(len(request.tokens))
         self.lm.join(1, apart=True)
@@ -183,10 +178,7 @@ class Target:
         """Prefills a chunk of at most `most` tokens of the row of `begin`.
 
         Returns:
-            The tokens read; and the result of `join` after the last chunk, else None.
-
-        Raises:
-            ValueError: states are not finite, or the cache does not fit into memory.
+            The number of tokens read; and the result of `join` after the last chunk, else None. Errors as in `join`.
         """
         assert self._prefill is not None
         row, prompt = self._prefill, self._prefill.tokens

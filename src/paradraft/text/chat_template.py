@@ -85,14 +85,10 @@ def names(template: str, variable: str) -> bool:
 
 
 def text_message(message: Mapping[str, Any], number: int) -> Message:
-    """A message whose content is one text: the parts of type text of a list are joined by line breaks.
-
-    Args:
-        message: as OpenAI's API takes it, with a role.
-        number: of the message, from 1.
+    """A message, as in OpenAI's API, with its content as one text: parts of type text are joined by line breaks.
 
     Raises:
-        ValueError: no role, or a content that is not text.
+        ValueError: no role, or a content that is not text; names the message by its `number` from 1.
     """
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role")
@@ -133,11 +129,7 @@ def check_questions(messages: object) -> list[Message]:
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """The chat template of a model's tokenizer.
-
-    Raises:
-        ValueError: there is none, or it does not have one of the variables.
-    """
+    """The chat template of a model's tokenizer; raises ValueError if there is none, or it lacks a variable."""
     if not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so it cannot be asked conversations: ask a text")
     if not isinstance(tokenizer.chat_template, str | dict):

@@ -84,10 +84,8 @@ def end_ids(config: GenerationConfig, name: str = "the model") -> frozenset[int]
     """The EOS ids, as `generate` reads them.
 
     Where a model has no `generation_config.json`, `transformers` fills its generation config from `config.json`. Where
-    it has one without `eos_token_id`, no token ends a text.
-
-    Raises:
-        ValueError: `eos_token_id` is neither a token id nor a list of them; the message begins with `name`.
+    it has one without `eos_token_id`, no token ends a text. Raises ValueError if `eos_token_id` is neither a token id nor
+    a list of them.
 
     Example:
         >>> sorted(end_ids(GenerationConfig(eos_token_id=[7, 2]))), sorted(end_ids(GenerationConfig()))
@@ -98,10 +96,7 @@ def end_ids(config: GenerationConfig, name: str = "the model") -> frozenset[int]
 
 
 def suppressed_ids(config: GenerationConfig, name: str = "the model") -> frozenset[int]:
-    """The tokens that are never chosen (`suppress_tokens`).
-
-    Raises:
-        ValueError: it is not a list of token ids.
+    """The tokens that are never chosen (`suppress_tokens`); raises ValueError if that is no list of token ids.
 
     Example:
         >>> sorted(suppressed_ids(GenerationConfig(suppress_tokens=[3, -1, 5])))
@@ -115,10 +110,7 @@ def sampling_defaults(config: GenerationConfig, name: str = "the model") -> dict
     """The model's defaults for fields of `Sampling` that a request does not set.
 
     As in vLLM, settings count also without `do_sample`, and the temperature is 1 where only others are set. With
-    `do_sample: false` texts are greedy.
-
-    Raises:
-        ValueError: a setting is out of range or has the wrong type; the message begins with `name`.
+    `do_sample: false` texts are greedy. Raises ValueError for settings out of range or of the wrong type.
 
     Example:
         >>> sampling_defaults(GenerationConfig(do_sample=True, top_p=0.8, repetition_penalty=1.1))

@@ -34,7 +34,7 @@ def free_id(tokenizer: PreTrainedTokenizerBase, rows: int, taken: Collection[int
         taken: ids with a role that the tokenizer does not know, see `role_ids`.
 
     Returns:
-        An id below `rows`; None where every row is in use.
+        An id below `rows`; None if every row is in use.
     """
     used = set(tokenizer.get_vocab().values())
     end = used_rows(tokenizer)
@@ -49,12 +49,7 @@ def free_id(tokenizer: PreTrainedTokenizerBase, rows: int, taken: Collection[int
 
 
 def without_role(tokenizer: PreTrainedTokenizerBase, taken: Collection[int] = ()) -> list[int]:
-    """The special tokens, ascending, that neither the tokenizer nor its chat template gives a role.
-
-    Args:
-        tokenizer: of the model.
-        taken: ids with a role that the tokenizer does not know, see `role_ids`.
-    """
+    """The special tokens, ascending, that neither the tokenizer nor its chat template gives a role, without `taken`."""
     roles = {token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
     template = str(tokenizer.chat_template)
     return [

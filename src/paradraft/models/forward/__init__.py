@@ -93,9 +93,7 @@ class Forward(Protocol):
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """A linear layer of a drafter, computed as the model's own: a function from `[M, inputs]` to `[M, outputs]`.
 
-        Args:
-            weight: `[outputs, inputs]`.
-            bias: `[outputs]`.
+        The weight is `[outputs, inputs]`, the bias `[outputs]`.
         """
 
     def weight_bytes(self, weight: Tensor) -> int:

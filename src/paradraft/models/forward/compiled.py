@@ -114,11 +114,7 @@ def compile_pass(function: Callable[..., Result], model: nn.Module) -> Callable[
 
     On a CPU the weights are packed ("freezing"; they must not change afterwards) and everything is called from C++.
     Matrix products are compiled too, because a call of a library's takes 25 µs, longer than a small model's product.
-    The result is in torch's cache on disk.
-
-    Args:
-        function: to compile.
-        model: first argument of every call.
+    The result is in torch's cache on disk. `model` is the first argument of every call.
     """
     weight = next(model.parameters())
     is_whole = all(type(tensor) is nn.Parameter for tensor in model.parameters())
@@ -174,10 +170,7 @@ def _tag(model: nn.Module) -> str | None:
 def _settings(device: torch.device, dtype: torch.dtype | None, tag: str | None) -> Iterator[None]:
     """Settings of a compilation. Because they cost 50 µs, they are set only where a pass may be compiled.
 
-    Args:
-        device: of the model.
-        dtype: of its weights; None if they are quantized, for which Inductor's own products are incomplete.
-        tag: of the weights.
+    `dtype` is that of the weights; None if they are quantized, for which Inductor's own products are incomplete.
     """
     on_cpu = device.type == "cpu"
     # torch gives its config modules `patch` only when they are imported, where a type checker does not see it.

@@ -49,10 +49,8 @@ class StageModel:
 def split(model: PreTrainedModel, stages: Sequence[Stage]) -> list[StageModel]:
     """Splits the layers of a model into stages and moves them to their devices; earlier ones may have a layer more.
 
-    The model itself cannot compute with a cache any more, because layer indices are those within their stage.
-
-    Raises:
-        ValueError: there are more stages than layers.
+    The model itself cannot compute with a cache any more, because layer indices are those within their stage. Raises
+    ValueError if there are more stages than layers.
     """
     whole, parts = model.model, len(stages)
     if parts > (layers := len(whole.layers)):
@@ -109,12 +107,7 @@ def _few_rows(module: nn.Module) -> nn.Module:
 
 
 class PipelinePass:
-    """Computes the stages of a model, one after the other.
-
-    Args:
-        parts: the stages in order.
-        forward_of: makes the forward pass of a stage.
-    """
+    """Computes the stages of a model in order; `forward_of` makes the forward pass of a stage."""
 
     def __init__(self, parts: Sequence[StageModel], forward_of: Callable[[PreTrainedModel], Forward]) -> None:
         self._parts = list(parts)

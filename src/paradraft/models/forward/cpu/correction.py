@@ -23,9 +23,11 @@ class _Correction(ctypes.Structure):
     )
 
 
-class _Positions(ctypes.Structure):
+class _Places(ctypes.Structure):
+    """The struct `Places` of `correction.cpp`: the positions of the drafts."""
+
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "positions")),
+        *((name, ctypes.c_int64) for name in ("rows", "places")),
         *((name, ctypes.c_void_p) for name in ("logits", "reads", "temperatures", "noise")),
     )
 
@@ -38,9 +40,6 @@ class NativeCorrection:
         token: E, `[X, D]`.
         memory: R, `[X, X]`.
         correction: W C, `[V, X]`.
-
-    Raises:
-        CannotBuildError: there is no library for this machine.
     """
 
     def __init__(self, embedding: Tensor, token: Tensor, memory: Tensor, correction: Tensor) -> None:
@@ -74,8 +73,8 @@ class NativeCorrection:
         """
         assert noise_BKV is not None or not any(temperatures)
         tokens_BK = torch.empty(logits_BKV.shape[:2], dtype=torch.long, device="cpu")
-        positions, kept = self._positions(logits_BKV, reads_BKX, temperatures, noise_BKV)
-        library().draw_chains(ctypes.byref(self._correction), ctypes.byref(positions), tokens_BK.data_ptr(), threads)
+        places, kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
+        library().draw_chains(ctypes.byref(self._correction), ctypes.byref(places), tokens_BK.data_ptr(), threads)
         del kept
         return tokens_BK
 
@@ -100,17 +99,17 @@ class NativeCorrection:
             budget: N.
         """
         nodes = torch.empty(2, len(logits_BKV), budget, dtype=torch.long, device="cpu")
-        positions, kept = self._positions(logits_BKV, reads_BKX, temperatures, noise_BKV)
+        places, kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
         library().grow_corrected(
-            ctypes.byref(self._correction), ctypes.byref(positions), min(number, logits_BKV.shape[2]), budget,
+            ctypes.byref(self._correction), ctypes.byref(places), min(number, logits_BKV.shape[2]), budget,
             nodes[0].data_ptr(), nodes[1].data_ptr(), threads,
         )  # fmt: skip
         del kept
         return nodes[0], nodes[1]
 
-    def _positions(
+    def _places(
         self, logits_BKV: Tensor, reads_BKX: Tensor, temperatures: Sequence[float], noise_BKV: Tensor | None
-    ) -> tuple[_Positions, list[object]]:
+    ) -> tuple[_Places, list[object]]:
         """The library's inputs, and objects that must live while it runs."""
         B, K, V = logits_BKV.shape
         logits, reads = logits_BKV.contiguous(), reads_BKX.float().contiguous()
@@ -119,8 +118,8 @@ class NativeCorrection:
         assert reads.shape == (B, K - 1, self._matrices[1].matrix.inputs) and len(temperatures) == B
         assert noise is None or (noise.shape == logits.shape and noise.dtype == torch.float64)
         temperatures_B = (ctypes.c_float * B)(*temperatures)
-        positions = _Positions(
-            rows=B, positions=K, logits=logits.data_ptr(), reads=reads.data_ptr(),
+        places = _Places(
+            rows=B, places=K, logits=logits.data_ptr(), reads=reads.data_ptr(),
             temperatures=ctypes.addressof(temperatures_B), noise=None if noise is None else noise.data_ptr(),
         )  # fmt: skip
-        return positions, [logits, reads, noise, temperatures_B]
+        return places, [logits, reads, noise, temperatures_B]

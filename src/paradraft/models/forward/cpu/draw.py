@@ -35,9 +35,6 @@ def draw(logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor
 
     Returns:
         None if the logits are not float32, or if a token depends on how torch rounds.
-
-    Raises:
-        CannotBuildError: there is no library for this machine.
     """
     if logits_BRV.dtype != torch.float32:
         return None

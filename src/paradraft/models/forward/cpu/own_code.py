@@ -130,11 +130,6 @@ class Anchored(TorchFunctionMode):
     """Gives layers the states, keys and values of a pass, so that a flipped rounding affects only its layer and token.
 
     Compares the fourth row with the pass, in distances of the fifth row from the fourth.
-
-    Args:
-        model: of the pass.
-        native: the pass.
-        course: intermediate results of the pass.
     """
 
     def __init__(self, model: PreTrainedModel, native: Checked, course: Course) -> None:

@@ -49,11 +49,7 @@ LEVELS = (
 
 
 def level_of(machine: str, instructions: str) -> Level | None:
-    """The highest level of a CPU; None if it has none.
-
-    Args:
-        machine: from `platform.machine`.
-        instructions: separated by spaces, from `/proc/cpuinfo`.
+    """The highest level of a CPU, from `platform.machine` and a line of `/proc/cpuinfo`; None if it has none.
 
     >>> level_of("x86_64", "flags : abm avx2 bmi1 bmi2 f16c fma movbe sse2").name
     'avx2'

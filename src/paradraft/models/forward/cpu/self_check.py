@@ -60,7 +60,7 @@ GOLDEN = 0.6180339887498949
 MOST_FORMULA = 5.0
 """Largest distance of the exact mode from the own code, in distances of two right float32 passes, as a geometric mean
 over all tokens; right passes had at most 1.6."""
-MOST_AT_A_PLACE = 30.0
+MOST_AT_A_TOKEN = 30.0
 """The same at each token; right passes had at most 5.6."""
 MOST_KERNEL = 5e-6
 """Largest error of a product, relative to the product of the lengths of the two vectors."""
@@ -75,8 +75,8 @@ MOST_HEAD = 1.0
 """Likewise of the largest difference of a token's logits, relative to the effect of rounding in the head. Right passes
 had at most 0.13, passes with 0.25 added to a logit at least 3.9."""
 SPREAD = 0.75
-"""Standard deviation of the logarithm of the ratio of two right passes' distances from the exact one at a token; the ratio
-is from 0.2 to 4.3."""
+"""Standard deviation of the logarithm of the ratio of two right passes' distances from the exact one at a token; the
+ratio is from 0.2 to 4.3."""
 LEAST = 1e-6
 """Smaller distances, in standard deviations of the logits, count as this."""
 
@@ -91,7 +91,7 @@ class Figures:
 
     Args:
         formula: see `MOST_FORMULA`.
-        worst: the same at the worst token, see `MOST_AT_A_PLACE`.
+        worst: the same at the worst token, see `MOST_AT_A_TOKEN`.
         kernel: see `MOST_KERNEL`.
         rounding: see `MOST_ROUNDING`; 0 where only float32 arithmetic is rounded.
         layer: see `MOST_LAYER`; likewise 0.
@@ -113,7 +113,7 @@ class Figures:
     @property
     def _limited(self) -> list[tuple[float, float]]:
         return [
-            (self.formula, MOST_FORMULA), (self.worst, MOST_AT_A_PLACE), (self.kernel, MOST_KERNEL),
+            (self.formula, MOST_FORMULA), (self.worst, MOST_AT_A_TOKEN), (self.kernel, MOST_KERNEL),
             (self.rounding, MOST_ROUNDING), (self.layer, MOST_LAYER), (self.head, MOST_HEAD),
         ]  # fmt: skip
 
@@ -153,15 +153,9 @@ def parts_of(tokens: int) -> list[int]:
 
 @torch.no_grad()
 def check(model: PreTrainedModel, native: Checked, probe: str | None) -> str:
-    """Checks a new pass.
+    """Checks a new pass; returns a digest of its logits of a few tokens.
 
-    Args:
-        model: of the pass.
-        native: the pass.
-        probe: the digest of an earlier pass over the same packed weights; only digests are compared then.
-
-    Returns:
-        A digest of the logits of a few tokens.
+    With `probe`, the digest of an earlier pass over the same packed weights, only digests are compared.
 
     Raises:
         OtherLogitsError: the digest is not `probe`.
@@ -242,7 +236,7 @@ def readings_of(
         model: on the CPU; its quantized weights are packed.
         native: the pass.
         tokens_N: the text.
-        positions_N: of its tokens, ascending.
+        positions_N: ascending.
         logits_nV: of the pass, for the last n tokens.
     """
     last = len(logits_nV)

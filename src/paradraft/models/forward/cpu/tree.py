@@ -50,12 +50,7 @@ def grow(log_probs_BKC: Tensor, budget: int, *, aside: float) -> Tensor | None:
 
 
 def compact(stored: Sequence[Tensor], first_slot_B: Tensor, path_BN: Tensor) -> bool | None:
-    """`kv_cache.compact` in C++.
-
-    Args:
-        stored: `[B, C, H, D]` tensors on the CPU, all of one shape and dtype; changed in place.
-        first_slot_B: `[B]` slot of node 0.
-        path_BN: `[B, N]` nodes to keep in order, then -1.
+    """`kv_cache.compact` in C++, of tensors `[B, C, H, D]` on the CPU of one shape and dtype.
 
     Returns:
         True; None, with nothing done, without the library or if a path is not ascending.

@@ -27,12 +27,7 @@ _DAY_S = 24 * 60 * 60
 
 
 def verdict_of(model: PreTrainedModel, probe: str) -> Path | None:
-    """The file of a pass's verdict, whether it exists or not; None where there is no folder for it.
-
-    Args:
-        model: of the pass.
-        probe: a digest of the pass's logits.
-    """
+    """The file of the verdict on a pass with this digest of logits, existing or not; None without a private folder."""
     folder = cache_folder()
     if folder is None or not is_private(folder, is_folder=True):
         return None
