@@ -75,33 +75,33 @@ class PromptTokens:
         lm: the model.
         head: the checkpoint: "prompts.embeddings" `[trained, E, D]`; "prompts.weights" `[trained, E]` if copies are not
             simply averaged; in its config "accuracy", see `paradraft.sampling.sparse_tree.Accuracy`.
-        number: P, most prompt tokens after a token.
+        prompts: P, most prompt tokens after a token.
 
     Raises:
         ValueError: the checkpoint is damaged, or has too few prompt tokens.
     """
 
-    def __init__(self, lm: CausalLM, head: Head, number: int) -> None:
+    def __init__(self, lm: CausalLM, head: Head, prompts: int) -> None:
         if head.config.get("is_decoded") is not True:
             raise ValueError(
                 f"draft {head.name!r} was trained with settings that are only measured: train it with others"
             )
         trained, self.copies = head.setting("prompt_tokens", int), head.setting("copies", int)
-        if number > trained:
+        if prompts > trained:
             raise ValueError(
-                f"prompts={number}: draft {head.name!r} has {trained} prompt tokens, use at most {trained}"
+                f"prompts={prompts}: draft {head.name!r} has {trained} prompt tokens, use at most {trained}"
             )
         accuracy = head.config.get("accuracy")
         if not is_accuracy(accuracy, trained):
             raise ValueError(f"draft {head.name!r}: accuracy in its config.json is no table of shares: train it again")
         self._accuracy = accuracy
-        embeddings = head.tensor("prompts.embeddings", trained, self.copies, lm.model.config.hidden_size)[:number]
+        embeddings = head.tensor("prompts.embeddings", trained, self.copies, lm.model.config.hidden_size)[:prompts]
         if not bool(embeddings.isfinite().all()):
             raise ValueError(f"draft {head.name!r}: its prompt tokens are not finite: train it again")
-        self._weights_PE = torch.full((number, self.copies), 1 / self.copies, device=lm.device)
+        self._weights_PE = torch.full((prompts, self.copies), 1 / self.copies, device=lm.device)
         if "prompts.weights" in head.weights:
-            self._weights_PE = head.tensor("prompts.weights", trained, self.copies)[:number].to(lm.device).float()
-        self._ids_PE = torch.tensor(lm.add_embeddings(embeddings.flatten(0, 1))).view(number, self.copies)
+            self._weights_PE = head.tensor("prompts.weights", trained, self.copies)[:prompts].to(lm.device).float()
+        self._ids_PE = torch.tensor(lm.add_embeddings(embeddings.flatten(0, 1))).view(prompts, self.copies)
         self._lm = lm
         self.start()
 

@@ -28,8 +28,8 @@ class Runtime:
     Args:
         device: a torch device name; "auto" is a GPU if there is one.
         dtype: of the weights, one of `PRECISIONS` or `SHORT`; "auto" is that of the checkpoint, or float32 where the
-            device computes that one slowly. Weights that are stored quantized stay as
-            they are, and another dtype is an error.
+            device computes that one slowly. Weights that are stored quantized stay as they are, and another dtype is an
+            error.
         draft_dtype: the same for a draft model; None is `dtype`, except for weights that are stored quantized.
         tokenizer: folder or Hugging Face id of the target's tokenizer; None for the target's own.
         compiled: compile the passes, also where that takes a minute or two: worth it for thousands of tokens. None

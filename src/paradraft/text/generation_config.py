@@ -84,8 +84,7 @@ def end_ids(config: GenerationConfig, name: str = "the model") -> frozenset[int]
     """The EOS ids, as `generate` reads them.
 
     Where a model has no `generation_config.json`, `transformers` fills its generation config from `config.json`. Where
-    it has one without `eos_token_id`, no token ends a text. Raises ValueError if `eos_token_id` is neither a token id nor
-    a list of them.
+    it has one without `eos_token_id`, no token ends a text. Raises ValueError if it is neither an id nor a list of ids.
 
     Example:
         >>> sorted(end_ids(GenerationConfig(eos_token_id=[7, 2]))), sorted(end_ids(GenerationConfig()))
