@@ -85,9 +85,9 @@ class Recorder(Target):
         super().start(reserved_tokens, hidden_layers, prompt_hidden_layers)
         self.rows, self.not_numbers, self._numbers = [], [], []
 
-    def join(self, requests: Sequence[Request], begun: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:
+    def join(self, requests: Sequence[Request], prefixes: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:
         """See `Target`."""
-        committed = super().join(requests, begun)
+        committed = super().join(requests, prefixes)
         self._numbers += range(len(self.rows), len(self.rows) + len(requests))
         self.rows += [[] for _ in requests]
         return committed

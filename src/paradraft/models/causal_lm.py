@@ -84,7 +84,7 @@ class CausalLM:
             passes have copies.
         vocab_size: ids from here on are never chosen (rows that only pad the embedding).
         capacity: most tokens of a row; at most the model's `context_of`.
-        width: most tokens of one decoding pass; the cache has so many extra slots.
+        width: most tokens of one decoding pass; the cache has as many extra slots.
         compiled: compile passes; falls back to eager, with a warning, where it fails. None compiles only what takes
             seconds: passes in C++. False runs the model's own code.
         pad_to: least tokens of a decoding pass, so that passes of different rounds use the same kernels; in C++ all do.
@@ -166,22 +166,22 @@ class CausalLM:
         self._set_lengths([])
         self.passes = Counter()
 
-    def join(self, rows: int, *, apart: bool = False) -> None:
+    def join(self, rows: int, *, in_prefill: bool = False) -> None:
         """Appends empty rows.
 
         Args:
             rows: their number.
-            apart: for chunked prefill: decoding passes skip these rows until `admit`, and no row may join before.
+            in_prefill: for chunked prefill: decoding passes skip these rows until `admit`, and no row may join before.
 
         Raises:
             ValueError: the cache does not fit into memory; also in `restore`, `prefill` and `forward`, which grow it.
         """
-        assert self._rows == len(self.lengths), "rows are apart"
+        assert self._rows == len(self.lengths), "rows are in prefill"
         total = len(self.lengths) + rows
         if not self._largest or len(self._largest[0][0]) < total:
             self._grow(total, self._slots)
         self._set_lengths([*self.lengths, *[0] * rows])
-        self._use(self._rows if apart else total)
+        self._use(self._rows if in_prefill else total)
 
     def admit(self) -> None:
         """Ends chunked prefill: decoding passes read all rows again."""
@@ -284,12 +284,7 @@ class CausalLM:
     ) -> ForwardOut:
         """Reads new tokens after the cached ones; none is kept until `advance` or `accept_path`.
 
-        Args:
-            tokens_BN: `[B, N]` token ids, `ABSENT` where a row has fewer.
-            parents_BN: `[B, N]` parents in the draft tree, -1 for the last cached token; a chain by default.
-            logit_rows: `[B, R]` indices of the tokens whose logits are wanted; all by default.
-            hidden_layers: whose states to return, as in `Forward`.
-            vectors: `[B, N, D]` read in place of the embeddings.
+        Arguments are those of `Forward`. By default tokens are a chain, and the logits of all are returned.
 
         Returns:
             `[B, R, V]` logits of the next token, -inf for ids that may not be chosen, and `[B, N, D]` states of each of

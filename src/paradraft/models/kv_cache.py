@@ -43,7 +43,7 @@ def allocate(
         batch_size: rows.
         capacity: slots of a row.
         dtype: of keys and values.
-        devices: of each layer.
+        devices: one for each layer.
         ranks: tensor-parallel processes that share the heads of a layer.
 
     Raises:

@@ -29,13 +29,7 @@ from paradraft.tree import ABSENT
 
 
 class Shapes:
-    """The trees of all states as tensors `[S, …]`, padded with `ABSENT`.
-
-    Args:
-        trees: by state.
-        ids: `[P, E]` of the prompt tokens.
-        device: of the tensors.
-    """
+    """The trees of all states as tensors `[S, …]`, padded with `ABSENT`; `ids` `[P, E]` are those of prompt tokens."""
 
     def __init__(self, trees: Sequence[StateTree], ids: Tensor, device: torch.device) -> None:
         self.trees = tuple(trees)
@@ -72,7 +66,7 @@ class PromptTokens:
     Each row is in a state: the count of prompt tokens that the model has read after the row's last accepted token.
 
     Args:
-        lm: the model.
+        lm: of the target or a draft model.
         head: the checkpoint: "prompts.embeddings" `[trained, E, D]`; "prompts.weights" `[trained, E]` if copies are not
             simply averaged; in its config "accuracy", see `paradraft.sampling.sparse_tree.Accuracy`.
         prompts: P, most prompt tokens after a token.

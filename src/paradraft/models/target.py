@@ -137,13 +137,13 @@ class Target:
         self.lm.reserve(reserved_tokens)
         self._root_B1 = torch.empty(0, 1, dtype=torch.long, device=self.device)
 
-    def join(self, requests: Sequence[Request], begun: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:
+    def join(self, requests: Sequence[Request], prefixes: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:
         """Appends rows and prefills their prompts, all but the last tokens.
 
         Args:
             requests: one for each new row.
-            begun: for each a saved row and its common prefix with the prompt, in tokens, which is not read again; None
-                without one, empty if no request has one.
+            prefixes: for each a saved row and the length of its common prefix with the prompt, which is not read again;
+                None without one, empty if no request has one.
 
         Raises:
             ValueError: a prompt is longer than the capacity, its states are not finite, or the cache does not fit into
@@ -154,7 +154,7 @@ class Target:
         before = len(self._root_B1)
         self.lm.join(len(prompts))
         known = [0] * len(prompts)
-        for index, prefix in enumerate(begun):
+        for index, prefix in enumerate(prefixes):
             known[index] = self._restore(before + index, prompts[index], prefix)
         unread = [prompt[length:] for prompt, length in zip(prompts, known, strict=True)]
         # The other rows are not read: their roots stay the same until the next round.
@@ -164,14 +164,14 @@ class Target:
         hidden = {layer: _after(states[before:], known, tokens.shape[1]) for layer, states in read.hidden.items()}
         return Committed(tokens=tokens, hidden=hidden)
 
-    def begin(self, request: Request, begun: tuple[SavedRow, int] | None = None) -> None:
+    def begin(self, request: Request, prefix: tuple[SavedRow, int] | None = None) -> None:
         """Appends a row for chunked prefill by `read`; until its end no pass decodes the row, and no other may join.
 
-        See `join` for `begun` and errors.
+        See `join` for `prefix` and errors.
         """
         self._check_room(len(request.tokens))
-        self.lm.join(1, apart=True)
-        known = self._restore(len(self._root_B1), request.tokens, begun)
+        self.lm.join(1, in_prefill=True)
+        known = self._restore(len(self._root_B1), request.tokens, prefix)
         self._prefill = _ChunkedPrefill(tokens=request.tokens, known=known)
 
     def read(self, most: int) -> tuple[int, Committed | None]:
@@ -208,11 +208,11 @@ class Target:
                 f"the prompt has {number_of(tokens, 'token')}, the model has room for {self.capacity}: shorten it"
             )
 
-    def _restore(self, row: int, prompt: list[int], begun: tuple[SavedRow, int] | None) -> int:
+    def _restore(self, row: int, prompt: list[int], prefix: tuple[SavedRow, int] | None) -> int:
         """Copies a saved prefix into a row; returns its length in tokens."""
-        if begun is None:
+        if prefix is None:
             return 0
-        saved, shared = begun
+        saved, shared = prefix
         # The last known token is read again for its state, from which the first unread one is predicted.
         most = min(shared, len(prompt) - 1) - bool(self._prompt_hidden_layers)
         return self.lm.restore(row, saved, max(most, 0))

@@ -22,7 +22,7 @@ def used_rows(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def free_id(tokenizer: PreTrainedTokenizerBase, rows: int, taken: Collection[int] = ()) -> int | None:
-    """An id that occurs in no text, fit to be the mask token.
+    """An id below `rows` that occurs in no text, fit to be the mask token; None if every row is in use.
 
     First choice is the row after the tokenizer's last, then an id that it skips. Where there is neither, it is the last
     of the reserved special tokens, such as Llama 3's `<|reserved_special_token_247|>`, unless the chat template or the
@@ -32,9 +32,6 @@ def free_id(tokenizer: PreTrainedTokenizerBase, rows: int, taken: Collection[int
         tokenizer: of the target.
         rows: of the embedding.
         taken: ids with a role that the tokenizer does not know, see `role_ids`.
-
-    Returns:
-        An id below `rows`; None if every row is in use.
     """
     used = set(tokenizer.get_vocab().values())
     end = used_rows(tokenizer)
@@ -60,7 +57,7 @@ def without_role(tokenizer: PreTrainedTokenizerBase, taken: Collection[int] = ()
 
 
 def unsaid_id(tokenizer: PreTrainedTokenizerBase, head_VD: Tensor, taken: Collection[int] = ()) -> int | None:
-    """An untrained special token without a role, fit to be the mask token.
+    """The last untrained special token without a role, fit to be the mask token; None without such.
 
     Tokens that were in no training text end with one and the same row in the output head, because all of them are only
     ever pushed away from the hidden states. So an untrained token is recognized by a second special token with its row.
@@ -68,12 +65,9 @@ def unsaid_id(tokenizer: PreTrainedTokenizerBase, head_VD: Tensor, taken: Collec
     them.
 
     Args:
-        tokenizer: the model's.
-        head_VD: rows of its output head; None is returned for those of a model without weights (meta device).
+        tokenizer: of the model.
+        head_VD: its output head; the result is None for a model without weights (meta device).
         taken: ids with a role that the tokenizer does not know, see `role_ids`.
-
-    Returns:
-        The last such id; None if there is none.
 
     Source: Land and Bartolo 2024, "Fishing for Magikarp", section 3.1, which detects such tokens by their output rows.
     """

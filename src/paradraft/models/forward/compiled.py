@@ -36,7 +36,7 @@ class CompiledPass(EagerPass):
 
     Args:
         model: in evaluation mode; its weights must not change afterwards, because compiled passes have copies.
-        pad_to: least tokens, and least logits, of a pass with logits.
+        pad_to: see `EagerPass`.
         cuda_graphs: on a GPU, record passes and replay them.
     """
 

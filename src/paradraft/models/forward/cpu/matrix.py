@@ -24,12 +24,7 @@ CHECKED_AT_ONCE = 2**18
 
 
 class WrongPassError(Exception):
-    """A pass in C++ does not compute what the model's own code does.
-
-    Args:
-        difference: in words.
-        seconds: time of the pass for one token, if there is a pass.
-    """
+    """A pass in C++ differs from the model's own code; `seconds` is its time for one token, if there is a pass."""
 
     def __init__(self, difference: str, seconds: float | None = None) -> None:
         super().__init__(difference)

@@ -25,12 +25,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def grow(log_probs_BKC: Tensor, budget: int, *, aside: float) -> Tensor | None:
-    """`sampling.candidates.grow` in C++, with the same result.
-
-    Args:
-        log_probs_BKC: `[B, K, C]` of the candidates, on any device.
-        budget: most nodes of a row.
-        aside: in [0, 1]; see `assemble`.
+    """`sampling.candidates.grow` in C++, with the same arguments (on any device) and result.
 
     Returns:
         `[3, B, N]` on the CPU: depths, ranks and parents; None without the library.
