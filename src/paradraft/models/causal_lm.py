@@ -35,14 +35,7 @@ from paradraft.tree import ABSENT
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The size of one pass over a batch.
-
-    Args:
-        rows: of the batch.
-        tokens: new tokens per row.
-        logits: tokens per row whose logits are computed; 0 in prefill.
-        context: cached tokens of the longest row.
-    """
+    """The size of a pass: rows, new tokens and logits (0 in prefill) per row, and cached tokens of the longest row."""
 
     rows: int
     tokens: int
@@ -171,7 +164,7 @@ class CausalLM:
 
         Args:
             rows: their number.
-            in_prefill: for chunked prefill: decoding passes skip these rows until `admit`, and no row may join before.
+            in_prefill: for chunked prefill: decoding passes skip these rows until `admit`; no others may join before.
 
         Raises:
             ValueError: the cache does not fit into memory; also in `restore`, `prefill` and `forward`, which grow it.

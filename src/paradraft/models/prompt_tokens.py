@@ -103,11 +103,8 @@ class PromptTokens:
         """The trees with the highest expected yield in passes of a size.
 
         Args:
-            size: guesses and prompt tokens of a pass.
+            size: guesses and prompt tokens of a pass; ValueError if it is too small for a prompt token.
             accuracy: of the guesses; by default that on the held-out rows of the training.
-
-        Raises:
-            ValueError: the size is too small for a prompt token.
         """
         if size < self.copies:
             raise ValueError(f"size={size}: each prompt token has {self.copies} copies, use at least {self.copies}")
@@ -163,10 +160,7 @@ class PromptTokens:
     def draft(self, shapes: Shapes, candidates: Candidates, is_wanted_B: Tensor) -> Draft:
         """The draft tree of each row with its prompt tokens for the next pass; empty for rows that want none.
 
-        Args:
-            shapes: the trees.
-            candidates: of `logits`, `shapes.ranks` or fewer.
-            is_wanted_B: which rows want a draft.
+        The candidates are those of `logits`, `shapes.ranks` or fewer.
         """
         state_B, is_wanted_B1 = upload(self.states, is_wanted_B.device), is_wanted_B[:, None]
         depth, ranks = candidates.tokens.shape[1:]

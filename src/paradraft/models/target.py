@@ -40,13 +40,7 @@ class TargetFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class _ChunkedPrefill:
-    """A prompt in chunked prefill.
-
-    Args:
-        tokens: of the prompt.
-        known: its first tokens that came from the prefix cache.
-        states: of each chunk, by layer.
-    """
+    """A prompt in chunked prefill: its tokens, the length of its cached prefix, and states of each chunk by layer."""
 
     tokens: list[int]
     known: int
@@ -127,9 +121,9 @@ class Target:
         """Removes all rows and starts a batch for one drafter.
 
         Args:
-            reserved_tokens: tokens that are not chosen.
-            hidden_layers: layers whose states every round returns.
-            prompt_hidden_layers: layers whose states `join` returns.
+            reserved_tokens: never chosen.
+            hidden_layers: whose states every round returns.
+            prompt_hidden_layers: whose states `join` returns.
         """
         self._hidden_layers, self._prompt_hidden_layers = hidden_layers, prompt_hidden_layers
         self._prefill = None

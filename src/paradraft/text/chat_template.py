@@ -87,8 +87,7 @@ def names(template: str, variable: str) -> bool:
 def text_message(message: Mapping[str, Any], number: int) -> Message:
     """A message, as in OpenAI's API, with its content as one text: parts of type text are joined by line breaks.
 
-    Raises:
-        ValueError: no role, or a content that is not text; names the message by its `number` from 1.
+    Raises ValueError, with the message's number from 1, if it has no role or a content that is not text.
     """
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role")

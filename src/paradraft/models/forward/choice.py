@@ -28,10 +28,7 @@ def chosen(
 ) -> Forward:
     """The forward pass of a model; see `CausalLM` for the arguments.
 
-    A warning that a pass in C++ was refused is also appended to `refusals`.
-
-    Raises:
-        OtherLogitsError: see `CausalLM`.
+    A warning that a pass in C++ was refused is also appended to `refusals`. Raises OtherLogitsError.
     """
     wrong: WrongPassError | None = None
     reason: str | None = None

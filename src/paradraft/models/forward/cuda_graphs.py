@@ -81,8 +81,7 @@ class _Recording:
 class Replays:
     """Runs passes, and replays those whose shape has occurred before.
 
-    Args:
-        new_recorder: makes a recorder; called again after all recordings have been dropped.
+    `new_recorder` is called again after all recordings have been dropped.
     """
 
     def __init__(self, new_recorder: Callable[[], Recorder]) -> None:

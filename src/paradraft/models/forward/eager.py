@@ -151,7 +151,7 @@ class EagerPass:
 
     Args:
         model: in evaluation mode; its weights must not change afterwards.
-        pad_to: least tokens, and least logits, of a pass with logits.
+        pad_to: least tokens, and least logits, of a decoding pass.
     """
 
     min_rows = 1

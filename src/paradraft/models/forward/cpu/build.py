@@ -59,11 +59,7 @@ class CannotBuildError(Exception):
 
 
 def library() -> ctypes.CDLL:
-    """The compiled library, built if necessary.
-
-    Raises:
-        CannotBuildError: no compiler, or one that fails.
-    """
+    """The compiled library, built if necessary; raises CannotBuildError without a compiler, or if it fails."""
     native = _library()
     if isinstance(native, CannotBuildError):
         raise native
@@ -179,11 +175,7 @@ def _shipped() -> tuple[ctypes.CDLL, str] | None:
 
 
 def build_for_wheel(folder: Path) -> None:
-    """Compiles the prebuilt libraries of a wheel into a folder; this machine's CPU need not run them.
-
-    Raises:
-        CannotBuildError: no compiler, or one that fails.
-    """
+    """Compiles the prebuilt libraries of a wheel into a folder; this machine's CPU need not run them."""
     folder.mkdir(parents=True, exist_ok=True)
     for level in LEVELS:
         content = _compiled([*_compiler(), *FOR_ANY_CPU, *level.flags])
@@ -219,9 +211,7 @@ def cache_folder() -> Path | None:
 def is_made(folder: Path, kept: str) -> bool:
     """Makes a folder if necessary, and returns whether no other user can write into it.
 
-    Args:
-        folder: in the user's cache or the temporary folder.
-        kept: subject of the warning, with "is" or "are".
+    `kept` is the subject of the warning, with "is" or "are".
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -92,11 +92,7 @@ class NativeCorrection:
         """The tokens and the parents `[B, N]` of each row's likeliest nodes, best first, `ABSENT` after the last one.
 
         The likelihood of a token is the softmax of its scores, which are the logits divided by the temperature, plus
-        noise. See `chains` for the other arguments.
-
-        Args:
-            number: candidates after a node.
-            budget: N.
+        noise. `number` is that of candidates after a node, `budget` is N; see `chains` for the others.
         """
         nodes = torch.empty(2, len(logits_BKV), budget, dtype=torch.long, device="cpu")
         places, kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)

@@ -310,10 +310,7 @@ def _check_packed(panels: Panels, numbers_of: Callable[[slice], Tensor]) -> None
 def compute_products(model: nn.Module) -> None:
     """Makes the C++ compute all products with quantized weights in a model's own code.
 
-    Torch computes those of weights whose packing is wrong, much more slowly, with a warning.
-
-    Raises:
-        CannotBuildError: there is no library for this machine.
+    Torch computes those of weights whose packing is wrong, much more slowly, with a warning. Raises CannotBuildError.
     """
     for weight in {id(weight): weight for weight in model.parameters()}.values():
         if isinstance(weight, QuantizedTensor) and weight.device.type == "cpu":

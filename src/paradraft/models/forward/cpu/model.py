@@ -325,11 +325,9 @@ class NativePass:
     def logits_at(
         self, tokens_N: Tensor, positions_N: Tensor, *, exactly: bool = False, parts: Sequence[int] = ()
     ) -> Tensor:
-        """The logits `[N, V]` of one text at ascending positions.
+        """The logits `[N, V]` of one text at ascending positions, with or without gaps.
 
         Args:
-            tokens_N: ids.
-            positions_N: with or without gaps.
             exactly: without rounding of activations; slow, for comparison.
             parts: tokens of each of several passes; one pass by default.
         """

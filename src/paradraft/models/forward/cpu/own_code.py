@@ -45,13 +45,8 @@ AT_ONCE = 2**21
 
 @dataclass(frozen=True)
 class Course:
-    """Intermediate results of a pass over one text.
-
-    Args:
-        states: `[L + 1, N, D]` before each of L layers and after the last.
-        keys: `[L, H, N, E]`, as the cache holds them, in float32.
-        values: likewise.
-    """
+    """Intermediate results of a pass over one text: states `[L + 1, N, D]` before each layer and after the last; keys and
+    values `[L, H, N, E]` as the cache holds them, in float32."""
 
     states: Tensor
     keys: Tensor

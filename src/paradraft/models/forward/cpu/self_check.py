@@ -87,16 +87,8 @@ class OtherLogitsError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Results of the check, each to be compared with its bound.
-
-    Args:
-        formula: see `MOST_FORMULA`.
-        worst: the same at the worst token, see `MOST_AT_A_TOKEN`.
-        kernel: see `MOST_KERNEL`.
-        rounding: see `MOST_ROUNDING`; 0 where only float32 arithmetic is rounded.
-        layer: see `MOST_LAYER`; likewise 0.
-        head: see `MOST_HEAD`; likewise 0.
-    """
+    """Results of the check, bounded by `MOST_FORMULA`, `MOST_AT_A_TOKEN`, `MOST_KERNEL`, `MOST_ROUNDING`, `MOST_LAYER`
+    and `MOST_HEAD`; the last three are 0 where only float32 arithmetic is rounded."""
 
     formula: float
     worst: float
@@ -199,9 +191,7 @@ class Readings:
         moved: by the same, with operands of products moved by about a unit in the last place.
         rounded: by the model's own code in its dtype, with products of quantized weights by the C++; None where only
             float32 arithmetic is rounded.
-        kernel: see `Figures`.
-        layer: see `Figures`.
-        head: see `Figures`.
+        kernel: see `Figures`, as for `layer` and `head`.
     """
 
     exact: Tensor
@@ -230,14 +220,9 @@ class Readings:
 def readings_of(
     model: PreTrainedModel, native: Checked, tokens_N: Tensor, positions_N: Tensor, logits_nV: Tensor
 ) -> Readings:
-    """Reads a text with the exact mode of a pass in C++ and with the model's own code.
+    """Reads a text at ascending positions with the exact mode of a pass in C++ and with the model's own code.
 
-    Args:
-        model: on the CPU; its quantized weights are packed.
-        native: the pass.
-        tokens_N: the text.
-        positions_N: ascending.
-        logits_nV: of the pass, for the last n tokens.
+    `logits_nV` are those of the pass for the last n tokens. The model is on the CPU, its quantized weights are packed.
     """
     last = len(logits_nV)
     exact_nV = native.logits_at(tokens_N, positions_N, exactly=True)[-last:]
