@@ -45,7 +45,7 @@ AT_ONCE = 2**21
 
 @dataclass(frozen=True)
 class Course:
-    """Intermediate results of a pass over one text: states `[L + 1, N, D]` before each layer and after the last; keys and
+    """Intermediate results of a pass over a text: states `[L + 1, N, D]` before each layer and after the last; keys and
     values `[L, H, N, E]` as the cache holds them, in float32."""
 
     states: Tensor
