@@ -169,7 +169,7 @@ class CausalLM:
         Raises:
             ValueError: the cache does not fit into memory; also in `restore`, `prefill` and `forward`, which grow it.
         """
-        assert self._rows == len(self.lengths), "rows are in prefill"
+        assert self._rows == len(self.lengths), "rows are apart"
         total = len(self.lengths) + rows
         if not self._largest or len(self._largest[0][0]) < total:
             self._grow(total, self._slots)
