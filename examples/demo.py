@@ -26,9 +26,9 @@ from paradraft.bench.run import run_benchmark
 from paradraft.bench.setup import Workload, held_out_prompts
 from paradraft.bench.spec import Benchmark, Method
 from paradraft.bench.summary import notes, table, write_json
+from paradraft.cli.commands.train import run_with_display
 from paradraft.cli.importing import hide_progress_bars
 from paradraft.cli.terminal import GREEN, stream_answer, write
-from paradraft.cli.train import run_with_display
 from paradraft.digests import model_digest
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine.engine import Engine

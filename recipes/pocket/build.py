@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import corpus
-from paradraft.cli.train import run_with_display
+from paradraft.cli.commands.train import run_with_display
 from paradraft.formats.folder import save_model
 from paradraft.formats.head import CONFIG, WEIGHTS
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD

@@ -14,7 +14,7 @@ from importlib import metadata
 import pytest
 import typer
 
-from paradraft.cli.commands import COMMANDS, app
+from paradraft.cli.command_list import COMMANDS, app
 from tests.e2e.conftest import Paradraft, assert_mistake
 
 

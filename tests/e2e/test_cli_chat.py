@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.cli.chat import Chat
+from paradraft.cli.commands.chat import Chat
 from paradraft.cli.terminal import has_styles
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load

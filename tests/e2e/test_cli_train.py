@@ -17,7 +17,7 @@ from rich.live import Live
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paradraft.cli import train
+from paradraft.cli.commands import train
 from paradraft.data.mix import Source
 from paradraft.train.drafters.pard import ORDINARY_K, Lora, PardRecipe
 from paradraft.train.run.progress import Evaluation, Progress

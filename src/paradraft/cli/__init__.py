@@ -1,4 +1,4 @@
-"""Entry point of the command line; its commands are in [commands.py](commands.py)."""
+"""Entry point of the command line; its commands are in [commands/](commands)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main() -> None:
 def _run() -> int:
     import typer
 
-    from paradraft.cli.commands import app
+    from paradraft.cli.command_list import app
     from paradraft.errors import DrafterLostError, is_out_of_memory
 
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.data.chat import dated
 from paradraft.data.mix import Source, as_source, share
 from paradraft.data.samples import Sample
-from paradraft.data.token_cache import TokenCache, tokenized_records
-from paradraft.data.tokenized import Long, Tokenization, Tokenized
+from paradraft.data.tokens.token_cache import TokenCache, tokenized_records
+from paradraft.data.tokens.tokenized import Long, Tokenization, Tokenized
 from paradraft.text.chat_template import ChatTemplate, check_variables
 
 NAMED = 5

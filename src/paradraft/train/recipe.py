@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, m
 
 from paradraft.data.mix import Entry, Source, as_source
 from paradraft.data.records import check_columns
-from paradraft.data.tokenized import Long
+from paradraft.data.tokens.tokenized import Long
 from paradraft.digests import file_digest, model_digest
 from paradraft.models.names import POCKET
 from paradraft.sources.loading import pocket_folder

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from paradraft.bench.setup import USUAL, Chat, held_out_prompts, prompts_for, source_of
-from paradraft.cli.commands import app
+from paradraft.cli.command_list import app
 from paradraft.data.prompt_source import DEFAULT, PIPE, RANDOM
 from tests.support import json_models
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import typer
 
-from paradraft.cli.commands import COMMANDS, app
+from paradraft.cli.command_list import COMMANDS, app
 
 NARROWER = {
     "--target", "--batch-size", "--max-new-tokens", "--num-prompts", "--system", "--drafter", "--tree-budget", "--runs",

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from paradraft.cli.commands import COMMANDS, app
+from paradraft.cli.command_list import COMMANDS, app
 from paradraft.cli.options import OPTIONS
 from paradraft.cli.sections import COMMON, FIRST, SECTIONS
 

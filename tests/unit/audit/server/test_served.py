@@ -23,7 +23,7 @@ from paradraft.audit.server.endpoint_audit import audit_endpoint
 from paradraft.audit.server.served import ServedReport
 from paradraft.audit.server.tables import ModelReference, Reference, ServerReference
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
-from paradraft.cli.audit_served import findings
+from paradraft.cli.commands.audit_served import findings
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime

@@ -68,7 +68,7 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Imports a command; None if unknown."""
         if cmd_name not in self.commands and (source := COMMANDS.get(cmd_name)) is not None:
-            module = import_module(f"paradraft.cli.{source.module}")
+            module = import_module(f"paradraft.cli.commands.{source.module}")
             alone = new_app()
             alone.command(cmd_name, cls=SectionedCommand, context_settings=HELP)(getattr(module, source.function))
             self.add_command(typer.main.get_command(alone), cmd_name)

@@ -90,7 +90,7 @@ def serve(
     Requests are decoded together. Ctrl-C ends the server when those under way have ended, a second one at once.
     """
     with importing():
-        from paradraft.cli.serve_vllm import command_of, refuse_others
+        from paradraft.cli.commands.serve_vllm import command_of, refuse_others
         from paradraft.engine.loader import load_engine
         from paradraft.export.vllm import NOT_INSTALLED, installed_python
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from paradraft.data.samples import Sample
-from paradraft.data.tokenized import Tokenized
+from paradraft.data.tokens.tokenized import Tokenized
 
 FLAGS = ("is_talk", "is_unlabelled")
 COUNTS = ("wholes", "labels", "truncated", "lost", "empty", "headless")

@@ -31,8 +31,8 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.data.records import RECORD_KEYS, Record, content_digest, records
-from paradraft.data.token_table import SCHEMA, read_table, records_of, table_of
-from paradraft.data.tokenized import Tokenization, Tokenized, tokenized
+from paradraft.data.tokens.token_table import SCHEMA, read_table, records_of, table_of
+from paradraft.data.tokens.tokenized import Tokenization, Tokenized, tokenized
 from paradraft.digests import file_digest
 from paradraft.signals import sigterm_raises
 from paradraft.text.chat_template import CLOCK
@@ -53,7 +53,7 @@ FIRST, FIRST_BYTES = 20, 2**16
 """The first `FIRST` records, up to `FIRST_BYTES` each, are tokenized while the records are read: most mistakes are in
 all records, and are then reported at once."""
 MANIFEST, RECORDS, TOKENS = "manifest.json", "records.arrow", "tokens.arrow"
-CODE = ("data/chat.py", "data/records.py", "data/samples.py", "data/token_table.py", "data/tokenized.py",
+CODE = ("data/chat.py", "data/records.py", "data/samples.py", "data/tokens/token_table.py", "data/tokens/tokenized.py",
         "text/chat_template.py", "text/tokenization.py")  # fmt: skip
 """Source files of this package that decide the tokens."""
 VERSIONS = ("paradraft", "transformers", "tokenizers", "jinja2")
@@ -151,7 +151,7 @@ def _locked(file: Path) -> Iterator[None]:
 
 def _identity(source: Path, digest: str, how: Tokenization, day: date | None) -> dict[str, Any]:
     """Everything that decides the tokens of a source, and its name, which is part of error messages."""
-    template, package = how.template, Path(__file__).parent.parent
+    template, package = how.template, Path(__file__).parents[2]
     template_source = str(template.written or template.tokenizer.chat_template)
     identity = {
         "source": str(source),

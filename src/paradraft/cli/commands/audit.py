@@ -20,7 +20,7 @@ from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 
 if TYPE_CHECKING:
-    from paradraft.cli.audit_served import AuditSettings
+    from paradraft.cli.commands.audit_served import AuditSettings
 
 ONLY_SERVED = (
     "draft_folder", "model", "api_key_env", "vllm_python", "reference_endpoint", "reference_model",
@@ -116,7 +116,7 @@ def audit(
     with importing():
         from paradraft.audit.verdict import exit_code
         from paradraft.bench.setup import source_of
-        from paradraft.cli.audit_served import AuditSettings, ServerSettings, audit_served
+        from paradraft.cli.commands.audit_served import AuditSettings, ServerSettings, audit_served
         from paradraft.data.prompt_source import counted
         from paradraft.environment import describe_machine
         from paradraft.sources.loading import settled
